@@ -1,0 +1,112 @@
+"""Files that survive a crash: atomic writes, digests, safetensors and JSON; pickle is never read."""
+
+import errno
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fedortho.errors import BadCheckpoint, FedOrthoError
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; on success it takes the place of `path` in one step.
+
+    Readers see the old file or the new one, never half of either; a failure leaves the old one.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        with temporary.open("rb+") as stream:
+            os.fsync(stream.fileno())
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise FedOrthoError(f"the disk is full: {path} was not written; free some space and run again") from error
+        raise
+    except SafetensorError as error:  # safetensors wraps the system's error in its own
+        raise FedOrthoError(f"{path} was not written: {error}; is the disk full?") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=2, sort_keys=True) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise BadCheckpoint(f"there is no {path}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise BadCheckpoint(f"{path} is not JSON ({error})") from error
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], note: Mapping[str, Any] | None = None) -> None:
+    """Write tensors as safetensors; `note` (JSON) travels in the same file, so the two cannot disagree.
+
+    The same tensors and note give the same bytes.
+    """
+    plain = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
+    owned: dict[int, str] = {}
+    for name, tensor in plain.items():  # safetensors refuses tensors that share memory (tied weights)
+        if owned.setdefault(tensor.data_ptr(), name) != name and tensor.numel():
+            plain[name] = tensor.clone()
+    with replacing(path) as temporary:
+        # one key: safetensors writes several in random order
+        save_file(plain, temporary, metadata={"note": json.dumps(note or {}, sort_keys=True)})
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of a safetensors file, memory-mapped, and its note (empty if others wrote the file)."""
+    if not path.is_file():
+        raise BadCheckpoint(f"there is no file {path}")
+    try:
+        with safe_open(path, framework="pt") as stream:
+            note = json.loads((stream.metadata() or {}).get("note", "{}"))
+            return {name: stream.get_tensor(name) for name in stream.keys()}, note  # noqa: SIM118  # no mapping
+    except (SafetensorError, OSError, json.JSONDecodeError) as error:
+        raise BadCheckpoint(f"{path} is not a whole safetensors file ({error})") from error
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file's bytes, as `sha256sum` prints it."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over names, types, shapes and bytes: equal exactly when the tensors are, bit for bit.
+
+    >>> tensors_digest({"a": torch.zeros(2)}) == tensors_digest({"a": torch.zeros(2)})
+    True
+    >>> tensors_digest({"a": torch.zeros(2)}) == tensors_digest({"a": -torch.zeros(2)})
+    False
+    """
+    total = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        total.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        if tensor.numel():
+            total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return total.hexdigest()

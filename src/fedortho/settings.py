@@ -1,0 +1,76 @@
+"""Flat frozen dataclasses of scalars, read from TOML and flags; a wrong key is refused by name."""
+
+import dataclasses
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+from fedortho.errors import BadSetting, unknown
+
+S = TypeVar("S")
+
+
+def kebab(name: str) -> str:
+    """How a field is written outside Python.
+
+    >>> kebab("ortho_every")
+    'ortho-every'
+    """
+    return name.replace("_", "-")
+
+
+def field_types(kind: type[Any]) -> dict[str, type[Any]]:
+    """The fields of a settings dataclass and their types (bool, int, float or str)."""
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
+def field_help(kind: type[Any]) -> dict[str, str]:
+    """What each field means: the text in its `Annotated` type."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {field.name: " ".join(getattr(hints[field.name], "__metadata__", ())) for field in dataclasses.fields(kind)}
+
+
+def make_settings(kind: type[S], *sources: Mapping[str, Any]) -> S:
+    """Build settings from mappings with kebab-case or snake_case keys; later ones win.
+
+    >>> from fedortho.recipe import Recipe
+    >>> make_settings(Recipe, {"epochs": 3}, {"ortho-every": 1}).ortho_every
+    1
+    """
+    types = field_types(kind)
+    values: dict[str, Any] = {}
+    for source in sources:
+        for key, value in source.items():
+            name = key.replace("-", "_")
+            if name not in types:
+                raise unknown("setting", key, map(kebab, types))
+            values[name] = _as(types[name], key, value)
+    missing = [f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING and f.name not in values]  # type: ignore[arg-type]  # S is a dataclass
+    if missing:
+        raise BadSetting(f"{', '.join('--' + kebab(name) for name in missing)} must be given")
+    return kind(**values)
+
+
+def _as(wanted: type[Any], key: str, value: Any) -> Any:
+    if wanted is float and type(value) is int:
+        return float(value)
+    if type(value) is not wanted:
+        raise BadSetting(f"{key} must be {wanted.__name__}, not {type(value).__name__} ({value!r})")
+    return value
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The keys of a flat TOML file."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise BadSetting(f"there is no settings file {path}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise BadSetting(f"{path} is not TOML: {error}") from error
+
+
+def as_mapping(settings: Any) -> dict[str, Any]:
+    """Settings as kebab-case keys, for JSON, TOML and run configs."""
+    return {kebab(key): value for key, value in dataclasses.asdict(settings).items()}

@@ -1,0 +1,54 @@
+"""Small real things that tests share: toy images and a tiny network; every test has a cache of its own."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedortho.data import Images, images_from_tensors
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Decoded images never come from, or land in, the cache of whoever runs the tests."""
+    place = tmp_path_factory.getbasetemp() / "cache"
+    monkeypatch.setenv("FEDORTHO_CACHE", str(place))
+    return place
+
+
+torch.set_num_threads(1)  # the nets are tiny: a second thread only waits for the first
+
+
+@pytest.fixture
+def toy() -> Images:
+    """240 images of 8x8 in 4 classes: a bright quarter, one per class, on noise."""
+    generator = torch.Generator().manual_seed(7)
+    labels = torch.arange(240) % 4
+    pixels = torch.randint(0, 120, (240, 1, 8, 8), dtype=torch.uint8, generator=generator)
+    for label in range(4):
+        top, left = 4 * (label // 2), 4 * (label % 2)
+        pixels[labels == label, :, top : top + 4, left : left + 4] += 100
+    return images_from_tensors(pixels, labels)
+
+
+class TinyNet(nn.Module):
+    """Three convolutions with batch norm, the smallest thing that has a deep layer."""
+
+    def __init__(self, classes: int = 4, channels: int = 1, dropout: float = 0.0) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for inputs, outputs in ((channels, 6), (6, 8), (8, 12)):
+            layers += [nn.Conv2d(inputs, outputs, 3, 1, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
+        self.features = nn.Sequential(*layers)
+        self.dropout = nn.Dropout(dropout)
+        self.fc = nn.Linear(12, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.dropout(self.features(x).mean((2, 3))))
+
+
+@pytest.fixture
+def tiny() -> TinyNet:
+    torch.manual_seed(3)
+    return TinyNet()
