@@ -1,0 +1,223 @@
+"""The paper's networks for small images, two small ones for small machines, and any network of your own."""
+
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedortho.errors import BadSetting, UnknownName, unknown
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions and a shortcut (ResNet-18, ResNet-34)."""
+
+    widening = 1
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, width, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU()
+        self.downsample = _shortcut(inputs, width, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        main = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        return self.relu(main + self.downsample(x))  # type: ignore[no-any-return]  # modules return Any
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3, 1x1 convolutions, four times as wide at the end, and a shortcut (ResNet-50)."""
+
+    widening = 4
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, width, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv3 = nn.Conv2d(width, width * self.widening, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(width * self.widening)
+        self.relu = nn.ReLU()
+        self.downsample = _shortcut(inputs, width * self.widening, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        main = self.relu(self.bn1(self.conv1(x)))
+        main = self.bn3(self.conv3(self.relu(self.bn2(self.conv2(main)))))
+        return self.relu(main + self.downsample(x))  # type: ignore[no-any-return]  # modules return Any
+
+
+def _shortcut(inputs: int, outputs: int, stride: int) -> nn.Module:
+    if stride == 1 and inputs == outputs:
+        return nn.Identity()
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+
+class ResNet(nn.Module):
+    """A residual network with a 3x3 stem and no early pooling, as used for 32x32 and 64x64 images."""
+
+    def __init__(
+        self,
+        block: type[BasicBlock] | type[Bottleneck],
+        stem: int,
+        stages: Sequence[tuple[int, int, int]],  # width, number of blocks, stride of the first
+        classes: int,
+        channels: int,
+    ) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, stem, 3, 1, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(stem)
+        self.relu = nn.ReLU()
+        inputs = stem
+        self.depth = len(stages)
+        for number, (width, blocks, stride) in enumerate(stages, 1):
+            layers = []
+            for index in range(blocks):
+                layers.append(block(inputs, width, stride if index == 0 else 1))
+                inputs = width * block.widening
+            self.add_module(f"layer{number}", nn.Sequential(*layers))
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(inputs, classes)
+        _initialise(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu(self.bn1(self.conv1(x)))
+        for number in range(1, self.depth + 1):
+            x = self.get_submodule(f"layer{number}")(x)
+        return self.fc(self.pool(x).flatten(1))  # type: ignore[no-any-return]  # modules return Any
+
+
+class VGG(nn.Module):
+    """Plain 3x3 convolutions with batch norm, pooling between blocks, and one linear layer."""
+
+    def __init__(self, blocks: Sequence[Sequence[int]], classes: int, channels: int, *, bias: bool, last_pool: bool):
+        super().__init__()
+        layers: list[nn.Module] = []
+        inputs = channels
+        for number, widths in enumerate(blocks):
+            for width in widths:
+                layers += [nn.Conv2d(inputs, width, 3, 1, 1, bias=bias), nn.BatchNorm2d(width), nn.ReLU()]
+                inputs = width
+            if last_pool or number < len(blocks) - 1:
+                layers.append(nn.MaxPool2d(2, ceil_mode=True))  # so that 28x28 and 8x8 images pass too
+        self.features = nn.Sequential(*layers)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(inputs, classes)
+        _initialise(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.pool(self.features(x)).flatten(1))  # type: ignore[no-any-return]  # modules return Any
+
+
+def _initialise(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+
+def resnet18(classes: int, channels: int) -> ResNet:
+    return ResNet(BasicBlock, 64, [(64, 2, 1), (128, 2, 2), (256, 2, 2), (512, 2, 2)], classes, channels)
+
+
+def resnet34(classes: int, channels: int) -> ResNet:
+    return ResNet(BasicBlock, 64, [(64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)], classes, channels)
+
+
+def resnet50(classes: int, channels: int) -> ResNet:
+    return ResNet(Bottleneck, 64, [(64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)], classes, channels)
+
+
+def vgg16(classes: int, channels: int) -> VGG:
+    blocks = [[64] * 2, [128] * 2, [256] * 3, [512] * 3, [512] * 3]
+    return VGG(blocks, classes, channels, bias=True, last_pool=True)
+
+
+def resnet_mini(classes: int, channels: int) -> ResNet:
+    return ResNet(BasicBlock, 32, [(48, 1, 2), (96, 1, 2), (128, 1, 2)], classes, channels)
+
+
+def vgg_mini(classes: int, channels: int) -> VGG:
+    return VGG([[32], [48, 48], [64], [128] * 4], classes, channels, bias=False, last_pool=False)
+
+
+MODELS: dict[str, Callable[[int, int], nn.Module]] = {
+    "resnet18": resnet18,
+    "resnet34": resnet34,
+    "resnet50": resnet50,
+    "vgg16": vgg16,
+    "resnet-mini": resnet_mini,
+    "vgg-mini": vgg_mini,
+}
+
+
+def build_model(name: str, *, classes: int, channels: int = 3, seed: int = 0) -> nn.Module:
+    """A fresh model: one of ours, `timm:NAME`, or your own factory as `package.module:function`.
+
+    The same seed gives the same weights; the caller's random state stays as it was. Your factory gets
+    those of `classes`, `num_classes`, `channels`, `in_channels`, `in_chans` that it has parameters for.
+
+    >>> sum(p.numel() for p in build_model("resnet18", classes=10).parameters())
+    11173962
+    """
+    if classes < 2:
+        raise BadSetting(f"a classifier needs at least 2 classes, not {classes}")
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        if name in MODELS:
+            return MODELS[name](classes, channels)
+        if ":" in name:
+            return _own_model(name, classes, channels)
+    raise unknown("model", name, [*MODELS, "package.module:function", "timm:NAME"])
+
+
+def _own_model(name: str, classes: int, channels: int) -> nn.Module:
+    place, _, function = name.partition(":")
+    sizes = {"classes": classes, "num_classes": classes}
+    sizes |= {"channels": channels, "in_channels": channels, "in_chans": channels}
+    try:
+        module = importlib.import_module(place)
+    except ImportError as error:
+        raise UnknownName(f"cannot import {place!r} for the model {name!r}: {error}") from error
+    if place == "timm":
+        return _checked(name, module.create_model(function, num_classes=classes, in_chans=channels))
+    factory: Any = getattr(module, function, None)
+    if not callable(factory):
+        raise UnknownName(f"{place!r} has no function {function!r}; write the model as package.module:function")
+    known = inspect.signature(factory).parameters
+    needed = [
+        p.name for p in known.values() if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
+    if missing := sorted(set(needed) - set(sizes)):
+        raise BadSetting(f"{name} needs {', '.join(missing)}; a factory may require only {', '.join(sorted(sizes))}")
+    return _checked(name, factory(**{key: value for key, value in sizes.items() if key in known}))
+
+
+def _checked(name: str, model: Any) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise BadSetting(f"{name} returned {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def check_output(model: nn.Module, shape: tuple[int, int, int], classes: int) -> None:
+    """Refuse a model that cannot read such images or does not answer with one number per class."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            device = next((p.device for p in model.parameters()), torch.device("cpu"))
+            answer = model(torch.zeros(1, *shape, device=device))
+    except RuntimeError as error:
+        first = str(error).splitlines()[0]
+        raise BadSetting(f"the model cannot read images of {'x'.join(map(str, shape))}: {first}") from error
+    finally:
+        model.train(was_training)
+    if not isinstance(answer, Tensor) or answer.shape != (1, classes):
+        got = tuple(answer.shape) if isinstance(answer, Tensor) else type(answer).__name__
+        raise BadSetting(f"the model answers one image with {got}; the data has {classes} classes, so (1, {classes})")

@@ -1,0 +1,126 @@
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedortho.errors import BadSetting, UnknownName
+from fedortho.files import tensors_digest
+from fedortho.models import build_model
+from fedortho.structure import Layer, select_layers, trace_layers
+
+
+def names(layers: list[Layer]) -> list[str]:
+    return [layer.name for layer in layers]
+
+
+def trace(name: str) -> list[Layer]:
+    return trace_layers(build_model(name, classes=10), (3, 32, 32))
+
+
+def test_the_deep_part_of_each_paper_model_is_its_last_stage_without_the_shortcut() -> None:
+    assert names(select_layers(trace("resnet18"), "deep")) == [f"layer4.{b}.conv{c}" for b in (0, 1) for c in (1, 2)]
+    deep = [f"layer4.{b}.conv{c}" for b in (0, 1, 2) for c in (1, 2, 3)]
+    assert names(select_layers(trace("resnet50"), "deep")) == deep
+    assert [x.kernels for x in select_layers(trace("vgg16"), "deep")] == [512, 512, 512]
+    assert [x.kernels for x in select_layers(trace("vgg-mini"), "deep")] == [128] * 4
+    assert names(select_layers(trace("resnet-mini"), "deep")) == ["layer3.0.conv1", "layer3.0.conv2"]
+
+
+def test_depths_cover_the_main_path_once() -> None:
+    layers = trace("resnet18")
+    parts = [set(names(select_layers(layers, depth))) for depth in ("shallow", "mid", "deep")]
+    assert set.union(*parts) == set(names(select_layers(layers, "all")))
+    assert sum(map(len, parts)) == 17
+    assert [layer.name for layer in layers if layer.is_shortcut] == [f"layer{n}.0.downsample.0" for n in (2, 3, 4)]
+
+
+def test_residual_writers_share_a_group_and_inner_convolutions_do_not() -> None:
+    layers = {layer.name: layer for layer in trace("resnet18")}
+    group = ("layer4.0.conv2", "layer4.0.downsample.0", "layer4.1.conv2")
+    assert all(layers[name].writers == group for name in group)
+    assert layers["layer4.0.conv1"].writers == ("layer4.0.conv1",)
+    assert layers["layer4.0.conv2"].norm == "layer4.0.bn2"
+    assert layers["layer4.0.downsample.0"].norm == "layer4.0.downsample.1"
+
+
+class Backwards(nn.Module):
+    """Defined in the opposite order of its use, with one conv used twice, one never, and a norm of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Conv2d(8, 8, 1)
+        self.last = nn.Conv2d(8, 8, 3, padding=1)
+        self.twice = nn.Conv2d(8, 8, 3, padding=1)
+        self.group_norm = nn.GroupNorm(2, 8)
+        self.depthwise = nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.first = nn.Conv2d(1, 8, 3, padding=1)
+        self.bn = nn.BatchNorm2d(8)
+        self.fc = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.bn(self.first(x)))
+        x = torch.relu(self.group_norm(self.depthwise(x)))
+        x = torch.relu(self.twice(torch.relu(self.twice(x))))
+        return self.fc(self.last(x).mean((2, 3)))
+
+
+def test_layers_come_in_forward_order_and_oddities_are_reported() -> None:
+    model = Backwards()
+    before = tensors_digest(model.state_dict())
+    layers = trace_layers(model, (1, 8, 8))
+    assert names(layers) == ["first", "depthwise", "twice", "last", "unused"]
+    by_name = {layer.name: layer for layer in layers}
+    assert by_name["first"].norm_kind == "BatchNorm2d"
+    assert by_name["depthwise"].norm_kind == "GroupNorm"
+    assert by_name["depthwise"].groups == 8
+    assert by_name["twice"].problem == "runs 2 times in one pass"
+    assert by_name["last"].norm is None
+    assert by_name["unused"].problem == "no forward pass reaches it"
+    assert tensors_digest(model.state_dict()) == before
+    assert model.training
+
+
+def test_layers_are_chosen_by_name_pattern_expression_and_function() -> None:
+    layers = trace("resnet18")
+    assert names(select_layers(layers, "layer4.1.conv2")) == ["layer4.1.conv2"]
+    assert names(select_layers(layers, "layer4.*.conv1")) == ["layer4.0.conv1", "layer4.1.conv1"]
+    assert names(select_layers(layers, r"re:^layer[12]\.0\.conv2$")) == ["layer1.0.conv2", "layer2.0.conv2"]
+    assert names(select_layers(layers, "layer4.1.conv2, conv1")) == ["conv1", "layer4.1.conv2"]
+    assert names(select_layers(layers, ["conv1"])) == ["conv1"]
+    assert names(select_layers(layers, lambda layer: layer.is_shortcut and layer.kernels == 512)) == [
+        "layer4.0.downsample.0"
+    ]
+
+
+@pytest.mark.parametrize("which", ["layer9.conv", "re:nothing", "deepest"])
+def test_a_name_that_matches_nothing_is_refused_with_the_choices(which: str) -> None:
+    with pytest.raises(UnknownName, match=r"choose from .*features\.0"):
+        select_layers(trace("vgg-mini"), which)
+
+
+def test_bad_expressions_and_empty_choices_are_refused() -> None:
+    layers = trace("vgg-mini")
+    with pytest.raises(BadSetting, match="not a regular expression"):
+        select_layers(layers, "re:(")
+    with pytest.raises(UnknownName, match="selects none"):
+        select_layers(layers, lambda layer: False)
+
+
+def test_a_model_without_convolutions_or_for_other_images_is_refused() -> None:
+    with pytest.raises(BadSetting, match="no 2d convolution"):
+        trace_layers(nn.Sequential(nn.Flatten(), nn.Linear(64, 4)), (1, 8, 8))
+    with pytest.raises(BadSetting, match="cannot read images of 1x8x8"):
+        trace_layers(nn.Conv2d(3, 4, 3), (1, 8, 8))
+
+
+def test_a_structure_that_cannot_be_traced_is_reported_and_not_guessed() -> None:
+    class Stubborn(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(1, 4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv(x).detach().mean((2, 3))  # no gradient: the tracer has nothing to follow
+
+    (layer,) = trace_layers(Stubborn(), (1, 8, 8))
+    assert layer.problem is not None
+    assert "could not be traced" in layer.problem
