@@ -1,0 +1,323 @@
+"""The only SGD loop of the project: cross-entropy, orthogonal kernels, alignment; resumable to the same bytes."""
+
+import copy
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fedortho.data import Augment, Batches, Images, evaluation_batches
+from fedortho.errors import BadCheckpoint, BadData, BadSetting, FedOrthoError
+from fedortho.files import read_tensors, tensors_digest, write_tensors
+from fedortho.ortho import add_align_gradient, add_ortho_gradient, ortho_penalty
+from fedortho.recipe import Recipe, learning_rate
+from fedortho.structure import Layer, select_layers, trace_layers
+
+CHECKPOINT_SECONDS = 30.0
+REPORT_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What one epoch of training came to."""
+
+    epoch: int
+    loss: float  # mean cross-entropy over the epoch's training images, as augmented
+    accuracy: float  # on those
+    ortho: float  # penalty of the chosen layers, summed, at the end of the epoch
+    valid: float | None  # accuracy on the validation images
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a watcher is told a few times a second and at the end of each epoch."""
+
+    epoch: int
+    epochs: int
+    step: int  # within the epoch
+    steps: int
+    loss: float
+    accuracy: float
+    images_per_second: float
+    history: tuple[Epoch, ...]
+
+
+Watch = Callable[[Progress], None]
+
+
+def fit(
+    model: nn.Module,
+    images: Images,
+    recipe: Recipe | None = None,
+    *,
+    valid: Images | None = None,
+    reference: nn.Module | None = None,
+    device: torch.device | str = "cpu",
+    checkpoint: Path | None = None,
+    watch: Watch | None = None,
+) -> nn.Module:
+    """Train a copy of the model on images and return it in eval mode on the CPU; the input stays as it was.
+
+    The loss is cross-entropy + ortho · ‖W Wᵀ − I‖² over the chosen layers + align · ‖W − W_ref‖²,
+    the last one only with a `reference` (the model that a federation's client has received). With
+    a `checkpoint` file a killed run goes on where it stopped, to the same bytes. `valid` is only measured.
+    """
+    recipe = recipe or Recipe()
+    if not len(images):
+        raise BadData("there are no images to train on")
+    with _reproducible():
+        state = _State(copy.deepcopy(model), images, recipe, torch.device(device), reference)
+        if checkpoint is not None:
+            state.resume(checkpoint)
+        while state.epoch < recipe.epochs:
+            _run_epoch(state, images, valid, checkpoint, watch)
+    return arranged(state.model.eval().cpu(), torch.contiguous_format)
+
+
+def arranged(model: nn.Module, order: torch.memory_format) -> nn.Module:
+    """The model itself, its weights laid out in memory in this order; channels-last convolves faster."""
+    return model.to(memory_format=order)  # type: ignore[call-overload, no-any-return]  # torch's stub lacks this form
+
+
+class _State:
+    """Everything that a step reads and changes; what is saved in a checkpoint."""
+
+    def __init__(
+        self, model: nn.Module, images: Images, recipe: Recipe, device: torch.device, reference: nn.Module | None
+    ) -> None:
+        self.recipe, self.device = recipe, device
+        parts = [json.dumps(asdict(recipe), sort_keys=True), tensors_digest({"rows": images.rows})]
+        parts += [tensors_digest(m.state_dict()) for m in (model, reference) if m is not None]
+        self.belongs_to = hashlib.sha256("\n".join(parts).encode()).hexdigest()
+        layers = ortho_layers(model, images.shape, recipe)
+        self.model = arranged(model.to(device), torch.channels_last).train()
+        self.convs = [_conv(self.model, layer.name) for layer in layers]
+        self.aligned, self.reference = _aligned(self.model, reference, layers, recipe)
+        self.optimiser = torch.optim.SGD(
+            self.model.parameters(),
+            lr=recipe.rate,
+            momentum=recipe.momentum,
+            weight_decay=recipe.decay,
+            fused=device.type in ("cpu", "cuda"),
+        )
+        self.epoch, self.step = 0, 0
+        self.loss_sum, self.right, self.seen = 0.0, 0, 0
+        self.seconds = 0.0
+        self.history: list[Epoch] = []
+
+    def ortho(self) -> float:
+        with torch.no_grad():
+            return float(sum(ortho_penalty(conv, self.recipe.tall) for conv in self.convs))
+
+    def save(self, path: Path) -> None:
+        tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
+        for name, parameter in self.model.named_parameters():
+            momentum = self.optimiser.state[parameter].get("momentum_buffer")
+            if momentum is not None:
+                tensors[f"momentum.{name}"] = momentum
+        note: dict[str, object] = {
+            "epoch": self.epoch,
+            "step": self.step,
+            "loss_sum": self.loss_sum,
+            "right": self.right,
+        }
+        note |= {"seen": self.seen, "seconds": self.seconds, "history": [asdict(entry) for entry in self.history]}
+        write_tensors(path, tensors, {"belongs_to": self.belongs_to, "progress": note})
+
+    def resume(self, path: Path) -> None:
+        if not path.exists():
+            return
+        tensors, note = read_tensors(path)
+        if note.get("belongs_to") != self.belongs_to:
+            raise BadCheckpoint(f"{path} belongs to other settings, data or weights; remove it to start anew")
+        saved = note["progress"]
+        weights = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
+        self.model.load_state_dict(weights)
+        for name, parameter in self.model.named_parameters():
+            if f"momentum.{name}" in tensors:
+                momentum = torch.empty_like(parameter).copy_(tensors[f"momentum.{name}"]).detach()
+                self.optimiser.state[parameter]["momentum_buffer"] = momentum
+        self.epoch, self.step, self.loss_sum = saved["epoch"], saved["step"], saved["loss_sum"]
+        self.right, self.seen, self.seconds = saved["right"], saved["seen"], saved["seconds"]
+        self.history = [Epoch(**entry) for entry in saved["history"]]
+
+
+def ortho_layers(model: nn.Module, shape: tuple[int, int, int], recipe: Recipe) -> list[Layer]:
+    """The layers that a recipe's penalties act on; what cannot be treated is refused by name."""
+    if not recipe.ortho and not (recipe.align and recipe.align_layers == "ortho"):
+        return []
+    chosen = select_layers(trace_layers(model, shape), recipe.ortho_layers)
+    if unused := [layer.name for layer in chosen if layer.stage < 0]:
+        raise BadSetting(f"no forward pass reaches {', '.join(unused)}; choose other ortho-layers")
+    if recipe.tall == "skip":
+        chosen = [layer for layer in chosen if not layer.is_tall]
+    return chosen
+
+
+def _conv(model: nn.Module, name: str) -> nn.Conv2d:
+    conv = model.get_submodule(name)
+    assert isinstance(conv, nn.Conv2d)
+    return conv
+
+
+def _aligned(
+    model: nn.Module, reference: nn.Module | None, layers: Sequence[Layer], recipe: Recipe
+) -> tuple[list[Tensor], list[Tensor]]:
+    if reference is None or not recipe.align:
+        return [], []
+    names = [f"{layer.name}.weight" for layer in layers]
+    if recipe.align_layers == "all":
+        names = [name for name, _ in model.named_parameters()]
+    mine, theirs = dict(model.named_parameters()), dict(reference.named_parameters())
+    return [mine[n] for n in names], [torch.empty_like(mine[n]).copy_(theirs[n]).detach() for n in names]
+
+
+def _run_epoch(
+    state: _State, images: Images, valid: Images | None, checkpoint: Path | None, watch: Watch | None
+) -> None:
+    recipe = state.recipe
+    batches = _shuffled(images.rows, recipe.batch, recipe.seed, state.epoch)
+    started = saved = reported = time.perf_counter()
+    seen_before, seconds_before = state.seen, state.seconds
+    for step in range(state.step, len(batches)):
+        loss, right = _take_step(state, images, batches[step], step, len(batches))
+        state.loss_sum += loss * len(batches[step])
+        state.right += right
+        state.seen += len(batches[step])
+        state.step = step + 1
+        now = time.perf_counter()
+        state.seconds = seconds_before + now - started
+        if watch is not None and now - reported > REPORT_SECONDS:
+            reported = now
+            watch(_progress(state, len(batches), (state.seen - seen_before) / (now - started)))
+        if checkpoint is not None and now - saved > CHECKPOINT_SECONDS:
+            state.save(checkpoint)
+            saved = now
+    rate = (state.seen - seen_before) / max(time.perf_counter() - started, 1e-9)
+    score = accuracy(state.model, valid, device=state.device) if valid is not None and len(valid) else None
+    entry = Epoch(
+        state.epoch, state.loss_sum / state.seen, state.right / state.seen, state.ortho(), score, state.seconds
+    )
+    state.history.append(entry)
+    final = _progress(state, len(batches), rate)
+    state.epoch, state.step, state.loss_sum, state.right, state.seen, state.seconds = state.epoch + 1, 0, 0.0, 0, 0, 0.0
+    state.model.train()
+    if checkpoint is not None:
+        state.save(checkpoint)
+    if watch is not None:
+        watch(final)
+
+
+def _progress(state: _State, steps: int, rate: float) -> Progress:
+    loss, right = state.loss_sum / max(state.seen, 1), state.right / max(state.seen, 1)
+    return Progress(state.epoch, state.recipe.epochs, state.step, steps, loss, right, rate, tuple(state.history))
+
+
+def _take_step(state: _State, images: Images, rows: Tensor, step: int, steps: int) -> tuple[float, int]:
+    """One SGD step on these rows; the batch's mean cross-entropy and how many it got right."""
+    recipe = state.recipe
+    seed = _seed(recipe.seed, state.epoch, step + 1)
+    torch.manual_seed(seed)  # for dropout and the like inside the model
+    inputs = images.normalise(images.pixels[rows].to(state.device))
+    inputs = Augment(recipe.crop, recipe.flip, recipe.erase)(inputs, torch.Generator().manual_seed(seed))
+    inputs = inputs.contiguous(memory_format=torch.channels_last)
+    labels = images.store_labels[rows].to(state.device)
+    with torch.autocast(state.device.type, torch.bfloat16, enabled=recipe.precision == "bfloat16"):
+        outputs = state.model(inputs)
+    loss = functional.cross_entropy(outputs.float(), labels)
+    state.optimiser.zero_grad()
+    loss.backward()
+    rate = learning_rate(recipe, state.epoch + step / steps)
+    since_start = state.epoch * steps + step
+    if recipe.ortho and rate and since_start % recipe.ortho_every == 0:
+        add_ortho_gradient(state.convs, recipe.ortho * recipe.ortho_every, _most(recipe, rate))
+    if state.aligned:
+        add_align_gradient(state.aligned, state.reference, recipe.align)
+    state.optimiser.param_groups[0]["lr"] = rate
+    state.optimiser.step()
+    value = loss.item()
+    if not math.isfinite(value):
+        raise FedOrthoError(
+            f"the loss became {value} in epoch {state.epoch + 1}, step {step + 1} "
+            f"(rate {rate:.3g}, ortho {recipe.ortho}); lower the rate or the ortho weight"
+        )
+    return value, int((outputs.argmax(1) == labels).sum())
+
+
+def _most(recipe: Recipe, rate: float) -> float:
+    """The most curvature a penalty step may have: momentum descent with a kick every k steps is stable below 3.6/k."""
+    return 2.4 / (recipe.ortho_every * rate)
+
+
+def _shuffled(rows: Tensor, batch: int, seed: int, epoch: int) -> list[Tensor]:
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(_seed(seed, epoch, 0)))
+    batches = list(rows[order].split(batch))
+    if len(batches) > 1 and len(batches[-1]) == 1:  # batch norm cannot train on a single image
+        batches[-2:] = [torch.cat(batches[-2:])]
+    return batches
+
+
+def _seed(seed: int, epoch: int, step: int) -> int:
+    return int(np.random.SeedSequence([seed, epoch, step]).generate_state(1, np.uint64)[0] >> 1)
+
+
+@contextmanager
+def _reproducible() -> Iterator[None]:
+    """The caller's random state is given back, and a GPU chooses algorithms that repeat."""
+    with torch.random.fork_rng(), torch.backends.cudnn.flags(deterministic=True, benchmark=False):
+        yield
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A model's answers on some images, counted."""
+
+    images: int
+    loss: float
+    accuracy: float
+    confusion: tuple[tuple[int, ...], ...]  # [true label][answer]
+
+    @property
+    def per_class(self) -> tuple[float | None, ...]:
+        """Accuracy on each label; None where there is no image of it."""
+        return tuple(row[label] / sum(row) if sum(row) else None for label, row in enumerate(self.confusion))
+
+
+def evaluate(model: nn.Module, images: Images | Batches, *, device: torch.device | str = "cpu") -> Evaluation:
+    """Count a model's answers, in eval mode and without augmentation; the model keeps its mode."""
+    was_training = model.training
+    model.eval()
+    loss, counts = 0.0, None
+    try:
+        with torch.no_grad():
+            for inputs, labels in evaluation_batches(images, device=device):
+                outputs = model(inputs.contiguous(memory_format=torch.channels_last)).float()
+                classes = outputs.shape[1]
+                if len(labels) and int(labels.max()) >= classes:
+                    raise BadData(f"label {int(labels.max())} but the model knows only {classes} classes")
+                loss += float(functional.cross_entropy(outputs, labels, reduction="sum"))
+                cells = torch.bincount(labels * classes + outputs.argmax(1), minlength=classes**2)
+                counts = cells if counts is None else counts + cells
+    finally:
+        model.train(was_training)
+    if counts is None or not int(counts.sum()):
+        raise BadData("there are no images to evaluate on")
+    table = counts.view(classes, classes)
+    total = int(counts.sum())
+    confusion = tuple(tuple(row) for row in table.tolist())
+    return Evaluation(total, loss / total, int(table.trace()) / total, confusion)
+
+
+def accuracy(model: nn.Module, images: Images | Batches, *, device: torch.device | str = "cpu") -> float:
+    """The share of images that the model names rightly."""
+    return evaluate(model, images, device=device).accuracy
