@@ -1,0 +1,260 @@
+"""A run directory: settings, split, history and weights of one trained model, safe to kill and resume.
+
+run.json            settings, data digests, environment, model digest, accuracies
+split.json          row ids of the validation images, set aside before training
+history.json        one entry per epoch
+model.safetensors   the weights; same seed and threads, same bytes
+checkpoint.safetensors   only while training
+"""
+
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from torch import nn
+
+from fedortho.data import Dataset
+from fedortho.decode import Progress as Report
+from fedortho.errors import BadCheckpoint, BadData, BadSetting, FedOrthoError, unknown
+from fedortho.files import read_json, read_tensors, tensors_digest, write_json, write_tensors
+from fedortho.models import build_model, check_output
+from fedortho.recipe import Recipe
+from fedortho.results import SCHEMA, environment
+from fedortho.settings import as_mapping, make_settings
+from fedortho.sources import load_images
+from fedortho.train import Epoch, Watch, evaluate, fit, ortho_layers
+
+DEVICES = ("auto", "cpu", "cuda", "mps")
+
+
+@dataclass(frozen=True)
+class TrainSettings(Recipe):
+    """A recipe, and what it is applied to."""
+
+    data: Annotated[str, "a dataset's name, a Parquet file or folder, or an image folder"] = "fashion-mini"
+    data_dir: Annotated[str, "the directory that holds the named dataset's Parquet files"] = ""
+    image_size: Annotated[int, "resize all images to this; 0: keep"] = 0
+    valid: Annotated[float, "share of the training images set aside for every later choice"] = 0.1
+    model: Annotated[str, "a model's name, or package.module:function"] = "vgg-mini"
+    device: Annotated[str, "auto, cpu, cuda or mps"] = "auto"
+    threads: Annotated[int, "CPU threads; 0: torch's own choice"] = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.device.partition(":")[0] not in DEVICES:
+            raise unknown("device", self.device, DEVICES)
+        if self.threads < 0 or self.image_size < 0:
+            raise BadSetting("threads and image-size must not be negative")
+
+    @property
+    def recipe(self) -> Recipe:
+        return Recipe(**{field.name: getattr(self, field.name) for field in fields(Recipe)})
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` is the fastest there is; a device that is not there is refused."""
+    there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if name == "auto":
+        name = next(kind for kind in ("cuda", "mps", "cpu") if there[kind])
+    if not there[name.partition(":")[0]]:
+        raise BadSetting(
+            f"there is no {name} device here; choose from {', '.join(k for k, yes in there.items() if yes)}"
+        )
+    return torch.device(name)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run, as read from its directory."""
+
+    path: Path
+    settings: TrainSettings
+    record: dict[str, Any]
+
+    def load_model(self) -> nn.Module:
+        """The trained weights in a model of the recorded kind, in eval mode; other bytes are refused."""
+        about = self.record["model"]
+        model = build_model(self.settings.model, classes=about["classes"], channels=about["channels"])
+        weights, _ = read_tensors(self.path / "model.safetensors")
+        load_weights(model, weights, self.path / "model.safetensors")
+        if tensors_digest(model.state_dict()) != about["digest"]:
+            raise BadCheckpoint(f"{self.path / 'model.safetensors'} is not the model that run.json describes")
+        return model.eval()
+
+    def load_data(self, data_dir: str = "", progress: Report | None = None) -> Dataset:
+        """The run's data, split as in training; data with other content is refused."""
+        data = load_run_data(self.settings, data_dir, progress)
+        if data.digest != self.record["data"]["digest"]:
+            raise BadData(f"{data.name} here is not the data that {self.path} was trained on (its digest differs)")
+        return data
+
+    def history(self) -> list[Epoch]:
+        return [Epoch(**entry) for entry in read_json(self.path / "history.json")]
+
+
+def load_run_data(settings: TrainSettings, data_dir: str = "", progress: Report | None = None) -> Dataset:
+    """The dataset that settings name, with its validation split."""
+    place = data_dir or settings.data_dir or None
+    return load_images(
+        settings.data, place, valid=settings.valid, seed=settings.seed, size=settings.image_size, progress=progress
+    )
+
+
+def open_run(path: Path) -> Run:
+    """Read a finished run."""
+    record = _read_record(path)
+    if record is None:
+        raise BadCheckpoint(
+            f"{path} is not a run directory: it has no run.json; make one with fedortho train --out {path}"
+        )
+    if record["status"] != "done":
+        raise BadCheckpoint(f"the training in {path} has not finished; run the same fedortho train again to go on")
+    return Run(path, make_settings(TrainSettings, record["settings"]), record)
+
+
+def _read_record(path: Path) -> dict[str, Any] | None:
+    if not (path / "run.json").exists():
+        return None
+    record = read_json(path / "run.json")
+    if not isinstance(record, dict) or record.get("schema") != SCHEMA:
+        raise BadCheckpoint(f"{path / 'run.json'} is not a run record of schema {SCHEMA}")
+    return record
+
+
+def train_run(
+    path: Path, settings: TrainSettings, *, watch: Watch | None = None, progress: Report | None = None
+) -> Run:
+    """Train into a directory, or go on where a killed run stopped, or return the finished run."""
+    record = _read_record(path)
+    data = load_run_data(settings, progress=progress)
+    _refuse_foreign(path, record, settings, data)
+    if record is not None and record["status"] == "done":
+        return open_run(path)
+    device = choose_device(settings.device)
+    model = _fresh_model(settings, data)
+    ortho_layers(model, data.train.shape, settings.recipe)  # refuses wrong names before anything is written
+    if record is None:
+        record = _new_record(settings, data, device)
+        write_json(
+            path / "split.json", {"seed": settings.seed, "share": settings.valid, "valid": data.valid.rows.tolist()}
+        )
+        write_json(path / "run.json", record)
+    checkpoint = path / "checkpoint.safetensors"
+    history: tuple[Epoch, ...] = ()
+
+    def keep(news: Any) -> None:
+        nonlocal history
+        history = news.history
+        if watch is not None:
+            watch(news)
+
+    trained = fit(
+        model, data.train, settings.recipe, valid=data.valid, device=device, checkpoint=checkpoint, watch=keep
+    )
+    if history or not checkpoint.exists():
+        write_json(path / "history.json", [asdict(entry) for entry in history])
+    else:  # killed between the last epoch and here
+        write_json(path / "history.json", read_tensors(checkpoint)[1]["progress"]["history"])
+    run = _finish(path, record, trained, data, device)
+    checkpoint.unlink(missing_ok=True)
+    return run
+
+
+def _fresh_model(settings: TrainSettings, data: Dataset) -> nn.Module:
+    channels = data.train.shape[0]
+    model = build_model(settings.model, classes=data.train.classes, channels=channels, seed=settings.seed)
+    check_output(model, data.train.shape, data.train.classes)
+    return model
+
+
+def _refuse_foreign(path: Path, record: dict[str, Any] | None, settings: TrainSettings, data: Dataset) -> None:
+    if record is None:
+        if path.is_dir() and any(path.iterdir()):
+            raise FedOrthoError(f"{path} holds files of something else; choose a new directory for --out")
+        return
+    mine, theirs = as_mapping(settings), record["settings"]
+    other = [key for key in mine if key != "data-dir" and mine[key] != theirs.get(key)]
+    if other:
+        difference = ", ".join(f"{key} is {theirs.get(key)!r}, not {mine[key]!r}" for key in other)
+        raise FedOrthoError(f"{path} belongs to other settings ({difference}); choose another --out")
+    if record["data"]["digest"] != data.digest:
+        raise FedOrthoError(f"{path} was begun on other data of the same name; choose another --out")
+
+
+def _new_record(settings: TrainSettings, data: Dataset, device: torch.device) -> dict[str, Any]:
+    sizes = {"train": len(data.train), "valid": len(data.valid), "test": len(data.test)}
+    return {
+        "schema": SCHEMA,
+        "status": "training",
+        "settings": as_mapping(settings),
+        "data": {"name": data.name, "digest": data.digest, "classes": list(data.train.names)} | sizes,
+        "environment": environment(device),
+    }
+
+
+def _finish(path: Path, record: dict[str, Any], model: nn.Module, data: Dataset, device: torch.device) -> Run:
+    model = model.to(device)
+    scores = {
+        name: evaluate(model, part, device=device)
+        for name, part in (("valid", data.valid), ("test", data.test))
+        if len(part)
+    }
+    state = model.cpu().state_dict()
+    write_tensors(path / "model.safetensors", state)
+    channels = data.train.shape[0]
+    about = {"classes": data.train.classes, "channels": channels, "digest": tensors_digest(state)}
+    about["weights"] = sum(parameter.numel() for parameter in model.parameters())
+    result = {f"{name}-accuracy": score.accuracy for name, score in scores.items()}
+    write_json(path / "run.json", record | {"status": "done", "model": about, "result": result})
+    return open_run(path)
+
+
+def import_run(path: Path, weights: Path, settings: TrainSettings, *, progress: Report | None = None) -> Run:
+    """Make a run of weights that were trained elsewhere; what those saw of our validation split is not known."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise FedOrthoError(f"{path} is there already; choose a new directory for --out")
+    state = read_weights(weights)
+    data = load_run_data(settings, progress=progress)
+    model = _fresh_model(settings, data)
+    load_weights(model, state, weights)
+    device = choose_device(settings.device)
+    record = _new_record(settings, data, device) | {"imported-from": weights.name}
+    write_json(path / "split.json", {"seed": settings.seed, "share": settings.valid, "valid": data.valid.rows.tolist()})
+    write_json(path / "history.json", [])
+    return _finish(path, record, model.eval(), data, device)
+
+
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """The state dict in a safetensors file, or in a .pt file if it holds tensors and nothing else."""
+    if not path.is_file():
+        raise BadCheckpoint(f"there is no file {path}")
+    if path.suffix == ".safetensors":
+        return read_tensors(path)[0]
+    try:
+        value = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many kinds here; each one means the same to the user
+        raise BadCheckpoint(
+            f"{path} is not a plain state dict, and files that could run code are never loaded; "
+            "save it with safetensors, or torch.save(model.state_dict(), FILE)"
+        ) from error
+    for key in ("state_dict", "model_state_dict", "model"):
+        if isinstance(value, dict) and isinstance(value.get(key), dict):
+            value = value[key]
+    if not isinstance(value, dict) or not value or not all(isinstance(t, torch.Tensor) for t in value.values()):
+        raise BadCheckpoint(f"{path} holds no state dict (a mapping from names to tensors)")
+    return {str(name).removeprefix("module."): tensor for name, tensor in value.items()}
+
+
+def load_weights(model: nn.Module, weights: dict[str, torch.Tensor], source: Path) -> None:
+    """Fill a model; names or shapes that do not match are refused, with the first few of them."""
+    mine = model.state_dict()
+    missing, extra = sorted(mine.keys() - weights.keys()), sorted(weights.keys() - mine.keys())
+    shapes = [n for n in mine.keys() & weights.keys() if mine[n].shape != weights[n].shape]
+    if missing or extra or shapes:
+        parts = [("lacks", missing), ("has besides", extra), ("has other shapes for", sorted(shapes))]
+        told = "; ".join(
+            f"{what} {', '.join(names[:3])}{' …' if len(names) > 3 else ''}" for what, names in parts if names
+        )
+        raise BadCheckpoint(f"{source} does not fit the model: it {told}")
+    model.load_state_dict(weights)

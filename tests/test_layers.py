@@ -1,0 +1,48 @@
+"""Who may import whom: only what stands nearer the ground (CONTRIBUTING.md explains the tiers)."""
+
+import ast
+from pathlib import Path
+
+import fedortho
+
+TIERS = [
+    {"errors"},
+    {"files", "settings", "ortho", "models", "structure", "data", "partition"},
+    {"recipe", "results", "decode"},
+    {"sources", "train"},
+    {"runs"},
+    {"__init__", "cli"},
+]
+PACKAGE = Path(fedortho.__file__).parent
+HEAVY = {"flwr", "matplotlib", "pyarrow", "PIL", "sklearn", "datasets", "torch_pruning"}
+
+
+def imports(tree: ast.AST) -> list[str]:
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            found.append(node.module or "")
+    return found
+
+
+def test_every_module_imports_only_from_tiers_below_its_own() -> None:
+    tier_of = {name: number for number, names in enumerate(TIERS) for name in names}
+    modules = {path.stem for path in PACKAGE.glob("*.py")}
+    assert modules == set(tier_of), "each module has its place in TIERS"
+    for path in PACKAGE.glob("*.py"):
+        for name in imports(ast.parse(path.read_text())):
+            if name.startswith("fedortho."):
+                below = name.split(".")[1]
+                assert tier_of[below] < tier_of[path.stem] or below == "errors", f"{path.stem} may not import {below}"
+
+
+def test_heavy_libraries_load_only_when_used_and_unsafe_ones_never() -> None:
+    for path in PACKAGE.glob("*.py"):
+        tree = ast.parse(path.read_text())
+        top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        for name in imports(ast.Module(top, [])):
+            assert name.split(".")[0] not in HEAVY, f"{path.stem} imports {name} at the top"
+        assert not {"pickle", "torchvision"} & {name.split(".")[0] for name in imports(tree)}
