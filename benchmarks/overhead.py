@@ -1,0 +1,97 @@
+"""What the penalties cost: time of a training step with each of them over a plain step, in one run.
+
+    python benchmarks/overhead.py [--models resnet18,resnet50,vgg16] [--rounds 7]
+
+Variants take turns step by step, so that a noisy machine slows them all alike; the figure is the
+median over rounds of (variant's step) / (plain step of the same round).
+"""
+
+import argparse
+import copy
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from fedortho.data import images_from_tensors
+from fedortho.models import build_model
+from fedortho.ortho import align_penalty, ortho_penalty
+from fedortho.recipe import Recipe
+from fedortho.results import write_results
+from fedortho.train import _State, _take_step
+
+HERE = Path(__file__).parent
+PLAIN = Recipe(batch=50, ortho=0.0, align=0.0, rate=0.01)
+VARIANTS = {
+    "plain": PLAIN,
+    "exact": replace(PLAIN, ortho=0.1, ortho_every=1),
+    "exact + alignment": replace(PLAIN, ortho=0.1, ortho_every=1, align=0.1),
+    "lazy": replace(PLAIN, ortho=0.1, ortho_every=4),
+    "lazy + alignment": replace(PLAIN, ortho=0.1, ortho_every=4, align=0.1),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", default="resnet18,resnet50,vgg16,vgg-mini,resnet-mini")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "overhead.json")
+    arguments = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for name in arguments.models.split(","):
+        rows += measure(name, arguments.rounds)
+        command = "python benchmarks/overhead.py " + " ".join(sys.argv[1:])
+        write_results(arguments.out, "training step over a plain step, batch 50, 32x32", command.strip(), rows)
+
+
+def measure(name: str, rounds: int) -> list[dict[str, Any]]:
+    """One row per variant of one model."""
+    pixels = torch.randint(0, 256, (50, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    images = images_from_tensors(pixels, torch.arange(50) % 10)
+    model = build_model(name, classes=10)
+    steps: dict[str, Callable[[int], object]] = {}
+    for variant, recipe in VARIANTS.items():
+        state = _State(copy.deepcopy(model), images, recipe, torch.device("cpu"), model if recipe.align else None)
+        steps[variant] = lambda step, state=state: _take_step(state, images, images.rows, step, 1000)  # type: ignore[misc]  # bound early
+    state = _State(copy.deepcopy(model), images, VARIANTS["exact + alignment"], torch.device("cpu"), model)
+    steps["autograd + alignment"] = lambda step: autograd_step(state, images)
+    times: dict[str, list[float]] = {variant: [] for variant in steps}
+    for turn in range(rounds + 1):
+        for variant, take in steps.items():
+            started = time.perf_counter()
+            for step in range(4 * turn, 4 * turn + 4):  # four, so that each lazy turn pays its penalty once
+                take(step)
+            if turn:  # the first one warms up
+                times[variant].append((time.perf_counter() - started) / 4)
+        print(f"{name}: round {turn}/{rounds}", file=sys.stderr, flush=True)
+    rows = []
+    for variant, values in times.items():
+        ratios = [value / plain for value, plain in zip(values, times["plain"], strict=True)]
+        row = {"model": name, "variant": variant, "ratio": round(statistics.median(ratios), 4)}
+        row |= {"lowest": round(min(ratios), 4), "highest": round(max(ratios), 4), "rounds": rounds}
+        row["seconds"] = round(statistics.median(values), 5)
+        rows.append(row)
+        print(f"  {variant:22} {row['ratio']:.3f}x  ({row['lowest']:.3f} to {row['highest']:.3f})", flush=True)
+    return rows
+
+
+def autograd_step(state: Any, images: Any) -> None:
+    """The obvious way, for comparison: both penalties in the graph of the loss."""
+    inputs = images.normalise(images.pixels).contiguous(memory_format=torch.channels_last)
+    loss = functional.cross_entropy(state.model(inputs), images.labels)
+    loss = loss + 0.1 * torch.stack([ortho_penalty(conv) for conv in state.convs]).sum()
+    loss = loss + 0.1 * align_penalty(state.aligned, state.reference)
+    state.optimiser.zero_grad()
+    loss.backward()
+    state.optimiser.step()
+    loss.item()
+
+
+if __name__ == "__main__":
+    main()

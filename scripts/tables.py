@@ -1,0 +1,76 @@
+"""Write the tables in README and docs from the checked-in result files, so that no number is typed by hand.
+
+python scripts/tables.py          rewrite the marked blocks
+python scripts/tables.py --check  fail if one is out of date
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"(<!-- table: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def grid(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def origin(result: dict[str, Any]) -> str:
+    about = result["environment"]
+    versions = f"torch {about['versions']['torch']}, fedortho {about['versions']['fedortho']}"
+    return f"\n\n<sub>`{result['command']}`; {about['processor']}, {about['cores']} cores, {versions}</sub>"
+
+
+def orthogonality() -> str:
+    result = read("orthogonality")
+    header = ["model", "orthogonality", "seed", "validation", "test", "mean abs. cosine of kernels", "penalty"]
+    rows = []
+    for row in result["rows"]:
+        accuracies = [f"{row[name]:.1%}" for name in ("valid_accuracy", "test_accuracy")]
+        ortho = [f"{row['mean_abs_cosine']:.4f}", f"{row['penalty']:.3g}"]
+        rows.append([row["model"], row["variant"].replace("-", " λ="), str(row["seed"]), *accuracies, *ortho])
+    return grid(header, rows) + origin(result)
+
+
+def overhead() -> str:
+    result = read("overhead")
+    variants = list(dict.fromkeys(row["variant"] for row in result["rows"] if row["variant"] != "plain"))
+    models = list(dict.fromkeys(row["model"] for row in result["rows"]))
+    cells = {(row["model"], row["variant"]): f"{row['ratio']:.3f}" for row in result["rows"]}
+    return grid(["model", *variants], [[m, *(cells[m, v] for v in variants)] for m in models]) + origin(result)
+
+
+TABLES: dict[str, Callable[[], str]] = {"orthogonality": orthogonality, "overhead": overhead}
+
+
+def read(name: str) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return value
+
+
+def rendered(text: str) -> str:
+    """The page with each block filled anew."""
+    return BLOCK.sub(lambda block: f"{block[1]}{TABLES[block[2]]()}\n{block[3]}", text)
+
+
+def main() -> None:
+    stale = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        if rendered(text) != text:
+            stale.append(str(page.relative_to(ROOT)))
+            if "--check" not in sys.argv:
+                page.write_text(rendered(text), encoding="utf-8")
+    print("out of date:" if "--check" in sys.argv else "rewritten:", ", ".join(stale) or "none")
+    sys.exit("--check" in sys.argv and bool(stale))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""The README is true: its code runs, its commands exist, its numbers come from files."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_tables_are_those_of_the_result_files() -> None:
+    subprocess.run([sys.executable, ROOT / "scripts" / "tables.py", "--check"], check=True, capture_output=True)
+
+
+def test_the_five_lines_run(capsys: pytest.CaptureFixture[str]) -> None:
+    code = re.search(r"```python\n(.*?)```", README, re.DOTALL)
+    assert code is not None
+    exec(code[1], {})
+    assert 0.6 < float(capsys.readouterr().out) < 0.95
+
+
+def test_every_make_target_and_command_that_it_names_exists() -> None:
+    targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"^make ([a-z-]+)", README, re.MULTILINE)) <= targets
+    for command in set(re.findall(r"^fedortho ([a-z]+)", README, re.MULTILINE)):
+        subprocess.run([sys.executable, "-m", "fedortho.cli", command, "--help"], check=True, capture_output=True)
+
+
+def test_every_module_is_in_the_tree() -> None:
+    tree = README.split("## The tree")[1]
+    for path in (ROOT / "src" / "fedortho").glob("*.py"):
+        assert path.stem in tree or path.stem == "__init__", f"{path.stem} is missing in the README's tree"
