@@ -19,10 +19,14 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $(STAMP)
 
-demo: $(STAMP)  ## train an orthogonal network on embedded images and evaluate it (about two minutes)
-	@echo "Training vgg-mini with orthogonal kernels on fashion-mini (6,000 images, embedded)"
-	$(BIN)/fedortho train --data fashion-mini --model vgg-mini --epochs 6 --out runs/demo
-	$(BIN)/fedortho evaluate runs/demo
+demo: $(STAMP)  ## train an orthogonal network on embedded images, make it forget a class (about a minute)
+	@echo "1. Training vgg-mini with orthogonal kernels on fashion-mini (6,000 images, embedded)"
+	$(BIN)/fedortho train --data fashion-mini --model vgg-mini --epochs 4 --out runs/demo
+	@echo "2. Forgetting the class Dress: observe, rank, prune, repair; no retraining"
+	rm -rf runs/demo-forgot
+	$(BIN)/fedortho forget runs/demo class:Dress --out runs/demo-forgot
+	@echo "3. What is left, class by class"
+	$(BIN)/fedortho evaluate runs/demo-forgot
 
 test: $(STAMP)  ## format, lint, types, tests and doctests: all that CI runs
 	$(BIN)/ruff format --check

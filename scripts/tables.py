@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
@@ -47,7 +48,40 @@ def overhead() -> str:
     return grid(["model", *variants], [[m, *(cells[m, v] for v in variants)] for m in models]) + origin(result)
 
 
-TABLES: dict[str, Callable[[], str]] = {"orthogonality": orthogonality, "overhead": overhead}
+def forgetting() -> str:
+    header = [
+        "data",
+        "model",
+        "training",
+        "method",
+        "classes",
+        "forget",
+        "retain",
+        "forget after BN",
+        "retain after BN",
+    ]
+    rows, origins = [], ""
+    for path in sorted(RESULTS.glob("forgetting-*.json")):
+        result = read(path.stem)
+        origins += origin(result)
+        groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+        for row in result["rows"]:
+            groups.setdefault((row["model"], row["variant"], row["method"]), []).append(row)
+        for (model, variant, method), found in groups.items():
+            served = [row for row in found if "forget" in row]
+            means = [mean(row[key] for row in served) for key in ("forget", "retain", "forget_bn", "retain_bn")]
+            number = str(len(found)) if len(served) == len(found) else f"{len(served)} of {len(found)}"
+            training = "plain" if variant == "none" else "orthogonal"
+            data = path.stem.removeprefix("forgetting-")
+            rows.append([data, model, training, method, number, *(f"{100 * value:.1f}" for value in means)])
+    return grid(header, rows) + origins
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "orthogonality": orthogonality,
+    "overhead": overhead,
+    "forgetting": forgetting,
+}
 
 
 def read(name: str) -> dict[str, Any]:

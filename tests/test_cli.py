@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from fedortho import cli
+from fedortho.files import file_digest
+from fedortho.ledger import load_ledger
 from fedortho.models import build_model
+from fedortho.runs import open_run
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
@@ -88,6 +91,72 @@ def test_a_wrong_key_in_the_settings_file_is_named(
     (tmp_path / "x.toml").write_text("epoch = 3\n")
     assert run(monkeypatch, "train", "--config", tmp_path / "x.toml", "--out", tmp_path / "run") == 2
     assert "no setting 'epoch'; did you mean 'epochs'?" in capsys.readouterr().err
+
+
+def test_forget_writes_a_new_run_that_can_be_undone_and_forget_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    first, second, third = tmp_path / "first", tmp_path / "second", tmp_path / "third"
+    flags = ("--data", "digits", "--epochs", "6", "--rate", "0.05", "--flip", "0", "--crop", "1", "--threads", "1")
+    assert run(monkeypatch, "train", *flags, "--out", first) == 0
+    before = {path.name: file_digest(path) for path in first.iterdir()}
+    undo = tmp_path / "undo.safetensors"
+    budget = ("--max-retain-drop", "0.1")
+    capsys.readouterr()
+    words = ("forget", first, "class:3", *budget, "--out", second, "--keep-undo", undo, "--json")
+    assert run(monkeypatch, *words) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["images-read"]["statistics"] == 0, "the ledger serves a class request"
+    assert told["after"]["forget"] <= 0.06 < told["before"]["forget"]
+    assert {path.name: file_digest(path) for path in first.iterdir()} == before
+    assert open_run(second).record["parent"] == open_run(first).record["model"]["digest"]
+    stale = load_ledger(second / "ledger.safetensors", open_run(second).load_model()).stale
+    assert "conv:features.15" in stale, "the first edited kernels were set to 0"
+    assert run(monkeypatch, "forget", second, "class:5", *budget, "--out", third) == 0
+    assert "forgotten so far: class:3" in capsys.readouterr().out
+    assert [entry["request"] for entry in open_run(third).record["requests"]] == ["class:3", "class:5"]
+    assert run(monkeypatch, "undo", second, undo, "--out", tmp_path / "back") == 0
+    assert open_run(tmp_path / "back").record["model"] == open_run(first).record["model"]
+    assert run(monkeypatch, "undo", first, undo, "--out", tmp_path / "x") == 2
+    assert "has forgotten nothing" in capsys.readouterr().err
+    refused = ("class:3", "--target", "0", "--max-retain-drop", "0", "--no-scrub", "--layers", "features.24")
+    assert run(monkeypatch, "forget", first, *refused, "--out", tmp_path / "y") == 2
+    told = capsys.readouterr().err
+    assert "cannot both be had" in told
+    assert "tried, on the images set aside" in told
+    assert "or retrain (that took" in told
+    assert not (tmp_path / "y").exists()
+
+
+def test_a_dry_run_and_bad_requests_write_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:
+    assert run(monkeypatch, "train", *QUICK, "--out", tmp_path / "run") == 0
+    capsys.readouterr()
+    assert run(monkeypatch, "forget", tmp_path / "run", "class:3", "--preset", "paper", "--dry-run") == 0
+    assert "dry run: nothing was written" in capsys.readouterr().out
+    assert "undoes a conv edit" in caplog.text
+    for words, message in (
+        (("class:33",), "no class '33'"),
+        (("client:1",), "trained without clients"),
+        (("class:3", "--layers", "layer9"), "no layer 'layer9'"),
+        (("class:3", "--preset", "rough"), "no preset 'rough'"),
+    ):
+        assert run(monkeypatch, "forget", tmp_path / "run", *words, "--out", tmp_path / "new") == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_check_tells_by_its_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "check", "resnet-mini") == 0
+    assert "with 1 more" in capsys.readouterr().out
+    assert run(monkeypatch, "check", "test_sites:Odd", "--shape", "1x8x8", "--json") == 1
+    found = {entry["layer"]["name"]: entry for entry in json.loads(capsys.readouterr().out)}
+    assert "depthwise" in found["depthwise"]["channel"]
+    assert run(monkeypatch, "check", "vgg-mini", "--shape", "big") == 2
 
 
 def test_every_setting_is_a_documented_flag() -> None:

@@ -31,7 +31,13 @@ def digits_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_keeps_all_that_is_needed_to_check_it(digits_run: Path) -> None:
     run = open_run(digits_run)
-    assert sorted(os.listdir(digits_run)) == ["history.json", "model.safetensors", "run.json", "split.json"]
+    assert sorted(os.listdir(digits_run)) == [
+        "history.json",
+        "ledger.safetensors",
+        "model.safetensors",
+        "run.json",
+        "split.json",
+    ]
     data = load_images("digits")
     assert json.loads((digits_run / "split.json").read_text())["valid"] == data.valid.rows.tolist()
     assert not set(data.valid.rows.tolist()) & set(data.train.rows.tolist())

@@ -4,29 +4,40 @@ from importlib.metadata import version
 
 from fedortho.data import Dataset, Images, images_from_tensors
 from fedortho.errors import FedOrthoError
+from fedortho.methods import forget, preset
+from fedortho.methods.fedortho import ForgetSettings, plan_forgetting
 from fedortho.models import build_model
 from fedortho.partition import partition
 from fedortho.recipe import Recipe
+from fedortho.request import ForgetRequest
 from fedortho.runs import Run, TrainSettings, open_run, train_run
 from fedortho.sources import load_images
 from fedortho.train import accuracy, evaluate, fit
+from fedortho.verify import Verdict, judge
 
 __version__ = version("fedortho")
 
 __all__ = [
     "Dataset",
     "FedOrthoError",
+    "ForgetRequest",
+    "ForgetSettings",
     "Images",
     "Recipe",
     "Run",
     "TrainSettings",
+    "Verdict",
     "accuracy",
     "build_model",
     "evaluate",
     "fit",
+    "forget",
     "images_from_tensors",
+    "judge",
     "load_images",
     "open_run",
     "partition",
+    "plan_forgetting",
+    "preset",
     "train_run",
 ]

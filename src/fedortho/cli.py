@@ -1,10 +1,13 @@
 """The command line: alone prints, draws progress bars, sets up logging and exits."""
 
+import dataclasses
 import inspect
 import json
 import logging
+import re
+import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,9 +20,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bars
 from rich.table import Table
 
+from fedortho.calibrate import Refused, Trial
 from fedortho.errors import FedOrthoError
+from fedortho.methods import preset
+from fedortho.methods.fedortho import ForgetSettings
+from fedortho.models import build_model
+from fedortho.request import ForgetRequest
 from fedortho.runs import Run, TrainSettings, choose_device, import_run, open_run, train_run
+from fedortho.serve import Served, describe, serve_request, undo_run
 from fedortho.settings import field_help, field_types, kebab, make_settings, read_toml
+from fedortho.sites import Finding, check_model
 from fedortho.train import Evaluation, Progress, evaluate
 
 app = typer.Typer(
@@ -34,12 +44,14 @@ err = Console(stderr=True)
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="a run directory")]
 OutPath = Annotated[Path, typer.Option("--out", help="the run directory to write")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON for machines")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps")]
 DataDir = Annotated[str, typer.Option("--data-dir", help="where the run's data lies on this machine")]
 
 
 def main() -> None:
     """Run the command; what a user can mend becomes one line and exit code 2."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[RichHandler(console=err, show_path=False)])
+    handler = RichHandler(console=err, show_time=False, show_path=False)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
     try:
         app()
     except FedOrthoError as error:
@@ -54,6 +66,10 @@ def _plain(error: Exception) -> str:
     return " ".join(str(error).split()).replace("[", r"\[")
 
 
+def say(text: str) -> None:
+    out.print(text, highlight=False, soft_wrap=True)
+
+
 def takes_settings(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command one flag per field of `kind`; it receives the flags that were used as `given`."""
 
@@ -63,7 +79,8 @@ def takes_settings(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[
         parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "given"]
         for name, type_ in types.items():
             text = f"{texts[name]} [default: {getattr(defaults, name)!r}]".replace("[default: '']", "")
-            option = typer.Option(f"--{kebab(name)}", help=text.strip(), show_default=False)
+            flag = f"--{kebab(name)}/--no-{kebab(name)}" if type_ is bool else f"--{kebab(name)}"
+            option = typer.Option(flag, help=text.strip(), show_default=False)
             annotation = Annotated[type_ | None, option]  # type: ignore[valid-type]  # made at run time
             parameters.append(
                 inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
@@ -93,7 +110,9 @@ def train(
     settings = make_settings(TrainSettings, read_toml(config) if config else {}, given)
     _use_threads(settings.threads)
     with _bars() as bars:
-        run = train_run(out_path, settings, watch=_training_bar(bars), progress=_decoding_bar(bars))
+        observing = _bar(bars, "writing the ledger")
+        decoding = _bar(bars, "decoding images")
+        run = train_run(out_path, settings, watch=_training_bar(bars), progress=decoding, observing=observing)
     _print_run(run)
 
 
@@ -109,7 +128,8 @@ def import_(
     settings = make_settings(TrainSettings, given)
     _use_threads(settings.threads)
     with _bars() as bars:
-        run = import_run(out_path, file, settings, progress=_decoding_bar(bars))
+        decoding, observing = _bar(bars, "decoding images"), _bar(bars, "writing the ledger")
+        run = import_run(out_path, file, settings, progress=decoding, observing=observing)
     _print_run(run)
 
 
@@ -118,7 +138,7 @@ def evaluate_(
     run_path: RunPath,
     split: Annotated[str, typer.Option(help="test, valid or train")] = "test",
     data_dir: DataDir = "",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps")] = "auto",
+    device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Count what a trained model gets right, class by class."""
@@ -127,7 +147,7 @@ def evaluate_(
     run = open_run(run_path)
     place = choose_device(device)
     with _bars() as bars:
-        data = run.load_data(data_dir, _decoding_bar(bars))
+        data = run.load_data(data_dir, _bar(bars, "decoding images"))
     images = getattr(data, split)
     score = evaluate(run.load_model().to(place), images, device=place)
     if as_json:
@@ -135,11 +155,144 @@ def evaluate_(
         value |= {"loss": score.loss, "per-class": dict(zip(images.names, score.per_class, strict=True))}
         typer.echo(json.dumps(value, indent=2))
     else:
-        out.print(_class_table(f"{run_path}: {split} images of {data.name}", score, images.names))
+        say(f"{run_path}: {split} images of {data.name}")
+        out.print(_class_table(score, images.names))
 
 
-def _class_table(title: str, score: Evaluation, names: tuple[str, ...]) -> Table:
-    table = Table(title=title, title_justify="left")
+@app.command()
+@takes_settings(ForgetSettings)
+def forget(
+    run_path: RunPath,
+    request: Annotated[list[str], typer.Argument(help="class:3, class:3,7, class:cat, samples:FILE; several at once")],
+    out_path: Annotated[Path | None, typer.Option("--out", help="new run directory [default: RUN-REQUEST]")] = None,
+    preset_name: Annotated[str, typer.Option("--preset", help="robust or paper")] = "robust",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="find the patch and show it; write nothing")] = False,
+    keep_undo: Annotated[Path | None, typer.Option(help="keep what is removed in this file, for fedortho undo")] = None,
+    data_dir: DataDir = "",
+    device: Device = "auto",
+    as_json: AsJson = False,
+    *,
+    given: dict[str, Any],
+) -> None:
+    """Make a trained model forget; writes a new run directory and leaves the old one as it was."""
+    settings = preset(preset_name, **given)
+    asked = ForgetRequest.parse(shlex.join(request))
+    run = open_run(run_path)
+    place = choose_device(device)
+    out_dir = out_path or run_path.with_name(f"{run_path.name}-{_file_name(asked)}")
+    with _bars() as bars:
+        data = run.load_data(data_dir, _bar(bars, "decoding images"))
+        bars.add_task(f"forgetting {_file_name(asked)}", total=None, news="")
+        try:
+            served = serve_request(
+                run, data, asked, settings, out=None if dry_run else out_dir, undo=keep_undo, device=place
+            )
+        except Refused as refusal:
+            bars.stop()
+            err.print(_frontier_table(refusal.frontier))
+            raise FedOrthoError(f"{refusal}; {_retrain_advice(run)}") from refusal
+    if as_json:
+        typer.echo(json.dumps(describe(served), indent=2))
+    else:
+        _print_served(served, run_path)
+
+
+def _print_served(served: Served, run_path: Path) -> None:
+    say(f"{run_path}: {served.request}")
+    table = Table()
+    for name in ("accuracy", "before", "after"):
+        table.add_column(name, justify="left" if name == "accuracy" else "right")
+    for name in ("forget", "retain", "test"):
+        table.add_row(name, f"{getattr(served.before, name):.1%}", f"{getattr(served.after, name):.1%}")
+    out.print(table)
+    outcome = served.outcome
+    sites = outcome.patch.note["sites"]
+    say("kernels edited: " + ", ".join(f"{len(v['kernels'])} in {k}" for k, v in sites.items()))
+    if outcome.chosen is not None:
+        scrub = f", scrub at strength {outcome.chosen.scrub:g}" if outcome.chosen.scrub else ", no scrub"
+        say(f"ratio {outcome.chosen.ratio:g}{scrub}, {len(outcome.trials)} trials")
+    parts = [f"{k} {v:.2f} s ({outcome.images_read[k]:,} images read)" for k, v in outcome.seconds.items()]
+    say("; ".join(parts))
+    if len(served.all_forgotten) > 1:
+        told = ", ".join(f"{k} {v:.1%}" for k, v in served.all_forgotten.items())
+        say(f"forgotten so far: {told}; retention paid in all: {served.retain_paid:.1%}")
+    if served.advise_retraining:
+        say("[yellow]these requests have cost much retention: retrain before the next one[/]")
+    say("dry run: nothing was written" if served.run is None else f"written to [bold]{served.run.path}[/]")
+
+
+def _frontier_table(frontier: Sequence[Trial]) -> Table:
+    table = Table(caption="tried, on the images set aside", caption_justify="left")
+    for name in ("ratio", "scrub", "forget", "retain"):
+        table.add_column(name, justify="right")
+    for trial in frontier:
+        table.add_row(f"{trial.ratio:g}", f"{trial.scrub:g}", f"{trial.forget:.1%}", f"{trial.retain:.1%}")
+    return table
+
+
+def _retrain_advice(run: Run) -> str:
+    seconds = sum(entry.seconds for entry in run.history())
+    cost = f"that took {seconds / 60:.1f} minutes here the last time" if seconds else "its cost is not known"
+    return f"allow more with --max-retain-drop or --target, edit more with --layers mid,deep, or retrain ({cost})"
+
+
+def _file_name(request: ForgetRequest) -> str:
+    return re.sub(r"[^A-Za-z0-9]+", "-", str(request))[:40].strip("-")
+
+
+@app.command()
+def undo(
+    run_path: RunPath,
+    undo_file: Annotated[Path, typer.Argument(metavar="FILE", help="what --keep-undo wrote")],
+    out_path: OutPath,
+) -> None:
+    """Restore the model of before the last request, bit for bit, from its undo file."""
+    run = undo_run(open_run(run_path), undo_file, out_path)
+    say(f"written to [bold]{run.path}[/]: model {run.record['model']['digest'][:16]}")
+
+
+@app.command()
+def check(
+    model: Annotated[str, typer.Argument(help="a run directory, a model's name, or package.module:function")],
+    shape: Annotated[str, typer.Option(help="channels x height x width of its images, unless it is a run")] = "3x32x32",
+    classes: Annotated[int, typer.Option(help="number of classes, unless it is a run")] = 10,
+    as_json: AsJson = False,
+) -> None:
+    """List every convolution and the edits that apply to it; exit code 1 if some layer cannot be treated."""
+    if (Path(model) / "run.json").exists():
+        run = open_run(Path(model))
+        net, sizes = run.load_model(), run.load_data().train.shape
+    else:
+        if not re.fullmatch(r"\d+x\d+x\d+", shape):
+            raise FedOrthoError(f"shape must be like 3x32x32, not {shape!r}")
+        channels, height, width = map(int, shape.split("x"))
+        net, sizes = build_model(model, classes=classes, channels=channels), (channels, height, width)
+    findings = check_model(net, sizes)
+    if as_json:
+        typer.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
+    else:
+        say(f"{model}: what can be edited")
+        out.print(_check_table(findings))
+    if any(finding.conv or finding.channel or finding.group for finding in findings):
+        raise typer.Exit(1)
+
+
+def _check_table(findings: Sequence[Finding]) -> Table:
+    table = Table(caption_justify="left")
+    for name in ("layer", "kernels", "norm", "conv", "channel", "residual group"):
+        table.add_column(name, justify="right" if name == "kernels" else "left", overflow="fold")
+    for finding in findings:
+        layer = finding.layer
+        group = "–" if len(layer.writers) == 1 else finding.group or f"with {len(layer.writers) - 1} more"
+        edits = [finding.conv or ("yes*" if finding.is_undone else "yes"), finding.channel or "yes"]
+        table.add_row(layer.name, str(layer.kernels), layer.norm_kind or "none", *edits, group)
+    if any(finding.is_undone for finding in findings):
+        table.caption = "* undone by re-estimating batch-norm statistics; the channel edit is not"
+    return table
+
+
+def _class_table(score: Evaluation, names: tuple[str, ...]) -> Table:
+    table = Table()
     table.add_column("class")
     table.add_column("images", justify="right")
     table.add_column("right", justify="right")
@@ -155,9 +308,9 @@ def _print_run(run: Run) -> None:
     scores = ", ".join(f"{name.removesuffix('-accuracy')} {value:.1%}" for name, value in result.items())
     history = run.history()
     ortho = f", orthogonality penalty {history[-1].ortho:.3g}" if history and run.settings.ortho else ""
-    out.print(f"[bold]{run.path}[/]: {run.settings.model} ({about['weights']:,} weights) on {run.settings.data}")
-    out.print(f"  accuracy: {scores}{ortho}", highlight=False)
-    out.print(f"  model digest {about['digest'][:16]}", highlight=False)
+    say(f"[bold]{run.path}[/]: {run.settings.model} ({about['weights']:,} weights) on {run.settings.data}")
+    say(f"  accuracy: {scores}{ortho}")
+    say(f"  model digest {about['digest'][:16]}")
 
 
 def _use_threads(number: int) -> None:
@@ -173,8 +326,8 @@ def _bars() -> Iterator[Bars]:
         yield bars
 
 
-def _decoding_bar(bars: Bars) -> Callable[[int, int], None]:
-    task = bars.add_task("decoding images", total=None, visible=False, news="")
+def _bar(bars: Bars, text: str) -> Callable[[int, int], None]:
+    task = bars.add_task(text, total=None, visible=False, news="")
 
     def show(done: int, total: int) -> None:
         bars.update(task, completed=done, total=total, visible=done < total)
@@ -197,7 +350,8 @@ def _training_bar(bars: Bars) -> Callable[[Progress], None]:
             told, entry = len(now.history), now.history[-1]
             valid = "" if entry.valid is None else f"  validation {entry.valid:.1%}"
             line = f"epoch {entry.epoch + 1}/{now.epochs}  loss {entry.loss:.3f}  accuracy {entry.accuracy:.1%}{valid}"
-            bars.console.print(f"{line}  orthogonality {entry.ortho:.3g}  {entry.seconds:.0f} s", highlight=False)
+            line += f"  orthogonality {entry.ortho:.3g}  {entry.seconds:.0f} s"
+            bars.console.print(line, highlight=False, soft_wrap=True)
 
     return show
 

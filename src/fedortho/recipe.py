@@ -16,15 +16,15 @@ class Recipe:
     """How to train; every field is a plain number or word, so it fits a TOML line, a flag, a run config."""
 
     epochs: Annotated[int, "passes over the training images"] = 6
-    batch: Annotated[int, "images per step"] = 128
-    rate: Annotated[float, "learning rate at the start"] = 0.1
+    batch: Annotated[int, "images per step"] = 64
+    rate: Annotated[float, "learning rate at the start"] = 0.05
     schedule: Annotated[str, "cosine to 0, steps at the milestones, decay by gamma each epoch, or constant"] = "cosine"
     milestones: Annotated[str, "epochs after which steps multiplies the rate by gamma"] = "30,60"
     gamma: Annotated[float, "factor of the schedules steps and decay"] = 0.1
     warmup: Annotated[float, "epochs over which the rate rises from 0"] = 0.0
     momentum: Annotated[float, "momentum of SGD"] = 0.9
     decay: Annotated[float, "weight decay"] = 5e-4
-    crop: Annotated[int, "pixels of padding before a random crop; 0: none"] = 4
+    crop: Annotated[int, "pixels of padding before a random crop; 0: none"] = 2
     flip: Annotated[float, "probability of a left-right flip"] = 0.5
     erase: Annotated[float, "probability of erasing a rectangle"] = 0.0
     ortho: Annotated[float, "weight of the orthogonality penalty; 0: off"] = 0.1

@@ -4,6 +4,7 @@ run.json            settings, data digests, environment, model digest, accuracie
 split.json          row ids of the validation images, set aside before training
 history.json        one entry per epoch
 model.safetensors   the weights; same seed and threads, same bytes
+ledger.safetensors  what the deep kernels answered to each label, for requests to come
 checkpoint.safetensors   only while training
 """
 
@@ -18,6 +19,7 @@ from fedortho.data import Dataset
 from fedortho.decode import Progress as Report
 from fedortho.errors import BadCheckpoint, BadData, BadSetting, FedOrthoError, unknown
 from fedortho.files import read_json, read_tensors, tensors_digest, write_json, write_tensors
+from fedortho.ledger import write_ledger
 from fedortho.models import build_model, check_output
 from fedortho.recipe import Recipe
 from fedortho.results import SCHEMA, environment
@@ -123,7 +125,12 @@ def _read_record(path: Path) -> dict[str, Any] | None:
 
 
 def train_run(
-    path: Path, settings: TrainSettings, *, watch: Watch | None = None, progress: Report | None = None
+    path: Path,
+    settings: TrainSettings,
+    *,
+    watch: Watch | None = None,
+    progress: Report | None = None,
+    observing: Report | None = None,
 ) -> Run:
     """Train into a directory, or go on where a killed run stopped, or return the finished run."""
     record = _read_record(path)
@@ -156,7 +163,7 @@ def train_run(
         write_json(path / "history.json", [asdict(entry) for entry in history])
     else:  # killed between the last epoch and here
         write_json(path / "history.json", read_tensors(checkpoint)[1]["progress"]["history"])
-    run = _finish(path, record, trained, data, device)
+    run = _finish(path, record, trained, data, device=device, observing=observing)
     checkpoint.unlink(missing_ok=True)
     return run
 
@@ -193,13 +200,22 @@ def _new_record(settings: TrainSettings, data: Dataset, device: torch.device) ->
     }
 
 
-def _finish(path: Path, record: dict[str, Any], model: nn.Module, data: Dataset, device: torch.device) -> Run:
+def _finish(
+    path: Path,
+    record: dict[str, Any],
+    model: nn.Module,
+    data: Dataset,
+    *,
+    device: torch.device,
+    observing: Report | None,
+) -> Run:
     model = model.to(device)
     scores = {
         name: evaluate(model, part, device=device)
         for name, part in (("valid", data.valid), ("test", data.test))
         if len(part)
     }
+    write_ledger(path / "ledger.safetensors", model, data.train, device=device, progress=observing)
     state = model.cpu().state_dict()
     write_tensors(path / "model.safetensors", state)
     channels = data.train.shape[0]
@@ -210,7 +226,14 @@ def _finish(path: Path, record: dict[str, Any], model: nn.Module, data: Dataset,
     return open_run(path)
 
 
-def import_run(path: Path, weights: Path, settings: TrainSettings, *, progress: Report | None = None) -> Run:
+def import_run(
+    path: Path,
+    weights: Path,
+    settings: TrainSettings,
+    *,
+    progress: Report | None = None,
+    observing: Report | None = None,
+) -> Run:
     """Make a run of weights that were trained elsewhere; what those saw of our validation split is not known."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise FedOrthoError(f"{path} is there already; choose a new directory for --out")
@@ -222,7 +245,7 @@ def import_run(path: Path, weights: Path, settings: TrainSettings, *, progress: 
     record = _new_record(settings, data, device) | {"imported-from": weights.name}
     write_json(path / "split.json", {"seed": settings.seed, "share": settings.valid, "valid": data.valid.rows.tolist()})
     write_json(path / "history.json", [])
-    return _finish(path, record, model.eval(), data, device)
+    return _finish(path, record, model.eval(), data, device=device, observing=observing)
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:

@@ -1,0 +1,141 @@
+"""Class requests on the models of `benchmarks/orthogonality.py`: both presets, with and without orthogonality.
+
+    python benchmarks/forgetting.py --data-dir ../shared/data [--runs runs] [--dataset cifar10] [--classes 0,1,2]
+
+For each run and class: the robust preset; the paper's edit as printed (ratio 0.01); the paper's edit at the best ratio
+under the same retain budget; each also after batch-norm statistics were re-estimated on retained images (an attack that
+needs no label). Choices are made on validation images, the figures are from test images. Goes on where it was stopped
+and writes benchmarks/results/forgetting-DATASET.json after each class.
+"""
+
+import argparse
+import copy
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedortho.calibrate import Refused
+from fedortho.data import Dataset
+from fedortho.ledger import load_ledger, write_ledger
+from fedortho.methods import preset
+from fedortho.methods.fedortho import ForgetSettings, Outcome, plan_forgetting, trace_frontier
+from fedortho.observe import Observation
+from fedortho.request import ForgetRequest
+from fedortho.results import write_results
+from fedortho.runs import Run, open_run
+from fedortho.tail import Cut, repair
+from fedortho.verify import Verdict, judge
+
+HERE = Path(__file__).parent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", default="../shared/data")
+    parser.add_argument("--dataset", default="cifar10")
+    parser.add_argument("--runs", type=Path, default=Path("runs"))
+    parser.add_argument("--models", default="vgg-mini,resnet-mini")
+    parser.add_argument("--variants", default="none,lazy-0.1")
+    parser.add_argument("--classes", default="0,1,2,3,4,5,6,7,8,9")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    out = HERE / "results" / f"forgetting-{arguments.dataset}.json"
+    rows: list[dict[str, Any]] = json.loads(out.read_text())["rows"] if out.exists() else []
+    done = {(row["model"], row["variant"], row["class"]) for row in rows}
+    for model in arguments.models.split(","):
+        for variant in arguments.variants.split(","):
+            run = open_run(arguments.runs / f"{arguments.dataset}-{model}-{variant}-seed{arguments.seed}")
+            data = run.load_data(arguments.data_dir)
+            ledger = ledger_of(run, data)
+            for label in map(int, arguments.classes.split(",")):
+                if (model, variant, label) in done:
+                    continue
+                rows += measure(run, data, ledger, label, {"model": model, "variant": variant, "class": label})
+                command = "python benchmarks/forgetting.py " + " ".join(sys.argv[1:])
+                what = f"class requests, {arguments.dataset}, test images; digest of each original in `before`"
+                write_results(out, what, command.strip(), rows)
+
+
+def ledger_of(run: Run, data: Dataset) -> Observation:
+    path, model = run.path / "ledger.safetensors", run.load_model()
+    if not path.exists():
+        write_ledger(path, model, data.train)
+    return load_ledger(path, model)
+
+
+def measure(run: Run, data: Dataset, ledger: Observation, label: int, about: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row per method for one class."""
+    model, request = run.load_model(), ForgetRequest.parse(f"class:{label}")
+    original = judge(model, data, request)
+    rows = [
+        about | {"method": "original", "before": run.record["model"]["digest"]} | scores(original, model, data, request)
+    ]
+    for name, settings in (("robust", ForgetSettings()), ("paper", preset("paper"))):
+        rows.append(about | {"method": name} | attempt(model, data, request, settings, ledger))
+    rows.append(about | {"method": "paper, best ratio"} | best_paper(model, data, request, ledger))
+    for row in rows:
+        print(
+            {key: row.get(key) for key in ("model", "variant", "class", "method", "forget", "retain", "forget_bn")},
+            flush=True,
+        )
+    return rows
+
+
+def attempt(
+    model: nn.Module, data: Dataset, request: ForgetRequest, settings: ForgetSettings, ledger: Observation
+) -> dict[str, Any]:
+    started = time.perf_counter()
+    try:
+        outcome = plan_forgetting(model, data, request, settings, ledger=ledger)
+    except Refused as refusal:
+        frontier = [
+            {"ratio": t.ratio, "scrub": t.scrub, "forget": t.forget, "retain": t.retain} for t in refusal.frontier
+        ]
+        return {"refused": str(refusal), "frontier": frontier, "seconds": round(time.perf_counter() - started, 3)}
+    edited = outcome.patch.apply(model)
+    return summary(outcome) | scores(judge(edited, data, request), edited, data, request)
+
+
+def summary(outcome: Outcome) -> dict[str, Any]:
+    value: dict[str, Any] = {f"{key}_seconds": round(spent, 3) for key, spent in outcome.seconds.items()}
+    value["images_read"] = dict(outcome.images_read)
+    value["kernels"] = {site: len(found["kernels"]) for site, found in outcome.patch.note["sites"].items()}
+    if outcome.chosen is not None:
+        value |= {"ratio": outcome.chosen.ratio, "scrub": outcome.chosen.scrub, "trials": len(outcome.trials)}
+        pruned = [t for t in outcome.trials if t.ratio == outcome.chosen.ratio and not t.scrub]
+        value["forget_pruned_only"] = pruned[0].forget if pruned else None  # on the images set aside
+    return value
+
+
+def best_paper(model: nn.Module, data: Dataset, request: ForgetRequest, ledger: Observation) -> dict[str, Any]:
+    """The paper's edit at the ratio that forgets most, on the images set aside, within the robust preset's budget."""
+    none, *trials = trace_frontier(model, data, request, preset("paper"), ledger=ledger)
+    affordable = [trial for trial in trials if trial.retain >= none.retain - ForgetSettings().max_retain_drop]
+    if not affordable:
+        return {"refused": "no ratio keeps the budget"}
+    best = min(affordable, key=lambda trial: trial.forget)
+    settings = replace(preset("paper"), ratio=best.ratio)
+    return {"ratio": best.ratio} | attempt(model, data, request, settings, ledger)
+
+
+def scores(verdict: Verdict, model: nn.Module, data: Dataset, request: ForgetRequest) -> dict[str, Any]:
+    """Test accuracies, and those after the attack: all batch norms re-estimated on 2,048 retained training images."""
+    retain = request.split(data.train)[1]
+    order = torch.randperm(len(retain), generator=torch.Generator().manual_seed(1))[:2048]
+    part, model = retain.subset(order), copy.deepcopy(model)
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.BatchNorm2d)]
+    repair(model, Cut(None), names, part.normalise(part.pixels[part.rows]))
+    attacked = judge(model, data, request)
+    value = {"forget": verdict.forget, "retain": verdict.retain, "test": verdict.test}
+    return value | {"forget_bn": attacked.forget, "retain_bn": attacked.retain}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""Ways to forget."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedortho.data import Dataset
+from fedortho.errors import unknown
+from fedortho.methods.fedortho import PRESETS, ForgetSettings, plan_forgetting
+from fedortho.request import ForgetRequest
+from fedortho.settings import make_settings
+
+
+def preset(name: str, **changes: Any) -> ForgetSettings:
+    """The settings of a preset, with changes."""
+    if name not in PRESETS:
+        raise unknown("preset", name, PRESETS)
+    return make_settings(ForgetSettings, PRESETS[name], changes)
+
+
+def forget(
+    model: nn.Module,
+    data: Dataset,
+    request: ForgetRequest | str,
+    settings: ForgetSettings | None = None,
+    *,
+    device: torch.device | str = "cpu",
+) -> nn.Module:
+    """A copy of the model that has forgotten what the request names; the model itself stays as it was."""
+    if isinstance(request, str):
+        request = ForgetRequest.parse(request)
+    return plan_forgetting(model, data, request, settings, device=device).patch.apply(model)

@@ -1,0 +1,99 @@
+"""The class's mean direction taken out of the classifier's input, in closed form; it finishes the hiding.
+
+x' = x − t δ (w·(x − m)) / (w·δ) with δ = class mean − retain mean, w = δ / retain variance, m = retain
+mean, of the classifier's inputs; linear in x, so it is absorbed into the classifier's weight and bias.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fedortho.tail import Cut, run_tail
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """The last linear layer, by name."""
+
+    name: str
+
+
+class HasInputs(Protocol):
+    @property
+    def inputs(self) -> Tensor: ...
+
+
+def find_classifier(model: nn.Module, classes: int, example: Tensor) -> Classifier | None:
+    """The linear layer whose output is the model's answer; None if there is no such layer."""
+    outputs: dict[str, Tensor] = {}
+    handles = [
+        module.register_forward_hook(lambda _, __, out, name=name: outputs.update({name: out}))
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module.out_features == classes
+    ]
+    try:
+        with torch.no_grad():
+            answer = model(example)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for name, out in outputs.items():
+        if out.shape == answer.shape and torch.equal(out, answer):
+            return Classifier(name)
+    return None
+
+
+def classifier_inputs(twin: nn.Module, cut: Cut, classifier: Classifier, remembered: Tensor) -> Tensor:
+    """What the classifier receives, (n, features), float64."""
+    seen: list[Tensor] = []
+
+    def keep(_: nn.Module, given: tuple[Tensor, ...], __: Any) -> None:
+        seen.append(given[0])
+
+    handle = twin.get_submodule(classifier.name).register_forward_hook(keep)
+    try:
+        with torch.no_grad():
+            run_tail(twin, cut, remembered)
+    finally:
+        handle.remove()
+    return torch.cat(seen).double()
+
+
+def scrubbed_rows(
+    twin: nn.Module, cut: Cut, classifier: Classifier, *, forget: Sequence[HasInputs], retain: Tensor, strength: float
+) -> dict[str, Tensor]:
+    """The classifier's new weight and bias after removing each part's mean direction, one after the other."""
+    linear = twin.get_submodule(classifier.name)
+    assert isinstance(linear, nn.Linear)
+    weight = linear.weight.detach().double()
+    bias = torch.zeros(len(weight), dtype=torch.float64) if linear.bias is None else linear.bias.detach().double()
+    kept = classifier_inputs(twin, cut, classifier, retain)
+    for part in forget:
+        gone = classifier_inputs(twin, cut, classifier, part.inputs).mean(0)
+        weight, bias = scrub(weight, bias, gone, kept.mean(0), kept.var(0), strength=strength)
+    rows = {f"{classifier.name}.weight": weight.to(linear.weight.dtype)}
+    if linear.bias is not None:
+        rows[f"{classifier.name}.bias"] = bias.to(linear.weight.dtype)
+    return rows
+
+
+def scrub(
+    weight: Tensor, bias: Tensor, forget_mean: Tensor, retain_mean: Tensor, retain_variance: Tensor, *, strength: float
+) -> tuple[Tensor, Tensor]:
+    """W' = W − t (W δ) wᵀ/(w·δ), b' = b + t (W δ)(w·m)/(w·δ).
+
+    >>> zero, one = torch.zeros(2), torch.ones(2)
+    >>> w, b = scrub(torch.eye(2), zero, torch.tensor([3.0, 0.0]), zero, one, strength=1.0)
+    >>> w.tolist()
+    [[0.0, 0.0], [0.0, 1.0]]
+    """
+    delta = forget_mean - retain_mean
+    direction = delta / retain_variance.clamp_min(1e-6 * float(retain_variance.max()) + 1e-12)
+    length = direction @ delta
+    if float(length) <= 0:
+        return weight, bias  # the class is no different from the rest: nothing to take out
+    response = weight @ delta / length
+    return weight - strength * torch.outer(response, direction), bias + strength * response * (direction @ retain_mean)

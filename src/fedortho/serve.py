@@ -1,0 +1,170 @@
+"""Serve a request on a run: plan, apply, judge, and write a new run that has forgotten; the old one stays."""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedortho.data import Dataset
+from fedortho.errors import FedOrthoError
+from fedortho.files import tensors_digest, write_json, write_tensors
+from fedortho.ledger import load_ledger, rebind_ledger
+from fedortho.methods.fedortho import ForgetSettings, Outcome, plan_forgetting
+from fedortho.observe import Observation
+from fedortho.prune import Patch, undo_patch, write_undo
+from fedortho.request import ForgetRequest
+from fedortho.runs import Run, open_run
+from fedortho.settings import as_mapping
+from fedortho.verify import Verdict, judge
+
+RETRAIN_AFTER = 0.03  # retain accuracy lost over all requests, past which retraining is advised
+
+
+@dataclass(frozen=True)
+class Served:
+    """What serving a request came to."""
+
+    request: ForgetRequest
+    outcome: Outcome
+    before: Verdict
+    after: Verdict
+    all_forgotten: dict[str, float]  # forget accuracy of each request served so far, this one included
+    retain_paid: float  # retain accuracy lost over all of them
+    retrain_seconds: float | None  # what retraining without the forgotten images would take, by this run's history
+    run: Run | None  # None if nothing was written
+
+    @property
+    def advise_retraining(self) -> bool:
+        return self.retain_paid > RETRAIN_AFTER
+
+
+def earlier_requests(run: Run) -> list[ForgetRequest]:
+    return [ForgetRequest.parse(entry["request"]) for entry in run.record.get("requests", [])]
+
+
+def joined(requests: Sequence[ForgetRequest]) -> ForgetRequest | None:
+    """All of them as one; None if there are none."""
+    total = None
+    for request in requests:
+        total = request if total is None else total + request
+    return total
+
+
+def serve_request(
+    run: Run,
+    data: Dataset,
+    request: ForgetRequest,
+    settings: ForgetSettings,
+    *,
+    out: Path | None,
+    undo: Path | None = None,
+    device: torch.device | str = "cpu",
+) -> Served:
+    """Forget on a run and write the result to `out`, or only tell what would be done (`out` is None)."""
+    if out is not None and out.exists():
+        raise FedOrthoError(f"{out} is there already; choose a new directory for --out")
+    if undo is not None and undo.exists():
+        raise FedOrthoError(f"{undo} is there already; an undo file is never overwritten")
+    earlier = earlier_requests(run)
+    forgotten = joined(earlier)
+    model = run.load_model().to(device)
+    ledger = _ledger(run, model)
+    outcome = plan_forgetting(model, data, request, settings, ledger=ledger, forgotten=forgotten, device=device)
+    edited = outcome.patch.apply(model)
+    before, after = (judge(m, data, request, forgotten=forgotten, device=device) for m in (model, edited))
+    scores = {str(old): judge(edited, data, old, device=device).forget for old in earlier} | {
+        str(request): after.forget
+    }
+    paid = before.retain - after.retain + sum(entry["retain-paid"] for entry in run.record.get("requests", []))
+    served = Served(
+        request, outcome, before, after, scores, paid, _retraining(run, data, joined([*earlier, request])), None
+    )
+    if out is None:
+        return served
+    if undo is not None:
+        write_undo(undo, outcome.patch, model)
+    entries = [*run.record.get("requests", []), _entry(served, settings)]
+    changes = {"requests": entries, "result": {"test-accuracy": after.test}}
+    bound = None if ledger is None else rebind_ledger(ledger, model, edited, data.train)
+    return replace(served, run=write_derived(out, run, edited, changes, patch=outcome.patch, ledger=bound))
+
+
+def _ledger(run: Run, model: nn.Module) -> Observation | None:
+    path = run.path / "ledger.safetensors"
+    return load_ledger(path, model) if path.exists() else None
+
+
+def _retraining(run: Run, data: Dataset, request: ForgetRequest | None) -> float | None:
+    history = run.history()
+    if not history or request is None:
+        return None
+    kept = 1 - float(request.mask(data.train).double().mean())
+    return kept * sum(entry.seconds for entry in history)
+
+
+def _entry(served: Served, settings: ForgetSettings) -> dict[str, Any]:
+    paid = served.before.retain - served.after.retain
+    return describe(served) | {"settings": as_mapping(settings), "retain-paid": paid}
+
+
+def write_derived(
+    out: Path, run: Run, model: nn.Module, changes: dict[str, Any], *, patch: Patch | None, ledger: Observation | None
+) -> Run:
+    """Write a run that differs from another in its weights, beside the place it will take; then move it there."""
+    building = out.parent / f".{out.name}.building"
+    shutil.rmtree(building, ignore_errors=True)
+    building.mkdir(parents=True)
+    state = model.cpu().state_dict()
+    write_tensors(building / "model.safetensors", state)
+    for name in ("split.json", "history.json"):
+        shutil.copyfile(run.path / name, building / name)
+    if patch is not None:
+        patch.save(building / "patch.safetensors")
+    if ledger is not None:
+        ledger.save(building / "ledger.safetensors")
+    about = run.record["model"] | {"digest": tensors_digest(state)}
+    write_json(building / "run.json", run.record | {"model": about, "parent": run.record["model"]["digest"]} | changes)
+    building.replace(out)
+    return open_run(out)
+
+
+def describe(served: Served) -> dict[str, Any]:
+    """A served request as plain values: what was asked, done, measured and spent."""
+    outcome = served.outcome
+    chosen = outcome.chosen
+    value: dict[str, Any] = {
+        "request": str(served.request),
+        "before": asdict(served.before),
+        "after": asdict(served.after),
+        "all-forgotten": served.all_forgotten,
+        "seconds": dict(outcome.seconds),
+        "images-read": dict(outcome.images_read),
+        "kernels": {site: len(found["kernels"]) for site, found in outcome.patch.note["sites"].items()},
+        "sample-correlation": outcome.sample_correlation,
+        "digests": {"before": outcome.patch.before, "after": outcome.patch.after},
+    }
+    if chosen is not None:
+        value |= {
+            "ratio": chosen.ratio,
+            "scrub": chosen.scrub,
+            "trial-forget": chosen.forget,
+            "trial-retain": chosen.retain,
+        }
+    return value
+
+
+def undo_run(run: Run, undo: Path, out: Path) -> Run:
+    """The run as it was before its last request, from the undo file that was kept."""
+    if not run.record.get("requests"):
+        raise FedOrthoError(f"{run.path} has forgotten nothing; there is nothing to undo")
+    if out.exists():
+        raise FedOrthoError(f"{out} is there already; choose a new directory for --out")
+    restored = undo_patch(undo, run.load_model())
+    *earlier, last = run.record["requests"]
+    undone = [*run.record.get("undone", []), last["request"]]
+    changes = {"requests": earlier, "undone": undone, "result": {"test-accuracy": last["before"]["test"]}}
+    return write_derived(out, run, restored, changes, patch=None, ledger=None)

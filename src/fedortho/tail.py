@@ -1,0 +1,177 @@
+"""The part of a network behind a layer, so that trials run only what an edit can change; and its repair.
+
+Repair re-estimates the running statistics of batch norms behind the first edit on retained images, forward only.
+"""
+
+import copy
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fedortho.sites import Site
+
+logger = logging.getLogger(__name__)
+BATCH = 256
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where a network is cut: `entry` receives what was remembered, modules before it are passed by."""
+
+    entry: str | None  # None: it could not be cut, the whole network runs
+    before: tuple[str, ...] = ()
+
+
+def find_cut(model: nn.Module, sites: Sequence[Site], example: Tensor) -> Cut:
+    """The outermost module that holds the first edited layer and has something before it.
+
+    Verified on the example: the tail must give the same answers, else there is no cut (a skip around it).
+    """
+    order = _leaf_order(model, example)
+    edited = {layer.name for site in sites for layer in site.layers}
+    first = next(name for name in order if name in edited)
+    parts = first.split(".")
+    for depth in range(1, len(parts) + 1):
+        entry = ".".join(parts[:depth])
+        before = order[: next(i for i, name in enumerate(order) if name == entry or name.startswith(f"{entry}."))]
+        if before:
+            cut = Cut(entry, tuple(before))
+            if _agrees(model, cut, example):
+                return cut
+            break
+    logger.info("the network cannot be cut before %s; trials run all of it", first)
+    return Cut(None)
+
+
+def _leaf_order(model: nn.Module, example: Tensor) -> list[str]:
+    order: list[str] = []
+    leaves = [(name, module) for name, module in model.named_modules() if name and not list(module.children())]
+    handles = [m.register_forward_hook(lambda *_, name=name: order.append(name)) for name, m in leaves]
+    try:
+        with torch.no_grad():
+            model(example)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return list(dict.fromkeys(order))
+
+
+def _agrees(model: nn.Module, cut: Cut, example: Tensor) -> bool:
+    with torch.no_grad():
+        whole = model(example)
+        try:
+            short = run_tail(cut_model(model, cut), cut, tail_inputs(model, cut, example))
+        except (RuntimeError, ValueError, TypeError):
+            return False
+    return whole.shape == short.shape and torch.allclose(whole, short, rtol=1e-4, atol=1e-5)
+
+
+class _Enough(Exception):
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+def tail_inputs(model: nn.Module, cut: Cut, inputs: Tensor) -> Tensor:
+    """What the entry receives for these images, computed once; the images themselves if there is no cut."""
+    if cut.entry is None:
+        return inputs
+    parts = []
+
+    def stop(_: nn.Module, given: tuple[Tensor, ...]) -> None:
+        raise _Enough(given[0])
+
+    handle = model.get_submodule(cut.entry).register_forward_pre_hook(stop)
+    try:
+        with torch.no_grad():
+            for batch in inputs.split(BATCH):
+                try:
+                    model(batch)
+                except _Enough as reached:
+                    parts.append(reached.value.clone())
+    finally:
+        handle.remove()
+    return torch.cat(parts)
+
+
+def cut_model(model: nn.Module, cut: Cut) -> nn.Module:
+    """A copy in which everything before the entry lets its input pass."""
+    twin = copy.deepcopy(model)
+    for name in cut.before:
+        parent, _, child = name.rpartition(".")
+        setattr(twin.get_submodule(parent), child, nn.Identity())
+    return twin
+
+
+def run_tail(twin: nn.Module, cut: Cut, remembered: Tensor) -> Tensor:
+    """The answers of a cut model to remembered entry inputs."""
+    if cut.entry is None:
+        return torch.cat([twin(batch) for batch in remembered.split(BATCH)])
+    answers = []
+    for batch in remembered.split(BATCH):
+        handle = twin.get_submodule(cut.entry).register_forward_pre_hook(lambda _, __, batch=batch: (batch,))
+        try:
+            answers.append(twin(batch))
+        finally:
+            handle.remove()
+    return torch.cat(answers)
+
+
+def norms_behind(model: nn.Module, sites: Sequence[Site], example: Tensor) -> list[str]:
+    """Batch norms whose input an edit of these sites can change, found by silencing them all."""
+    silent = copy.deepcopy(model)
+    for layer in (layer for site in sites for layer in site.layers):
+        for parameter in silent.get_submodule(layer.norm or layer.name).parameters(recurse=False):
+            nn.init.zeros_(parameter)
+    before, after = _norm_inputs(model, example), _norm_inputs(silent, example)
+    return [name for name, given in before.items() if not torch.equal(given, after[name])]
+
+
+def _norm_inputs(model: nn.Module, example: Tensor) -> dict[str, Tensor]:
+    inputs: dict[str, Tensor] = {}
+    norms = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.BatchNorm2d)]
+    handles = [
+        module.register_forward_pre_hook(lambda _, given, name=name: inputs.update({name: given[0].clone()}))
+        for name, module in norms
+    ]
+    try:
+        with torch.no_grad():
+            model(example)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return inputs
+
+
+@contextmanager
+def _estimating(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    model.eval()
+    norms = [model.get_submodule(name) for name in names]
+    momenta = [norm.momentum for norm in norms]
+    for norm in norms:
+        assert isinstance(norm, nn.BatchNorm2d)
+        norm.reset_running_stats()
+        norm.momentum = None  # the plain mean over batches
+        norm.train()
+    try:
+        yield
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            assert isinstance(norm, nn.BatchNorm2d)
+            norm.momentum = momentum  # type: ignore[assignment]  # it came from there
+            norm.eval()
+
+
+def repair(twin: nn.Module, cut: Cut, names: Sequence[str], remembered: Tensor) -> dict[str, Tensor]:
+    """Re-estimate the named batch norms on remembered retain inputs, in place; the new buffers."""
+    whole = remembered[: max(len(remembered) // BATCH, 1) * BATCH]  # equal batches: a plain mean is right
+    counters = {f"{n}.num_batches_tracked": twin.get_buffer(f"{n}.num_batches_tracked").clone() for n in names}
+    with torch.no_grad(), _estimating(twin, names):
+        run_tail(twin, cut, whole)
+    for name, value in counters.items():
+        twin.get_buffer(name).copy_(value)  # how often it was trained is no business of a repair
+    buffers = [f"{name}.{kind}" for name in names for kind in ("running_mean", "running_var")]
+    return {name: twin.get_buffer(name).clone() for name in buffers}

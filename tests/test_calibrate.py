@@ -1,0 +1,63 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedortho.calibrate import Refused, Trial, calibrate, smallest
+from fedortho.prune import Patch
+
+NOTHING = Patch("", "")
+
+
+class FakeBench:
+    """Accuracies that follow a formula: forgetting falls with ratio and scrub, retention pays for both."""
+
+    classifier = object()
+
+    def __init__(self, forget_rate: float, retain_cost: float, scrub_cost: float = 0.0) -> None:
+        self.forget_rate, self.retain_cost, self.scrub_cost = forget_rate, retain_cost, scrub_cost
+        self.trials = 0
+
+    def attempt(self, plan: Patch, *, ratio: float, mend: bool, scrub: float = 0.0) -> Trial:
+        self.trials += 1
+        forget = max(0.0, 0.8 - self.forget_rate * ratio - 1.0 * scrub)
+        return Trial(ratio, scrub, forget, 0.01, 0.9 - self.retain_cost * ratio - self.scrub_cost * scrub, plan)
+
+
+def run(bench: FakeBench, *, may_scrub: bool = True) -> tuple[Trial, list[Trial]]:
+    return calibrate(bench, lambda ratio: NOTHING, 0.89, mend=True, may_scrub=may_scrub)  # type: ignore[arg-type]
+
+
+def test_the_smallest_ratio_that_reaches_the_target_is_chosen_with_few_trials() -> None:
+    bench = FakeBench(forget_rate=8.0, retain_cost=0.05)
+    chosen, made = run(bench)
+    assert (chosen.ratio, chosen.scrub) == (0.1, 0.0)
+    assert len(made) == bench.trials <= 6
+
+
+def test_scrub_finishes_what_the_budget_does_not_allow_to_prune() -> None:
+    chosen, _ = run(FakeBench(forget_rate=4.0, retain_cost=0.1))
+    assert chosen.ratio == 0.1, "the largest ratio within the budget"
+    assert chosen.scrub == 0.4375, "the least strength that reaches the target"
+    assert chosen.retain >= 0.89
+
+
+def test_a_smaller_ratio_is_taken_when_scrub_itself_costs_retention() -> None:
+    chosen, _ = run(FakeBench(forget_rate=4.0, retain_cost=0.06, scrub_cost=0.01))
+    assert 0 < chosen.ratio < 0.15, "0.15 alone is within the budget"
+    assert chosen.reaches
+    assert chosen.retain >= 0.89
+
+
+def test_without_scrub_or_with_a_dear_one_the_request_is_refused_with_its_frontier() -> None:
+    for bench, may_scrub in ((FakeBench(4.0, 0.1), False), (FakeBench(4.0, 0.1, 1.0), True)):
+        with pytest.raises(Refused, match="nothing was changed") as refusal:
+            run(bench, may_scrub=may_scrub)
+        assert len(refusal.value.frontier) >= 4
+        assert "1.0%" in str(refusal.value)
+
+
+@given(st.lists(st.integers(0, 100), unique=True, max_size=20), st.integers(0, 101))
+def test_bisection_finds_the_first_value_that_holds(values: list[int], limit: int) -> None:
+    ascending = sorted(values)
+    expected = next((value for value in ascending if value >= limit), None)
+    assert smallest(ascending, lambda value: value >= limit) == expected
