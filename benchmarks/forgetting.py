@@ -29,6 +29,7 @@ from fedortho.observe import Observation
 from fedortho.request import ForgetRequest
 from fedortho.results import write_results
 from fedortho.runs import Run, open_run
+from fedortho.serve import joined
 from fedortho.tail import Cut, repair
 from fedortho.verify import Verdict, judge
 
@@ -47,7 +48,9 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     out = HERE / "results" / f"forgetting-{arguments.dataset}.json"
-    rows: list[dict[str, Any]] = json.loads(out.read_text())["rows"] if out.exists() else []
+    saved = json.loads(out.read_text()) if out.exists() else {}
+    rows: list[dict[str, Any]] = saved.get("rows", [])
+    more: dict[str, list[dict[str, Any]]] = {key: saved.get(key, []) for key in ("timing", "sequence", "samples")}
     done = {(row["model"], row["variant"], row["class"]) for row in rows}
     for model in arguments.models.split(","):
         for variant in arguments.variants.split(","):
@@ -58,9 +61,79 @@ def main() -> None:
                 if (model, variant, label) in done:
                     continue
                 rows += measure(run, data, ledger, label, {"model": model, "variant": variant, "class": label})
-                command = "python benchmarks/forgetting.py " + " ".join(sys.argv[1:])
-                what = f"class requests, {arguments.dataset}, test images; digest of each original in `before`"
-                write_results(out, what, command.strip(), rows)
+                save(out, arguments.dataset, rows, more)
+            about = {"model": model, "variant": variant}
+            for key, measured in (("timing", timing), ("sequence", sequence), ("samples", samples)):
+                if not any(row["model"] == model and row["variant"] == variant for row in more[key]):
+                    more[key] += [about | row for row in measured(run, data, ledger)]
+                    save(out, arguments.dataset, rows, more)
+
+
+def save(out: Path, dataset: str, rows: list[dict[str, Any]], more: dict[str, list[dict[str, Any]]]) -> None:
+    command = "python benchmarks/forgetting.py " + " ".join(sys.argv[1:])
+    what = f"class requests, {dataset}, test images; digest of each original in `before`"
+    write_results(out, what, command.strip(), rows, **more)
+
+
+def timing(run: Run, data: Dataset, ledger: Observation) -> list[dict[str, Any]]:
+    """Seconds and images of observing (ledger, data), of a request at a fixed ratio, and of a full robust one."""
+    model, request = run.load_model(), ForgetRequest.parse("class:3")
+    fixed = ForgetSettings(ratio=0.1)
+    rows = []
+    for name, settings, known in (
+        ("observe, ledger", replace(fixed, repair=False), ledger),
+        ("observe, data", replace(fixed, repair=False), None),
+        ("fixed ratio", fixed, ledger),
+        ("robust", ForgetSettings(max_retain_drop=0.05), ledger),
+    ):
+        outcome = plan_forgetting(model, data, request, settings, ledger=known)
+        seconds = outcome.seconds["statistics"] + (0 if name.startswith("observe") else outcome.seconds["edit"])
+        read = outcome.images_read["statistics"] + outcome.images_read["edit"]
+        rows.append({"what": name, "seconds": round(seconds, 4), "images_read": read})
+        print(rows[-1], flush=True)
+    return rows
+
+
+def sequence(run: Run, data: Dataset, ledger: Observation) -> list[dict[str, Any]]:
+    """Five classes one after the other, the budget allowing 2 points each; stops at a refusal."""
+    model: nn.Module = run.load_model()
+    done: list[ForgetRequest] = []
+    rows: list[dict[str, Any]] = []
+    for label in range(5):
+        request, before = ForgetRequest.parse(f"class:{label}"), joined(done)
+        try:
+            outcome = plan_forgetting(model, data, request, ForgetSettings(max_retain_drop=0.02), forgotten=before)
+        except Refused as refusal:
+            rows.append({"request": str(request), "refused": str(refusal)})
+            break
+        start = judge(model, data, request, forgotten=before)
+        model = outcome.patch.apply(model)
+        end = judge(model, data, request, forgotten=before)
+        done.append(request)
+        gone = {str(old): judge(model, data, old).forget for old in done}
+        rows.append({"request": str(request), "retain_before": start.retain, "retain": end.retain, "forgotten": gone})
+        print(rows[-1], flush=True)
+    return rows
+
+
+def samples(run: Run, data: Dataset, ledger: Observation) -> list[dict[str, Any]]:
+    """A hundred training images drawn beforehand (seed 0), contrasted with all retained and with the same classes."""
+    model = run.load_model()
+    order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(0))[:100]
+    request = ForgetRequest(samples=tuple(str(int(row)) for row in data.train.rows[order]))
+    before, rows = judge(model, data, request), []
+    for contrast in ("retain", "same-class"):
+        settings = ForgetSettings(contrast=contrast)
+        row: dict[str, Any] = {"contrast": contrast, "forget_before": before.forget, "retain_before": before.retain}
+        try:
+            outcome = plan_forgetting(model, data, request, settings, ledger=ledger)
+            after = judge(outcome.patch.apply(model), data, request)
+            row |= {"forget": after.forget, "retain": after.retain, "limit": outcome.trials[0].limit} | summary(outcome)
+        except Refused as refusal:
+            row["refused"] = str(refusal)
+        rows.append(row)
+        print(row, flush=True)
+    return rows
 
 
 def ledger_of(run: Run, data: Dataset) -> Observation:

@@ -125,6 +125,8 @@ def test_what_does_not_fit_is_refused(tiny: TinyNet, toy: Images) -> None:
     one = Observation({"conv:a": torch.zeros(4, 2)}, torch.zeros(4, dtype=torch.int64))
     with pytest.raises(BadData, match="do not add up"):
         one + Observation({"conv:b": torch.zeros(4, 2)}, one.counts)
+    with pytest.raises(BadData, match="observations of two models"):
+        Observation(one.sums, one.counts, "a" * 64) + Observation(one.sums, one.counts, "b" * 64)
     with pytest.raises(BadData, match="no image was observed"):
         one.mean("conv:a")
     with pytest.raises(BadData, match="label 3 but 2 classes"):

@@ -180,6 +180,7 @@ def test_a_patch_survives_the_disk_fits_one_model_and_can_be_applied_twice(
     assert tensors_digest(edited.state_dict()) == patch.after == again.after
     assert tensors_digest(again.apply(edited).state_dict()) == patch.after
     assert (tmp_path / "patch.safetensors").stat().st_size < 4096
+    assert "features.6: 4 × 0.5, 1 × 0.5" in str(again)
     with pytest.raises(BadCheckpoint, match="this patch is for the model"):
         again.apply(TinyNet())
     with pytest.raises(BadCheckpoint, match="it is damaged"):

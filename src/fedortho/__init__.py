@@ -2,7 +2,7 @@
 
 from importlib.metadata import version
 
-from fedortho.data import Dataset, Images, images_from_tensors
+from fedortho.data import Dataset, Images, images_from_tensors, make_dataset
 from fedortho.errors import FedOrthoError
 from fedortho.methods import forget, preset
 from fedortho.methods.fedortho import ForgetSettings, plan_forgetting
@@ -35,6 +35,7 @@ __all__ = [
     "images_from_tensors",
     "judge",
     "load_images",
+    "make_dataset",
     "open_run",
     "partition",
     "plan_forgetting",

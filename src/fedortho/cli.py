@@ -218,6 +218,8 @@ def _print_served(served: Served, run_path: Path) -> None:
         say(f"forgotten so far: {told}; retention paid in all: {served.retain_paid:.1%}")
     if served.advise_retraining:
         say("[yellow]these requests have cost much retention: retrain before the next one[/]")
+    if served.run is None:
+        say(str(outcome.patch).replace("[", r"\["))
     say("dry run: nothing was written" if served.run is None else f"written to [bold]{served.run.path}[/]")
 
 

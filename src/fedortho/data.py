@@ -17,7 +17,7 @@ class Images:
     `rows` are the positions in the store: the stable ids by which single samples are named.
     """
 
-    pixels: Tensor  # (store, channels, height, width), uint8, often memory-mapped
+    pixels: Tensor  # (store, channels, height, width), uint8 and often memory-mapped; or floats as a model reads them
     store_labels: Tensor  # (store,), int64
     rows: Tensor  # (n,), int64, into the store
     names: tuple[str, ...]  # one per class
@@ -46,7 +46,9 @@ class Images:
         return replace(self, rows=self.rows[torch.as_tensor(positions, dtype=torch.int64)])
 
     def normalise(self, pixels: Tensor) -> Tensor:
-        """uint8 pixels to floats of mean 0 and deviation 1 per channel."""
+        """uint8 pixels to floats of mean 0 and deviation 1 per channel; floats were made ready by their owner."""
+        if pixels.is_floating_point():
+            return pixels
         mean = torch.tensor(self.mean, device=pixels.device).view(-1, 1, 1)
         std = torch.tensor(self.std, device=pixels.device).view(-1, 1, 1)
         return pixels.float().div_(255).sub_(mean).div_(std)
@@ -93,6 +95,35 @@ def images_from_tensors(
         )
     mean, std = channel_statistics(pixels)
     return Images(pixels, labels.to(torch.int64), torch.arange(len(pixels)), names, mean, std)
+
+
+def collect_images(loader: "Batches", names: Sequence[str] | None = None) -> Images:
+    """Keep the batches of a re-iterable `DataLoader` of (images, labels) in memory, as the model reads them.
+
+    A row is a position in the loader's order, so requests for single samples need a loader that does not shuffle.
+    """
+    parts = list(evaluation_batches(loader))
+    if not parts:
+        raise BadData("the loader gives no batch")
+    pixels, labels = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+    if not pixels.is_floating_point():
+        return images_from_tensors(pixels, labels, names, where="the loader")
+    shaped = images_from_tensors(
+        torch.zeros(len(pixels), 1, 1, 1, dtype=torch.uint8), labels, names, where="the loader"
+    )
+    return replace(shaped, pixels=pixels, mean=(0.0,) * pixels.shape[1], std=(1.0,) * pixels.shape[1])
+
+
+def make_dataset(
+    train: "Images | Batches", test: "Images | Batches | None" = None, *, valid: float = 0.1, seed: int = 0
+) -> Dataset:
+    """A dataset of your own images or loaders; `valid` of the training images is set aside for later choices."""
+    whole = train if isinstance(train, Images) else collect_images(train)
+    tested = (
+        whole.subset([]) if test is None else test if isinstance(test, Images) else collect_images(test, whole.names)
+    )
+    kept, aside = split_stratified(whole.labels, valid, seed)
+    return Dataset("own images", whole.subset(kept), whole.subset(aside), tested, "")
 
 
 def channel_statistics(pixels: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -193,5 +224,13 @@ def evaluation_batches(
             f"{type(source).__name__} can be read only once; pass Images or a DataLoader, "
             "which can be read again (forgetting needs several passes)"
         )
-    for images, labels in source:
+    for pair in source:
+        if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(x, Tensor) for x in pair)):
+            raise BadData(
+                f"{type(source).__name__} must give batches (images, labels) of tensors, not {type(pair).__name__}"
+            )
+        images, labels = pair
+        if images.dim() != 4 or labels.dim() != 1 or len(images) != len(labels):
+            shapes = f"{tuple(images.shape)} and {tuple(labels.shape)}"
+            raise BadData(f"a batch must be images (n, channels, height, width) and labels (n,), not {shapes}")
         yield images.to(device), labels.to(device)

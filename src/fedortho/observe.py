@@ -36,6 +36,8 @@ class Observation:
     def _combined(self, other: "Observation", sign: int) -> "Observation":
         if self.sums.keys() != other.sums.keys():
             raise BadData("observations of different layers or taps do not add up")
+        if self.model and other.model and self.model != other.model:
+            raise BadData(f"observations of two models do not add up ({self.model[:12]} and {other.model[:12]})")
         sums = {key: value + sign * other.sums[key] for key, value in self.sums.items()}
         return replace(self, sums=sums, counts=self.counts + sign * other.counts)
 

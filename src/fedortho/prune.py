@@ -121,6 +121,17 @@ class Patch:
             raise BadCheckpoint(f"the patch gave {outcome[:12]} instead of {self.after[:12]}: it is damaged")
         return edited
 
+    def __str__(self) -> str:
+        """What it does, site by site: kernel × what is left of it."""
+        about = f"{self.note.get('request', '')} ({self.note.get('edit')} edit)"
+        lines = [f"patch {self.before[:12]} → {self.after[:12]}: {about}"]
+        for site, found in self.note.get("sites", {}).items():
+            kernels = ", ".join(f"{k} × {f:.3g}" for k, f in zip(found["kernels"], found["factors"], strict=True))
+            lines.append(f"  {site}: {kernels}")
+        if self.replaced:
+            lines.append(f"  replaced: {', '.join(sorted(self.replaced))}")
+        return "\n".join(lines)
+
     def names(self) -> list[str]:
         """All tensors that it changes."""
         return sorted({*self.scaled, *self.put, *self.replaced})

@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from fedortho.calibrate import Refused
 from fedortho.data import Dataset
-from fedortho.errors import BadSetting, UnknownName
+from fedortho.errors import BadData, BadSetting, UnknownName
 from fedortho.files import tensors_digest
 from fedortho.methods import forget, preset
 from fedortho.methods.fedortho import ForgetSettings, plan_forgetting
@@ -158,3 +159,18 @@ def test_settings_out_of_range_are_refused() -> None:
         ForgetSettings(target=2)
     with pytest.raises(BadSetting, match="rank-base must be 0 or 1"):
         ForgetSettings(rank_base=2)
+
+
+def test_a_loader_of_ones_own_serves_a_class_request(digits: Dataset, digit_nets: dict[str, nn.Module]) -> None:
+    train = digits.train
+    pairs = TensorDataset(train.normalise(train.pixels[train.rows]), train.labels)
+    forgot = forget(
+        digit_nets["vgg-mini"], DataLoader(pairs, batch_size=100), "class:3", ForgetSettings(max_retain_drop=0.05)
+    )
+    gone, kept = accuracies(forgot, digits, 3)
+    assert gone <= 0.05
+    assert kept > 0.8
+    with pytest.raises(BadData, match="can be read only once"):
+        forget(digit_nets["vgg-mini"], iter([(torch.zeros(1, 1, 8, 8), torch.zeros(1))]), "class:3")
+    with pytest.raises(BadData, match="must give batches"):
+        forget(digit_nets["vgg-mini"], [torch.zeros(1, 1, 8, 8)], "class:3")  # type: ignore[list-item]

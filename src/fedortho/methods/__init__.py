@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedortho.data import Dataset
+from fedortho.data import Batches, Dataset, Images, make_dataset
 from fedortho.errors import unknown
 from fedortho.methods.fedortho import PRESETS, ForgetSettings, plan_forgetting
 from fedortho.request import ForgetRequest
@@ -21,13 +21,17 @@ def preset(name: str, **changes: Any) -> ForgetSettings:
 
 def forget(
     model: nn.Module,
-    data: Dataset,
+    data: Dataset | Images | Batches,
     request: ForgetRequest | str,
     settings: ForgetSettings | None = None,
     *,
     device: torch.device | str = "cpu",
 ) -> nn.Module:
-    """A copy of the model that has forgotten what the request names; the model itself stays as it was."""
+    """A copy of the model that has forgotten what the request names; the model itself stays as it was.
+
+    `data` is what the model was trained on: a dataset, images, or a re-iterable `DataLoader` of (images, labels).
+    """
+    data = data if isinstance(data, Dataset) else make_dataset(data)
     if isinstance(request, str):
         request = ForgetRequest.parse(request)
     return plan_forgetting(model, data, request, settings, device=device).patch.apply(model)
