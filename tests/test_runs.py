@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fedortho.errors import BadCheckpoint, BadData, BadSetting, FedOrthoError, UnknownName
-from fedortho.files import file_digest, write_tensors
+from fedortho.files import file_digest, locked, write_tensors
 from fedortho.models import build_model
 from fedortho.runs import TrainSettings, choose_device, import_run, open_run, read_weights, train_run
 from fedortho.sources import load_images
@@ -61,6 +61,12 @@ def test_a_directory_of_other_settings_or_other_files_is_refused(digits_run: Pat
     with pytest.raises(FedOrthoError, match="holds files of something else"):
         train_run(tmp_path, SMALL)
     assert os.listdir(tmp_path) == ["letter.txt"]
+
+
+def test_two_processes_cannot_train_into_one_directory(tmp_path: Path) -> None:
+    with locked(tmp_path / "run"), pytest.raises(FedOrthoError, match="another process is working on"):
+        train_run(tmp_path / "run", SMALL)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_changed_model_or_record_is_refused(digits_run: Path, tmp_path: Path) -> None:

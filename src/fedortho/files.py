@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -42,6 +43,17 @@ def replacing(path: Path) -> Iterator[Path]:
         raise FedOrthoError(f"{path} was not written: {error}; is the disk full?") from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a path for this process; a second one on this machine is refused. A killed process lets go."""
+    name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:32]
+    try:
+        with FileLock(Path(tempfile.gettempdir()) / f"fedortho-{name}.lock", timeout=0):
+            yield
+    except Timeout as error:
+        raise FedOrthoError(f"another process is working on {path}; wait for it or choose another directory") from error
 
 
 def write_text(path: Path, text: str) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from fedortho.data import Dataset
 from fedortho.decode import Progress as Report
 from fedortho.errors import BadCheckpoint, BadData, BadSetting, FedOrthoError, unknown
-from fedortho.files import read_json, read_tensors, tensors_digest, write_json, write_tensors
+from fedortho.files import locked, read_json, read_tensors, tensors_digest, write_json, write_tensors
 from fedortho.ledger import write_ledger
 from fedortho.models import build_model, check_output
 from fedortho.recipe import Recipe
@@ -133,6 +133,13 @@ def train_run(
     observing: Report | None = None,
 ) -> Run:
     """Train into a directory, or go on where a killed run stopped, or return the finished run."""
+    with locked(path):
+        return _train_run(path, settings, watch, progress, observing)
+
+
+def _train_run(
+    path: Path, settings: TrainSettings, watch: Watch | None, progress: Report | None, observing: Report | None
+) -> Run:
     record = _read_record(path)
     data = load_run_data(settings, progress=progress)
     _refuse_foreign(path, record, settings, data)
