@@ -77,6 +77,8 @@ def test_kernels_are_chosen_per_layer_or_over_all_by_scaled_scores() -> None:
     spared = choose_kernels(ranking, 1.0, min_difference=0.25)
     assert spared["a"].tolist() == [1, 3]
     assert "b" in everywhere
+    rising = choose_kernels(ranking, 0.375, spread="rising")  # 0.25 and 0.5
+    assert [len(kernels) for kernels in rising.values()] == [1, 2]
     for ratio in (0, -1, 1.5):
         with pytest.raises(BadSetting, match="ratio must be above 0"):
             choose_kernels(ranking, ratio)

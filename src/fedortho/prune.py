@@ -6,7 +6,7 @@ edit can be inverted by anyone who has the patch (the paper's edit), with factor
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -48,18 +48,20 @@ def choose_kernels(
     *,
     scope: str = "layer",
     min_difference: float = -math.inf,
-    shares: Mapping[str, float] | None = None,
+    spread: str = "equal",
 ) -> dict[str, Tensor]:
     """The top kernels: ⌈ratio · kernels⌉ of each site, or as many in all by scores over their spread.
 
-    `shares` multiplies the ratio of single sites; kernels whose difference is below `min_difference` are spared.
+    With scope `layer` the ratio is that of each site (spread `equal`) or rises from the first to the last, with
+    the same mean (`rising`). Kernels whose difference is below `min_difference` are spared.
     """
     if not 0 < ratio <= 1:
         raise BadSetting(f"ratio must be above 0 and at most 1, not {ratio}")
     if scope == "layer":
+        shares = SPREADS[spread](len(ranking.scores))
         numbers = {
-            site: kernel_count(min(ratio * (shares or {}).get(site, 1.0), 1.0), len(scores))
-            for site, scores in ranking.scores.items()
+            site: kernel_count(min(ratio * share, 1.0), len(scores))
+            for (site, scores), share in zip(ranking.scores.items(), shares, strict=True)
         }
     elif scope == "global":
         numbers = _global_numbers(ranking, ratio)
@@ -72,6 +74,12 @@ def choose_kernels(
         if len(kernels):
             chosen[site] = kernels
     return chosen
+
+
+SPREADS: dict[str, Callable[[int], list[float]]] = {
+    "equal": lambda sites: [1.0] * sites,
+    "rising": lambda sites: [2 * place / (sites + 1) for place in range(1, sites + 1)],
+}
 
 
 def _global_numbers(ranking: Ranking, ratio: float) -> dict[str, int]:

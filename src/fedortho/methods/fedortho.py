@@ -14,7 +14,7 @@ from fedortho.calibrate import RATIOS, Bench, Sample, Trial, calibrate
 from fedortho.data import Dataset, Images
 from fedortho.errors import BadData, BadSetting, unknown
 from fedortho.observe import Observation, key_of, observe
-from fedortho.prune import Patch, bind_patch, choose_kernels, merge_chosen, plan_edit, strengths
+from fedortho.prune import SPREADS, Patch, bind_patch, choose_kernels, merge_chosen, plan_edit, strengths
 from fedortho.rank import Ranking, rank_correlation, rank_kernels, same_label_retain
 from fedortho.request import ForgetRequest
 from fedortho.scrub import find_classifier
@@ -24,6 +24,7 @@ from fedortho.train import evaluate
 
 logger = logging.getLogger(__name__)
 CONTRASTS = ("retain", "same-class")
+SCOPES = ("layer", "global")
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class ForgetSettings:
     alpha: Annotated[float, "least strength; 1 silences the kernel"] = 1.0
     rank_base: Annotated[int, "first rank in S = max(alpha, 1 - rank/number): 1 as printed, or 0"] = 1
     scope: Annotated[str, "choose kernels per layer or global"] = "layer"
+    spread: Annotated[str, "how the ratio is spread over layers: equal, or rising towards the last"] = "rising"
     contrast: Annotated[str, "rank against all retained images (retain) or those of the same labels (same-class)"] = (
         "retain"
     )
@@ -53,7 +55,13 @@ class ForgetSettings:
     seed: Annotated[int, "of all subsamples"] = 0
 
     def __post_init__(self) -> None:
-        for name, choices in (("edit", EDITS), ("tap", TAPS), ("scope", ("layer", "global")), ("contrast", CONTRASTS)):
+        for name, choices in (
+            ("edit", EDITS),
+            ("tap", TAPS),
+            ("scope", SCOPES),
+            ("spread", SPREADS),
+            ("contrast", CONTRASTS),
+        ):
             if getattr(self, name) not in choices:
                 raise unknown(name, getattr(self, name), choices)
         for name in ("ratio", "alpha", "target", "max_retain_drop"):
@@ -67,7 +75,15 @@ class ForgetSettings:
 
 PRESETS: dict[str, dict[str, Any]] = {
     "robust": {},
-    "paper": {"edit": "conv", "tap": "conv", "ratio": 0.01, "alpha": 0.5, "repair": False, "scrub": False},
+    "paper": {
+        "edit": "conv",
+        "tap": "conv",
+        "ratio": 0.01,
+        "alpha": 0.5,
+        "repair": False,
+        "scrub": False,
+        "spread": "equal",
+    },
 }
 
 
@@ -173,7 +189,9 @@ class _Task:
         """The edit at this ratio: the kernels of each part's ranking, the larger strength for one in several."""
         settings, selections = self.settings, []
         for ranking in self.rankings:
-            chosen = choose_kernels(ranking, ratio, scope=settings.scope, min_difference=settings.min_difference)
+            chosen = choose_kernels(
+                ranking, ratio, scope=settings.scope, spread=settings.spread, min_difference=settings.min_difference
+            )
             strong = {site: strengths(len(k), settings.alpha, settings.rank_base) for site, k in chosen.items()}
             selections.append({site: (kernels, strong[site]) for site, kernels in chosen.items()})
         return plan_edit(self.model, self.sites, merge_chosen(selections), settings.edit)
