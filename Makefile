@@ -21,9 +21,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)  ## train an orthogonal network on embedded images, make it forget a class (about a minute)
 	@echo "1. Training vgg-mini with orthogonal kernels on fashion-mini (6,000 images, embedded)"
+	@rm -rf runs/demo runs/demo-forgot
 	$(BIN)/fedortho train --data fashion-mini --model vgg-mini --epochs 4 --out runs/demo
 	@echo "2. Forgetting the class Dress: observe, rank, prune, repair; no retraining"
-	rm -rf runs/demo-forgot
 	$(BIN)/fedortho forget runs/demo class:Dress --out runs/demo-forgot
 	@echo "3. What is left, class by class"
 	$(BIN)/fedortho evaluate runs/demo-forgot
@@ -32,7 +32,7 @@ test: $(STAMP)  ## format, lint, types, tests and doctests: all that CI runs
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest
 
 benchmark: $(STAMP)  ## overhead of the penalties, in one run (about half an hour on two cores)
 	$(BIN)/python benchmarks/overhead.py

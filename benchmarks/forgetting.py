@@ -12,8 +12,7 @@ import argparse
 import copy
 import json
 import sys
-import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import torch
 from torch import nn
 
 from fedortho.calibrate import Refused
-from fedortho.data import Dataset
+from fedortho.data import Dataset, evaluation_batches
 from fedortho.ledger import load_ledger, write_ledger
 from fedortho.methods import preset
 from fedortho.methods.fedortho import ForgetSettings, Outcome, plan_forgetting, trace_frontier
@@ -30,10 +29,13 @@ from fedortho.request import ForgetRequest
 from fedortho.results import write_results
 from fedortho.runs import Run, open_run
 from fedortho.serve import joined
-from fedortho.tail import Cut, repair
-from fedortho.verify import Verdict, judge
+from fedortho.sites import find_sites
+from fedortho.tail import Cut, cut_model, find_cut, repair, run_tail, tail_inputs
+from fedortho.train import accuracy
+from fedortho.verify import judge
 
 HERE = Path(__file__).parent
+PAPER_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
 
 
 def main() -> None:
@@ -56,11 +58,11 @@ def main() -> None:
         for variant in arguments.variants.split(","):
             run = open_run(arguments.runs / f"{arguments.dataset}-{model}-{variant}-seed{arguments.seed}")
             data = run.load_data(arguments.data_dir)
-            ledger = ledger_of(run, data)
+            ledger, bench = ledger_of(run, data), TestBench(run.load_model(), data)
             for label in map(int, arguments.classes.split(",")):
                 if (model, variant, label) in done:
                     continue
-                rows += measure(run, data, ledger, label, {"model": model, "variant": variant, "class": label})
+                rows += measure(run, data, ledger, bench, {"model": model, "variant": variant, "class": label})
                 save(out, arguments.dataset, rows, more)
             about = {"model": model, "variant": variant}
             for key, measured in (("timing", timing), ("sequence", sequence), ("samples", samples)):
@@ -136,6 +138,24 @@ def samples(run: Run, data: Dataset, ledger: Observation) -> list[dict[str, Any]
     return rows
 
 
+class TestBench:
+    """The test images as the tail of one network receives them, so that judging an edit runs only the tail."""
+
+    def __init__(self, model: nn.Module, data: Dataset) -> None:
+        example = data.test.normalise(data.test.pixels[data.test.rows[:2]])
+        sites = find_sites(model, data.test.shape, "deep", "channel", "stream")
+        self.cut, self.labels, self.names = find_cut(model, sites, example), data.test.labels, data.test.names
+        parts = [tail_inputs(model, self.cut, inputs) for inputs, _ in evaluation_batches(data.test)]
+        self.remembered = torch.cat(parts)
+
+    def judge(self, model: nn.Module, request: ForgetRequest) -> dict[str, float]:
+        with torch.no_grad():
+            right = run_tail(cut_model(model, self.cut), self.cut, self.remembered).argmax(1) == self.labels
+        gone = torch.isin(self.labels, torch.tensor(request.labels(self.names)))
+        parts = {"forget": right[gone], "retain": right[~gone], "test": right}
+        return {name: float(part.double().mean()) for name, part in parts.items()}
+
+
 def ledger_of(run: Run, data: Dataset) -> Observation:
     path, model = run.path / "ledger.safetensors", run.load_model()
     if not path.exists():
@@ -143,37 +163,33 @@ def ledger_of(run: Run, data: Dataset) -> Observation:
     return load_ledger(path, model)
 
 
-def measure(run: Run, data: Dataset, ledger: Observation, label: int, about: dict[str, Any]) -> list[dict[str, Any]]:
+def measure(
+    run: Run, data: Dataset, ledger: Observation, bench: TestBench, about: dict[str, Any]
+) -> list[dict[str, Any]]:
     """One row per method for one class."""
-    model, request = run.load_model(), ForgetRequest.parse(f"class:{label}")
-    original = judge(model, data, request)
-    rows = [
-        about | {"method": "original", "before": run.record["model"]["digest"]} | scores(original, model, data, request)
-    ]
-    for name, settings in (("robust", ForgetSettings()), ("paper", preset("paper"))):
-        rows.append(about | {"method": name} | attempt(model, data, request, settings, ledger))
-    rows.append(about | {"method": "paper, best ratio"} | best_paper(model, data, request, ledger))
+    model, request = run.load_model(), ForgetRequest.parse(f"class:{about['class']}")
+
+    def attempt(settings: ForgetSettings) -> dict[str, Any]:
+        try:
+            outcome = plan_forgetting(model, data, request, settings, ledger=ledger)
+        except Refused as refusal:
+            frontier = [replace(trial, patch=None) for trial in refusal.frontier]  # type: ignore[arg-type]  # not for a file
+            return {"refused": str(refusal), "frontier": [asdict(trial) for trial in frontier]}
+        edited = outcome.patch.apply(model)
+        return summary(outcome) | bench.judge(edited, request) | attacked(edited, data, request)
+
+    original = bench.judge(model, request) | {"before": run.record["model"]["digest"]}
+    rows = [about | {"method": "original"} | original]
+    rows.append(about | {"method": "robust"} | attempt(ForgetSettings()))
+    rows.append(about | {"method": "paper"} | attempt(preset("paper")))
+    best = best_ratio(model, data, request, ledger)
+    found = {"refused": "no ratio keeps the budget"} if best is None else attempt(replace(preset("paper"), ratio=best))
+    rows.append(about | {"method": "paper, best ratio", "ratio": best} | found)
     for row in rows:
         print(
-            {key: row.get(key) for key in ("model", "variant", "class", "method", "forget", "retain", "forget_bn")},
-            flush=True,
+            {key: row.get(key) for key in (*about, "method", "forget", "retain", "forget_bn", "retain_bn")}, flush=True
         )
     return rows
-
-
-def attempt(
-    model: nn.Module, data: Dataset, request: ForgetRequest, settings: ForgetSettings, ledger: Observation
-) -> dict[str, Any]:
-    started = time.perf_counter()
-    try:
-        outcome = plan_forgetting(model, data, request, settings, ledger=ledger)
-    except Refused as refusal:
-        frontier = [
-            {"ratio": t.ratio, "scrub": t.scrub, "forget": t.forget, "retain": t.retain} for t in refusal.frontier
-        ]
-        return {"refused": str(refusal), "frontier": frontier, "seconds": round(time.perf_counter() - started, 3)}
-    edited = outcome.patch.apply(model)
-    return summary(outcome) | scores(judge(edited, data, request), edited, data, request)
 
 
 def summary(outcome: Outcome) -> dict[str, Any]:
@@ -187,27 +203,26 @@ def summary(outcome: Outcome) -> dict[str, Any]:
     return value
 
 
-def best_paper(model: nn.Module, data: Dataset, request: ForgetRequest, ledger: Observation) -> dict[str, Any]:
-    """The paper's edit at the ratio that forgets most, on the images set aside, within the robust preset's budget."""
-    none, *trials = trace_frontier(model, data, request, preset("paper"), ledger=ledger)
+def best_ratio(model: nn.Module, data: Dataset, request: ForgetRequest, ledger: Observation) -> float | None:
+    """The ratio at which the paper's edit forgets most, on the images set aside, within the robust preset's budget."""
+    none, *trials = trace_frontier(model, data, request, preset("paper"), ratios=PAPER_RATIOS, ledger=ledger)
     affordable = [trial for trial in trials if trial.retain >= none.retain - ForgetSettings().max_retain_drop]
-    if not affordable:
-        return {"refused": "no ratio keeps the budget"}
-    best = min(affordable, key=lambda trial: trial.forget)
-    settings = replace(preset("paper"), ratio=best.ratio)
-    return {"ratio": best.ratio} | attempt(model, data, request, settings, ledger)
+    return min(affordable, key=lambda trial: trial.forget).ratio if affordable else None
 
 
-def scores(verdict: Verdict, model: nn.Module, data: Dataset, request: ForgetRequest) -> dict[str, Any]:
-    """Test accuracies, and those after the attack: all batch norms re-estimated on 2,048 retained training images."""
-    retain = request.split(data.train)[1]
-    order = torch.randperm(len(retain), generator=torch.Generator().manual_seed(1))[:2048]
-    part, model = retain.subset(order), copy.deepcopy(model)
+def attacked(model: nn.Module, data: Dataset, request: ForgetRequest) -> dict[str, float]:
+    """What all test images of the class and 2,000 others get after all batch norms were re-estimated.
+
+    On 2,048 retained training images, without labels and gradients.
+    """
+    retain, (gone, kept) = request.split(data.train)[1], request.split(data.test)
+    order = torch.Generator().manual_seed(1)
+    part = retain.subset(torch.randperm(len(retain), generator=order)[:2048])
+    victim = copy.deepcopy(model)
     names = [name for name, module in model.named_modules() if isinstance(module, nn.BatchNorm2d)]
-    repair(model, Cut(None), names, part.normalise(part.pixels[part.rows]))
-    attacked = judge(model, data, request)
-    value = {"forget": verdict.forget, "retain": verdict.retain, "test": verdict.test}
-    return value | {"forget_bn": attacked.forget, "retain_bn": attacked.retain}
+    repair(victim, Cut(None), names, part.normalise(part.pixels[part.rows]))
+    some = kept.subset(torch.randperm(len(kept), generator=order)[:2000])
+    return {"forget_bn": accuracy(victim, gone), "retain_bn": accuracy(victim, some)}
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def tell(name: str) -> Any:
             told, entry = len(now.history), now.history[-1]
             print(
                 f"{name}: epoch {entry.epoch + 1}/{now.epochs} loss {entry.loss:.3f} validation {entry.valid:.3f} "
-                f"ortho {entry.ortho:.4f} {entry.seconds:.0f} s",
+                f"ortho {entry.ortho or 0:.4f} {entry.seconds:.0f} s",
                 file=sys.stderr,
                 flush=True,
             )

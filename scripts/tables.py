@@ -69,11 +69,12 @@ def forgetting() -> str:
             groups.setdefault((row["model"], row["variant"], row["method"]), []).append(row)
         for (model, variant, method), found in groups.items():
             served = [row for row in found if "forget" in row]
-            means = [mean(row[key] for row in served) for key in ("forget", "retain", "forget_bn", "retain_bn")]
+            keys = ("forget", "retain", "forget_bn", "retain_bn")
+            cells = [f"{100 * mean(row[key] for row in served):.1f}" if key in served[0] else "–" for key in keys]
             number = str(len(found)) if len(served) == len(found) else f"{len(served)} of {len(found)}"
             training = "plain" if variant == "none" else "orthogonal"
             data = path.stem.removeprefix("forgetting-")
-            rows.append([data, model, training, method, number, *(f"{100 * value:.1f}" for value in means)])
+            rows.append([data, model, training, method, number, *cells])
     return grid(header, rows) + origins
 
 

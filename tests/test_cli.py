@@ -1,4 +1,5 @@
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -11,7 +12,8 @@ from fedortho import cli
 from fedortho.files import file_digest
 from fedortho.ledger import load_ledger
 from fedortho.models import build_model
-from fedortho.runs import open_run
+from fedortho.runs import TrainSettings, open_run
+from fedortho.settings import field_types, kebab
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
@@ -67,6 +69,12 @@ def test_import_makes_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         (("train", "--valid", "1.5"), "at least 0 and below 1"),
         (("evaluate", "/nowhere"), "is not a run directory"),
         (("import", "/nowhere.pt"), "there is no file /nowhere.pt"),
+        (("train", "--config", "/"), "/ cannot be read: Is a directory"),
+        (("train", "--epoch", "3"), "No such option"),
+        (("train", "--epochs", "three"), "'three' is not a valid integer"),
+        (("train", "--rate", "nan"), "rate must be a finite number"),
+        (("train", "--model", ":f"), "cannot import ''"),
+        (("train", "--device", "cpu:x"), "'cpu:x' names no device"),
     ],
 )
 def test_bad_input_is_one_line_exit_2_and_nothing_written(
@@ -159,6 +167,38 @@ def test_check_tells_by_its_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert run(monkeypatch, "check", "vgg-mini", "--shape", "big") == 2
 
 
+def test_a_model_of_ones_own_may_lie_where_the_command_is_given(tmp_path: Path) -> None:
+    net = "nn.Sequential(nn.Conv2d(1, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))"
+    (tmp_path / "nets.py").write_text(f"from torch import nn\ndef small(): return {net}\n")
+    command = [Path(sys.executable).with_name("fedortho"), "train", *QUICK, "--model", "nets:small", "--out", "run"]
+    subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)
+
+
+def test_brackets_in_names_are_shown_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "a[bold]b[" / "]c"
+    assert run(monkeypatch, "train", *QUICK, "--epochs", "0", "--out", out) == 0
+    assert f"{out}: vgg-mini" in capsys.readouterr().out
+    assert run(monkeypatch, "evaluate", out) == 0
+    assert f"{out}: test images of digits\n" in capsys.readouterr().out
+
+
+def test_an_interrupted_training_says_how_to_go_on(tmp_path: Path) -> None:
+    listen = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # a background job ignores it
+    start = [sys.executable, "-c", f"{listen}; from fedortho.cli import main; main()"]
+    command = [*start, "train", *QUICK, "--epochs", "500", "--out", tmp_path / "run"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "run" / "checkpoint.safetensors").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    told = process.communicate(timeout=60)[1]
+    assert process.returncode == 130
+    assert "interrupted; fedortho train goes on where it stopped" in told
+    assert "Traceback" not in told
+
+
 def test_every_setting_is_a_documented_flag() -> None:
     text = subprocess.run(
         [sys.executable, "-m", "fedortho.cli", "train", "--help"],
@@ -167,8 +207,8 @@ def test_every_setting_is_a_documented_flag() -> None:
         text=True,
         env={"COLUMNS": "200", "TERM": "dumb"},
     ).stdout
-    for flag in ("--ortho-every", "--data-dir", "--out", "--config", "--threads"):
-        assert flag in text
+    for flag in ("--out", "--config", *(f"--{kebab(name)}" for name in field_types(TrainSettings))):
+        assert f" {flag} " in text
 
 
 def test_importing_fedortho_is_light() -> None:

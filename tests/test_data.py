@@ -44,6 +44,14 @@ def test_a_subset_of_a_subset_counts_positions_and_keeps_store_rows() -> None:
     assert images.rows.tolist() == list(range(20))
 
 
+def test_a_mask_chooses_where_it_is_true_and_must_fit() -> None:
+    images = toy().subset(range(4, 20))
+    assert images.subset(images.labels == 3).rows.tolist() == [7, 11, 15, 19]
+    assert images.subset([True] * 2 + [False] * 14).rows.tolist() == [4, 5]
+    with pytest.raises(BadData, match=r"a mask of shape \(3,\) cannot choose from 16 images"):
+        images.subset(torch.tensor([True, False, True]))
+
+
 def test_shape_and_classes_describe_the_store() -> None:
     images = toy(channels=1)
     assert images.shape == (1, 6, 5)
@@ -216,3 +224,27 @@ def test_a_generator_is_refused_because_it_can_be_read_only_once() -> None:
     once = ((images, labels) for images, labels in [(floats(2), torch.zeros(2).long())])
     with pytest.raises(BadData, match="generator can be read only once; pass Images or a DataLoader"):
         next(evaluation_batches(once))
+
+
+def test_a_loader_is_asked_for_one_pass_only() -> None:
+    class Counted(list[tuple[Tensor, Tensor]]):
+        passes = 0
+
+        def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+            self.passes += 1
+            return super().__iter__()
+
+    batches = Counted([(floats(2), torch.tensor([0, 1], dtype=torch.int32))])
+    ((_, labels),) = evaluation_batches(batches)
+    assert batches.passes == 1
+    assert labels.dtype == torch.int64
+
+
+def test_labels_of_another_kind_are_refused() -> None:
+    with pytest.raises(BadData, match=r"labels must be whole numbers, not torch\.float32"):
+        next(evaluation_batches([(floats(2), torch.zeros(2))]))
+
+
+def test_what_gives_no_batches_is_refused() -> None:
+    with pytest.raises(BadData, match="a TensorDataset gives no batches"):
+        next(evaluation_batches(TensorDataset(floats(2), torch.arange(2))))

@@ -35,7 +35,7 @@ def test_tied_and_channels_last_weights_are_written_plainly(tmp_path: Path) -> N
 def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     write_json(path, {"old": 1})
-    with pytest.raises(IsADirectoryError), replacing(path) as temporary:
+    with pytest.raises(FedOrthoError, match=r"x\.json cannot be written: Is a directory"), replacing(path) as temporary:
         temporary.write_text("half") and tmp_path.write_text("fails")
     assert read_json(path) == {"old": 1}
     assert os.listdir(tmp_path) == ["x.json"]
@@ -56,6 +56,13 @@ def test_a_really_full_device_fails_the_same_way(tmp_path: Path) -> None:
         full.write("x")
 
 
+def test_a_place_that_cannot_be_written_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no directory")
+    for path in (tmp_path / "file" / "x.json", tmp_path / "file" / "deep" / "x.json", Path("/proc/none/x.json")):
+        with pytest.raises(FedOrthoError, match=r"x\.json cannot be written: "):
+            write_json(path, {})
+
+
 def test_damaged_and_missing_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadCheckpoint, match="there is no file"):
         read_tensors(tmp_path / "none")
@@ -67,6 +74,8 @@ def test_damaged_and_missing_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("{")
     with pytest.raises(BadCheckpoint, match="not JSON"):
         read_json(tmp_path / "x.json")
+    with pytest.raises(BadCheckpoint, match="cannot be read: Is a directory"):
+        read_json(tmp_path)
 
 
 def test_digests_see_names_types_shapes_and_every_bit(tmp_path: Path) -> None:

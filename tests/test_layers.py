@@ -8,7 +8,7 @@ import fedortho
 TIERS = [
     {"errors"},
     {"files", "settings", "ortho", "models", "structure", "data", "partition"},
-    {"recipe", "results", "decode", "sites", "request"},
+    {"weights", "recipe", "results", "decode", "sites", "request"},
     {"sources", "train", "observe", "tail"},
     {"rank", "ledger", "scrub", "verify"},
     {"prune", "runs"},
@@ -39,6 +39,7 @@ def test_every_module_imports_only_from_tiers_below_its_own() -> None:
     assert set(modules) == set(tier_of), "each module has its place in TIERS"
     for module, path in modules.items():
         for name in imports(ast.parse(path.read_text())):
+            assert name != "fedortho", f"{path.stem} imports the package itself, and with it every tier"
             if name.startswith("fedortho."):
                 below = name.removeprefix("fedortho.").replace(".", "/")
                 below = below if below in tier_of else f"{below}/__init__"

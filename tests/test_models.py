@@ -56,6 +56,11 @@ def plain(): return nn.Sequential(nn.Conv2d(1, 4, 3), nn.AdaptiveAvgPool2d(1), n
 def sized(num_classes, in_channels=3): return nn.Linear(in_channels, num_classes)
 def greedy(width): return nn.Linear(width, 2)
 def wrong(): return 3
+def lazy(): return nn.Sequential(nn.LazyConv2d(4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
+class Picky(nn.Linear):
+    def forward(self, x): assert x.shape[-1] == 224, "wrong image size"
+def picky(): return Picky(2, 2)
+def pair(): return type("Pair", (nn.Linear,), {"forward": lambda self, x: (x, x)})(2, 2)
 """
     (tmp_path / "own_models.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -76,6 +81,9 @@ def test_a_factory_of_ones_own_gets_the_sizes_that_it_asks_for(own_module: str) 
         ("own_models:nothing", "has no function 'nothing'"),
         ("own_models:greedy", "needs width"),
         ("own_models:wrong", "returned int"),
+        ("own_models:lazy", "has lazy layers"),
+        (":f", "cannot import ''"),
+        (".own:f", "cannot import '.own'"),
         ("no_such_module:f", "cannot import 'no_such_module'"),
     ],
 )
@@ -90,6 +98,13 @@ def test_a_model_that_does_not_fit_the_data_is_refused() -> None:
         check_output(model, (3, 32, 32), 7)
     with pytest.raises(BadSetting, match="cannot read images of 1x28x28"):
         check_output(model, (1, 28, 28), 10)
+
+
+def test_a_model_that_fails_in_its_own_way_or_answers_with_a_pair_is_refused(own_module: str) -> None:
+    with pytest.raises(BadSetting, match="cannot read images of 1x8x8: wrong image size"):
+        check_output(build_model(f"{own_module}:picky", classes=2), (1, 8, 8), 2)
+    with pytest.raises(BadSetting, match="answers one image with tuple"):
+        check_output(build_model(f"{own_module}:pair", classes=2), (1, 8, 8), 2)
 
 
 def test_one_class_is_too_few() -> None:

@@ -5,6 +5,8 @@ import torch
 from torch import nn
 
 from fedortho.ortho import add_align_gradient, add_ortho_gradient, align_penalty, is_tall, kernel_matrix, ortho_penalty
+from fedortho.recipe import Recipe
+from fedortho.train import _most
 
 SHAPES = {
     "wide": (16, 8, 3, 1),
@@ -82,6 +84,17 @@ def test_descending_the_penalty_makes_the_kernels_orthonormal(shape: str) -> Non
     assert float(ortho_penalty(conv).detach()) < 1e-6
 
 
+@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9, 0.99])
+def test_the_cap_of_training_is_below_the_limit_of_momentum_descent(every: int, momentum: float) -> None:
+    """The eigenvalues of `every` steps, the first with a kick, against the cap on rate times curvature."""
+    kick = _most(Recipe(ortho_every=every, momentum=momentum), rate=1.0)
+    first = torch.tensor([[1 - kick, -momentum], [kick, momentum]])  # of place and speed
+    coast = torch.tensor([[1, -momentum], [0, momentum]])
+    turn = torch.linalg.matrix_power(coast, every - 1) @ first
+    assert torch.linalg.eigvals(turn).abs().max() < 1
+
+
 @pytest.mark.parametrize(("every", "bounded"), [(1, True), (4, True), (4, False)])
 def test_lazy_steps_at_lambda_a_half_settle_only_when_they_are_bounded(every: int, bounded: bool) -> None:
     conv = conv_of("wide")
@@ -117,6 +130,13 @@ def test_alignment_pulls_towards_the_reference_with_twice_the_drift() -> None:
         assert torch.equal(weight.grad, gradient)
 
 
-def test_alignment_without_gradients_is_refused() -> None:
-    with pytest.raises(ValueError, match="gradients"):
-        add_align_gradient([torch.nn.Parameter(torch.ones(1))], [torch.ones(1)], 0.1)
+def test_alignment_reaches_weights_that_the_loss_does_not_depend_on() -> None:
+    weight = torch.nn.Parameter(torch.tensor([3.0]))
+    add_align_gradient([weight], [torch.ones(1)], 0.5)
+    assert weight.grad.tolist() == [2.0]
+
+
+def test_a_frozen_layer_gets_no_gradient() -> None:
+    conv = conv_of("wide").requires_grad_(False)
+    add_ortho_gradient([conv], 1.0)
+    assert conv.weight.grad is None

@@ -16,8 +16,8 @@ def test_steps_multiply_at_each_milestone() -> None:
     assert rates(recipe, 0, 29.9, 30, 60, 199) == [0.1, 0.1, 0.01, 0.001, 0.001]
 
 
-def test_decay_is_the_papers_per_round_factor() -> None:
-    recipe = Recipe(rate=0.1, schedule="decay", gamma=0.998)
+def test_geometric_is_the_papers_per_round_factor() -> None:
+    recipe = Recipe(rate=0.1, schedule="geometric", gamma=0.998)
     assert learning_rate(recipe, 100.5) == pytest.approx(0.1 * 0.998**100)
 
 

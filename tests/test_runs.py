@@ -11,14 +11,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
+import fedortho.runs
 from fedortho.errors import BadCheckpoint, BadData, BadSetting, FedOrthoError, UnknownName
 from fedortho.files import file_digest, locked, write_tensors
 from fedortho.models import build_model
-from fedortho.runs import TrainSettings, choose_device, import_run, open_run, read_weights, train_run
+from fedortho.runs import ImportSettings, TrainSettings, choose_device, import_run, open_run, train_run
 from fedortho.sources import load_images
 from fedortho.train import accuracy
+from fedortho.weights import read_weights
 
+KEPT = ["history.json", "ledger.safetensors", "model.safetensors", "run.json", "split.json"]
 SMALL = TrainSettings(data="digits", model="vgg-mini", epochs=1, batch=256, rate=0.05, threads=1, ortho_every=2)
 
 
@@ -69,6 +73,75 @@ def test_two_processes_cannot_train_into_one_directory(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("left", ["split.json", ".split.json.a1b2c3d_", ".run.json.a1b2c3d_"])
+def test_a_run_killed_before_its_record_was_written_starts_again(tmp_path: Path, left: str) -> None:
+    (tmp_path / left).write_text("[")
+    train_run(str(tmp_path), replace(SMALL, epochs=0))
+    assert sorted(os.listdir(tmp_path)) == KEPT
+
+
+def test_a_run_killed_after_its_last_epoch_keeps_its_history(
+    digits_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as killed:
+        killed.setattr(fedortho.runs, "_finish", die)
+        with pytest.raises(KeyboardInterrupt):
+            train_run(tmp_path, SMALL)
+    (tmp_path / "history.json").unlink()
+    run = train_run(tmp_path, SMALL)
+    assert [entry.epoch for entry in run.history()] == [0]
+    assert run.record["model"]["digest"] == open_run(digits_run).record["model"]["digest"]
+
+
+def test_the_data_of_a_run_may_move(tmp_path: Path) -> None:
+    for row in range(20):
+        picture = tmp_path / "here" / "ab"[row % 2] / f"{row}.png"
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (8, 8), 10 * row).save(picture)
+    settings = replace(SMALL, data=str(tmp_path / "here"), epochs=0)
+    run = train_run(tmp_path / "run", settings)
+    (tmp_path / "here").rename(tmp_path / "there")
+    with pytest.raises(UnknownName, match="there is no file or directory"):
+        run.load_data()
+    assert len(run.load_data(str(tmp_path / "there")).test) == 4
+
+
+def test_a_checkpoint_that_outlived_its_run_is_removed(digits_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(digits_run, tmp_path / "copy")
+    (tmp_path / "copy/checkpoint.safetensors").write_text("left")
+    train_run(tmp_path / "copy", SMALL)
+    assert not (tmp_path / "copy/checkpoint.safetensors").exists()
+
+
+def test_an_output_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("a letter")
+    with pytest.raises(FedOrthoError, match="x is a file; choose a directory"):
+        train_run(tmp_path / "x", SMALL)
+
+
+@pytest.mark.parametrize("key", ["status", "settings", "data", "model", "result"])
+def test_a_record_that_lacks_something_is_refused(digits_run: Path, tmp_path: Path, key: str) -> None:
+    record = json.loads((digits_run / "run.json").read_text())
+    del record[key]
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    with pytest.raises(BadCheckpoint, match=f"damaged: it lacks {key}"):
+        open_run(str(tmp_path))
+
+
+def test_a_changed_split_or_history_is_refused(digits_run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(digits_run, copy)
+    (copy / "split.json").write_text('{"valid": [1, 2, 3]}')
+    with pytest.raises(BadCheckpoint, match="names other validation images"):
+        open_run(copy).load_data()
+    (copy / "history.json").write_text('[{"a": 1}]')
+    with pytest.raises(BadCheckpoint, match="no history of epochs"):
+        open_run(copy).history()
+
+
 def test_a_changed_model_or_record_is_refused(digits_run: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(digits_run, copy)
@@ -110,9 +183,9 @@ def test_a_process_killed_twice_ends_with_the_same_bytes_as_one_left_alone(tmp_p
 
 def test_weights_from_elsewhere_become_a_run(tmp_path: Path) -> None:
     model = build_model("resnet-mini", classes=10, channels=1, seed=4)
-    settings = TrainSettings(data="digits", model="resnet-mini")
+    settings = ImportSettings(data="digits", model="resnet-mini")
     torch.save({"state_dict": {f"module.{k}": v for k, v in model.state_dict().items()}}, tmp_path / "a.pt")
-    write_tensors(tmp_path / "b.safetensors", model.state_dict())
+    write_tensors(tmp_path / "b.safetensors", {f"module.{k}": v for k, v in model.state_dict().items()})
     runs = [
         import_run(tmp_path / name, tmp_path / file, settings) for name, file in (("x", "a.pt"), ("y", "b.safetensors"))
     ]
@@ -122,18 +195,22 @@ def test_weights_from_elsewhere_become_a_run(tmp_path: Path) -> None:
     runs[0].load_model()
     with pytest.raises(FedOrthoError, match="is there already"):
         import_run(tmp_path / "x", tmp_path / "a.pt", settings)
+    with pytest.raises(FedOrthoError, match=r"made \(imported-from a\.pt\)"):
+        train_run(tmp_path / "x", SMALL)
 
 
 class Evil:
+    def __init__(self, harm: Path) -> None:
+        self.harm = harm
+
     def __reduce__(self) -> tuple[object, tuple[str]]:
-        return os.system, ("touch /tmp/fedortho-was-here",)
+        return os.system, (f"touch {self.harm}",)
 
 
 def test_a_pickle_is_refused_and_does_not_run(tmp_path: Path) -> None:
-    harm = Path("/tmp/fedortho-was-here")
-    harm.unlink(missing_ok=True)
-    (tmp_path / "a.pkl").write_bytes(pickle.dumps(Evil()))
-    torch.save(Evil(), tmp_path / "b.pt")
+    harm = tmp_path / "harm"
+    (tmp_path / "a.pkl").write_bytes(pickle.dumps(Evil(harm)))
+    torch.save(Evil(harm), tmp_path / "b.pt")
     torch.save(build_model("vgg-mini", classes=10), tmp_path / "c.pt")
     for name in ("a.pkl", "b.pt", "c.pt"):
         with pytest.raises(BadCheckpoint, match="never loaded; save it with safetensors"):
@@ -142,7 +219,7 @@ def test_a_pickle_is_refused_and_does_not_run(tmp_path: Path) -> None:
 
 
 def test_weights_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
-    settings = TrainSettings(data="digits", model="resnet-mini")
+    settings = ImportSettings(data="digits", model="resnet-mini")
     write_tensors(tmp_path / "vgg.safetensors", build_model("vgg-mini", classes=10, channels=1).state_dict())
     with pytest.raises(BadCheckpoint, match=r"does not fit the model: it lacks bn1.* has besides features"):
         import_run(tmp_path / "x", tmp_path / "vgg.safetensors", settings)
@@ -166,6 +243,9 @@ def test_a_run_on_other_data_is_refused(digits_run: Path, tmp_path: Path) -> Non
 
 
 def test_devices_that_are_not_here_are_refused() -> None:
+    for name in ("tpu", "cpu:x"):
+        with pytest.raises(BadSetting, match=name):
+            choose_device(name)
     assert choose_device("cpu").type == "cpu"
     with pytest.raises(UnknownName, match="choose from auto, cpu, cuda, mps"):
         TrainSettings(device="tpu")

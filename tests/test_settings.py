@@ -45,3 +45,5 @@ def test_bad_toml_is_refused(tmp_path: Path) -> None:
         read_toml(tmp_path / "x.toml")
     with pytest.raises(BadSetting, match="no settings file"):
         read_toml(tmp_path / "none.toml")
+    with pytest.raises(BadSetting, match="cannot be read: Is a directory"):
+        read_toml(tmp_path)

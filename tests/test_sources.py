@@ -472,6 +472,12 @@ def test_truncated_and_foreign_files_are_refused(tmp_path: Path) -> None:
         load_images(str(file))
 
 
+def test_a_path_object_is_as_good_as_text_and_a_device_is_no_data(tmp_path: Path) -> None:
+    assert len(load_images(write(tmp_path / "x.parquet")).train.pixels) == 30
+    with pytest.raises(BadData, match="/dev/null cannot be read: Not a directory"):
+        load_images("/dev/null")
+
+
 def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "train.parquet").symlink_to(tmp_path / "gone.parquet")
     with pytest.raises(BadData, match=r"train\.parquet cannot be read: No such file"):

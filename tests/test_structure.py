@@ -124,3 +124,80 @@ def test_a_structure_that_cannot_be_traced_is_reported_and_not_guessed() -> None
     (layer,) = trace_layers(Stubborn(), (1, 8, 8))
     assert layer.problem is not None
     assert "could not be traced" in layer.problem
+
+
+class Gate(nn.Module):
+    """Squeeze and excitation: two convolutions of one pixel that only scale the stream."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.down, self.up = nn.Conv2d(width, 2, 1), nn.Conv2d(2, width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.up(torch.relu(self.down(x.mean((2, 3), keepdim=True)))))
+
+
+class Block(nn.Module):
+    """A residual block whose shortcut reads a pooled (ResNet-D) or the raw (pre-activation) input."""
+
+    def __init__(self, inputs: int, width: int, stride: int, *, pooled: bool = False, gated: bool = False) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(inputs)
+        self.conv1 = nn.Conv2d(inputs, width, 3, stride, 1)
+        self.depthwise = nn.Conv2d(width, width, 3, 1, 1, groups=width)
+        self.gate = Gate(width) if gated else nn.Identity()
+        self.conv2 = nn.Conv2d(width, width, 1)
+        self.pool = nn.AvgPool2d(stride) if pooled else nn.Identity()
+        self.shortcut = nn.Conv2d(inputs, width, 1, 1 if pooled else stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        main = self.conv2(self.gate(self.depthwise(self.conv1(torch.relu(self.norm(x))))))
+        return main + self.shortcut(self.pool(x))
+
+
+def odd_network(**kind: bool) -> nn.Module:
+    blocks = [Block(8, 8, 1, **kind), Block(8, 12, 2, **kind), Block(12, 16, 2, **kind)]
+    return nn.Sequential(nn.Conv2d(1, 8, 3, 1, 1), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4))
+
+
+@pytest.mark.parametrize("kind", [{}, {"pooled": True}, {"gated": True}])
+def test_shortcuts_and_gates_are_no_part_of_a_depth_however_they_are_wired(kind: dict[str, bool]) -> None:
+    layers = trace_layers(odd_network(**kind), (1, 16, 16))
+    assert names(select_layers(layers, "deep")) == ["3.conv1", "3.depthwise", "3.conv2"]
+    side = {f"{block}.shortcut" for block in (1, 2, 3)}
+    side |= {f"{block}.gate.{conv}" for block in (1, 2, 3) for conv in ("down", "up")} if "gated" in kind else set()
+    assert {layer.name for layer in layers if layer.is_shortcut} == side
+
+
+def test_writers_agree_about_each_other_and_a_chain_is_no_stream() -> None:
+    layers = {layer.name: layer for layer in trace_layers(odd_network(gated=True), (1, 16, 16))}
+    assert layers["3.conv2"].writers == layers["3.shortcut"].writers == ("3.conv2", "3.shortcut")
+    assert all(layers[f"3.{name}"].writers == (f"3.{name}",) for name in ("conv1", "depthwise", "gate.up"))
+
+
+def test_branches_of_one_length_are_both_on_the_main_path() -> None:
+    class Twin(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.large, self.small = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(1, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.large(x) + self.small(x)).mean((2, 3))
+
+    layers = trace_layers(Twin(), (1, 8, 8))
+    assert names(select_layers(layers, "all")) == ["large", "small"]
+
+
+def test_a_linear_layer_that_writes_into_the_stream_is_reported() -> None:
+    class Mixer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.spread, self.fc = nn.Conv2d(1, 4, 3), nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            x = x + self.spread(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+            return self.fc(x.mean((2, 3)))
+
+    (layer,) = trace_layers(Mixer(), (1, 8, 8))
+    assert layer.problem == "spread (Linear) writes into the same residual stream"

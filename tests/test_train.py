@@ -98,6 +98,8 @@ def test_a_checkpoint_of_other_settings_or_data_is_refused(tiny: TinyNet, toy: I
             fit(tiny, toy, changed, checkpoint=file)
     with pytest.raises(BadCheckpoint, match="belongs to other settings, data"):
         fit(tiny, toy.subset(range(100)), QUICK, checkpoint=file)
+    with pytest.raises(BadCheckpoint, match="belongs to other settings, data"):
+        fit(tiny, replace(toy, pixels=toy.pixels.flip(0)), QUICK, checkpoint=file)
     file.write_bytes(file.read_bytes()[:-9])
     with pytest.raises(BadCheckpoint, match="not a whole safetensors file"):
         fit(tiny, toy, QUICK, checkpoint=file)
@@ -173,10 +175,51 @@ def test_a_loss_that_is_not_finite_stops_with_advice(tiny: TinyNet, toy: Images)
 
 
 def test_nothing_to_train_on_and_unknown_layers_are_refused(tiny: TinyNet, toy: Images) -> None:
+    with pytest.raises(BadData, match=r"training needs Images .* not list"):
+        fit(tiny, [(toy.pixels, toy.labels)], QUICK)  # type: ignore[arg-type]
     with pytest.raises(BadData, match="no images to train on"):
         fit(tiny, toy.subset([]), QUICK)
     with pytest.raises(UnknownName, match=r"no layer 'layer4'; choose from .*features\.0"):
         fit(tiny, toy, replace(QUICK, ortho_layers="layer4"))
+
+
+def test_a_model_or_reference_that_does_not_fit_is_refused(tiny: TinyNet, toy: Images) -> None:
+    with pytest.raises(BadData, match="label 3 but the model knows only 2 classes"):
+        fit(TinyNet(classes=2), toy, QUICK)
+    with pytest.raises(BadSetting, match="cannot read images of 1x8x8"):
+        fit(TinyNet(channels=3), toy, replace(QUICK, ortho=0.0, align=0.0))
+    narrow = copy.deepcopy(tiny)
+    narrow.features[6] = nn.Conv2d(8, 12, 1)
+    with pytest.raises(BadSetting, match=r"another network: features\.6\.weight"):
+        fit(tiny, toy, QUICK, reference=narrow)
+    with pytest.raises(BadSetting, match="one image at a time"):
+        fit(tiny, toy, replace(QUICK, batch=1))
+    torch.nn.utils.parametrizations.weight_norm(tiny.features[6])
+    with pytest.raises(BadSetting, match=r"weights of features\.6 are computed"):
+        fit(tiny, toy, QUICK)
+
+
+def test_tall_layers_that_are_all_skipped_are_refused(toy: Images) -> None:
+    net = nn.Sequential(nn.Conv2d(1, 12, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, 4))
+    with pytest.raises(BadSetting, match="tall = skip leaves none"):
+        fit(net, toy, replace(QUICK, tall="skip"))
+
+
+def test_frozen_weights_stay_as_they_are(tiny: TinyNet, toy: Images) -> None:
+    tiny.features[6].weight.requires_grad_(False)
+    moved = fit(tiny, toy, replace(QUICK, align_layers="all"), reference=TinyNet())
+    assert torch.equal(moved.features[6].weight, tiny.features[6].weight)
+    assert not torch.equal(moved.features[3].weight, tiny.features[3].weight)
+
+
+def test_a_model_that_answers_otherwise_in_training_is_refused(toy: Images) -> None:
+    class Auxiliary(TinyNet):
+        def forward(self, x: torch.Tensor) -> object:
+            answer = super().forward(x)
+            return (answer, answer) if self.training else answer
+
+    with pytest.raises(BadSetting, match="in training the model answers 32 images with tuple"):
+        fit(Auxiliary(), toy, QUICK)
 
 
 def test_the_watcher_hears_of_each_epoch_once_with_its_validation(tiny: TinyNet, toy: Images) -> None:
@@ -205,6 +248,10 @@ def test_evaluation_counts_answers_by_true_label_and_keeps_the_mode() -> None:
 def test_evaluation_refuses_labels_that_the_model_does_not_know_and_no_images(toy: Images) -> None:
     with pytest.raises(BadData, match="label 3 but the model knows only 2 classes"):
         evaluate(TinyNet(classes=2), toy)
+    with pytest.raises(BadData, match=r"normalised as in training, not torch\.uint8"):
+        evaluate(TinyNet(), [(toy.pixels, toy.labels)])
+    with pytest.raises(BadData, match="label -1 is negative"):
+        evaluate(TinyNet(), [(torch.zeros(1, 1, 8, 8), torch.tensor([-1]))])
     with pytest.raises(BadData, match="no images to evaluate"):
         evaluate(TinyNet(), toy.subset([]))
 
@@ -214,11 +261,15 @@ def test_evaluation_refuses_labels_that_the_model_does_not_know_and_no_images(to
     [
         ({"epochs": -1}, "epochs must not be negative"),
         ({"batch": 0}, "batch must be at least 1"),
+        ({"ortho_every": 0}, "ortho-every must be at least 1"),
         ({"momentum": 1.5}, "momentum must be between 0 and 1"),
         ({"milestones": "a,b"}, "milestones must be numbers"),
         ({"schedule": "cosin"}, "did you mean 'cosine'"),
         ({"precision": "float8"}, "choose from bfloat16, float32"),
         ({"tall": "x"}, "choose from columns, rows, skip"),
+        ({"rate": math.nan}, "rate must be a finite number, not nan"),
+        ({"ortho": math.inf}, "ortho must be a finite number, not inf"),
+        ({"seed": 2**63}, "seed must be below"),
     ],
 )
 def test_a_recipe_out_of_range_is_refused(change: dict[str, object], message: str) -> None:

@@ -10,12 +10,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
-import torch
+import click
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 from rich.table import Table
@@ -26,7 +27,7 @@ from fedortho.methods import preset
 from fedortho.methods.fedortho import ForgetSettings
 from fedortho.models import build_model
 from fedortho.request import ForgetRequest
-from fedortho.runs import Run, TrainSettings, choose_device, import_run, open_run, train_run
+from fedortho.runs import ImportSettings, Run, TrainSettings, choose_device, import_run, open_run, train_run
 from fedortho.serve import Served, describe, serve_request, undo_run
 from fedortho.settings import field_help, field_types, kebab, make_settings, read_toml
 from fedortho.sites import Finding, check_model
@@ -40,6 +41,7 @@ app = typer.Typer(
 )
 out = Console()
 err = Console(stderr=True)
+INTERRUPTED = 130  # what typer makes of ctrl-C
 
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="a run directory")]
 OutPath = Annotated[Path, typer.Option("--out", help="the run directory to write")]
@@ -52,18 +54,25 @@ def main() -> None:
     """Run the command; what a user can mend becomes one line and exit code 2."""
     handler = RichHandler(console=err, show_time=False, show_path=False)
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
+    if "" not in sys.path:
+        sys.path.append("")  # --model package.module:function may lie where the user stands
     try:
-        app()
-    except FedOrthoError as error:
-        err.print(f"[bold red]error:[/] {_plain(error)}", highlight=False, soft_wrap=True)
+        code = app(standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
         sys.exit(2)
-    except KeyboardInterrupt:
-        err.print("interrupted; the same command goes on where it stopped")
-        sys.exit(130)
+    except click.ClickException as error:
+        _refuse(error.format_message())
+    except FedOrthoError as error:
+        _refuse(str(error))
+    if code == INTERRUPTED:
+        err.print("interrupted; fedortho train goes on where it stopped if it is given again")
+    sys.exit(code)
 
 
-def _plain(error: Exception) -> str:
-    return " ".join(str(error).split()).replace("[", r"\[")
+def _refuse(message: str) -> NoReturn:
+    err.print(f"[bold red]error:[/] {escape(' '.join(message.split()))}", highlight=False, soft_wrap=True)
+    sys.exit(2)
 
 
 def say(text: str) -> None:
@@ -108,7 +117,6 @@ def train(
 ) -> None:
     """Train a model with orthogonal kernels; a killed run goes on where it stopped."""
     settings = make_settings(TrainSettings, read_toml(config) if config else {}, given)
-    _use_threads(settings.threads)
     with _bars() as bars:
         observing = _bar(bars, "writing the ledger")
         decoding = _bar(bars, "decoding images")
@@ -117,7 +125,7 @@ def train(
 
 
 @app.command("import")
-@takes_settings(TrainSettings)
+@takes_settings(ImportSettings)
 def import_(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="safetensors, or a .pt file with a state dict")],
     out_path: OutPath,
@@ -125,8 +133,7 @@ def import_(
     given: dict[str, Any],
 ) -> None:
     """Make a run directory of a model that was trained elsewhere, and evaluate it."""
-    settings = make_settings(TrainSettings, given)
-    _use_threads(settings.threads)
+    settings = make_settings(ImportSettings, given)
     with _bars() as bars:
         decoding, observing = _bar(bars, "decoding images"), _bar(bars, "writing the ledger")
         run = import_run(out_path, file, settings, progress=decoding, observing=observing)
@@ -155,7 +162,7 @@ def evaluate_(
         value |= {"loss": score.loss, "per-class": dict(zip(images.names, score.per_class, strict=True))}
         typer.echo(json.dumps(value, indent=2))
     else:
-        say(f"{run_path}: {split} images of {data.name}")
+        say(escape(f"{run_path}: {split} images of {data.name}"))
         out.print(_class_table(score, images.names))
 
 
@@ -198,7 +205,7 @@ def forget(
 
 
 def _print_served(served: Served, run_path: Path) -> None:
-    say(f"{run_path}: {served.request}")
+    say(escape(f"{run_path}: {served.request}"))
     table = Table()
     for name in ("accuracy", "before", "after"):
         table.add_column(name, justify="left" if name == "accuracy" else "right")
@@ -220,7 +227,7 @@ def _print_served(served: Served, run_path: Path) -> None:
         say("[yellow]these requests have cost much retention: retrain before the next one[/]")
     if served.run is None:
         say(str(outcome.patch).replace("[", r"\["))
-    say("dry run: nothing was written" if served.run is None else f"written to [bold]{served.run.path}[/]")
+    say("dry run: nothing was written" if served.run is None else f"written to {escape(str(served.run.path))}")
 
 
 def _frontier_table(frontier: Sequence[Trial]) -> Table:
@@ -250,7 +257,7 @@ def undo(
 ) -> None:
     """Restore the model of before the last request, bit for bit, from its undo file."""
     run = undo_run(open_run(run_path), undo_file, out_path)
-    say(f"written to [bold]{run.path}[/]: model {run.record['model']['digest'][:16]}")
+    say(f"written to {escape(str(run.path))}: model {run.record['model']['digest'][:16]}")
 
 
 @app.command()
@@ -299,7 +306,7 @@ def _class_table(score: Evaluation, names: tuple[str, ...]) -> Table:
     table.add_column("images", justify="right")
     table.add_column("right", justify="right")
     for name, row, share in zip(names, score.confusion, score.per_class, strict=True):
-        table.add_row(name, str(sum(row)), "–" if share is None else f"{share:.1%}")
+        table.add_row(escape(name), str(sum(row)), "–" if share is None else f"{share:.1%}")
     table.add_section()
     table.add_row("all", str(score.images), f"{score.accuracy:.1%}")
     return table
@@ -309,15 +316,11 @@ def _print_run(run: Run) -> None:
     result, about = run.record["result"], run.record["model"]
     scores = ", ".join(f"{name.removesuffix('-accuracy')} {value:.1%}" for name, value in result.items())
     history = run.history()
-    ortho = f", orthogonality penalty {history[-1].ortho:.3g}" if history and run.settings.ortho else ""
-    say(f"[bold]{run.path}[/]: {run.settings.model} ({about['weights']:,} weights) on {run.settings.data}")
+    ortho = f", orthogonality penalty {history[-1].ortho:.3g}" if history and history[-1].ortho is not None else ""
+    title = f"[bold]{escape(str(run.path))}[/]: {escape(run.settings.model)}"
+    say(f"{title} ({about['weights']:,} weights) on {escape(run.settings.data)}")
     say(f"  accuracy: {scores}{ortho}")
     say(f"  model digest {about['digest'][:16]}")
-
-
-def _use_threads(number: int) -> None:
-    if number:
-        torch.set_num_threads(number)
 
 
 @contextmanager
@@ -344,15 +347,15 @@ def _training_bar(bars: Bars) -> Callable[[Progress], None]:
     def show(now: Progress) -> None:
         nonlocal told
         news = f"loss {now.loss:.3f}  accuracy {now.accuracy:.1%}  {now.images_per_second:,.0f} images/s"
-        if now.history:
-            news += f"  orthogonality {now.history[-1].ortho:.3g}"
+        news += "" if now.ortho is None else f"  orthogonality {now.ortho:.3g}"
         text = f"epoch {now.epoch + 1}/{now.epochs}"
         bars.update(task, description=text, completed=now.step, total=now.steps, visible=True, news=news)
         if len(now.history) > max(told, now.epoch):
             told, entry = len(now.history), now.history[-1]
             valid = "" if entry.valid is None else f"  validation {entry.valid:.1%}"
             line = f"epoch {entry.epoch + 1}/{now.epochs}  loss {entry.loss:.3f}  accuracy {entry.accuracy:.1%}{valid}"
-            line += f"  orthogonality {entry.ortho:.3g}  {entry.seconds:.0f} s"
+            line += "" if entry.ortho is None else f"  orthogonality {entry.ortho:.3g}"
+            line += f"  {entry.seconds:.0f} s"
             bars.console.print(line, highlight=False, soft_wrap=True)
 
     return show

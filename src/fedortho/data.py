@@ -42,8 +42,13 @@ class Images:
         return channels, height, width
 
     def subset(self, positions: Tensor | Sequence[int]) -> "Images":
-        """The images at these positions of this subset (not of the store)."""
-        return replace(self, rows=self.rows[torch.as_tensor(positions, dtype=torch.int64)])
+        """The images at these positions of this subset (not of the store), or where a mask over it is true."""
+        chosen = torch.as_tensor(positions)
+        if chosen.dtype == torch.bool:
+            if chosen.shape != self.rows.shape:
+                raise BadData(f"a mask of shape {tuple(chosen.shape)} cannot choose from {len(self)} images")
+            chosen = chosen.nonzero().flatten()
+        return replace(self, rows=self.rows[chosen.to(torch.int64)])
 
     def normalise(self, pixels: Tensor) -> Tensor:
         """uint8 pixels to floats of mean 0 and deviation 1 per channel; floats were made ready by their owner."""
@@ -85,6 +90,8 @@ def images_from_tensors(
         raise BadData(f"{where}: there are no images")
     if labels.is_floating_point():
         raise BadData(f"{where}: labels must be whole numbers, not {labels.dtype}")
+    if names is None and not labels.is_floating_point() and len(labels) and int(labels.max()) >= max(len(labels), 2):
+        raise BadData(f"{where}: label {int(labels.max())} of only {len(labels)} images; number the classes from 0")
     names = tuple(names) if names is not None else tuple(str(c) for c in range(int(labels.max()) + 1))
     low, high = int(labels.min()), int(labels.max())
     if low < 0 or high >= len(names):
@@ -219,11 +226,13 @@ def evaluation_batches(
         for rows in source.rows.split(batch):
             yield source.normalise(source.pixels[rows].to(device)), source.store_labels[rows].to(device)
         return
-    if iter(source) is source:
+    if isinstance(source, Iterator):
         raise BadData(
             f"{type(source).__name__} can be read only once; pass Images or a DataLoader, "
             "which can be read again (forgetting needs several passes)"
         )
+    if not isinstance(source, Iterable):
+        raise BadData(f"a {type(source).__name__} gives no batches; pass Images (such as data.test) or a DataLoader")
     for pair in source:
         if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(x, Tensor) for x in pair)):
             raise BadData(
@@ -233,4 +242,6 @@ def evaluation_batches(
         if images.dim() != 4 or labels.dim() != 1 or len(images) != len(labels):
             shapes = f"{tuple(images.shape)} and {tuple(labels.shape)}"
             raise BadData(f"a batch must be images (n, channels, height, width) and labels (n,), not {shapes}")
-        yield images.to(device), labels.to(device)
+        if labels.is_floating_point():
+            raise BadData(f"labels must be whole numbers, not {labels.dtype}")
+        yield images.to(device), labels.to(device, torch.int64)

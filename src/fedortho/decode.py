@@ -21,7 +21,7 @@ from torch import Tensor
 from fedortho.data import channel_statistics, split_stratified
 from fedortho.errors import BadData
 
-Progress = Callable[[int, int], None]  # images decoded so far, images in this split
+Report = Callable[[int, int], None]  # images decoded so far, images in this split
 
 DECODER = 1  # part of every cache key: raise it when the same bytes decode to other pixels
 TEST_SHARE, TEST_SEED = 0.2, 0  # set aside when a source has no test split; not the user's seed, so it never moves
@@ -67,7 +67,7 @@ class Encoded:
     images: Callable[[], Iterator[list[tuple[str, bytes | None]]]]
 
 
-def decode_store(place: Place, size: int, digest: str, progress: Progress | None) -> Store:
+def decode_store(place: Place, size: int, digest: str, progress: Report | None) -> Store:
     encoded = _open_folder(place) if place.folders else _open_parquet(place)
     if not len(encoded.labels):
         raise BadData(f"{place.files[0]} holds no images")
@@ -207,7 +207,7 @@ def _encoded_images(file: Path, wanted: str) -> Iterator[list[tuple[str, bytes |
             first += len(column)
 
 
-def _decode(encoded: Encoded, size: int, progress: Progress | None) -> NDArray[np.uint8]:
+def _decode(encoded: Encoded, size: int, progress: Report | None) -> NDArray[np.uint8]:
     """All images as one array; one channel if every image is grey, else three."""
     pixels, done, total, origin = np.empty((0, 1, 0, 0), np.uint8), 0, len(encoded.labels), ""
     with ThreadPoolExecutor(THREADS) as pool:

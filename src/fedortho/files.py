@@ -25,11 +25,12 @@ def replacing(path: Path) -> Iterator[Path]:
 
     Readers see the old file or the new one, never half of either; a failure leaves the old one.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    temporary = Path(name)
+    temporary = None
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        os.close(handle)
+        temporary = Path(name)
         yield temporary
         with temporary.open("rb+") as stream:
             os.fsync(stream.fileno())
@@ -38,11 +39,12 @@ def replacing(path: Path) -> Iterator[Path]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise FedOrthoError(f"the disk is full: {path} was not written; free some space and run again") from error
-        raise
+        raise FedOrthoError(f"{path} cannot be written: {error.strerror or error}") from error
     except SafetensorError as error:  # safetensors wraps the system's error in its own
         raise FedOrthoError(f"{path} was not written: {error}; is the disk full?") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -70,6 +72,8 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise BadCheckpoint(f"there is no {path}") from error
+    except OSError as error:
+        raise BadCheckpoint(f"{path} cannot be read: {error.strerror}") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise BadCheckpoint(f"{path} is not JSON ({error})") from error
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from fedortho.errors import BadSetting, UnknownName, unknown
 
@@ -183,10 +184,13 @@ def _own_model(name: str, classes: int, channels: int) -> nn.Module:
     sizes |= {"channels": channels, "in_channels": channels, "in_chans": channels}
     try:
         module = importlib.import_module(place)
-    except ImportError as error:
+    except (ImportError, TypeError, ValueError) as error:  # the last two: no name, or a relative one
         raise UnknownName(f"cannot import {place!r} for the model {name!r}: {error}") from error
     if place == "timm":
-        return _checked(name, module.create_model(function, num_classes=classes, in_chans=channels))
+        try:
+            return _checked(name, module.create_model(function, num_classes=classes, in_chans=channels))
+        except RuntimeError as error:
+            raise UnknownName(f"timm cannot build {function!r}: {error}") from error
     factory: Any = getattr(module, function, None)
     if not callable(factory):
         raise UnknownName(f"{place!r} has no function {function!r}; write the model as package.module:function")
@@ -202,22 +206,34 @@ def _own_model(name: str, classes: int, channels: int) -> nn.Module:
 def _checked(name: str, model: Any) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise BadSetting(f"{name} returned {type(model).__name__}, not a torch.nn.Module")
+    if any(map(is_lazy, [*model.parameters(), *model.buffers()])):  # their weights would not come from the seed
+        raise BadSetting(f"{name} has lazy layers, whose sizes are not known yet; give them their input sizes")
     return model
 
 
 def check_output(model: nn.Module, shape: tuple[int, int, int], classes: int) -> None:
     """Refuse a model that cannot read such images or does not answer with one number per class."""
+    answers = count_answers(model, shape)
+    if answers != classes:
+        raise BadSetting(
+            f"the model answers one image with (1, {answers}); the data has {classes} classes, so (1, {classes})"
+        )
+
+
+def count_answers(model: nn.Module, shape: tuple[int, int, int]) -> int:
+    """How many classes the model tells apart; refused if it cannot read such images or gives no row of numbers."""
     was_training = model.training
     model.eval()
     try:
         with torch.no_grad():
             device = next((p.device for p in model.parameters()), torch.device("cpu"))
             answer = model(torch.zeros(1, *shape, device=device))
-    except RuntimeError as error:
-        first = str(error).splitlines()[0]
+    except Exception as error:  # a foreign model: it may fail in any way
+        first = (str(error).splitlines() or [type(error).__name__])[0]
         raise BadSetting(f"the model cannot read images of {'x'.join(map(str, shape))}: {first}") from error
     finally:
         model.train(was_training)
-    if not isinstance(answer, Tensor) or answer.shape != (1, classes):
+    if not isinstance(answer, Tensor) or answer.dim() != 2 or len(answer) != 1:
         got = tuple(answer.shape) if isinstance(answer, Tensor) else type(answer).__name__
-        raise BadSetting(f"the model answers one image with {got}; the data has {classes} classes, so (1, {classes})")
+        raise BadSetting(f"the model answers one image with {got}, not with a tensor (1, classes)")
+    return answer.shape[1]

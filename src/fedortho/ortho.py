@@ -52,6 +52,8 @@ def add_ortho_gradient(convs: Iterable[nn.Conv2d], weight: float, most: float = 
     """
     with torch.no_grad():
         for conv in convs:
+            if not conv.weight.requires_grad:
+                continue  # frozen: it stays as it is
             rows = kernel_matrix(conv)
             narrow = rows.transpose(1, 2) if is_tall(conv) else rows
             gram = torch.baddbmm(_identity(narrow), narrow, narrow.transpose(1, 2), beta=-1)
@@ -89,9 +91,10 @@ def align_penalty(weights: Sequence[Tensor], reference: Sequence[Tensor]) -> Ten
 
 def add_align_gradient(weights: Sequence[Tensor], reference: Sequence[Tensor], weight: float) -> None:
     """Add weight · d‖W − W_global‖²/dW = 2 · weight · (W − W_global) to the gradients, fused over tensors."""
-    gradients = [w.grad for w in weights if w.grad is not None]
-    if len(gradients) != len(weights):
-        raise ValueError("alignment needs the gradients of a backward pass on all its weights")
     with torch.no_grad():
+        for w in weights:
+            if w.grad is None:  # the loss does not depend on it
+                w.grad = torch.zeros_like(w)
+        gradients = [w.grad for w in weights if w.grad is not None]
         drift = torch._foreach_sub(list(weights), list(reference))
         torch._foreach_add_(gradients, drift, alpha=2 * weight)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from fedortho.errors import BadSetting, unknown
 from fedortho.ortho import TALL
+from fedortho.settings import kebab
 
 PRECISIONS = ("float32", "bfloat16")
 
@@ -18,9 +19,11 @@ class Recipe:
     epochs: Annotated[int, "passes over the training images"] = 6
     batch: Annotated[int, "images per step"] = 64
     rate: Annotated[float, "learning rate at the start"] = 0.05
-    schedule: Annotated[str, "cosine to 0, steps at the milestones, decay by gamma each epoch, or constant"] = "cosine"
+    schedule: Annotated[str, "cosine to 0, steps at the milestones, geometric (by gamma each epoch), or constant"] = (
+        "cosine"
+    )
     milestones: Annotated[str, "epochs after which steps multiplies the rate by gamma"] = "30,60"
-    gamma: Annotated[float, "factor of the schedules steps and decay"] = 0.1
+    gamma: Annotated[float, "factor of the schedules steps and geometric (the paper: 0.1, and 0.998 a round)"] = 0.1
     warmup: Annotated[float, "epochs over which the rate rises from 0"] = 0.0
     momentum: Annotated[float, "momentum of SGD"] = 0.9
     decay: Annotated[float, "weight decay"] = 5e-4
@@ -39,15 +42,20 @@ class Recipe:
     seed: Annotated[int, "of the weights, the order of images and the augmentation"] = 0
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise BadSetting(f"{kebab(name)} must be a finite number, not {value}")
+        if self.seed >= 2**63:
+            raise BadSetting(f"seed must be below 2**63, not {self.seed}")
         for name in ("epochs", "rate", "warmup", "decay", "gamma", "ortho", "align", "crop", "seed"):
             if getattr(self, name) < 0:
-                raise BadSetting(f"{name} must not be negative, not {getattr(self, name)}")
+                raise BadSetting(f"{kebab(name)} must not be negative, not {getattr(self, name)}")
         for name in ("batch", "ortho_every"):
             if getattr(self, name) < 1:
-                raise BadSetting(f"{name} must be at least 1, not {getattr(self, name)}")
+                raise BadSetting(f"{kebab(name)} must be at least 1, not {getattr(self, name)}")
         for name in ("momentum", "flip", "erase"):
             if not 0 <= getattr(self, name) <= 1:
-                raise BadSetting(f"{name} must be between 0 and 1, not {getattr(self, name)}")
+                raise BadSetting(f"{kebab(name)} must be between 0 and 1, not {getattr(self, name)}")
         for name, choices in (("schedule", SCHEDULES), ("tall", TALL), ("precision", PRECISIONS)):
             if getattr(self, name) not in choices:
                 raise unknown(name, getattr(self, name), choices)
@@ -64,7 +72,7 @@ def _steps(recipe: Recipe, clock: float) -> float:
     return float(recipe.gamma ** sum(clock >= epoch for epoch in _milestones(recipe)))
 
 
-def _decay(recipe: Recipe, clock: float) -> float:
+def _geometric(recipe: Recipe, clock: float) -> float:
     return float(recipe.gamma ** math.floor(clock))
 
 
@@ -75,7 +83,7 @@ def _constant(recipe: Recipe, clock: float) -> float:
 SCHEDULES: dict[str, Callable[[Recipe, float], float]] = {
     "cosine": _cosine,
     "steps": _steps,
-    "decay": _decay,
+    "geometric": _geometric,
     "constant": _constant,
 }
 
@@ -88,7 +96,7 @@ def _milestones(recipe: Recipe) -> list[float]:
 
 
 def learning_rate(recipe: Recipe, clock: float) -> float:
-    """The rate after `clock` epochs (a federation counts rounds: `decay` with gamma 0.998 is the paper's).
+    """The rate after `clock` epochs (a federation counts rounds: `geometric`, gamma 0.998, is the paper's).
 
     >>> [round(learning_rate(Recipe(epochs=10, rate=0.1), e), 3) for e in (0, 5, 10)]
     [0.1, 0.05, 0.0]

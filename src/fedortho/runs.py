@@ -8,6 +8,9 @@ ledger.safetensors  what the deep kernels answered to each label, for requests t
 checkpoint.safetensors   only while training
 """
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +19,7 @@ import torch
 from torch import nn
 
 from fedortho.data import Dataset
-from fedortho.decode import Progress as Report
+from fedortho.decode import Report
 from fedortho.errors import BadCheckpoint, BadData, BadSetting, FedOrthoError, unknown
 from fedortho.files import locked, read_json, read_tensors, tensors_digest, write_json, write_tensors
 from fedortho.ledger import write_ledger
@@ -24,8 +27,9 @@ from fedortho.models import build_model, check_output
 from fedortho.recipe import Recipe
 from fedortho.results import SCHEMA, environment
 from fedortho.settings import as_mapping, make_settings
-from fedortho.sources import load_images
-from fedortho.train import Epoch, Watch, evaluate, fit, ortho_layers
+from fedortho.sources import DATASETS, load_images
+from fedortho.train import Epoch, Watch, check_fit, evaluate, fit, ortho_layers
+from fedortho.weights import load_weights, read_weights
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
 
@@ -54,16 +58,43 @@ class TrainSettings(Recipe):
         return Recipe(**{field.name: getattr(self, field.name) for field in fields(Recipe)})
 
 
+@dataclass(frozen=True)
+class ImportSettings:
+    """What a model that was trained elsewhere is, and on which data it is to be judged."""
+
+    data: Annotated[str, "a dataset's name, a Parquet file or folder, or an image folder"] = "fashion-mini"
+    data_dir: Annotated[str, "the directory that holds the named dataset's Parquet files"] = ""
+    image_size: Annotated[int, "resize all images to this; 0: keep"] = 0
+    valid: Annotated[float, "share of the training images set aside for every later choice"] = 0.1
+    model: Annotated[str, "a model's name, or package.module:function"] = "vgg-mini"
+    device: Annotated[str, "auto, cpu, cuda or mps"] = "auto"
+    seed: Annotated[int, "of the validation split"] = 0
+
+
+@contextmanager
+def using_threads(number: int) -> Iterator[None]:
+    """Compute with so many CPU threads meanwhile; 0 leaves torch's own choice."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def choose_device(name: str) -> torch.device:
     """`auto` is the fastest there is; a device that is not there is refused."""
     there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if name == "auto":
         name = next(kind for kind in ("cuda", "mps", "cpu") if there[kind])
-    if not there[name.partition(":")[0]]:
+    if not there.get(name.partition(":")[0]):
         raise BadSetting(
             f"there is no {name} device here; choose from {', '.join(k for k, yes in there.items() if yes)}"
         )
-    return torch.device(name)
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise BadSetting(f"{name!r} names no device; write cpu, cuda or cuda:NUMBER") from error
 
 
 @dataclass(frozen=True)
@@ -89,22 +120,30 @@ class Run:
         data = load_run_data(self.settings, data_dir, progress)
         if data.digest != self.record["data"]["digest"]:
             raise BadData(f"{data.name} here is not the data that {self.path} was trained on (its digest differs)")
+        if read_json(self.path / "split.json").get("valid") != data.valid.rows.tolist():
+            raise BadCheckpoint(f"{self.path / 'split.json'} names other validation images than seed and share give")
         return data
 
     def history(self) -> list[Epoch]:
-        return [Epoch(**entry) for entry in read_json(self.path / "history.json")]
+        try:
+            return [Epoch(**entry) for entry in read_json(self.path / "history.json")]
+        except TypeError as error:
+            raise BadCheckpoint(f"{self.path / 'history.json'} is no history of epochs ({error})") from error
 
 
 def load_run_data(settings: TrainSettings, data_dir: str = "", progress: Report | None = None) -> Dataset:
     """The dataset that settings name, with its validation split."""
-    place = data_dir or settings.data_dir or None
+    name, place = settings.data, data_dir or settings.data_dir or None
+    if data_dir and name not in DATASETS:  # files of one's own have moved
+        name, place = data_dir, None
     return load_images(
-        settings.data, place, valid=settings.valid, seed=settings.seed, size=settings.image_size, progress=progress
+        name, place, valid=settings.valid, seed=settings.seed, size=settings.image_size, progress=progress
     )
 
 
-def open_run(path: Path) -> Run:
+def open_run(path: Path | str) -> Run:
     """Read a finished run."""
+    path = Path(path)
     record = _read_record(path)
     if record is None:
         raise BadCheckpoint(
@@ -116,16 +155,22 @@ def open_run(path: Path) -> Run:
 
 
 def _read_record(path: Path) -> dict[str, Any] | None:
-    if not (path / "run.json").exists():
-        return None
+    try:
+        if not (path / "run.json").exists():
+            return None
+    except OSError as error:
+        raise BadCheckpoint(f"{path} cannot be read: {error.strerror}") from error
     record = read_json(path / "run.json")
     if not isinstance(record, dict) or record.get("schema") != SCHEMA:
         raise BadCheckpoint(f"{path / 'run.json'} is not a run record of schema {SCHEMA}")
+    wanted = {"status", "settings", "data"} | ({"model", "result"} if record.get("status") == "done" else set())
+    if missing := sorted(wanted - record.keys()):
+        raise BadCheckpoint(f"{path / 'run.json'} is damaged: it lacks {', '.join(missing)}")
     return record
 
 
 def train_run(
-    path: Path,
+    path: Path | str,
     settings: TrainSettings,
     *,
     watch: Watch | None = None,
@@ -133,8 +178,8 @@ def train_run(
     observing: Report | None = None,
 ) -> Run:
     """Train into a directory, or go on where a killed run stopped, or return the finished run."""
-    with locked(path):
-        return _train_run(path, settings, watch, progress, observing)
+    with locked(Path(path)), using_threads(settings.threads):
+        return _train_run(Path(path), settings, watch, progress, observing)
 
 
 def _train_run(
@@ -144,15 +189,15 @@ def _train_run(
     data = load_run_data(settings, progress=progress)
     _refuse_foreign(path, record, settings, data)
     if record is not None and record["status"] == "done":
+        (path / "checkpoint.safetensors").unlink(missing_ok=True)  # killed just before it was removed
         return open_run(path)
     device = choose_device(settings.device)
     model = _fresh_model(settings, data)
-    ortho_layers(model, data.train.shape, settings.recipe)  # refuses wrong names before anything is written
+    check_fit(model, data.train, settings)  # these two refuse before anything is written
+    ortho_layers(model, data.train.shape, settings)
     if record is None:
         record = _new_record(settings, data, device)
-        write_json(
-            path / "split.json", {"seed": settings.seed, "share": settings.valid, "valid": data.valid.rows.tolist()}
-        )
+        _write_split(path, settings, data)
         write_json(path / "run.json", record)
     checkpoint = path / "checkpoint.safetensors"
     history: tuple[Epoch, ...] = ()
@@ -175,6 +220,11 @@ def _train_run(
     return run
 
 
+def _write_split(path: Path, settings: TrainSettings, data: Dataset) -> None:
+    rows = data.valid.rows.tolist()
+    write_json(path / "split.json", {"seed": settings.seed, "share": settings.valid, "valid": rows})
+
+
 def _fresh_model(settings: TrainSettings, data: Dataset) -> nn.Module:
     channels = data.train.shape[0]
     model = build_model(settings.model, classes=data.train.classes, channels=channels, seed=settings.seed)
@@ -184,16 +234,31 @@ def _fresh_model(settings: TrainSettings, data: Dataset) -> nn.Module:
 
 def _refuse_foreign(path: Path, record: dict[str, Any] | None, settings: TrainSettings, data: Dataset) -> None:
     if record is None:
-        if path.is_dir() and any(path.iterdir()):
-            raise FedOrthoError(f"{path} holds files of something else; choose a new directory for --out")
+        _refuse_occupied(path)
         return
-    mine, theirs = as_mapping(settings), record["settings"]
+    if made := next((key for key in ("imported-from", "parent") if key in record), None):
+        raise FedOrthoError(f"{path} was not trained but made ({made} {record[made]}); choose another --out")
+    mine, theirs = as_mapping(settings), as_mapping(make_settings(TrainSettings, record["settings"]))
     other = [key for key in mine if key != "data-dir" and mine[key] != theirs.get(key)]
     if other:
         difference = ", ".join(f"{key} is {theirs.get(key)!r}, not {mine[key]!r}" for key in other)
         raise FedOrthoError(f"{path} belongs to other settings ({difference}); choose another --out")
     if record["data"]["digest"] != data.digest:
         raise FedOrthoError(f"{path} was begun on other data of the same name; choose another --out")
+
+
+def _refuse_occupied(path: Path) -> None:
+    """Refuse a file and a directory of other things; what we left there when we were killed is no such thing."""
+    if path.exists() and not path.is_dir():
+        raise FedOrthoError(f"{path} is a file; choose a directory for --out")
+    begun = {"split.json", "history.json", "ledger.safetensors"}  # written before run.json, and of no use without it
+    if path.is_dir() and not {file.name for file in path.iterdir() if not _is_left_over(file)} <= begun:
+        raise FedOrthoError(f"{path} holds files of something else; choose a new directory for --out")
+
+
+def _is_left_over(file: Path) -> bool:
+    """Whether this is the temporary file of a write that was killed."""
+    return re.fullmatch(r"\.[a-z]+\.(json|safetensors)\.\w{8}", file.name) is not None
 
 
 def _new_record(settings: TrainSettings, data: Dataset, device: torch.device) -> dict[str, Any]:
@@ -230,61 +295,31 @@ def _finish(
     about["weights"] = sum(parameter.numel() for parameter in model.parameters())
     result = {f"{name}-accuracy": score.accuracy for name, score in scores.items()}
     write_json(path / "run.json", record | {"status": "done", "model": about, "result": result})
+    for file in filter(_is_left_over, list(path.iterdir())):
+        file.unlink(missing_ok=True)
     return open_run(path)
 
 
 def import_run(
-    path: Path,
+    path: Path | str,
     weights: Path,
-    settings: TrainSettings,
+    settings: ImportSettings,
     *,
     progress: Report | None = None,
     observing: Report | None = None,
 ) -> Run:
     """Make a run of weights that were trained elsewhere; what those saw of our validation split is not known."""
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    path = Path(path)
+    if _read_record(path) is not None:
         raise FedOrthoError(f"{path} is there already; choose a new directory for --out")
+    _refuse_occupied(path)
     state = read_weights(weights)
-    data = load_run_data(settings, progress=progress)
-    model = _fresh_model(settings, data)
+    known = TrainSettings(**asdict(settings), epochs=0)
+    data = load_run_data(known, progress=progress)
+    model = _fresh_model(known, data)
     load_weights(model, state, weights)
     device = choose_device(settings.device)
-    record = _new_record(settings, data, device) | {"imported-from": weights.name}
-    write_json(path / "split.json", {"seed": settings.seed, "share": settings.valid, "valid": data.valid.rows.tolist()})
+    record = _new_record(known, data, device) | {"imported-from": weights.name}
+    _write_split(path, known, data)
     write_json(path / "history.json", [])
     return _finish(path, record, model.eval(), data, device=device, observing=observing)
-
-
-def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """The state dict in a safetensors file, or in a .pt file if it holds tensors and nothing else."""
-    if not path.is_file():
-        raise BadCheckpoint(f"there is no file {path}")
-    if path.suffix == ".safetensors":
-        return read_tensors(path)[0]
-    try:
-        value = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many kinds here; each one means the same to the user
-        raise BadCheckpoint(
-            f"{path} is not a plain state dict, and files that could run code are never loaded; "
-            "save it with safetensors, or torch.save(model.state_dict(), FILE)"
-        ) from error
-    for key in ("state_dict", "model_state_dict", "model"):
-        if isinstance(value, dict) and isinstance(value.get(key), dict):
-            value = value[key]
-    if not isinstance(value, dict) or not value or not all(isinstance(t, torch.Tensor) for t in value.values()):
-        raise BadCheckpoint(f"{path} holds no state dict (a mapping from names to tensors)")
-    return {str(name).removeprefix("module."): tensor for name, tensor in value.items()}
-
-
-def load_weights(model: nn.Module, weights: dict[str, torch.Tensor], source: Path) -> None:
-    """Fill a model; names or shapes that do not match are refused, with the first few of them."""
-    mine = model.state_dict()
-    missing, extra = sorted(mine.keys() - weights.keys()), sorted(weights.keys() - mine.keys())
-    shapes = [n for n in mine.keys() & weights.keys() if mine[n].shape != weights[n].shape]
-    if missing or extra or shapes:
-        parts = [("lacks", missing), ("has besides", extra), ("has other shapes for", sorted(shapes))]
-        told = "; ".join(
-            f"{what} {', '.join(names[:3])}{' …' if len(names) > 3 else ''}" for what, names in parts if names
-        )
-        raise BadCheckpoint(f"{source} does not fit the model: it {told}")
-    model.load_state_dict(weights)

@@ -44,6 +44,8 @@ def make_settings(kind: type[S], *sources: Mapping[str, Any]) -> S:
     for source in sources:
         for key, value in source.items():
             name = key.replace("-", "_")
+            if name not in types and isinstance(value, dict):
+                raise BadSetting(f"[{key}] is a table; settings are flat: write its keys at the top of the file")
             if name not in types:
                 raise unknown("setting", key, map(kebab, types))
             values[name] = _as(types[name], key, value)
@@ -67,6 +69,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise BadSetting(f"there is no settings file {path}") from error
+    except OSError as error:
+        raise BadSetting(f"{path} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise BadSetting(f"{path} is not TOML: {error}") from error
 

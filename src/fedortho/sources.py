@@ -18,7 +18,7 @@ from fedortho.decode import (
     TEST_SHARE,
     THREADS,
     Place,
-    Progress,
+    Report,
     Store,
     decode_store,
     first_line,
@@ -46,13 +46,13 @@ class Source:
 
 
 def load_images(
-    name: str,
+    name: Path | str,
     data_dir: Path | str | None = None,
     *,
     valid: float = 0.1,
     seed: int = 0,
     size: int = 0,
-    progress: Progress | None = None,
+    progress: Report | None = None,
 ) -> Dataset:
     """A dataset of `DATASETS`, or the Parquet file, directory of Parquet files or image folder at the path `name`.
 
@@ -61,11 +61,15 @@ def load_images(
     """
     if size < 0:
         raise BadSetting(f"the image size must be 0 (as it is) or a number of pixels, not {size}")
+    name = str(name)
     source = DATASETS.get(name)
     if source and source.build:
         store, test = source.build(size), None
     else:
-        places = _locate(name, source, None if data_dir is None else Path(data_dir).expanduser())
+        try:
+            places = _locate(name, source, None if data_dir is None else Path(data_dir).expanduser())
+        except OSError as error:  # a device, or a directory that is closed to us
+            raise BadData(f"{error.filename} cannot be read: {error.strerror}") from error
         store = _load_store(places[0], size, progress)
         test = _load_store(places[1], size, progress) if len(places) > 1 else None
     if store.cut:
@@ -218,12 +222,12 @@ def _from_hub(name: str, source: Source) -> Path:
         for split in sorted(splits, key="train".__eq__):  # train last: it marks the download as complete
             with replacing(directory / f"{split}.parquet") as temporary:
                 splits[split].to_parquet(temporary)
-    except OSError as error:
+    except FedOrthoError as error:
         raise BadData(f"{directory} cannot be written ({error}); set FEDORTHO_CACHE to a writable directory") from error
     return directory
 
 
-def _load_store(place: Place, size: int, progress: Progress | None) -> Store:
+def _load_store(place: Place, size: int, progress: Report | None) -> Store:
     """The decoded images of a place: from the cache, or decoded now and cached."""
     digest = _content_digest(place)
     key = _joined([digest, str(DECODER), str(size), place.role, place.image, place.label])

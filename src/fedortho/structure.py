@@ -7,7 +7,7 @@ edited together. What it cannot follow is reported in `Layer.problem`, never gue
 import copy
 import fnmatch
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fedortho.errors import BadSetting, UnknownName, unknown
 
 NORMS = (nn.BatchNorm2d, nn.GroupNorm, nn.InstanceNorm2d, nn.LayerNorm, nn.SyncBatchNorm)
+WEIGHTED = (nn.Conv2d, nn.ConvTranspose2d, nn.Linear)  # they make new channels
 DEPTHS = ("shallow", "mid", "deep", "all")
 
 
@@ -32,7 +33,7 @@ class Layer:
     norm: str | None  # the norm that reads its output directly
     norm_kind: str | None  # that norm's class
     writers: tuple[str, ...]  # convolutions that add into the same residual stream, itself included
-    is_shortcut: bool  # on the side path of a residual block
+    is_shortcut: bool  # on a side path: the shorter way round a residual block, or a gate
     stage: int  # 0 for the first; see `trace_layers`
     problem: str | None  # why it cannot be treated, if so
 
@@ -55,15 +56,12 @@ def trace_layers(model: nn.Module, shape: tuple[int, int, int]) -> list[Layer]:
     calls = _record_calls(twin, example)
     if not calls:
         raise BadSetting("the model has no 2d convolution that a forward pass reaches; there is nothing to treat")
-    norms, writers, failure = _dependencies(twin, example, list(calls))
-    inputs = [call.input for call in calls.values()]
+    graph = _dependencies(twin, example, list(calls))
     layers = []
     for name, call in calls.items():
         conv = twin.get_submodule(name)
         assert isinstance(conv, nn.Conv2d)
-        together = writers.get(name, (name,))
-        branches = sum(call.input is other for other in inputs) > 1
-        norm = norms.get(name)
+        norm = graph.norms.get(name)
         layers.append(
             Layer(
                 name=name,
@@ -73,10 +71,10 @@ def trace_layers(model: nn.Module, shape: tuple[int, int, int]) -> list[Layer]:
                 size=call.size,
                 norm=norm,
                 norm_kind=type(twin.get_submodule(norm)).__name__ if norm else None,
-                writers=together,
-                is_shortcut=branches and len(together) > 1,
+                writers=graph.writers.get(name, (name,)),
+                is_shortcut=name in graph.aside,
                 stage=0,
-                problem=failure or _problem(call, name in writers),
+                problem=graph.failure or _problem(call, graph, name),
             )
         )
     reached = set(calls)
@@ -85,28 +83,41 @@ def trace_layers(model: nn.Module, shape: tuple[int, int, int]) -> list[Layer]:
     return _with_stages(layers, pointwise) + [_unreached(n, twin.get_submodule(n)) for n in unused]
 
 
-def _problem(call: "_Call", is_traced: bool) -> str | None:
-    if call.times > 1:
-        return f"runs {call.times} times in one pass"
-    return None if is_traced else "its structure could not be traced: no gradient flows through it"
-
-
 @dataclass
 class _Call:
-    input: Tensor
     size: tuple[int, int]
     times: int = 1
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """What the dependency graph says of the convolutions, by name."""
+
+    norms: dict[str, str]
+    writers: dict[str, tuple[str, ...]]  # those found in the graph, each with its fellows
+    aside: frozenset[str]
+    foreign: dict[str, str]  # what else writes into a convolution's stream
+    failure: str | None = None
+
+
+def _problem(call: _Call, graph: _Graph, name: str) -> str | None:
+    if call.times > 1:
+        return f"runs {call.times} times in one pass"
+    if name not in graph.writers:
+        return "its structure could not be traced: no gradient flows through it"
+    other = graph.foreign.get(name)
+    return None if other is None else f"{other} writes into the same residual stream"
 
 
 def _record_calls(model: nn.Module, example: Tensor) -> dict[str, _Call]:
     calls: dict[str, _Call] = {}
 
     def hook(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
-        def note(_: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
+        def note(_: nn.Module, __: Any, out: Tensor) -> None:
             if name in calls:
                 calls[name].times += 1
             else:
-                calls[name] = _Call(given[0], (out.shape[2], out.shape[3]))
+                calls[name] = _Call((out.shape[2], out.shape[3]))
 
         return note
 
@@ -114,8 +125,8 @@ def _record_calls(model: nn.Module, example: Tensor) -> dict[str, _Call]:
     try:
         with torch.no_grad():
             model(example)
-    except RuntimeError as error:
-        text = str(error).splitlines()[0]
+    except Exception as error:  # a foreign model: it may fail in any way
+        text = (str(error).splitlines() or [type(error).__name__])[0]
         raise BadSetting(f"the model cannot read images of {'x'.join(map(str, example.shape[1:]))}: {text}") from error
     finally:
         for handle in handles:
@@ -123,56 +134,104 @@ def _record_calls(model: nn.Module, example: Tensor) -> dict[str, _Call]:
     return calls
 
 
-def _dependencies(
-    model: nn.Module, example: Tensor, names: list[str]
-) -> tuple[dict[str, str], dict[str, tuple[str, ...]], str | None]:
-    """For each convolution its direct norm and its fellow writers; third, why the graph could not be had."""
+def _dependencies(model: nn.Module, example: Tensor, names: list[str]) -> _Graph:
     import torch_pruning as tp
 
     try:
         graph = tp.DependencyGraph().build_dependency(model, example_inputs=example, verbose=False)
     except Exception as error:  # a foreign tracer on a foreign model: any failure means "not known"
-        return {}, {}, f"its structure could not be traced ({type(error).__name__}: {error})"
+        return _Graph({}, {}, frozenset(), {}, f"its structure could not be traced ({type(error).__name__}: {error})")
     name_of = {module: name for name, module in model.named_modules()}
-    norms: dict[str, str] = {}
-    writers: dict[str, tuple[str, ...]] = {}
-    for name in names:
-        conv = model.get_submodule(name)
-        node = graph.module2node.get(conv)
-        if node is None:
-            continue  # reported by the caller: it is missing in `writers`
-        readers = [reader.module for reader in node.outputs]
+    nodes = {name: graph.module2node.get(model.get_submodule(name)) for name in names}
+    norms = {}
+    for name, node in nodes.items():
+        readers = [] if node is None else [reader.module for reader in node.outputs]
         if len(readers) == 1 and isinstance(readers[0], NORMS):
             norms[name] = name_of[readers[0]]
-        writers[name] = _fellow_writers(graph, tp, conv, name_of, names)
-    return norms, writers, None
+    streams: list[set[str]] = []
+    aside: set[str] = set()
+    for node in graph.module2node.values():
+        if len(node.inputs) > 1 and _operation(node) in ("Add", "Sub", "Mul"):
+            aside |= _side_path(node, name_of)
+            if _operation(node) != "Mul":
+                streams = _joined(streams, {_label(source, name_of) for source in _sources(node)})
+    writers: dict[str, tuple[str, ...]] = {name: (name,) for name, node in nodes.items() if node is not None}
+    foreign = {}
+    for stream in streams:
+        known = tuple(name for name in names if name in stream)
+        others = sorted(stream - set(names))
+        for name in known:
+            writers[name] = known
+            if others:
+                foreign[name] = others[0]
+    return _Graph(norms, writers, frozenset(aside), foreign)
 
 
-def _fellow_writers(
-    graph: Any, tp: Any, conv: nn.Module, name_of: dict[nn.Module, str], order: list[str]
-) -> tuple[str, ...]:
-    prune = tp.prune_depthwise_conv_out_channels if _is_depthwise(conv) else tp.prune_conv_out_channels
-    group = graph.get_pruning_group(conv, prune, idxs=[0])
-    found = {name_of[conv]}
-    for dependency, _ in group:
-        module = dependency.target.module
-        if (
-            isinstance(module, nn.Conv2d)
-            and not _is_depthwise(module)
-            and graph.is_out_channel_pruning_fn(dependency.handler)
-        ):
-            found.add(name_of[module])
-    return tuple(name for name in order if name in found)
+def _operation(node: Any) -> str:
+    """Add, Mul, Cat and so on; empty for a module."""
+    is_module = isinstance(node.module, (*WEIGHTED, *NORMS))
+    return "" if is_module else re.sub("Backward.*", "", getattr(node.grad_fn, "name", str)())
+
+
+def _label(node: Any, name_of: dict[nn.Module, str]) -> str:
+    name = name_of.get(node.module)
+    if isinstance(node.module, nn.Conv2d):
+        return str(name)
+    return f"{name} ({type(node.module).__name__})" if name else f"a {_operation(node).lower()}"
+
+
+def _upstream(node: Any) -> set[Any]:
+    """The node and all that it depends on."""
+    seen, waiting = set(), [node]
+    while waiting:
+        now = waiting.pop()
+        if now not in seen:
+            seen.add(now)
+            waiting += now.inputs
+    return seen
+
+
+def _side_path(join: Any, name_of: dict[nn.Module, str]) -> set[str]:
+    """Convolutions on the shorter branches of a sum, or on the branch of a product that only scales the other."""
+    reached = [_upstream(node) for node in dict.fromkeys(join.inputs)]
+    own = []
+    for branch in reached:
+        rest = set[Any]().union(*(other for other in reached if other is not branch))
+        own.append({name_of[node.module] for node in branch - rest if isinstance(node.module, nn.Conv2d)})
+    if _operation(join) == "Mul":
+        is_gate = len(own) > 1 and not all(own) and set.intersection(*reached)
+        return set[str]().union(*own) if is_gate else set()
+    longest = max(map(len, own))
+    return set[str]().union(*(branch for branch in own if len(branch) < longest))
+
+
+def _sources(join: Any) -> set[Any]:
+    """The nodes whose output, but for norms and the like, is what a sum adds up; gates are not among them."""
+    found, seen, waiting = set(), set(), list(join.inputs)
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node.module, WEIGHTED) or _operation(node) == "Cat":
+            found.add(node)
+        elif _operation(node) == "Mul" and len(node.inputs) > 1:
+            ahead = [source for source in node.inputs if any(source in _upstream(x) - {x} for x in node.inputs)]
+            waiting += ahead or node.inputs
+        else:
+            waiting += node.inputs
+    return found
+
+
+def _joined(groups: Iterable[set[str]], new: set[str]) -> list[set[str]]:
+    apart = [group for group in groups if not group & new]
+    return [*apart, new.union(*(group for group in groups if group & new))]
 
 
 def _kernel_area(model: nn.Module, name: str) -> int:
     conv = model.get_submodule(name)
     assert isinstance(conv, nn.Conv2d)
     return conv.kernel_size[0] * conv.kernel_size[1]
-
-
-def _is_depthwise(conv: nn.Module) -> bool:
-    return isinstance(conv, nn.Conv2d) and conv.groups == conv.out_channels > 1
 
 
 def _unreached(name: str, conv: nn.Module) -> Layer:
@@ -185,10 +244,10 @@ def _unreached(name: str, conv: nn.Module) -> Layer:
 
 def _with_stages(layers: list[Layer], pointwise: set[str]) -> list[Layer]:
     main = [layer for layer in layers if not layer.is_shortcut]
-    sizes = [layer.size for layer in main]
+    sizes = [max(later.size for later in main[index:]) for index in range(len(main))]  # sizes never grow again
     for index, layer in enumerate(main[:-1]):
-        if layer.name in pointwise:
-            sizes[index] = min(layer.size, main[index + 1].size)
+        if layer.name in pointwise and len(layer.writers) == 1:  # one that writes into a stream ends its block
+            sizes[index] = min(sizes[index], sizes[index + 1])
     stages, stage = {}, 0
     for index, layer in enumerate(main):
         stage += index > 0 and sizes[index] != sizes[index - 1]
@@ -237,6 +296,8 @@ def _named(layers: Sequence[Layer], word: str) -> set[str]:
 
 def _at_depth(layers: Sequence[Layer], depth: str) -> set[str]:
     main = [layer for layer in layers if not layer.is_shortcut and layer.stage >= 0]
+    if not main:
+        raise BadSetting(f"no convolution lies on the main path, so there is no {depth!r} part; name the layers")
     last = main[-1].stage
     if depth == "all":
         chosen = main

@@ -18,12 +18,14 @@ from torch.nn import functional
 from fedortho.data import Augment, Batches, Images, evaluation_batches
 from fedortho.errors import BadCheckpoint, BadData, BadSetting, FedOrthoError
 from fedortho.files import read_tensors, tensors_digest, write_tensors
+from fedortho.models import count_answers
 from fedortho.ortho import add_align_gradient, add_ortho_gradient, ortho_penalty
 from fedortho.recipe import Recipe, learning_rate
 from fedortho.structure import Layer, select_layers, trace_layers
 
 CHECKPOINT_SECONDS = 30.0
 REPORT_SECONDS = 0.2
+ORTHO_SECONDS = 10.0  # measuring the penalty costs as much as applying it
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Epoch:
     epoch: int
     loss: float  # mean cross-entropy over the epoch's training images, as augmented
     accuracy: float  # on those
-    ortho: float  # penalty of the chosen layers, summed, at the end of the epoch
+    ortho: float | None  # penalty of the chosen layers, summed, at the end of the epoch; None: no layer is chosen
     valid: float | None  # accuracy on the validation images
     seconds: float
 
@@ -49,6 +51,7 @@ class Progress:
     loss: float
     accuracy: float
     images_per_second: float
+    ortho: float | None  # penalty of the chosen layers, a few seconds old
     history: tuple[Epoch, ...]
 
 
@@ -63,7 +66,7 @@ def fit(
     valid: Images | None = None,
     reference: nn.Module | None = None,
     device: torch.device | str = "cpu",
-    checkpoint: Path | None = None,
+    checkpoint: Path | str | None = None,
     watch: Watch | None = None,
 ) -> nn.Module:
     """Train a copy of the model on images and return it in eval mode on the CPU; the input stays as it was.
@@ -73,15 +76,40 @@ def fit(
     a `checkpoint` file a killed run goes on where it stopped, to the same bytes. `valid` is only measured.
     """
     recipe = recipe or Recipe()
-    if not len(images):
-        raise BadData("there are no images to train on")
+    checkpoint = None if checkpoint is None else Path(checkpoint)
+    twin = copy.deepcopy(model)
+    check_fit(twin, images, recipe)
     with _reproducible():
-        state = _State(copy.deepcopy(model), images, recipe, torch.device(device), reference)
+        state = _State(twin, images, recipe, torch.device(device), reference)
         if checkpoint is not None:
+            state.belongs_to = _identity(model, images, recipe, reference)
             state.resume(checkpoint)
         while state.epoch < recipe.epochs:
             _run_epoch(state, images, valid, checkpoint, watch)
+    if not all(bool(torch.isfinite(weight).all()) for weight in state.model.parameters()):
+        raise FedOrthoError(
+            f"some weights are not finite at the end (ortho {recipe.ortho}); lower the rate or the ortho weight"
+        )
     return arranged(state.model.eval().cpu(), torch.contiguous_format)
+
+
+def check_fit(model: nn.Module, images: Images, recipe: Recipe) -> None:
+    """Refuse images and a model that could not take a single step together."""
+    if not isinstance(images, Images):
+        raise BadData(f"training needs Images (such as data.train or images_from_tensors), not {type(images).__name__}")
+    if not len(images):
+        raise BadData("there are no images to train on")
+    _check_labels(images.labels, count_answers(model, images.shape))
+    if min(recipe.batch, len(images)) == 1 and any(isinstance(m, nn.BatchNorm2d) for m in model.modules()):
+        raise BadSetting("batch norm cannot train on one image at a time; use a batch of at least 2")
+
+
+def _identity(model: nn.Module, images: Images, recipe: Recipe, reference: nn.Module | None) -> str:
+    """A digest of all that decides how training goes: a checkpoint of anything else is refused."""
+    content = {"rows": images.rows, "labels": images.store_labels, "pixels": images.pixels}
+    parts = [json.dumps(asdict(recipe), sort_keys=True), tensors_digest(content)]
+    parts += [tensors_digest(m.state_dict()) for m in (model, reference) if m is not None]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def arranged(model: nn.Module, order: torch.memory_format) -> nn.Module:
@@ -96,10 +124,8 @@ class _State:
         self, model: nn.Module, images: Images, recipe: Recipe, device: torch.device, reference: nn.Module | None
     ) -> None:
         self.recipe, self.device = recipe, device
-        parts = [json.dumps(asdict(recipe), sort_keys=True), tensors_digest({"rows": images.rows})]
-        parts += [tensors_digest(m.state_dict()) for m in (model, reference) if m is not None]
-        self.belongs_to = hashlib.sha256("\n".join(parts).encode()).hexdigest()
-        layers = ortho_layers(model, images.shape, recipe)
+        self.belongs_to = ""
+        layers = ortho_layers(model, images.shape, recipe, aligning=reference is not None)
         self.model = arranged(model.to(device), torch.channels_last).train()
         self.convs = [_conv(self.model, layer.name) for layer in layers]
         self.aligned, self.reference = _aligned(self.model, reference, layers, recipe)
@@ -113,11 +139,18 @@ class _State:
         self.epoch, self.step = 0, 0
         self.loss_sum, self.right, self.seen = 0.0, 0, 0
         self.seconds = 0.0
+        self.measured: tuple[float, float] | None = None  # when and how large the penalty was
         self.history: list[Epoch] = []
 
-    def ortho(self) -> float:
-        with torch.no_grad():
-            return float(sum(ortho_penalty(conv, self.recipe.tall) for conv in self.convs))
+    def ortho(self, *, at_most_old: float = 0.0) -> float | None:
+        """The penalty now, or as it was measured at most so many seconds ago."""
+        if not self.convs:
+            return None
+        if self.measured is None or time.perf_counter() - self.measured[0] >= at_most_old:
+            with torch.no_grad():
+                value = float(sum(ortho_penalty(conv, self.recipe.tall) for conv in self.convs))
+            self.measured = (time.perf_counter(), value)
+        return self.measured[1]
 
     def save(self, path: Path) -> None:
         tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
@@ -137,7 +170,10 @@ class _State:
     def resume(self, path: Path) -> None:
         if not path.exists():
             return
-        tensors, note = read_tensors(path)
+        try:
+            tensors, note = read_tensors(path)
+        except BadCheckpoint as error:
+            raise BadCheckpoint(f"{error}; remove it to start anew") from error
         if note.get("belongs_to") != self.belongs_to:
             raise BadCheckpoint(f"{path} belongs to other settings, data or weights; remove it to start anew")
         saved = note["progress"]
@@ -152,15 +188,22 @@ class _State:
         self.history = [Epoch(**entry) for entry in saved["history"]]
 
 
-def ortho_layers(model: nn.Module, shape: tuple[int, int, int], recipe: Recipe) -> list[Layer]:
+def ortho_layers(
+    model: nn.Module, shape: tuple[int, int, int], recipe: Recipe, *, aligning: bool = False
+) -> list[Layer]:
     """The layers that a recipe's penalties act on; what cannot be treated is refused by name."""
-    if not recipe.ortho and not (recipe.align and recipe.align_layers == "ortho"):
+    if not recipe.ortho and not (aligning and recipe.align and recipe.align_layers == "ortho"):
         return []
     chosen = select_layers(trace_layers(model, shape), recipe.ortho_layers)
     if unused := [layer.name for layer in chosen if layer.stage < 0]:
         raise BadSetting(f"no forward pass reaches {', '.join(unused)}; choose other ortho-layers")
+    computed = [layer.name for layer in chosen if not isinstance(_conv(model, layer.name).weight, nn.Parameter)]
+    if computed:
+        raise BadSetting(f"the weights of {', '.join(computed)} are computed (weight norm and the like); choose others")
     if recipe.tall == "skip":
         chosen = [layer for layer in chosen if not layer.is_tall]
+        if not chosen:
+            raise BadSetting(f"tall = skip leaves none of the layers {recipe.ortho_layers!r}; choose others")
     return chosen
 
 
@@ -179,6 +222,9 @@ def _aligned(
     if recipe.align_layers == "all":
         names = [name for name, _ in model.named_parameters()]
     mine, theirs = dict(model.named_parameters()), dict(reference.named_parameters())
+    names = [name for name in names if mine[name].requires_grad]
+    if other := [name for name in names if name not in theirs or theirs[name].shape != mine[name].shape]:
+        raise BadSetting(f"the reference is another network: {other[0]} is missing there or has another shape")
     return [mine[n] for n in names], [torch.empty_like(mine[n]).copy_(theirs[n]).detach() for n in names]
 
 
@@ -220,7 +266,8 @@ def _run_epoch(
 
 def _progress(state: _State, steps: int, rate: float) -> Progress:
     loss, right = state.loss_sum / max(state.seen, 1), state.right / max(state.seen, 1)
-    return Progress(state.epoch, state.recipe.epochs, state.step, steps, loss, right, rate, tuple(state.history))
+    ortho, history = state.ortho(at_most_old=ORTHO_SECONDS), tuple(state.history)
+    return Progress(state.epoch, state.recipe.epochs, state.step, steps, loss, right, rate, ortho, history)
 
 
 def _take_step(state: _State, images: Images, rows: Tensor, step: int, steps: int) -> tuple[float, int]:
@@ -233,7 +280,7 @@ def _take_step(state: _State, images: Images, rows: Tensor, step: int, steps: in
     inputs = inputs.contiguous(memory_format=torch.channels_last)
     labels = images.store_labels[rows].to(state.device)
     with torch.autocast(state.device.type, torch.bfloat16, enabled=recipe.precision == "bfloat16"):
-        outputs = state.model(inputs)
+        outputs = _answers(state.model, inputs)
     loss = functional.cross_entropy(outputs.float(), labels)
     state.optimiser.zero_grad()
     loss.backward()
@@ -256,7 +303,7 @@ def _take_step(state: _State, images: Images, rows: Tensor, step: int, steps: in
 
 def _most(recipe: Recipe, rate: float) -> float:
     """The most curvature a penalty step may have: momentum descent with a kick every k steps is stable below 3.6/k."""
-    return 2.4 / (recipe.ortho_every * rate)
+    return min(2.4, 1.3 * (1 + recipe.momentum)) / (recipe.ortho_every * rate)  # without momentum the limit is 2/k
 
 
 def _shuffled(rows: Tensor, batch: int, seed: int, epoch: int) -> list[Tensor]:
@@ -301,10 +348,11 @@ def evaluate(model: nn.Module, images: Images | Batches, *, device: torch.device
     try:
         with torch.no_grad():
             for inputs, labels in evaluation_batches(images, device=device):
-                outputs = model(inputs.contiguous(memory_format=torch.channels_last)).float()
+                if not inputs.is_floating_point():
+                    raise BadData(f"images must be floats, normalised as in training, not {inputs.dtype}")
+                outputs = _answers(model, inputs.contiguous(memory_format=torch.channels_last)).float()
                 classes = outputs.shape[1]
-                if len(labels) and int(labels.max()) >= classes:
-                    raise BadData(f"label {int(labels.max())} but the model knows only {classes} classes")
+                _check_labels(labels, classes)
                 loss += float(functional.cross_entropy(outputs, labels, reduction="sum"))
                 cells = torch.bincount(labels * classes + outputs.argmax(1), minlength=classes**2)
                 counts = cells if counts is None else counts + cells
@@ -316,6 +364,23 @@ def evaluate(model: nn.Module, images: Images | Batches, *, device: torch.device
     total = int(counts.sum())
     confusion = tuple(tuple(row) for row in table.tolist())
     return Evaluation(total, loss / total, int(table.trace()) / total, confusion)
+
+
+def _answers(model: nn.Module, inputs: Tensor) -> Tensor:
+    """A row of numbers for each image; a model that answers otherwise is refused."""
+    outputs = model(inputs)
+    if not isinstance(outputs, Tensor) or outputs.dim() != 2 or len(outputs) != len(inputs):
+        got = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+        mode = "training" if model.training else "evaluation"
+        raise BadSetting(f"in {mode} the model answers {len(inputs)} images with {got}, not with (images, classes)")
+    return outputs
+
+
+def _check_labels(labels: Tensor, classes: int) -> None:
+    if len(labels) and int(labels.max()) >= classes:
+        raise BadData(f"label {int(labels.max())} but the model knows only {classes} classes")
+    if len(labels) and int(labels.min()) < 0:
+        raise BadData(f"label {int(labels.min())} is negative; labels run 0 to {classes - 1}")
 
 
 def accuracy(model: nn.Module, images: Images | Batches, *, device: torch.device | str = "cpu") -> float:

@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from fedortho.data import Dataset, Images
+from fedortho.data import Dataset
+from fedortho.errors import BadData
 from fedortho.request import ForgetRequest
-from fedortho.train import accuracy
+from fedortho.train import accuracy, evaluate
 
 
 @dataclass(frozen=True)
@@ -35,16 +36,18 @@ def judge(
     if isinstance(request, str):
         request = ForgetRequest.parse(request)
     everything = request if forgotten is None else forgotten + request
-
-    def score(images: Images) -> float:
-        return accuracy(model, images, device=device)
-
-    test = score(data.test)
-    classes = ForgetRequest(classes=everything.classes)
-    gone = classes.mask(data.test) if everything.classes else torch.zeros(len(data.test), dtype=torch.bool)
-    retain = score(data.test.subset((~gone).nonzero().flatten()))
+    table = torch.tensor(evaluate(model, data.test, device=device).confusion)  # [true label][answer]
+    right, number = table.diagonal(), table.sum(1)
+    gone = everything.labels(data.test.names)
+    kept = [label for label in range(len(table)) if label not in gone]
+    retain, test = _share(right[kept], number[kept]), _share(right, number)
     if request.kind == "class":
-        forget = score(data.test.subset(ForgetRequest(classes=request.classes).mask(data.test).nonzero().flatten()))
-    else:
-        forget = score(request.split(data.train)[0])
-    return Verdict(forget, retain, test)
+        asked = request.labels(data.test.names)
+        return Verdict(_share(right[asked], number[asked]), retain, test)
+    return Verdict(accuracy(model, request.split(data.train)[0], device=device), retain, test)
+
+
+def _share(right: Tensor, number: Tensor) -> float:
+    if not int(number.sum()):
+        raise BadData("no test image has the labels that are asked for; there is nothing to judge by")
+    return int(right.sum()) / int(number.sum())
