@@ -42,14 +42,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", default="../shared/data")
     parser.add_argument("--dataset", default="cifar10")
-    parser.add_argument("--runs", type=Path, default=Path("runs"))
+    parser.add_argument("--runs", type=Path, default=HERE / "runs")
     parser.add_argument("--models", default="vgg-mini,resnet-mini")
     parser.add_argument("--variants", default="none,lazy-0.1")
     parser.add_argument("--classes", default="0,1,2,3,4,5,6,7,8,9")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="another result file, for a second process at the same time")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    out = HERE / "results" / f"forgetting-{arguments.dataset}.json"
+    out = arguments.out or HERE / "results" / f"forgetting-{arguments.dataset}.json"
     saved = json.loads(out.read_text()) if out.exists() else {}
     rows: list[dict[str, Any]] = saved.get("rows", [])
     more: dict[str, list[dict[str, Any]]] = {key: saved.get(key, []) for key in ("timing", "sequence", "samples")}

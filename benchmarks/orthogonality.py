@@ -1,19 +1,21 @@
-"""Small networks on CIFAR-10 without orthogonality, with the exact penalty and with the lazy one.
+"""Small networks on CIFAR without orthogonality, with the exact penalty and with the lazy one.
 
-    python benchmarks/orthogonality.py --data-dir ../shared/data
+    python benchmarks/orthogonality.py --data-dir ../shared/data [--dataset cifar100 --epochs 12]
 
-Trains one run directory per row under runs/, goes on where it was stopped, and writes
-benchmarks/results/orthogonality.json after each row. Choices are made on validation accuracy;
-test accuracy is reported beside it.
+Trains one run directory per row under benchmarks/runs (those that later benchmarks build on are checked in), goes
+on where it was stopped, and adds to benchmarks/results/orthogonality-DATASET.json after each row. Choices are
+made on validation accuracy; test accuracy is reported beside it.
 """
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fedortho.files import locked
 from fedortho.results import write_results
 from fedortho.runs import Run, TrainSettings, train_run
 from fedortho.structure import select_layers, trace_layers
@@ -35,25 +37,38 @@ def main() -> None:
     parser.add_argument("--models", default="vgg-mini,resnet-mini")
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--seeds", default="0")
-    parser.add_argument("--runs", type=Path, default=Path("runs"))
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "orthogonality.json")
+    parser.add_argument("--dataset", default="cifar10")
+    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--runs", type=Path, default=HERE / "runs")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # two models at once use two cores best: start this twice with --models and --out
-    rows: list[dict[str, Any]] = []
+    out = HERE / "results" / f"orthogonality-{arguments.dataset}.json"
     for seed in map(int, arguments.seeds.split(",")):
         for variant in arguments.variants.split(","):
             for model in arguments.models.split(","):
+                about = {"model": model, "variant": variant, "seed": seed}
+                path = arguments.runs / f"{arguments.dataset}-{model}-{variant}-seed{seed}"
                 settings = TrainSettings(
-                    data="cifar10", data_dir=arguments.data_dir, model=model, seed=seed, threads=1, **VARIANTS[variant]
+                    data=arguments.dataset,
+                    data_dir=arguments.data_dir,
+                    model=model,
+                    epochs=arguments.epochs,
+                    seed=seed,
+                    threads=1,
+                    **VARIANTS[variant],
                 )
-                path = arguments.runs / f"cifar10-{model}-{variant}-seed{seed}"
-                run = train_run(path, settings, watch=tell(path.name))
-                rows.append({"model": model, "variant": variant, "seed": seed} | describe(run))
-                print(rows[-1], flush=True)
-                command = "python benchmarks/orthogonality.py " + " ".join(sys.argv[1:])
-                write_results(
-                    arguments.out, "CIFAR-10, 6 epochs, with and without orthogonality", command.strip(), rows
-                )
+                add_row(out, about | describe(train_run(path, settings, watch=tell(path.name))))
+
+
+def add_row(out: Path, row: dict[str, Any]) -> None:
+    """Add a row, or take the place of the one for the same model, variant and seed; two processes may do so at once."""
+    with locked(out.with_suffix(".writing")):
+        key = ("model", "variant", "seed")
+        old = json.loads(out.read_text())["rows"] if out.exists() else []
+        rows = [other for other in old if any(other[name] != row[name] for name in key)] + [row]
+        rows.sort(key=lambda other: (other["model"], other["seed"], list(VARIANTS).index(other["variant"])))
+        command = "python benchmarks/orthogonality.py " + " ".join(sys.argv[1:])
+        write_results(out, "small networks with and without orthogonality, one thread", command.strip(), rows)
+    print(row, flush=True)
 
 
 def describe(run: Run) -> dict[str, Any]:

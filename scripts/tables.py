@@ -30,14 +30,17 @@ def origin(result: dict[str, Any]) -> str:
 
 
 def orthogonality() -> str:
-    result = read("orthogonality")
-    header = ["model", "orthogonality", "seed", "validation", "test", "mean abs. cosine of kernels", "penalty"]
-    rows = []
-    for row in result["rows"]:
-        accuracies = [f"{row[name]:.1%}" for name in ("valid_accuracy", "test_accuracy")]
-        ortho = [f"{row['mean_abs_cosine']:.4f}", f"{row['penalty']:.3g}"]
-        rows.append([row["model"], row["variant"].replace("-", " λ="), str(row["seed"]), *accuracies, *ortho])
-    return grid(header, rows) + origin(result)
+    header = ["data", "model", "orthogonality", "seed", "validation", "test", "mean abs. cosine of kernels", "penalty"]
+    rows, origins = [], ""
+    for path in sorted(RESULTS.glob("orthogonality-*.json")):
+        result = read(path.stem)
+        origins += origin(result)
+        for row in result["rows"]:
+            accuracies = [f"{row[name]:.1%}" for name in ("valid_accuracy", "test_accuracy")]
+            ortho = [f"{row['mean_abs_cosine']:.4f}", f"{row['penalty']:.3g}"]
+            about = [path.stem.removeprefix("orthogonality-"), row["model"], row["variant"].replace("-", " λ=")]
+            rows.append([*about, str(row["seed"]), *accuracies, *ortho])
+    return grid(header, rows) + origins
 
 
 def overhead() -> str:

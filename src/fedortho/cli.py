@@ -87,9 +87,10 @@ def takes_settings(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[
         defaults = kind()
         parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "given"]
         for name, type_ in types.items():
-            text = f"{texts[name]} [default: {getattr(defaults, name)!r}]".replace("[default: '']", "")
+            default = getattr(defaults, name)
+            text = texts[name] if default in ("", -1e30) else f"{texts[name]} (default: {default})"
             flag = f"--{kebab(name)}/--no-{kebab(name)}" if type_ is bool else f"--{kebab(name)}"
-            option = typer.Option(flag, help=text.strip(), show_default=False)
+            option = typer.Option(flag, help=text, show_default=False)
             annotation = Annotated[type_ | None, option]  # type: ignore[valid-type]  # made at run time
             parameters.append(
                 inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
@@ -171,7 +172,7 @@ def evaluate_(
 def forget(
     run_path: RunPath,
     request: Annotated[list[str], typer.Argument(help="class:3, class:3,7, class:cat, samples:FILE; several at once")],
-    out_path: Annotated[Path | None, typer.Option("--out", help="new run directory [default: RUN-REQUEST]")] = None,
+    out_path: Annotated[Path | None, typer.Option("--out", help="new run directory (default: RUN-REQUEST)")] = None,
     preset_name: Annotated[str, typer.Option("--preset", help="robust or paper")] = "robust",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="find the patch and show it; write nothing")] = False,
     keep_undo: Annotated[Path | None, typer.Option(help="keep what is removed in this file, for fedortho undo")] = None,
