@@ -55,21 +55,26 @@ def main() -> None:
     rows: list[dict[str, Any]] = saved.get("rows", [])
     more: dict[str, list[dict[str, Any]]] = {key: saved.get(key, []) for key in ("timing", "sequence", "samples")}
     done = {(row["model"], row["variant"], row["class"]) for row in rows}
-    for model in arguments.models.split(","):
-        for variant in arguments.variants.split(","):
-            run = open_run(arguments.runs / f"{arguments.dataset}-{model}-{variant}-seed{arguments.seed}")
-            data = run.load_data(arguments.data_dir)
-            ledger, bench = ledger_of(run, data), TestBench(run.load_model(), data)
-            for label in map(int, arguments.classes.split(",")):
-                if (model, variant, label) in done:
-                    continue
+    pairs = [(model, variant) for variant in arguments.variants.split(",") for model in arguments.models.split(",")]
+    for model, variant in pairs:
+        run = open_run(arguments.runs / f"{arguments.dataset}-{model}-{variant}-seed{arguments.seed}")
+        data = run.load_data(arguments.data_dir)
+        ledger, bench = ledger_of(run, data), TestBench(run.load_model(), data)
+        for label in map(int, arguments.classes.split(",")):
+            if (model, variant, label) not in done:
                 rows += measure(run, data, ledger, bench, {"model": model, "variant": variant, "class": label})
                 save(out, arguments.dataset, rows, more)
-            about = {"model": model, "variant": variant}
-            for key, measured in (("timing", timing), ("sequence", sequence), ("samples", samples)):
-                if not any(row["model"] == model and row["variant"] == variant for row in more[key]):
-                    more[key] += [about | row for row in measured(run, data, ledger)]
-                    save(out, arguments.dataset, rows, more)
+    for model, variant in pairs:
+        if variant == "none":
+            continue  # the rest is about the method, not about orthogonality
+        run = open_run(arguments.runs / f"{arguments.dataset}-{model}-{variant}-seed{arguments.seed}")
+        data = run.load_data(arguments.data_dir)
+        for key, measured in (("timing", timing), ("samples", samples), ("sequence", sequence)):
+            if not any(row["model"] == model and row["variant"] == variant for row in more[key]):
+                more[key] += [
+                    {"model": model, "variant": variant} | row for row in measured(run, data, ledger_of(run, data))
+                ]
+                save(out, arguments.dataset, rows, more)
 
 
 def save(out: Path, dataset: str, rows: list[dict[str, Any]], more: dict[str, list[dict[str, Any]]]) -> None:
