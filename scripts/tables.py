@@ -52,17 +52,8 @@ def overhead() -> str:
 
 
 def forgetting() -> str:
-    header = [
-        "data",
-        "model",
-        "training",
-        "method",
-        "classes",
-        "forget",
-        "retain",
-        "forget after BN",
-        "retain after BN",
-    ]
+    header = ["data", "model", "training", "method", "classes", "forget", "worst", "retain"]
+    header += ["forget after BN", "retain after BN", "mean ratio", "scrubbed"]
     rows, origins = [], ""
     for path in sorted(RESULTS.glob("forgetting-*.json")):
         result = read(path.stem)
@@ -77,6 +68,9 @@ def forgetting() -> str:
             number = str(len(found)) if len(served) == len(found) else f"{len(served)} of {len(found)}"
             training = "plain" if variant == "none" else "orthogonal"
             data = path.stem.removeprefix("forgetting-")
+            cells.insert(1, f"{100 * max(row['forget'] for row in served):.1f}")
+            ratios, scrubs = ([row[key] for row in served if row.get(key) is not None] for key in ("ratio", "scrub"))
+            cells += [f"{mean(ratios):.3f}" if ratios else "–", str(sum(map(bool, scrubs))) if scrubs else "–"]
             rows.append([data, model, training, method, number, *cells])
     return grid(header, rows) + origins
 
