@@ -67,6 +67,24 @@ def test_a_directory_of_other_settings_or_other_files_is_refused(digits_run: Pat
     assert os.listdir(tmp_path) == ["letter.txt"]
 
 
+def test_going_on_with_other_threads_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    settings = replace(SMALL, threads=0)
+    with monkeypatch.context() as patched:
+        patched.setattr("fedortho.runs.fit", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train_run(tmp_path / "run", settings)
+    record = json.loads((tmp_path / "run/run.json").read_text())
+    record["environment"]["threads"] = 99
+    (tmp_path / "run/run.json").write_text(json.dumps(record))
+    train_run(tmp_path / "run", settings)
+    assert "begun with 99 threads, going on with" in caplog.text
+
+
 def test_two_processes_cannot_train_into_one_directory(tmp_path: Path) -> None:
     with locked(tmp_path / "run"), pytest.raises(FedOrthoError, match="another process is working on"):
         train_run(tmp_path / "run", SMALL)

@@ -192,6 +192,10 @@ def test_a_model_or_reference_that_does_not_fit_is_refused(tiny: TinyNet, toy: I
     narrow.features[6] = nn.Conv2d(8, 12, 1)
     with pytest.raises(BadSetting, match=r"another network: features\.6\.weight"):
         fit(tiny, toy, QUICK, reference=narrow)
+    solid = copy.deepcopy(tiny)
+    solid.unused = nn.Conv3d(1, 1, 1)
+    with pytest.raises(BadSetting, match=r"unused\.weight has 5 dimensions"):
+        fit(solid, toy, QUICK)
     with pytest.raises(BadSetting, match="one image at a time"):
         fit(tiny, toy, replace(QUICK, batch=1))
     torch.nn.utils.parametrizations.weight_norm(tiny.features[6])

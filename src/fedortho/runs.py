@@ -8,6 +8,7 @@ ledger.safetensors  what the deep kernels answered to each label, for requests t
 checkpoint.safetensors   only while training
 """
 
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from fedortho.sources import DATASETS, load_images
 from fedortho.train import Epoch, Watch, check_fit, evaluate, fit, ortho_layers
 from fedortho.weights import load_weights, read_weights
 
+logger = logging.getLogger(__name__)
 DEVICES = ("auto", "cpu", "cuda", "mps")
 
 
@@ -199,6 +201,9 @@ def _train_run(
         record = _new_record(settings, data, device)
         _write_split(path, settings, data)
         write_json(path / "run.json", record)
+    elif record["environment"]["threads"] != torch.get_num_threads():
+        began, now = record["environment"]["threads"], torch.get_num_threads()
+        logger.warning("begun with %d threads, going on with %d: the bytes may differ; see --threads", began, now)
     checkpoint = path / "checkpoint.safetensors"
     history: tuple[Epoch, ...] = ()
 

@@ -100,6 +100,10 @@ def check_fit(model: nn.Module, images: Images, recipe: Recipe) -> None:
     if not len(images):
         raise BadData("there are no images to train on")
     _check_labels(images.labels, count_answers(model, images.shape))
+    if deep := next((name for name, weight in model.named_parameters() if weight.dim() > 4), None):
+        raise BadSetting(
+            f"{deep} has {model.get_parameter(deep).dim()} dimensions; only networks for 2d images are trained"
+        )
     if min(recipe.batch, len(images)) == 1 and any(isinstance(m, nn.BatchNorm2d) for m in model.modules()):
         raise BadSetting("batch norm cannot train on one image at a time; use a batch of at least 2")
 
