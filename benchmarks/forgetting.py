@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--variants", default="none,lazy-0.1")
     parser.add_argument("--classes", default="0,1,2,3,4,5,6,7,8,9")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max-retain-drop", type=float, default=ForgetSettings().max_retain_drop)
     parser.add_argument("--out", type=Path, help="another result file, for a second process at the same time")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -62,7 +63,8 @@ def main() -> None:
         ledger, bench = ledger_of(run, data), TestBench(run.load_model(), data)
         for label in map(int, arguments.classes.split(",")):
             if (model, variant, label) not in done:
-                rows += measure(run, data, ledger, bench, {"model": model, "variant": variant, "class": label})
+                about = {"model": model, "variant": variant, "class": label}
+                rows += measure(run, data, ledger, bench, arguments.max_retain_drop, about)
                 save(out, arguments.dataset, rows, more)
     for model, variant in pairs:
         if variant == "none":
@@ -170,9 +172,9 @@ def ledger_of(run: Run, data: Dataset) -> Observation:
 
 
 def measure(
-    run: Run, data: Dataset, ledger: Observation, bench: TestBench, about: dict[str, Any]
+    run: Run, data: Dataset, ledger: Observation, bench: TestBench, drop: float, about: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """One row per method for one class."""
+    """One row per method for one class; `drop` is the retain accuracy that may be lost."""
     model, request = run.load_model(), ForgetRequest.parse(f"class:{about['class']}")
 
     def attempt(settings: ForgetSettings) -> dict[str, Any]:
@@ -186,9 +188,9 @@ def measure(
 
     original = bench.judge(model, request) | {"before": run.record["model"]["digest"]}
     rows = [about | {"method": "original"} | original]
-    rows.append(about | {"method": "robust"} | attempt(ForgetSettings()))
+    rows.append(about | {"method": "robust"} | attempt(ForgetSettings(max_retain_drop=drop)))
     rows.append(about | {"method": "paper"} | attempt(preset("paper")))
-    best = best_ratio(model, data, request, ledger)
+    best = best_ratio(model, data, request, ledger, drop)
     found = {"refused": "no ratio keeps the budget"} if best is None else attempt(replace(preset("paper"), ratio=best))
     rows.append(about | {"method": "paper, best ratio", "ratio": best} | found)
     for row in rows:
@@ -209,10 +211,12 @@ def summary(outcome: Outcome) -> dict[str, Any]:
     return value
 
 
-def best_ratio(model: nn.Module, data: Dataset, request: ForgetRequest, ledger: Observation) -> float | None:
+def best_ratio(
+    model: nn.Module, data: Dataset, request: ForgetRequest, ledger: Observation, drop: float
+) -> float | None:
     """The ratio at which the paper's edit forgets most, on the images set aside, within the robust preset's budget."""
     none, *trials = trace_frontier(model, data, request, preset("paper"), ratios=PAPER_RATIOS, ledger=ledger)
-    affordable = [trial for trial in trials if trial.retain >= none.retain - ForgetSettings().max_retain_drop]
+    affordable = [trial for trial in trials if trial.retain >= none.retain - drop]
     return min(affordable, key=lambda trial: trial.forget).ratio if affordable else None
 
 
