@@ -37,8 +37,8 @@ DEVICES = ("auto", "cpu", "cuda", "mps")
 
 
 @dataclass(frozen=True)
-class TrainSettings(Recipe):
-    """A recipe, and what it is applied to."""
+class Subject:
+    """Which model, on which data."""
 
     data: Annotated[str, "a dataset's name, a Parquet file or folder, or an image folder"] = "fashion-mini"
     data_dir: Annotated[str, "the directory that holds the named dataset's Parquet files"] = ""
@@ -46,31 +46,36 @@ class TrainSettings(Recipe):
     valid: Annotated[float, "share of the training images set aside for every later choice"] = 0.1
     model: Annotated[str, "a model's name, or package.module:function"] = "vgg-mini"
     device: Annotated[str, "auto, cpu, cuda or mps"] = "auto"
+
+    def __post_init__(self) -> None:
+        if self.device.partition(":")[0] not in DEVICES:
+            raise unknown("device", self.device, DEVICES)
+        if self.image_size < 0:
+            raise BadSetting(f"image-size must not be negative, not {self.image_size}")
+
+
+@dataclass(frozen=True)
+class ImportSettings(Subject):
+    """What a model that was trained elsewhere is, and on which data it is to be judged."""
+
+    seed: Annotated[int, "of the validation split"] = 0
+
+
+@dataclass(frozen=True)
+class TrainSettings(Recipe, Subject):
+    """A recipe, and what it is applied to."""
+
     threads: Annotated[int, "CPU threads; 0: torch's own choice"] = 0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.device.partition(":")[0] not in DEVICES:
-            raise unknown("device", self.device, DEVICES)
-        if self.threads < 0 or self.image_size < 0:
-            raise BadSetting("threads and image-size must not be negative")
+        Recipe.__post_init__(self)
+        Subject.__post_init__(self)
+        if self.threads < 0:
+            raise BadSetting(f"threads must not be negative, not {self.threads}")
 
     @property
     def recipe(self) -> Recipe:
         return Recipe(**{field.name: getattr(self, field.name) for field in fields(Recipe)})
-
-
-@dataclass(frozen=True)
-class ImportSettings:
-    """What a model that was trained elsewhere is, and on which data it is to be judged."""
-
-    data: Annotated[str, "a dataset's name, a Parquet file or folder, or an image folder"] = "fashion-mini"
-    data_dir: Annotated[str, "the directory that holds the named dataset's Parquet files"] = ""
-    image_size: Annotated[int, "resize all images to this; 0: keep"] = 0
-    valid: Annotated[float, "share of the training images set aside for every later choice"] = 0.1
-    model: Annotated[str, "a model's name, or package.module:function"] = "vgg-mini"
-    device: Annotated[str, "auto, cpu, cuda or mps"] = "auto"
-    seed: Annotated[int, "of the validation split"] = 0
 
 
 @contextmanager
