@@ -156,6 +156,11 @@ def test_a_dry_run_and_bad_requests_write_nothing(
         assert run(monkeypatch, "forget", tmp_path / "run", *words, "--out", tmp_path / "new") == 2
         assert message in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
+    (tmp_path / "file").write_text("no directory")
+    assert (
+        run(monkeypatch, "forget", tmp_path / "run", "class:3", "--preset", "paper", "--out", tmp_path / "file/x") == 2
+    )
+    assert "cannot be written: Not a directory" in capsys.readouterr().err
 
 
 def test_check_tells_by_its_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

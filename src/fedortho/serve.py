@@ -117,7 +117,10 @@ def write_derived(
     """Write a run that differs from another in its weights, beside the place it will take; then move it there."""
     building = out.parent / f".{out.name}.building"
     shutil.rmtree(building, ignore_errors=True)
-    building.mkdir(parents=True)
+    try:
+        building.mkdir(parents=True)
+    except OSError as error:
+        raise FedOrthoError(f"{out} cannot be written: {error.strerror}; choose another --out") from error
     state = model.cpu().state_dict()
     write_tensors(building / "model.safetensors", state)
     for name in ("split.json", "history.json"):
