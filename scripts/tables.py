@@ -26,11 +26,22 @@ def grid(header: list[str], rows: list[list[str]]) -> str:
 def origin(result: dict[str, Any]) -> str:
     about = result["environment"]
     versions = f"torch {about['versions']['torch']}, fedortho {about['versions']['fedortho']}"
-    return f"\n\n<sub>`{result['command']}`; {about['processor']}, {about['cores']} cores, {versions}</sub>"
+    remark = f" {result['remark']}." if "remark" in result else ""
+    return f"\n\n<sub>`{result['command']}`; {about['processor']}, {about['cores']} cores, {versions}.{remark}</sub>"
 
 
 def orthogonality() -> str:
-    header = ["data", "model", "orthogonality", "seed", "validation", "test", "mean abs. cosine of kernels", "penalty"]
+    header = [
+        "data",
+        "model",
+        "orthogonality",
+        "epochs",
+        "seed",
+        "validation",
+        "test",
+        "mean abs. cosine of kernels",
+        "penalty",
+    ]
     rows, origins = [], ""
     for path in sorted(RESULTS.glob("orthogonality-*.json")):
         result = read(path.stem)
@@ -39,7 +50,7 @@ def orthogonality() -> str:
             accuracies = [f"{row[name]:.1%}" for name in ("valid_accuracy", "test_accuracy")]
             ortho = [f"{row['mean_abs_cosine']:.4f}", f"{row['penalty']:.3g}"]
             about = [path.stem.removeprefix("orthogonality-"), row["model"], row["variant"].replace("-", " λ=")]
-            rows.append([*about, str(row["seed"]), *accuracies, *ortho])
+            rows.append([*about, str(row["epochs"]), str(row["seed"]), *accuracies, *ortho])
     return grid(header, rows) + origins
 
 
@@ -47,7 +58,7 @@ def overhead() -> str:
     result = read("overhead")
     variants = list(dict.fromkeys(row["variant"] for row in result["rows"] if row["variant"] != "plain"))
     models = list(dict.fromkeys(row["model"] for row in result["rows"]))
-    cells = {(row["model"], row["variant"]): f"{row['ratio']:.3f}" for row in result["rows"]}
+    cells = {(row["model"], row["variant"]): f"{row['ratio']:.2f} / {row['median']:.2f}" for row in result["rows"]}
     return grid(["model", *variants], [[m, *(cells[m, v] for v in variants)] for m in models]) + origin(result)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from fedortho.sites import Site
 
@@ -50,14 +51,18 @@ def find_cut(model: nn.Module, sites: Sequence[Site], example: Tensor) -> Cut:
 def _leaf_order(model: nn.Module, example: Tensor) -> list[str]:
     order: list[str] = []
     leaves = [(name, module) for name, module in model.named_modules() if name and not list(module.children())]
-    handles = [m.register_forward_hook(lambda *_, name=name: order.append(name)) for name, m in leaves]
+    _pass_once(model, example, [m.register_forward_hook(lambda *_, n=n: order.append(n)) for n, m in leaves])
+    return list(dict.fromkeys(order))
+
+
+def _pass_once(model: nn.Module, example: Tensor, handles: Sequence[RemovableHandle]) -> None:
+    """One forward pass for the sake of its hooks, which are then removed."""
     try:
         with torch.no_grad():
             model(example)
     finally:
         for handle in handles:
             handle.remove()
-    return list(dict.fromkeys(order))
 
 
 def _agrees(model: nn.Module, cut: Cut, example: Tensor) -> bool:
@@ -137,12 +142,7 @@ def _norm_inputs(model: nn.Module, example: Tensor) -> dict[str, Tensor]:
         module.register_forward_pre_hook(lambda _, given, name=name: inputs.update({name: given[0].clone()}))
         for name, module in norms
     ]
-    try:
-        with torch.no_grad():
-            model(example)
-    finally:
-        for handle in handles:
-            handle.remove()
+    _pass_once(model, example, handles)
     return inputs
 
 
