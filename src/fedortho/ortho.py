@@ -5,6 +5,7 @@ G = W Wᵀ − I the penalty ‖G‖²_F has the gradient 4 G W: two matrix prod
 Gram matrix gives the same gradient, W Wᵀ W − W either way, so the smaller one is used.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 
@@ -56,18 +57,35 @@ def add_ortho_gradient(convs: Iterable[nn.Conv2d], weight: float, most: float = 
                 continue  # frozen: it stays as it is
             rows = kernel_matrix(conv)
             narrow = rows.transpose(1, 2) if is_tall(conv) else rows
-            gram = torch.baddbmm(_identity(narrow), narrow, narrow.transpose(1, 2), beta=-1)
-            step = rows @ gram if is_tall(conv) else gram @ rows
-            factor = 4 * weight
+            gram = _gram(narrow) - _identity(narrow)
+            scale = gram.new_tensor(4 * weight)
             if most < math.inf:
-                step *= (most / (2 + 3 * _spectral_norm(gram))).clamp(max=factor)
-                factor = 1.0
+                scale = (most / (2 + 3 * _spectral_norm(gram))).clamp(max=4 * weight)
+            gram *= scale  # the smallest of the matrices to scale
             if conv.weight.grad is None:
                 conv.weight.grad = torch.zeros_like(conv.weight)
             gradient = conv.weight.grad
             if not conv.weight.is_contiguous():
                 gradient = gradient.permute(0, 2, 3, 1)
-            gradient.add_(step.view(gradient.shape), alpha=factor)
+            pair = (rows, gram) if is_tall(conv) else (gram, rows)
+            if gradient.is_contiguous():
+                gradient.view(rows.shape).baddbmm_(*pair)
+            else:
+                gradient.add_((pair[0] @ pair[1]).view(gradient.shape))
+
+
+def _gram(rows: Tensor, blocks: int = 4) -> Tensor:
+    """W Wᵀ of matrices, (groups, n, n); it is symmetric, so the blocks above the diagonal are copied, not computed."""
+    count = rows.shape[1]
+    if rows.shape[1] * rows.shape[2] < 1 << 18:
+        return rows @ rows.transpose(1, 2)  # too small for the saving to show
+    gram = rows.new_empty(len(rows), count, count)
+    bounds = [count * block // blocks for block in range(blocks + 1)]
+    for start, stop in itertools.pairwise(bounds):
+        strip = rows[:, start:stop] @ rows[:, :stop].transpose(1, 2)
+        gram[:, start:stop, :stop] = strip
+        gram[:, :start, start:stop] = strip[:, :, :start].transpose(1, 2)
+    return gram
 
 
 def _spectral_norm(gram: Tensor, iterations: int = 4) -> Tensor:
