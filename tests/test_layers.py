@@ -12,6 +12,8 @@ TIERS = [
     {"sources", "train", "observe", "tail"},
     {"rank", "ledger", "scrub", "verify"},
     {"prune", "runs"},
+    {"probe"},
+    {"engine"},
     {"calibrate"},
     {"methods/fedortho"},
     {"methods/__init__"},

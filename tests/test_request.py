@@ -9,7 +9,7 @@ from fedortho.data import Images
 from fedortho.errors import FedOrthoError, UnknownName
 from fedortho.request import EmptyGroup, ForgetRequest
 
-CLIENTS = [torch.arange(0, 100), torch.arange(100, 240)]
+CLIENTS = dict(enumerate([torch.arange(0, 100), torch.arange(100, 240)]))
 
 
 @given(

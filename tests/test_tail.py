@@ -63,7 +63,7 @@ def test_repair_estimates_the_moments_of_what_the_norm_receives(
     cut = find_cut(model, sites, inputs[:2])
     twin = cut_model(model, cut)
     tracked = int(twin.get_buffer("features.25.num_batches_tracked"))
-    buffers = repair(twin, cut, norms_behind(model, sites, inputs[:2]), tail_inputs(model, cut, inputs))
+    buffers, _ = repair(twin, cut, norms_behind(model, sites, inputs[:2]), tail_inputs(model, cut, inputs))
     with torch.no_grad():
         received = model.features[:25](inputs)
     assert set(buffers) == {"features.25.running_mean", "features.25.running_var"}

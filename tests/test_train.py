@@ -279,3 +279,14 @@ def test_evaluation_refuses_labels_that_the_model_does_not_know_and_no_images(to
 def test_a_recipe_out_of_range_is_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises((BadSetting, UnknownName), match=message):
         Recipe(**change)  # type: ignore[arg-type]
+
+
+def test_coordinates_that_the_mask_denies_stay_bit_for_bit_and_the_others_move(toy: Images, tiny: nn.Module) -> None:
+    mask = {"features.3.weight": torch.ones_like(tiny.features[3].weight, dtype=torch.bool)}
+    mask["features.3.weight"][2] = False
+    trained = fit(tiny, toy, Recipe(epochs=1, ortho=0.1), trainable=mask)
+    before, after = tiny.get_parameter("features.3.weight"), trained.get_parameter("features.3.weight")
+    assert torch.equal(before[2], after[2])
+    assert not torch.isclose(before[[0, 1, 3]], after[[0, 1, 3]]).all()
+    with pytest.raises(BadSetting, match="the mask names fc.scale"):
+        fit(tiny, toy, Recipe(epochs=1), trainable={"fc.scale": torch.ones(1, dtype=torch.bool)})

@@ -1,19 +1,19 @@
 """From a target and a retain budget to the smallest edit that meets both, or a refusal with its frontier.
 
-A trial is edit + repair + measurement, on images set aside for such choices and never on test images.
-What the tail of the network receives is remembered, so a trial runs only what an edit can change.
+A trial is edit + repair + measurement, on images set aside for such choices and never on test images. A
+central engine tries one candidate after the other; a federation tries many in one exchange.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
-import torch
 from torch import Tensor, nn
 
+from fedortho.engine import Ask, Engine, Group
 from fedortho.errors import FedOrthoError
+from fedortho.probe import NOTHING, Probe
 from fedortho.prune import Patch, edit_model
-from fedortho.scrub import Classifier, scrubbed_rows
-from fedortho.tail import Cut, cut_model, repair, run_tail, tail_inputs
+from fedortho.scrub import scrubbed_rows
 
 RATIOS = (0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.125, 0.15, 0.175, 0.2, 0.25, 0.3, 0.4, 0.5, 0.65, 0.8)
 STRENGTHS = tuple(step / 16 for step in range(1, 17))
@@ -21,15 +21,12 @@ SCRUBBED_RATIOS = 6  # how many ratios within the budget are tried with scrub be
 
 
 @dataclass(frozen=True)
-class Sample:
-    """Some images as a network reads them, with their labels."""
+class Candidate:
+    """An edit to be tried."""
 
-    inputs: Tensor
-    labels: Tensor
-    limit: float = 1.0  # of images that must go: the accuracy that may be left on them
-
-    def __len__(self) -> int:
-        return len(self.labels)
+    patch: Patch
+    ratio: float
+    scrub: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -56,74 +53,123 @@ class Refused(FedOrthoError):
         self.frontier = tuple(frontier)
 
 
+@dataclass
 class Bench:
-    """Remembered tail inputs of the images that trials are measured on."""
+    """The groups that trials are measured on, and what else a trial needs."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        cut: Cut,
-        norms: Sequence[str],
-        *,
-        forget: Sequence[Sample],
-        retain: Sample,
-        mending: Tensor,
-        classifier: Classifier | None,
-    ) -> None:
-        self.model, self.cut, self.norms, self.classifier = model, cut, list(norms), classifier
-        self.forget = [replace(part, inputs=tail_inputs(model, cut, part.inputs)) for part in forget]
-        self.retain = replace(retain, inputs=tail_inputs(model, cut, retain.inputs))
-        self.mending = tail_inputs(model, cut, mending)
+    engine: Engine
+    model: nn.Module
+    base: Probe  # which kernels candidates edit
+    forget: Sequence[tuple[Group, float]]  # what must go, and the accuracy that may be left on it
+    retain: Group
+    mending: Group  # for the repair; no norms, no repair
+    norms: Sequence[str] = ()
+    layerwise: bool = False
+    classifier: str | None = None
+    _mended: dict[float, Patch] = field(default_factory=dict)  # by ratio
 
-    def measure(self, twin: nn.Module) -> tuple[float, float, float]:
-        """Forget accuracy and its limit (of the part furthest above it) and retain accuracy of a cut model."""
-        with torch.no_grad():
-            parts = [(self._accuracy(twin, part), part.limit) for part in self.forget]
-            forget, limit = max(parts, key=lambda pair: pair[0] - pair[1])
-            return forget, limit, self._accuracy(twin, self.retain)
+    @property
+    def at_once(self) -> int:
+        return self.engine.at_once
 
-    def _accuracy(self, twin: nn.Module, part: Sample) -> float:
-        answers = run_tail(twin, self.cut, part.inputs).argmax(1)
-        return float((answers == part.labels).double().mean())
+    def attempt(self, candidates: Sequence[Candidate]) -> list[Trial]:
+        """Repair where there are norms, scrub where a strength is asked for, measure."""
+        patches = self._mend(candidates)
+        patches = self._scrub(candidates, patches)
+        probe = replace(self.base, kind="right", patches=tuple(patches))
+        groups = (*(group for group, _ in self.forget), self.retain)
+        ((*gone, kept),) = self.engine.measure(self.model, [Ask(groups, probe)])
+        trials = []
+        for number, (candidate, patch) in enumerate(zip(candidates, patches, strict=True)):
+            parts = [(float(o.mean(f"{number}")), limit) for o, (_, limit) in zip(gone, self.forget, strict=True)]
+            worst = max(parts, key=lambda pair: pair[0] - pair[1])
+            trials.append(Trial(candidate.ratio, candidate.scrub, *worst, float(kept.mean(f"{number}")), patch))
+        return trials
 
-    def attempt(self, plan: Patch, *, ratio: float, mend: bool, scrub: float = 0.0) -> Trial:
-        """Edit, repair if asked, scrub at the given strength, measure."""
-        twin = edit_model(cut_model(self.model, self.cut), plan)  # every edit lies behind the cut
-        replaced: dict[str, Tensor] = {}
-        if mend and self.norms:
-            replaced = repair(twin, self.cut, self.norms, self.mending)
-            for name, (channels, values) in plan.put.items():
-                if name in replaced:  # a silenced kernel keeps the statistics of nothing
-                    replaced[name][channels] = values
-            _fill(twin, replaced)
-        if scrub and self.classifier is not None:
-            kept = self.retain.inputs
-            rows = scrubbed_rows(twin, self.cut, self.classifier, forget=self.forget, retain=kept, strength=scrub)
-            _fill(twin, rows)
-            replaced |= rows
-        return Trial(ratio, scrub, *self.measure(twin), replace(plan, replaced=replaced))
+    def _mend(self, candidates: Sequence[Candidate]) -> list[Patch]:
+        """The candidates with re-estimated batch norms; a ratio is repaired once, whatever scrub follows."""
+        new = {c.ratio: c.patch for c in candidates if c.patch is not NOTHING and c.ratio not in self._mended}
+        if new and self.norms:
+            turns = [(norm,) for norm in self.norms] if self.layerwise else [tuple(self.norms)]
+            self._mended |= dict(zip(new, self._repaired(list(new.values()), turns), strict=True))
+        return [self._mended.get(c.ratio, c.patch) for c in candidates]
+
+    def _repaired(self, patches: list[Patch], turns: Sequence[tuple[str, ...]]) -> list[Patch]:
+        kind = "layer" if self.layerwise else "moments"
+        for norms in turns:  # layerwise: each norm sees those before it repaired
+            probe = replace(self.base, kind=kind, patches=tuple(patches), norms=norms)
+            ((pooled,),) = self.engine.measure(self.model, [Ask((self.mending,), probe)])
+            for number, patch in enumerate(patches):
+                buffers = dict(patch.replaced)
+                for norm in norms:
+                    mean, square = (pooled.mean(f"{number}:{norm}:{kind}") for kind in ("mean", "square"))
+                    variance = (square - mean.square()).clamp_min(0)
+                    buffers |= {f"{norm}.running_mean": mean.float(), f"{norm}.running_var": variance.float()}
+                for name, (channels, values) in patch.put.items():
+                    if name in buffers:  # a silenced kernel keeps the statistics of nothing
+                        buffers[name][channels] = values
+                patches[number] = replace(patch, replaced=buffers)
+        return patches
+
+    def _scrub(self, candidates: Sequence[Candidate], patches: list[Patch]) -> list[Patch]:
+        wanted = [number for number, candidate in enumerate(candidates) if candidate.scrub]
+        if not wanted or self.classifier is None:
+            return patches
+        ratios = list(dict.fromkeys(candidates[number].ratio for number in wanted))
+        mended = [next(p for c, p in zip(candidates, patches, strict=True) if c.ratio == ratio) for ratio in ratios]
+        probe = replace(self.base, kind="inputs", classifier=self.classifier, patches=tuple(mended))
+        groups = (*(group for group, _ in self.forget), self.retain)
+        ((*gone, kept),) = self.engine.measure(self.model, [Ask(groups, probe)])
+        for number in wanted:
+            place = ratios.index(candidates[number].ratio)
+            mean, square = kept.mean(f"{place}:sum"), kept.mean(f"{place}:square")
+            rows = scrubbed_rows(
+                edit_model(self.model, patches[number]),
+                self.classifier,
+                forget_means=[o.mean(f"{place}:sum") for o in gone],
+                retain_mean=mean,
+                retain_variance=_variance(mean, square, kept.images),
+                strength=candidates[number].scrub,
+            )
+            patches[number] = replace(patches[number], replaced={**patches[number].replaced, **rows})
+        return patches
 
 
-def _fill(twin: nn.Module, values: Mapping[str, Tensor]) -> None:
-    state = twin.state_dict()  # shares memory with the twin
-    for name, value in values.items():
-        state[name].copy_(value)
+def _variance(mean: Tensor, square: Tensor, count: int) -> Tensor:
+    return (square - mean.square()).clamp_min(0) * count / max(count - 1, 1)
 
 
-def smallest(values: Sequence[float], holds: Callable[[float], bool]) -> float | None:
-    """The first of ascending values for which a monotone condition holds, by bisection; None if none does.
+def smallest(
+    values: Sequence[float], holds: Callable[[Sequence[float]], Sequence[bool]], at_once: int = 1
+) -> float | None:
+    """The first of ascending values for which a monotone condition holds; None if none does.
 
-    >>> smallest([1, 2, 3, 4], lambda value: value * value > 8)
+    It is asked of `at_once` values at a time: 1 is bisection, as many as there are is one question.
+
+    >>> smallest([1, 2, 3, 4], lambda tried: [value * value > 8 for value in tried])
     3
     """
     low, high = 0, len(values)
     while low < high:
-        middle = (low + high) // 2
-        if holds(values[middle]):
-            high = middle
-        else:
-            low = middle + 1
+        number = min(at_once, high - low)
+        places = [low + (high - low) * (place + 1) // (number + 1) for place in range(number)]
+        for place, yes in zip(places, holds([values[place] for place in places]), strict=True):
+            if yes:
+                high = place
+                break
+            low = place + 1
     return values[low] if low < len(values) else None
+
+
+def thinned(values: Sequence[float], most: int) -> list[float]:
+    """At most so many of the values, evenly by place, the first and the last among them.
+
+    >>> thinned([1, 2, 3, 4, 5], 3)
+    [1, 3, 5]
+    """
+    if most == 1 or len(values) <= most:
+        return list(values)
+    return [values[round(place * (len(values) - 1) / (most - 1))] for place in range(most)]
 
 
 def calibrate(
@@ -131,7 +177,6 @@ def calibrate(
     plan: Callable[[float], Patch],
     least_retain: float,
     *,
-    mend: bool,
     may_scrub: bool,
     ratios: Sequence[float] = RATIOS,
 ) -> tuple[Trial, list[Trial]]:
@@ -141,28 +186,52 @@ def calibrate(
     budget, finished by the least scrub that reaches the target; then smaller ratios.
     """
     made: dict[tuple[float, float], Trial] = {}
+    at_once = bench.at_once
+    ratios = thinned(ratios, at_once)
+    strengths = STRENGTHS if at_once == 1 else STRENGTHS[3::4]
 
-    def trial(ratio: float, scrub: float = 0.0) -> Trial:
-        if (ratio, scrub) not in made:
-            made[ratio, scrub] = bench.attempt(plan(ratio), ratio=ratio, mend=mend, scrub=scrub)
-        return made[ratio, scrub]
+    def trials(keys: Sequence[tuple[float, float]]) -> list[Trial]:
+        new = [key for key in dict.fromkeys(keys) if key not in made]
+        if new:
+            found = bench.attempt([Candidate(plan(ratio), ratio, scrub) for ratio, scrub in new])
+            made.update(zip(new, found, strict=True))
+        return [made[key] for key in keys]
 
-    enough = smallest(ratios, lambda ratio: trial(ratio).reaches)
-    if enough is not None and trial(enough).retain >= least_retain:
-        return trial(enough), list(made.values())
-    too_much = smallest(ratios, lambda ratio: trial(ratio).retain < least_retain)
+    def reach(tried: Sequence[float]) -> list[bool]:
+        return [trial.reaches for trial in trials([(ratio, 0.0) for ratio in tried])]
+
+    enough = smallest(ratios, reach, at_once)
+    if enough is not None and made[enough, 0.0].retain >= least_retain:
+        return made[enough, 0.0], list(made.values())
+    too_much = smallest(
+        ratios, lambda tried: [t.retain < least_retain for t in trials([(ratio, 0.0) for ratio in tried])], at_once
+    )
     affordable = [ratio for ratio in ratios if too_much is None or ratio < too_much]
     if may_scrub and bench.classifier is not None:
-        for ratio in reversed(affordable[-SCRUBBED_RATIOS:]):
-            strength = smallest(STRENGTHS, lambda t, ratio=ratio: trial(ratio, t).reaches)  # type: ignore[misc]  # bound early
-            if strength is not None and trial(ratio, strength).retain >= least_retain:
-                return trial(ratio, strength), list(made.values())
-    frontier = sorted(made.values(), key=lambda t: (t.ratio, t.scrub))
+        dearest_first = affordable[::-1][:SCRUBBED_RATIOS]
+        together = max(at_once // len(strengths), 1)
+        for start in range(0, len(dearest_first), together):
+            batch = dearest_first[start : start + together]
+            if at_once > 1:
+                trials([(ratio, strength) for ratio in batch for strength in strengths])
+            for ratio in batch:
+                strength = smallest(
+                    strengths,
+                    lambda tried, ratio=ratio: [t.reaches for t in trials([(ratio, t) for t in tried])],  # type: ignore[misc]  # bound early
+                    at_once,
+                )
+                if strength is not None and made[ratio, strength].retain >= least_retain:
+                    return made[ratio, strength], list(made.values())
+    raise _refusal(list(made.values()), least_retain)
+
+
+def _refusal(made: Sequence[Trial], least_retain: float) -> Refused:
+    frontier = sorted(made, key=lambda t: (t.ratio, t.scrub))
     best = min((t.forget for t in frontier if t.retain >= least_retain), default=None)
     reached = (
         "no ratio keeps the budget" if best is None else f"the best forget accuracy within the budget is {best:.1%}"
     )
-    raise Refused(
+    return Refused(
         f"forget accuracy at most {frontier[0].limit:.1%} and retain accuracy at least {least_retain:.1%} "
         f"cannot both be had: {reached}; nothing was changed",
         frontier,

@@ -48,15 +48,23 @@ class Observation:
         sums = {key: value * kept.unsqueeze(1) for key, value in self.sums.items()}
         return replace(self, sums=sums, counts=self.counts * kept)
 
+    def collapsed(self) -> "Observation":
+        """The same over all labels together, in one row: what a client sends of a group."""
+        sums = {key: value.sum(0, keepdim=True) for key, value in self.sums.items()}
+        return replace(self, sums=sums, counts=self.counts.sum().view(1))
+
+    @property
+    def images(self) -> int:
+        return int(self.counts.sum())
+
     def among(self, keys: Sequence[str]) -> "Observation":
         return replace(self, sums={key: self.sums[key] for key in keys})
 
     def mean(self, key: str) -> Tensor:
         """Mean peak of each kernel over all images seen, (kernels,)."""
-        total = int(self.counts.sum())
-        if total <= 0:
+        if self.images <= 0:
             raise BadData("no image was observed; a mean needs at least one")
-        return self.sums[key].sum(0) / total
+        return self.sums[key].sum(0) / self.images
 
     def save(self, path: Path) -> None:
         tensors = {f"sums.{key}": value for key, value in self.sums.items()} | {"counts": self.counts}

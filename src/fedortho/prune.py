@@ -144,21 +144,40 @@ class Patch:
         """All tensors that it changes."""
         return sorted({*self.scaled, *self.put, *self.replaced})
 
-    def save(self, path: Path) -> None:
+    def trainable(self, model: nn.Module) -> dict[str, Tensor]:
+        """Which coordinates later training may move: all but what was silenced; a weakened kernel may recover."""
+        parameters = dict(model.named_parameters())
+        masks: dict[str, Tensor] = {}
+        for entries in (self.scaled, self.put):
+            for name, (channels, values) in entries.items():
+                if name in parameters and bool((values == 0).any()):
+                    mask = masks.setdefault(name, torch.ones_like(parameters[name], dtype=torch.bool))
+                    mask[channels[values == 0]] = False
+        return masks
+
+    def packed(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """As tensors and a note, for a file or a message."""
         tensors = {f"replaced.{name}": value for name, value in self.replaced.items()}
         for kind, entries in (("scaled", self.scaled), ("put", self.put)):
             for name, (channels, values) in entries.items():
                 tensors[f"{kind}.channels.{name}"] = channels.to(torch.int32)
                 tensors[f"{kind}.values.{name}"] = values
         note = {"schema": PATCH_SCHEMA, "before": self.before, "after": self.after, "about": dict(self.note)}
-        write_tensors(path, tensors, note)
+        return tensors, note
+
+    def save(self, path: Path) -> None:
+        write_tensors(path, *self.packed())
 
 
 def load_patch(path: Path) -> Patch:
     """Read a saved patch."""
-    tensors, note = read_tensors(path)
+    return unpack_patch(*read_tensors(path), path)
+
+
+def unpack_patch(tensors: Mapping[str, Tensor], note: Mapping[str, Any], source: Path | str = "the message") -> Patch:
+    """The patch that was packed into these."""
     if note.get("schema") != PATCH_SCHEMA:
-        raise BadCheckpoint(f"{path} is not a patch of schema {PATCH_SCHEMA}")
+        raise BadCheckpoint(f"{source} is not a patch of schema {PATCH_SCHEMA}")
 
     def pairs(kind: str) -> dict[str, tuple[Tensor, Tensor]]:
         start = f"{kind}.channels."

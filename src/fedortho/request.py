@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,9 @@ from fedortho.errors import FedOrthoError, unknown
 
 SAMPLE = re.compile(r"(?:(\d+)/)?(\d+)")
 KINDS = ("class", "client", "samples")
+
+
+Clients = Mapping[int, Tensor]  # the rows that each client holds
 
 
 class EmptyGroup(FedOrthoError):
@@ -69,13 +72,27 @@ class ForgetRequest:
         return kinds[0] if len(kinds) == 1 else "mixed"
 
     def __add__(self, other: "ForgetRequest") -> "ForgetRequest":
-        return ForgetRequest.parse(f"{self} {other}")
+        pairs = zip(
+            (self.classes, self.clients, self.samples), (other.classes, other.clients, other.samples), strict=True
+        )
+        classes, clients, samples = (tuple(dict.fromkeys((*mine, *theirs))) for mine, theirs in pairs)
+        return ForgetRequest(classes, clients, samples)  # type: ignore[arg-type]  # words, numbers, words
+
+    def parts(self) -> list["ForgetRequest"]:
+        """What is ranked on its own: each class, and all clients and samples together."""
+        single = ForgetRequest(clients=self.clients, samples=self.samples)
+        return [ForgetRequest((word,)) for word in self.classes] + [single] * bool(self.clients or self.samples)
+
+    def on_client(self, client: int) -> "ForgetRequest":
+        """What of it concerns this client: classes, the client itself, its samples and those named by row alone."""
+        mine = tuple(word for word in self.samples if "/" not in word or word.startswith(f"{client}/"))
+        return ForgetRequest(self.classes, (client,) if client in self.clients else (), mine)
 
     def labels(self, names: Sequence[str]) -> list[int]:
         """The labels of the classes asked for."""
         return [_label(word, names) for word in self.classes]
 
-    def mask(self, images: Images, clients: Sequence[Tensor] | None = None) -> Tensor:
+    def mask(self, images: Images, clients: Clients | None = None) -> Tensor:
         """Which of these images must be forgotten, (n,) bool; `clients` are the rows that each client holds."""
         chosen = torch.zeros(len(images), dtype=torch.bool)
         if self.classes:
@@ -86,7 +103,7 @@ class ForgetRequest:
             chosen |= torch.isin(images.rows, torch.cat(rows))
         return chosen
 
-    def split(self, images: Images, clients: Sequence[Tensor] | None = None) -> tuple[Images, Images]:
+    def split(self, images: Images, clients: Clients | None = None) -> tuple[Images, Images]:
         """The images to forget and those to keep; neither may be empty, and every sample must be there."""
         if self.samples:
             there = set(images.rows.tolist())
@@ -136,15 +153,15 @@ def _label(word: str, names: Sequence[str]) -> int:
     raise unknown("class", word, [f"0 to {len(names) - 1}", *names])
 
 
-def _rows_of(client: int, clients: Sequence[Tensor] | None) -> Tensor:
+def _rows_of(client: int, clients: Clients | None) -> Tensor:
     if clients is None:
         raise FedOrthoError(f"client:{client} needs a federation; this model was trained without clients")
-    if client >= len(clients):
-        raise FedOrthoError(f"no client {client}; clients run 0 to {len(clients) - 1}")
+    if client not in clients:
+        raise FedOrthoError(f"no client {client}; clients run 0 to {max(clients, default=0)}")
     return clients[client]
 
 
-def _row(word: str, clients: Sequence[Tensor] | None) -> int:
+def _row(word: str, clients: Clients | None) -> int:
     match = SAMPLE.fullmatch(word)
     assert match is not None, "checked when parsed"
     if match[1] is None:

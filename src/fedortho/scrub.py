@@ -5,8 +5,7 @@ mean, of the classifier's inputs; linear in x, so it is absorbed into the classi
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,20 +13,8 @@ from torch import Tensor, nn
 from fedortho.tail import Cut, run_tail
 
 
-@dataclass(frozen=True)
-class Classifier:
-    """The last linear layer, by name."""
-
-    name: str
-
-
-class HasInputs(Protocol):
-    @property
-    def inputs(self) -> Tensor: ...
-
-
-def find_classifier(model: nn.Module, classes: int, example: Tensor) -> Classifier | None:
-    """The linear layer whose output is the model's answer; None if there is no such layer."""
+def find_classifier(model: nn.Module, classes: int, example: Tensor) -> str | None:
+    """The name of the linear layer whose output is the model's answer; None if there is no such layer."""
     outputs: dict[str, Tensor] = {}
     handles = [
         module.register_forward_hook(lambda _, __, out, name=name: outputs.update({name: out}))
@@ -42,18 +29,18 @@ def find_classifier(model: nn.Module, classes: int, example: Tensor) -> Classifi
             handle.remove()
     for name, out in outputs.items():
         if out.shape == answer.shape and torch.equal(out, answer):
-            return Classifier(name)
+            return name
     return None
 
 
-def classifier_inputs(twin: nn.Module, cut: Cut, classifier: Classifier, remembered: Tensor) -> Tensor:
+def classifier_inputs(twin: nn.Module, cut: Cut, classifier: str, remembered: Tensor) -> Tensor:
     """What the classifier receives, (n, features), float64."""
     seen: list[Tensor] = []
 
     def keep(_: nn.Module, given: tuple[Tensor, ...], __: Any) -> None:
         seen.append(given[0])
 
-    handle = twin.get_submodule(classifier.name).register_forward_hook(keep)
+    handle = twin.get_submodule(classifier).register_forward_hook(keep)
     try:
         with torch.no_grad():
             run_tail(twin, cut, remembered)
@@ -63,20 +50,24 @@ def classifier_inputs(twin: nn.Module, cut: Cut, classifier: Classifier, remembe
 
 
 def scrubbed_rows(
-    twin: nn.Module, cut: Cut, classifier: Classifier, *, forget: Sequence[HasInputs], retain: Tensor, strength: float
+    model: nn.Module,
+    classifier: str,
+    *,
+    forget_means: Sequence[Tensor],
+    retain_mean: Tensor,
+    retain_variance: Tensor,
+    strength: float,
 ) -> dict[str, Tensor]:
     """The classifier's new weight and bias after removing each part's mean direction, one after the other."""
-    linear = twin.get_submodule(classifier.name)
+    linear = model.get_submodule(classifier)
     assert isinstance(linear, nn.Linear)
-    weight = linear.weight.detach().double()
-    bias = torch.zeros(len(weight), dtype=torch.float64) if linear.bias is None else linear.bias.detach().double()
-    kept = classifier_inputs(twin, cut, classifier, retain)
-    for part in forget:
-        gone = classifier_inputs(twin, cut, classifier, part.inputs).mean(0)
-        weight, bias = scrub(weight, bias, gone, kept.mean(0), kept.var(0), strength=strength)
-    rows = {f"{classifier.name}.weight": weight.to(linear.weight.dtype)}
+    weight = linear.weight.detach().double().cpu()
+    bias = torch.zeros(len(weight), dtype=torch.float64) if linear.bias is None else linear.bias.detach().double().cpu()
+    for mean in forget_means:
+        weight, bias = scrub(weight, bias, mean, retain_mean, retain_variance, strength=strength)
+    rows = {f"{classifier}.weight": weight.to(linear.weight.dtype)}
     if linear.bias is not None:
-        rows[f"{classifier.name}.bias"] = bias.to(linear.weight.dtype)
+        rows[f"{classifier}.bias"] = bias.to(linear.weight.dtype)
     return rows
 
 

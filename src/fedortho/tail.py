@@ -165,8 +165,8 @@ def _estimating(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
             norm.eval()
 
 
-def repair(twin: nn.Module, cut: Cut, names: Sequence[str], remembered: Tensor) -> dict[str, Tensor]:
-    """Re-estimate the named batch norms on remembered retain inputs, in place; the new buffers."""
+def repair(twin: nn.Module, cut: Cut, names: Sequence[str], remembered: Tensor) -> tuple[dict[str, Tensor], int]:
+    """Re-estimate the named batch norms on remembered retain inputs, in place; the new buffers, and from how many."""
     whole = remembered[: max(len(remembered) // BATCH, 1) * BATCH]  # equal batches: a plain mean is right
     counters = {f"{n}.num_batches_tracked": twin.get_buffer(f"{n}.num_batches_tracked").clone() for n in names}
     with torch.no_grad(), _estimating(twin, names):
@@ -174,4 +174,24 @@ def repair(twin: nn.Module, cut: Cut, names: Sequence[str], remembered: Tensor) 
     for name, value in counters.items():
         twin.get_buffer(name).copy_(value)  # how often it was trained is no business of a repair
     buffers = [f"{name}.{kind}" for name in names for kind in ("running_mean", "running_var")]
-    return {name: twin.get_buffer(name).clone() for name in buffers}
+    return {name: twin.get_buffer(name).clone() for name in buffers}, len(whole)
+
+
+def norm_sums(twin: nn.Module, cut: Cut, name: str, remembered: Tensor) -> tuple[Tensor, int]:
+    """Sum and sum of squares of what a norm receives in eval mode, (2, channels), float64, and of how many values."""
+    found: list[Tensor] = []
+    count = 0
+
+    def add(_: nn.Module, given: tuple[Tensor, ...]) -> None:
+        nonlocal count
+        values = given[0].double()
+        count += values.numel() // values.shape[1]
+        found.append(torch.stack([values.sum((0, 2, 3)), values.square().sum((0, 2, 3))]).cpu())
+
+    handle = twin.get_submodule(name).register_forward_pre_hook(add)
+    try:
+        with torch.no_grad():
+            run_tail(twin, cut, remembered)
+    finally:
+        handle.remove()
+    return torch.stack(found).sum(0), count

@@ -5,7 +5,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -56,6 +56,7 @@ class Progress:
 
 
 Watch = Callable[[Progress], None]
+Mask = Mapping[str, Tensor]  # parameter → which of its coordinates may move (bool); parameters not named move
 
 
 def fit(
@@ -68,21 +69,23 @@ def fit(
     device: torch.device | str = "cpu",
     checkpoint: Path | str | None = None,
     watch: Watch | None = None,
+    trainable: Mask | None = None,
 ) -> nn.Module:
     """Train a copy of the model on images and return it in eval mode on the CPU; the input stays as it was.
 
     The loss is cross-entropy + ortho · ‖W Wᵀ − I‖² over the chosen layers + align · ‖W − W_ref‖²,
     the last one only with a `reference` (the model that a federation's client has received). With
-    a `checkpoint` file a killed run goes on where it stopped, to the same bytes. `valid` is only measured.
+    a `checkpoint` file a killed run goes on where it stopped, to the same bytes. `valid` is only measured. Coordinates
+    that `trainable` denies keep their value bit for bit.
     """
     recipe = recipe or Recipe()
     checkpoint = None if checkpoint is None else Path(checkpoint)
     twin = copy.deepcopy(model)
     check_fit(twin, images, recipe)
     with _reproducible():
-        state = _State(twin, images, recipe, torch.device(device), reference)
+        state = _State(twin, images, recipe, torch.device(device), reference, trainable)
         if checkpoint is not None:
-            state.belongs_to = _identity(model, images, recipe, reference)
+            state.belongs_to = _identity(model, images, recipe, reference, trainable)
             state.resume(checkpoint)
         while state.epoch < recipe.epochs:
             _run_epoch(state, images, valid, checkpoint, watch)
@@ -108,11 +111,14 @@ def check_fit(model: nn.Module, images: Images, recipe: Recipe) -> None:
         raise BadSetting("batch norm cannot train on one image at a time; use a batch of at least 2")
 
 
-def _identity(model: nn.Module, images: Images, recipe: Recipe, reference: nn.Module | None) -> str:
+def _identity(
+    model: nn.Module, images: Images, recipe: Recipe, reference: nn.Module | None, trainable: Mask | None
+) -> str:
     """A digest of all that decides how training goes: a checkpoint of anything else is refused."""
     content = {"rows": images.rows, "labels": images.store_labels, "pixels": images.pixels}
     parts = [json.dumps(asdict(recipe), sort_keys=True), tensors_digest(content)]
     parts += [tensors_digest(m.state_dict()) for m in (model, reference) if m is not None]
+    parts += [tensors_digest(trainable)] if trainable else []
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
@@ -125,7 +131,13 @@ class _State:
     """Everything that a step reads and changes; what is saved in a checkpoint."""
 
     def __init__(
-        self, model: nn.Module, images: Images, recipe: Recipe, device: torch.device, reference: nn.Module | None
+        self,
+        model: nn.Module,
+        images: Images,
+        recipe: Recipe,
+        device: torch.device,
+        reference: nn.Module | None,
+        trainable: Mask | None = None,
     ) -> None:
         self.recipe, self.device = recipe, device
         self.belongs_to = ""
@@ -133,6 +145,7 @@ class _State:
         self.model = arranged(model.to(device), torch.channels_last).train()
         self.convs = [_conv(self.model, layer.name) for layer in layers]
         self.aligned, self.reference = _aligned(self.model, reference, layers, recipe)
+        self.held = _held(self.model, trainable or {})
         self.optimiser = torch.optim.SGD(
             self.model.parameters(),
             lr=recipe.rate,
@@ -232,6 +245,15 @@ def _aligned(
     return [mine[n] for n in names], [torch.empty_like(mine[n]).copy_(theirs[n]).detach() for n in names]
 
 
+def _held(model: nn.Module, trainable: Mask) -> list[tuple[nn.Parameter, Tensor, Tensor]]:
+    """Parameters that move only in part: which coordinates move, and what the others stay at."""
+    known = dict(model.named_parameters())
+    if other := [name for name in trainable if name not in known or known[name].shape != trainable[name].shape]:
+        raise BadSetting(f"the mask names {other[0]}, which the model lacks or has in another shape")
+    held = [(known[name], mask.to(known[name].device)) for name, mask in trainable.items() if not bool(mask.all())]
+    return [(parameter, mask, parameter.detach().clone()) for parameter, mask in held]
+
+
 def _run_epoch(
     state: _State, images: Images, valid: Images | None, checkpoint: Path | None, watch: Watch | None
 ) -> None:
@@ -296,6 +318,9 @@ def _take_step(state: _State, images: Images, rows: Tensor, step: int, steps: in
         add_align_gradient(state.aligned, state.reference, recipe.align)
     state.optimiser.param_groups[0]["lr"] = rate
     state.optimiser.step()
+    with torch.no_grad():
+        for parameter, mask, value_held in state.held:
+            parameter.copy_(torch.where(mask, parameter, value_held))
     value = loss.item()
     if not math.isfinite(value):
         raise FedOrthoError(

@@ -1,0 +1,169 @@
+"""Where the data lives: a method sees models and sums, never an image; central or federated is which engine it gets."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from fedortho.data import Dataset, Images
+from fedortho.files import tensors_digest
+from fedortho.observe import Observation
+from fedortho.probe import Memory, Probe, answer
+from fedortho.recipe import Recipe
+from fedortho.request import Clients, ForgetRequest
+from fedortho.train import Mask, fit
+
+SPLITS = ("train", "valid")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Some of the images, by description: of one split, those that a request names, less those of another."""
+
+    split: str = "train"
+    only: ForgetRequest | None = None  # None: all
+    but: ForgetRequest | None = None  # None: without exception
+    most: int = 0  # a seeded draw of at most so many; 0: all
+    seed: int = 0
+
+    def select(self, images: Images, clients: Clients | None = None) -> Images:
+        """The images of this group among those of its split."""
+        chosen = torch.ones(len(images), dtype=torch.bool) if self.only is None else self.only.mask(images, clients)
+        if self.but is not None:
+            chosen &= ~self.but.mask(images, clients)
+        return draw(images.subset(chosen), self.most, self.seed)
+
+    def on_client(self, client: int, share: int) -> "Group":
+        """The same group as one of `share` clients sees it."""
+        only, but = (None if request is None else request.on_client(client) for request in (self.only, self.but))
+        return replace(self, only=only, but=but, most=-(-self.most // share))
+
+
+def draw(images: Images, most: int, seed: int) -> Images:
+    """At most so many of the images, the same ones for the same seed; 0: all."""
+    if not most or len(images) <= most:
+        return images
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
+    return images.subset(order[:most].sort().values)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A probe of some groups; several asks travel together."""
+
+    groups: tuple[Group, ...]
+    probe: Probe
+
+
+@dataclass
+class Tally:
+    """What an engine has spent so far; bytes and exchanges stay 0 where nothing travels."""
+
+    images_read: int = 0
+    exchanges: int = 0
+    bytes_up: int = 0  # from all clients together
+    bytes_down: int = 0
+
+    def since(self, before: "Tally") -> "Tally":
+        return Tally(**{name: value - getattr(before, name) for name, value in asdict(self).items()})
+
+
+class Engine(Protocol):
+    """The two things that may be done with private data: train on it and add up what it says."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the classes."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of an image."""
+        ...
+
+    @property
+    def at_once(self) -> int:
+        """How many candidates are best tried together."""
+        ...
+
+    @property
+    def is_federated(self) -> bool: ...
+
+    @property
+    def has_ledger(self) -> bool: ...
+
+    @property
+    def tally(self) -> Tally: ...
+
+    def fit(self, model: nn.Module, group: Group, recipe: Recipe, *, trainable: Mask | None = None) -> nn.Module:
+        """Train a copy of the model on the images of a group; only `trainable` coordinates move."""
+        ...
+
+    def measure(self, model: nn.Module, asks: Sequence[Ask]) -> list[list[Observation]]:
+        """Per ask an observation of each of its groups, over all holders of images; one exchange."""
+        ...
+
+    def check(self, request: ForgetRequest, forgotten: ForgetRequest | None) -> None:
+        """Refuse a request that names nothing, everything, or what is not there."""
+        ...
+
+
+@dataclass
+class CentralEngine:
+    """All images in one place."""
+
+    data: Dataset
+    ledger: Observation | None = None
+    clients: Clients | None = None  # rows of each client, where the images came from a federation
+    device: torch.device | str = "cpu"
+    tally: Tally = field(default_factory=Tally)
+    at_once = 1
+    is_federated = False
+
+    def __post_init__(self) -> None:
+        self._digest, self._memory = "", Memory()
+        self._model: nn.Module | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.data.train.names
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.data.train.shape
+
+    @property
+    def has_ledger(self) -> bool:
+        return self.ledger is not None
+
+    def fit(self, model: nn.Module, group: Group, recipe: Recipe, *, trainable: Mask | None = None) -> nn.Module:
+        return fit(model, self._images(group), recipe, device=self.device, trainable=trainable)
+
+    def measure(self, model: nn.Module, asks: Sequence[Ask]) -> list[list[Observation]]:
+        model, memory = self._remembered(model)
+        read, found = memory.images_read, []
+        for ask in asks:
+            groups = [self._images(group) for group in ask.groups]
+            probe = replace(ask.probe, by_label=ask.probe.by_label or ask.probe.kind == "peaks")  # nobody to protect
+            found.append(answer(model, self.data.train, groups, probe, memory=memory, device=self.device))
+        self.tally.images_read += memory.images_read - read
+        return found
+
+    def check(self, request: ForgetRequest, forgotten: ForgetRequest | None) -> None:
+        request.split(Group(but=forgotten).select(self.data.train, self.clients), self.clients)
+
+    def _images(self, group: Group) -> Images:
+        images: Images = getattr(self.data, group.split)
+        return group.select(images, self.clients)
+
+    def _remembered(self, model: nn.Module) -> tuple[nn.Module, Memory]:
+        """A copy of the model on the engine's device, and what is known of it from earlier asks."""
+        digest = tensors_digest(model.state_dict())
+        if digest != self._digest or self._model is None:
+            ledger = self.ledger if self.ledger is not None and self.ledger.model == digest else None
+            self._digest, self._memory = digest, Memory(ledger, {}, {})
+            self._model = copy.deepcopy(model).to(self.device).eval()
+        return self._model, self._memory

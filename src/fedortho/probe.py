@@ -1,0 +1,225 @@
+"""What a holder of images may be asked about a model: sums over its images and their number, and nothing else.
+
+All probes of a request are answered by one function, here for a central engine and on each client of a
+federation; answers of disjoint images add up. Candidates (patches) are tried on what the tail of the network
+receives, which is computed once.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fedortho.data import Images
+from fedortho.errors import BadData, unknown
+from fedortho.observe import Observation, key_of, observe
+from fedortho.prune import Patch, edit_model
+from fedortho.scrub import classifier_inputs
+from fedortho.sites import find_sites
+from fedortho.tail import Cut, cut_model, find_cut, norm_sums, repair, run_tail, tail_inputs
+
+NOTHING = Patch("", "")
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A question; `layers`, `edit` and `tap` say which kernels are meant, the rest belongs to single kinds."""
+
+    kind: str  # one of PROBES, or difference
+    layers: str = "deep"
+    edit: str = "channel"
+    tap: str = "stream"
+    patches: tuple[Patch, ...] = (NOTHING,)  # candidates
+    norms: tuple[str, ...] = ()  # moments: batch norms to estimate; layer: the one whose input is summed
+    classifier: str = ""  # inputs: the layer
+    by_label: bool = False  # right, peaks: a row for each label
+
+    def __post_init__(self) -> None:
+        if self.kind not in (*PROBES, "difference"):
+            raise unknown("probe", self.kind, (*PROBES, "difference"))
+
+
+@dataclass
+class Memory:
+    """What a holder has computed for one model and need not compute again."""
+
+    ledger: Observation | None = None
+    tails: dict[tuple[object, ...], tuple[Cut, Tensor]] | None = None  # None: nothing is remembered
+    looked: dict[bytes, Observation] | None = None
+    images_read: int = 0
+
+
+def answer(
+    model: nn.Module,
+    whole: Images,
+    groups: Sequence[Images],
+    probe: Probe,
+    *,
+    memory: Memory | None = None,
+    device: torch.device | str = "cpu",
+) -> list[Observation]:
+    """One observation per group of images; `difference` takes two groups and gives their weighted difference."""
+    memory = memory or Memory()
+    if probe.kind == "difference":
+        forget, retain = (_peaks(model, whole, group, probe, memory, device) for group in groups)
+        return [weighted_difference(forget, retain)]
+    found = [PROBES[probe.kind](model, whole, group, probe, memory, device) for group in groups]
+    return found if probe.by_label else [observation.collapsed() for observation in found]
+
+
+def weighted_difference(forget: Observation, retain: Observation) -> Observation:
+    """The paper's share of one client: its images times (mean of forget − mean of retain); nothing without both."""
+    whole = forget.images + retain.images if forget.images and retain.images else 0
+    sums = {}
+    for key, value in forget.sums.items():
+        empty = torch.zeros(1, value.shape[1], dtype=torch.float64)
+        sums[key] = whole * (forget.mean(key) - retain.mean(key)).unsqueeze(0) if whole else empty
+    return Observation(sums, torch.tensor([whole]), forget.model)
+
+
+def _peaks(
+    model: nn.Module, whole: Images, group: Images, probe: Probe, memory: Memory, device: torch.device | str
+) -> Observation:
+    """Peaks by label, from the ledger where it knows all images of a label and from the images otherwise."""
+    taps = [(site, probe.tap) for site in find_sites(model, whole.shape, probe.layers, probe.edit, probe.tap)]
+    keys = [key_of(*tap) for tap in taps]
+
+    def look(images: Images) -> Observation:
+        key = images.rows.numpy().tobytes()
+        if memory.looked is not None and key in memory.looked:
+            return memory.looked[key]
+        seen = observe(model, images, taps, classes=whole.classes, device=device)
+        memory.images_read += len(images)
+        if memory.looked is not None:
+            memory.looked[key] = seen
+        return seen
+
+    ledger = memory.ledger
+    if ledger is None or any(key not in ledger.sums or key in ledger.stale for key in keys):
+        return look(group)
+    return _from_ledger(ledger.among(keys), whole, group, look)
+
+
+def _from_ledger(
+    ledger: Observation, whole: Images, group: Images, look: Callable[[Images], Observation]
+) -> Observation:
+    """Whole labels are lines of the ledger; of the others, the smaller side is looked at: the group or its rest."""
+    mine = torch.bincount(group.labels, minlength=whole.classes)
+    there = torch.bincount(whole.labels, minlength=whole.classes)
+    complete = (mine == ledger.counts) & (mine > 0)
+    found = ledger.only(complete.nonzero().flatten().tolist())
+    partial = (mine > 0) & ~complete
+    if not bool(partial.any()):
+        return found
+    rest = whole.subset(partial[whole.labels] & ~torch.isin(whole.rows, group.rows))
+    labels = partial.nonzero().flatten().tolist()
+    if len(rest) < int(mine[partial].sum()) and bool((there == ledger.counts)[partial].all()):
+        return found + (ledger.only(labels) - look(rest))
+    return found + look(group.subset(partial[group.labels]))
+
+
+def _inputs(images: Images, device: torch.device | str) -> Tensor:
+    return images.normalise(images.pixels[images.rows].to(device))
+
+
+def _tail(
+    model: nn.Module, images: Images, probe: Probe, memory: Memory, device: torch.device | str
+) -> tuple[Cut, Tensor]:
+    """Where the network is cut before the first kernel that candidates edit, and what these images are there."""
+    key = (probe.layers, probe.edit, probe.tap, images.rows.numpy().tobytes())
+    if memory.tails is not None and key in memory.tails:
+        return memory.tails[key]
+    if not len(images):
+        raise BadData("there is no image to try candidates on")
+    sites = find_sites(model, images.shape, probe.layers, probe.edit, probe.tap)
+    inputs = _inputs(images, device)
+    cut = find_cut(model, sites, inputs[:2])
+    found = cut, tail_inputs(model, cut, inputs)
+    memory.images_read += len(images)
+    if memory.tails is not None:
+        memory.tails[key] = found
+    return found
+
+
+def _right(
+    model: nn.Module, whole: Images, group: Images, probe: Probe, memory: Memory, device: torch.device | str
+) -> Observation:
+    """How many answers of each candidate are right, by label."""
+    sums = {f"{number}": torch.zeros(whole.classes, 1, dtype=torch.float64) for number in range(len(probe.patches))}
+    if len(group):
+        cut, remembered = _tail(model, group, probe, memory, device)
+        for number, patch in enumerate(probe.patches):
+            with torch.no_grad():
+                answers = run_tail(edit_model(cut_model(model, cut), patch), cut, remembered).argmax(1).cpu()
+            right = group.labels[answers == group.labels]
+            sums[f"{number}"] = torch.bincount(right, minlength=whole.classes).double().unsqueeze(1)
+    return Observation(sums, torch.bincount(group.labels, minlength=whole.classes))
+
+
+def _moments(
+    model: nn.Module, whole: Images, group: Images, probe: Probe, memory: Memory, device: torch.device | str
+) -> Observation:
+    """First and second moments of batch-norm inputs, as each candidate's own batch statistics give them."""
+    sums, count = {}, 0
+    usable = len(group) > 1  # batch statistics of one image are no statistics
+    for number, patch in enumerate(probe.patches):
+        means, variances = {}, {}
+        if usable:
+            cut, remembered = _tail(model, group, probe, memory, device)
+            twin = edit_model(cut_model(model, cut), patch)
+            buffers, count = repair(twin, cut, probe.norms, remembered)
+            means = {n: buffers[f"{n}.running_mean"].double().cpu() for n in probe.norms}
+            variances = {n: buffers[f"{n}.running_var"].double().cpu() for n in probe.norms}
+        for norm in probe.norms:
+            width = model.get_buffer(f"{norm}.running_mean").numel()
+            mean = means.get(norm, torch.zeros(width, dtype=torch.float64))
+            square = variances.get(norm, torch.zeros(width, dtype=torch.float64)) + mean.square()
+            sums[f"{number}:{norm}:mean"] = count * mean.unsqueeze(0)
+            sums[f"{number}:{norm}:square"] = count * square.unsqueeze(0)
+    return Observation(sums, torch.tensor([count]))
+
+
+def _layer(
+    model: nn.Module, whole: Images, group: Images, probe: Probe, memory: Memory, device: torch.device | str
+) -> Observation:
+    """Sums of one batch norm's inputs and of their squares, by each candidate as it is; exact on any partition."""
+    (norm,) = probe.norms
+    width = model.get_buffer(f"{norm}.running_mean").numel()
+    sums: dict[str, Tensor] = {}
+    count = 0
+    for number, patch in enumerate(probe.patches):
+        total = torch.zeros(2, width, dtype=torch.float64)
+        if len(group):
+            cut, remembered = _tail(model, group, probe, memory, device)
+            total, count = norm_sums(edit_model(cut_model(model, cut), patch), cut, norm, remembered)
+        sums |= {f"{number}:{norm}:mean": total[:1], f"{number}:{norm}:square": total[1:]}
+    return Observation(sums, torch.tensor([count]))
+
+
+def _classifier(
+    model: nn.Module, whole: Images, group: Images, probe: Probe, memory: Memory, device: torch.device | str
+) -> Observation:
+    """Sums of the classifier's inputs and of their squares, for each candidate."""
+    sums = {}
+    linear = model.get_submodule(probe.classifier)
+    assert isinstance(linear, nn.Linear)
+    for number, patch in enumerate(probe.patches):
+        given = torch.zeros(0, linear.in_features, dtype=torch.float64)
+        if len(group):
+            cut, remembered = _tail(model, group, probe, memory, device)
+            twin = edit_model(cut_model(model, cut), patch)
+            given = classifier_inputs(twin, cut, probe.classifier, remembered).cpu()
+        sums[f"{number}:sum"] = given.sum(0, keepdim=True)
+        sums[f"{number}:square"] = given.square().sum(0, keepdim=True)
+    return Observation(sums, torch.tensor([len(group)]))
+
+
+Answer = Callable[[nn.Module, Images, Images, Probe, Memory, torch.device | str], Observation]
+PROBES: Mapping[str, Answer] = {
+    "peaks": _peaks,
+    "right": _right,
+    "moments": _moments,
+    "layer": _layer,
+    "inputs": _classifier,
+}
