@@ -4,8 +4,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+FEDERATION := --data fashion-mini --clients 10 --split dirichlet:0.3 --fraction 1 --rounds 8 --batch 32
 
-.PHONY: help demo test check benchmark clean
+.PHONY: help demo test test-slow benchmark clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -19,20 +20,30 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $(STAMP)
 
-demo: $(STAMP)  ## train an orthogonal network on embedded images, make it forget a class (about a minute)
-	@echo "1. Training vgg-mini with orthogonal kernels on fashion-mini (6,000 images, embedded)"
-	@rm -rf runs/demo runs/demo-forgot
-	$(BIN)/fedortho train --data fashion-mini --model vgg-mini --epochs 4 --out runs/demo
-	@echo "2. Forgetting the class Dress: observe, rank, prune, repair; no retraining"
+demo: $(STAMP)  ## forget a class in one network, then a class and a client in a federation (about two minutes)
+	@rm -rf runs/demo runs/demo-*
+	@echo "1. One network: train it with orthogonal kernels on 6,000 embedded images, then forget the class Dress"
+	$(BIN)/fedortho train --data fashion-mini --model vgg-mini --epochs 3 --out runs/demo
 	$(BIN)/fedortho forget runs/demo class:Dress --out runs/demo-forgot
-	@echo "3. What is left, class by class"
-	$(BIN)/fedortho evaluate runs/demo-forgot
+	@echo "2. A federation: ten clients with different mixtures of classes train together"
+	$(BIN)/fedortho federate $(FEDERATION) --out runs/demo-federation
+	@echo "3. Forget the class Dress in it: sums travel, images and models do not"
+	$(BIN)/fedortho forget runs/demo-federation class:Dress --max-retain-drop 0.03 --out runs/demo-federation-forgot
+	@echo "4. What forgetting is measured by: a federation that never saw a Dress"
+	$(BIN)/fedortho federate $(FEDERATION) --without class:Dress --out runs/demo-federation-retrained
+	$(BIN)/fedortho judge runs/demo-federation runs/demo-federation-forgot runs/demo-federation-retrained --request class:Dress
+	@echo "5. A client leaves, and what it brought is forgotten"
+	$(BIN)/fedortho forget runs/demo-federation-forgot client:4 --max-retain-drop 0.03 --out runs/demo-federation-left
 
 test: $(STAMP)  ## format, lint, types, tests and doctests: all that CI runs
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/pytest
+
+test-slow: $(STAMP)  ## the same federation on Ray and on a loopback SuperLink with TLS and keys (about ten minutes)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch -e '.[dev,simulation]'
+	$(BIN)/pytest -m slow tests/federated
 
 benchmark: $(STAMP)  ## overhead of the penalties, in one run (about half an hour on two cores)
 	$(BIN)/python benchmarks/overhead.py

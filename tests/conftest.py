@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from small import TinyNet
+from torch import nn
 
 from fedortho.data import Dataset, Images, images_from_tensors
 from fedortho.models import build_model
@@ -34,22 +35,6 @@ def toy() -> Images:
         top, left = 4 * (label // 2), 4 * (label % 2)
         pixels[labels == label, :, top : top + 4, left : left + 4] += 100
     return images_from_tensors(pixels, labels)
-
-
-class TinyNet(nn.Module):
-    """Three convolutions with batch norm, the smallest thing that has a deep layer."""
-
-    def __init__(self, classes: int = 4, channels: int = 1, dropout: float = 0.0) -> None:
-        super().__init__()
-        layers: list[nn.Module] = []
-        for inputs, outputs in ((channels, 6), (6, 8), (8, 12)):
-            layers += [nn.Conv2d(inputs, outputs, 3, 1, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
-        self.features = nn.Sequential(*layers)
-        self.dropout = nn.Dropout(dropout)
-        self.fc = nn.Linear(12, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(self.dropout(self.features(x).mean((2, 3))))
 
 
 @pytest.fixture(scope="session")

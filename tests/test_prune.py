@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TinyNet
 from hypothesis import given
 from hypothesis import strategies as st
+from small import TinyNet
 from torch import Tensor, nn
 
 from fedortho.data import Images

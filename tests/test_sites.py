@@ -1,6 +1,6 @@
 import pytest
 import torch
-from conftest import TinyNet
+from small import TinyNet
 from torch import Tensor, nn
 
 from fedortho.errors import BadSetting, UnknownName

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TinyNet
+from small import TinyNet
 from torch import nn
 
 import fedortho.train
@@ -288,5 +288,5 @@ def test_coordinates_that_the_mask_denies_stay_bit_for_bit_and_the_others_move(t
     before, after = tiny.get_parameter("features.3.weight"), trained.get_parameter("features.3.weight")
     assert torch.equal(before[2], after[2])
     assert not torch.isclose(before[[0, 1, 3]], after[[0, 1, 3]]).all()
-    with pytest.raises(BadSetting, match="the mask names fc.scale"):
+    with pytest.raises(BadSetting, match=r"the mask names fc\.scale"):
         fit(tiny, toy, Recipe(epochs=1), trainable={"fc.scale": torch.ones(1, dtype=torch.bool)})

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from conftest import TinyNet
+from small import TinyNet
 
 from fedortho.data import Images, images_from_tensors, make_dataset
 from fedortho.errors import BadData

@@ -7,31 +7,53 @@ import logging
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import click
 import typer
-from rich.console import Console
 from rich.logging import RichHandler
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bars
-from rich.table import Table
 
-from fedortho.calibrate import Refused, Trial
+from fedortho.calibrate import Refused
+from fedortho.data import Dataset
 from fedortho.errors import FedOrthoError
+from fedortho.federation import held_rows
 from fedortho.methods import preset
 from fedortho.methods.fedortho import ForgetSettings
 from fedortho.models import build_model
 from fedortho.request import ForgetRequest
-from fedortho.runs import ImportSettings, Run, TrainSettings, choose_device, import_run, open_run, train_run
+from fedortho.runs import (
+    FederateSettings,
+    ImportSettings,
+    Run,
+    TrainSettings,
+    choose_device,
+    import_run,
+    open_run,
+    train_run,
+)
+from fedortho.screen import (
+    bar,
+    bars,
+    check_table,
+    class_table,
+    err,
+    federation_bar,
+    frontier_table,
+    out,
+    print_run,
+    print_served,
+    say,
+    training_bar,
+    verdict_table,
+)
 from fedortho.serve import Served, describe, serve_request, undo_run
 from fedortho.settings import field_help, field_types, kebab, make_settings, read_toml
-from fedortho.sites import Finding, check_model
-from fedortho.train import Evaluation, Progress, evaluate
+from fedortho.sites import check_model
+from fedortho.train import evaluate
+from fedortho.verify import Verdict, judge
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -39,8 +61,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Make trained convolutional networks forget, and prove it.",
 )
-out = Console()
-err = Console(stderr=True)
 INTERRUPTED = 130  # what typer makes of ctrl-C
 
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="a run directory")]
@@ -73,10 +93,6 @@ def main() -> None:
 def _refuse(message: str) -> NoReturn:
     err.print(f"[bold red]error:[/] {escape(' '.join(message.split()))}", highlight=False, soft_wrap=True)
     sys.exit(2)
-
-
-def say(text: str) -> None:
-    out.print(text, highlight=False, soft_wrap=True)
 
 
 def takes_settings(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -118,11 +134,11 @@ def train(
 ) -> None:
     """Train a model with orthogonal kernels; a killed run goes on where it stopped."""
     settings = make_settings(TrainSettings, read_toml(config) if config else {}, given)
-    with _bars() as bars:
-        observing = _bar(bars, "writing the ledger")
-        decoding = _bar(bars, "decoding images")
-        run = train_run(out_path, settings, watch=_training_bar(bars), progress=decoding, observing=observing)
-    _print_run(run)
+    with bars() as shown:
+        observing = bar(shown, "writing the ledger")
+        decoding = bar(shown, "decoding images")
+        run = train_run(out_path, settings, watch=training_bar(shown), progress=decoding, observing=observing)
+    print_run(run)
 
 
 @app.command("import")
@@ -135,10 +151,82 @@ def import_(
 ) -> None:
     """Make a run directory of a model that was trained elsewhere, and evaluate it."""
     settings = make_settings(ImportSettings, given)
-    with _bars() as bars:
-        decoding, observing = _bar(bars, "decoding images"), _bar(bars, "writing the ledger")
+    with bars() as shown:
+        decoding, observing = bar(shown, "decoding images"), bar(shown, "writing the ledger")
         run = import_run(out_path, file, settings, progress=decoding, observing=observing)
-    _print_run(run)
+    print_run(run)
+
+
+EngineName = Annotated[str, typer.Option("--engine", help="where clients run: inprocess, ray or superlink")]
+Deployment = Annotated[Path | None, typer.Option(help="for superlink: the folder that fedortho deploy wrote")]
+
+
+@app.command()
+@takes_settings(FederateSettings)
+def federate(
+    out_path: OutPath,
+    config: Annotated[Path | None, typer.Option(help="a TOML file of settings; flags win over it")] = None,
+    engine: EngineName = "inprocess",
+    deployment: Deployment = None,
+    *,
+    given: dict[str, Any],
+) -> None:
+    """Train a federation of clients; a killed one goes on after its last whole round."""
+    from fedortho.federated.jobs import check_engine, train_elsewhere
+
+    settings = make_settings(FederateSettings, read_toml(config) if config else {}, given)
+    check_engine(engine, deployment)
+    if engine == "inprocess":
+        from fedortho.federated.server import train_federation
+
+        with bars() as shown:
+            print_run(train_federation(out_path, settings, watch=federation_bar(shown)))
+        return
+    train_elsewhere(engine, out_path, settings, deployment, _log_line)
+    _print_elsewhere(out_path)
+
+
+def _log_line(text: str) -> None:
+    err.print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+def _print_elsewhere(path: Path) -> None:
+    if (path / "run.json").exists():
+        print_run(open_run(path))
+    else:
+        say(f"written to {escape(str(path.absolute()))} on the SuperLink's machine")
+
+
+@app.command()
+def sync(run_path: RunPath) -> None:
+    """Bring the clients of a simulated federation that missed a patch to the run's model."""
+    from fedortho.federated.server import sync as bring
+
+    run = open_run(run_path)
+    if not isinstance(run.settings, FederateSettings):
+        raise FedOrthoError(f"{run_path} was not trained by a federation; there is nobody to bring up to date")
+    say(f"{len(bring(run))} of {run.settings.clients} clients have the model {run.record['model']['digest'][:16]}")
+
+
+@app.command()
+@takes_settings(FederateSettings)
+def deploy(
+    out_path: Annotated[Path, typer.Option("--out", help="the folder to write")],
+    address: Annotated[str, typer.Option(help="name or IP address of the SuperLink's machine, as nodes reach it")],
+    nodes: Annotated[int, typer.Option(help="number of nodes, one per client")] = 3,
+    port: Annotated[int, typer.Option(help="its port")] = 8000,
+    insecure: Annotated[bool, typer.Option("--insecure", help="no TLS and no keys; for loopback only")] = False,
+    *,
+    given: dict[str, Any],
+) -> None:
+    """Write scripts, certificates and keys for a federation on several machines; docs/deploy.md explains them."""
+    from fedortho.federated.deploy import write_deployment
+    from fedortho.federated.jobs import app_config
+
+    settings = make_settings(FederateSettings, {"clients": nodes}, given)
+    config = app_config(settings)
+    write_deployment(out_path, nodes=nodes, address=address, port=port, insecure=insecure, config=config)
+    say(f"written to {escape(str(out_path))}; {escape(str(out_path / 'README.txt'))} says what goes where")
 
 
 @app.command("evaluate")
@@ -154,8 +242,8 @@ def evaluate_(
         raise FedOrthoError(f"no split {split!r}; choose from test, valid, train")
     run = open_run(run_path)
     place = choose_device(device)
-    with _bars() as bars:
-        data = run.load_data(data_dir, _bar(bars, "decoding images"))
+    with bars() as shown:
+        data = run.load_data(data_dir, bar(shown, "decoding images"))
     images = getattr(data, split)
     score = evaluate(run.load_model().to(place), images, device=place)
     if as_json:
@@ -164,16 +252,45 @@ def evaluate_(
         typer.echo(json.dumps(value, indent=2))
     else:
         say(escape(f"{run_path}: {split} images of {data.name}"))
-        out.print(_class_table(score, images.names))
+        out.print(class_table(score, images.names))
+
+
+@app.command("judge")
+def judge_(
+    run_paths: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run directories of the same data")],
+    request: Annotated[str, typer.Option(help="what had to be forgotten, such as class:3 or client:4")],
+    data_dir: DataDir = "",
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Measure runs side by side by what they still know of a request: the original, one that forgot, one retrained."""
+    asked, place = ForgetRequest.parse(request), choose_device(device)
+    verdicts: dict[str, Verdict] = {}
+    for path in run_paths:
+        run = open_run(path)
+        data = run.load_data(data_dir)
+        clients = (
+            held_rows(data, run.settings, run.settings.seed) if isinstance(run.settings, FederateSettings) else None
+        )
+        verdicts[str(path)] = judge(run.load_model().to(place), data, asked, clients=clients, device=place)
+    if as_json:
+        typer.echo(json.dumps({path: dataclasses.asdict(verdict) for path, verdict in verdicts.items()}, indent=2))
+    else:
+        say(escape(f"{asked}: accuracy on what had to go, on what stays, and on all test images"))
+        out.print(verdict_table(verdicts))
 
 
 @app.command()
 @takes_settings(ForgetSettings)
 def forget(
     run_path: RunPath,
-    request: Annotated[list[str], typer.Argument(help="class:3, class:3,7, class:cat, samples:FILE; several at once")],
+    request: Annotated[
+        list[str], typer.Argument(help="class:3, class:3,7, class:cat, client:3, samples:FILE; several at once")
+    ],
     out_path: Annotated[Path | None, typer.Option("--out", help="new run directory (default: RUN-REQUEST)")] = None,
     preset_name: Annotated[str, typer.Option("--preset", help="robust or paper")] = "robust",
+    engine: EngineName = "inprocess",
+    deployment: Deployment = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="find the patch and show it; write nothing")] = False,
     keep_undo: Annotated[Path | None, typer.Option(help="keep what is removed in this file, for fedortho undo")] = None,
     data_dir: DataDir = "",
@@ -183,61 +300,45 @@ def forget(
     given: dict[str, Any],
 ) -> None:
     """Make a trained model forget; writes a new run directory and leaves the old one as it was."""
+    from fedortho.federated.jobs import check_engine, forget_elsewhere
+
     settings = preset(preset_name, **given)
     asked = ForgetRequest.parse(shlex.join(request))
     run = open_run(run_path)
+    check_engine(engine, deployment)
+    if engine != "inprocess" and not isinstance(run.settings, FederateSettings):
+        raise FedOrthoError(f"{run_path} was not trained by a federation; leave --engine out")
     place = choose_device(device)
     out_dir = out_path or run_path.with_name(f"{run_path.name}-{_file_name(asked)}")
-    with _bars() as bars:
-        data = run.load_data(data_dir, _bar(bars, "decoding images"))
-        bars.add_task(f"forgetting {_file_name(asked)}", total=None, news="")
+    if engine != "inprocess":
+        if dry_run or keep_undo:
+            raise FedOrthoError(f"--dry-run and --keep-undo work here only, not with --engine {engine}")
+        forget_elsewhere(engine, run, asked, settings, out=out_dir, deployment=deployment, say=_log_line)
+        _print_elsewhere(out_dir)
+        return
+    with bars() as shown:
+        data = run.load_data(data_dir, bar(shown, "decoding images"))
+        shown.add_task(f"forgetting {_file_name(asked)}", total=None, news="")
         try:
-            served = serve_request(
-                run, data, asked, settings, out=None if dry_run else out_dir, undo=keep_undo, device=place
-            )
+            served = _serve(run, data, asked, settings, out=None if dry_run else out_dir, undo=keep_undo, device=place)
         except Refused as refusal:
-            bars.stop()
-            err.print(_frontier_table(refusal.frontier))
+            shown.stop()
+            err.print(frontier_table(refusal.frontier))
             raise FedOrthoError(f"{refusal}; {_retrain_advice(run)}") from refusal
     if as_json:
         typer.echo(json.dumps(describe(served), indent=2))
     else:
-        _print_served(served, run_path)
+        print_served(served, run_path)
 
 
-def _print_served(served: Served, run_path: Path) -> None:
-    say(escape(f"{run_path}: {served.request}"))
-    table = Table()
-    for name in ("accuracy", "before", "after"):
-        table.add_column(name, justify="left" if name == "accuracy" else "right")
-    for name in ("forget", "retain", "test"):
-        table.add_row(name, f"{getattr(served.before, name):.1%}", f"{getattr(served.after, name):.1%}")
-    out.print(table)
-    outcome = served.outcome
-    sites = outcome.patch.note["sites"]
-    say("kernels edited: " + ", ".join(f"{len(v['kernels'])} in {k}" for k, v in sites.items()))
-    if outcome.chosen is not None:
-        scrub = f", scrub at strength {outcome.chosen.scrub:g}" if outcome.chosen.scrub else ", no scrub"
-        say(f"ratio {outcome.chosen.ratio:g}{scrub}, {len(outcome.trials)} trials")
-    parts = [f"{k} {v:.2f} s ({outcome.images_read[k]:,} images read)" for k, v in outcome.seconds.items()]
-    say("; ".join(parts))
-    if len(served.all_forgotten) > 1:
-        told = ", ".join(f"{k} {v:.1%}" for k, v in served.all_forgotten.items())
-        say(f"forgotten so far: {told}; retention paid in all: {served.retain_paid:.1%}")
-    if served.advise_retraining:
-        say("[yellow]these requests have cost much retention: retrain before the next one[/]")
-    if served.run is None:
-        say(str(outcome.patch).replace("[", r"\["))
-    say("dry run: nothing was written" if served.run is None else f"written to {escape(str(served.run.path))}")
+def _serve(run: Run, data: Dataset, request: ForgetRequest, settings: ForgetSettings, **places: Any) -> Served:
+    """Here, or with the clients of the federation that trained the run."""
+    if not isinstance(run.settings, FederateSettings):
+        return serve_request(run, data, request, settings, **places)
+    from fedortho.federated.server import forget_in_federation
 
-
-def _frontier_table(frontier: Sequence[Trial]) -> Table:
-    table = Table(caption="tried, on the images set aside", caption_justify="left")
-    for name in ("ratio", "scrub", "forget", "retain"):
-        table.add_column(name, justify="right")
-    for trial in frontier:
-        table.add_row(f"{trial.ratio:g}", f"{trial.scrub:g}", f"{trial.forget:.1%}", f"{trial.retain:.1%}")
-    return table
+    places.pop("device")
+    return forget_in_federation(run, request, settings, data=data, **places)
 
 
 def _retrain_advice(run: Run) -> str:
@@ -282,84 +383,9 @@ def check(
         typer.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     else:
         say(f"{model}: what can be edited")
-        out.print(_check_table(findings))
+        out.print(check_table(findings))
     if any(finding.conv or finding.channel or finding.group for finding in findings):
         raise typer.Exit(1)
-
-
-def _check_table(findings: Sequence[Finding]) -> Table:
-    table = Table(caption_justify="left")
-    for name in ("layer", "kernels", "norm", "conv", "channel", "residual group"):
-        table.add_column(name, justify="right" if name == "kernels" else "left", overflow="fold")
-    for finding in findings:
-        layer = finding.layer
-        group = "–" if len(layer.writers) == 1 else finding.group or f"with {len(layer.writers) - 1} more"
-        edits = [finding.conv or ("yes*" if finding.is_undone else "yes"), finding.channel or "yes"]
-        table.add_row(layer.name, str(layer.kernels), layer.norm_kind or "none", *edits, group)
-    if any(finding.is_undone for finding in findings):
-        table.caption = "* undone by re-estimating batch-norm statistics; the channel edit is not"
-    return table
-
-
-def _class_table(score: Evaluation, names: tuple[str, ...]) -> Table:
-    table = Table()
-    table.add_column("class")
-    table.add_column("images", justify="right")
-    table.add_column("right", justify="right")
-    for name, row, share in zip(names, score.confusion, score.per_class, strict=True):
-        table.add_row(escape(name), str(sum(row)), "–" if share is None else f"{share:.1%}")
-    table.add_section()
-    table.add_row("all", str(score.images), f"{score.accuracy:.1%}")
-    return table
-
-
-def _print_run(run: Run) -> None:
-    result, about = run.record["result"], run.record["model"]
-    scores = ", ".join(f"{name.removesuffix('-accuracy')} {value:.1%}" for name, value in result.items())
-    history = run.history()
-    ortho = f", orthogonality penalty {history[-1].ortho:.3g}" if history and history[-1].ortho is not None else ""
-    title = f"[bold]{escape(str(run.path))}[/]: {escape(run.settings.model)}"
-    say(f"{title} ({about['weights']:,} weights) on {escape(run.settings.data)}")
-    say(f"  accuracy: {scores}{ortho}")
-    say(f"  model digest {about['digest'][:16]}")
-
-
-@contextmanager
-def _bars() -> Iterator[Bars]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    news = TextColumn("{task.fields[news]}")
-    with Bars(*columns, news, console=err, transient=True, disable=not err.is_terminal) as bars:
-        yield bars
-
-
-def _bar(bars: Bars, text: str) -> Callable[[int, int], None]:
-    task = bars.add_task(text, total=None, visible=False, news="")
-
-    def show(done: int, total: int) -> None:
-        bars.update(task, completed=done, total=total, visible=done < total)
-
-    return show
-
-
-def _training_bar(bars: Bars) -> Callable[[Progress], None]:
-    task = bars.add_task("training", total=None, visible=False, news="")
-    told = 0
-
-    def show(now: Progress) -> None:
-        nonlocal told
-        news = f"loss {now.loss:.3f}  accuracy {now.accuracy:.1%}  {now.images_per_second:,.0f} images/s"
-        news += "" if now.ortho is None else f"  orthogonality {now.ortho:.3g}"
-        text = f"epoch {now.epoch + 1}/{now.epochs}"
-        bars.update(task, description=text, completed=now.step, total=now.steps, visible=True, news=news)
-        if len(now.history) > max(told, now.epoch):
-            told, entry = len(now.history), now.history[-1]
-            valid = "" if entry.valid is None else f"  validation {entry.valid:.1%}"
-            line = f"epoch {entry.epoch + 1}/{now.epochs}  loss {entry.loss:.3f}  accuracy {entry.accuracy:.1%}{valid}"
-            line += "" if entry.ortho is None else f"  orthogonality {entry.ortho:.3g}"
-            line += f"  {entry.seconds:.0f} s"
-            bars.console.print(line, highlight=False, soft_wrap=True)
-
-    return show
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fedortho.data import Images
 from fedortho.errors import BadData, unknown
 from fedortho.observe import Observation, key_of, observe
-from fedortho.prune import Patch, edit_model
+from fedortho.prune import Patch, edit_in_place
 from fedortho.scrub import classifier_inputs
 from fedortho.sites import find_sites
 from fedortho.tail import Cut, cut_model, find_cut, norm_sums, repair, run_tail, tail_inputs
@@ -151,7 +151,7 @@ def _right(
         cut, remembered = _tail(model, group, probe, memory, device)
         for number, patch in enumerate(probe.patches):
             with torch.no_grad():
-                answers = run_tail(edit_model(cut_model(model, cut), patch), cut, remembered).argmax(1).cpu()
+                answers = run_tail(edit_in_place(cut_model(model, cut), patch), cut, remembered).argmax(1).cpu()
             right = group.labels[answers == group.labels]
             sums[f"{number}"] = torch.bincount(right, minlength=whole.classes).double().unsqueeze(1)
     return Observation(sums, torch.bincount(group.labels, minlength=whole.classes))
@@ -167,7 +167,7 @@ def _moments(
         means, variances = {}, {}
         if usable:
             cut, remembered = _tail(model, group, probe, memory, device)
-            twin = edit_model(cut_model(model, cut), patch)
+            twin = edit_in_place(cut_model(model, cut), patch)
             buffers, count = repair(twin, cut, probe.norms, remembered)
             means = {n: buffers[f"{n}.running_mean"].double().cpu() for n in probe.norms}
             variances = {n: buffers[f"{n}.running_var"].double().cpu() for n in probe.norms}
@@ -192,7 +192,7 @@ def _layer(
         total = torch.zeros(2, width, dtype=torch.float64)
         if len(group):
             cut, remembered = _tail(model, group, probe, memory, device)
-            total, count = norm_sums(edit_model(cut_model(model, cut), patch), cut, norm, remembered)
+            total, count = norm_sums(edit_in_place(cut_model(model, cut), patch), cut, norm, remembered)
         sums |= {f"{number}:{norm}:mean": total[:1], f"{number}:{norm}:square": total[1:]}
     return Observation(sums, torch.tensor([count]))
 
@@ -208,7 +208,7 @@ def _classifier(
         given = torch.zeros(0, linear.in_features, dtype=torch.float64)
         if len(group):
             cut, remembered = _tail(model, group, probe, memory, device)
-            twin = edit_model(cut_model(model, cut), patch)
+            twin = edit_in_place(cut_model(model, cut), patch)
             given = classifier_inputs(twin, cut, probe.classifier, remembered).cpu()
         sums[f"{number}:sum"] = given.sum(0, keepdim=True)
         sums[f"{number}:square"] = given.square().sum(0, keepdim=True)

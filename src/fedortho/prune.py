@@ -190,8 +190,12 @@ def unpack_patch(tensors: Mapping[str, Tensor], note: Mapping[str, Any], source:
 
 def edit_model(model: nn.Module, patch: Patch) -> nn.Module:
     """The edited copy, unchecked."""
-    edited = copy.deepcopy(model)
-    state = edited.state_dict()  # shares memory with the copy
+    return edit_in_place(copy.deepcopy(model), patch)
+
+
+def edit_in_place(edited: nn.Module, patch: Patch) -> nn.Module:
+    """The model itself, edited; for copies that nobody else has."""
+    state = edited.state_dict()  # shares memory with the model
     with torch.no_grad():
         for name, (channels, factors) in patch.scaled.items():
             tensor = state[name]

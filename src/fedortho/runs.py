@@ -5,12 +5,13 @@ split.json          row ids of the validation images, set aside before training
 history.json        one entry per epoch
 model.safetensors   the weights; same seed and threads, same bytes
 ledger.safetensors  what the deep kernels answered to each label, for requests to come
+clients/            of a federation simulated here: what each client would keep on its own disk
 checkpoint.safetensors   only while training
 """
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -22,10 +23,12 @@ from torch import nn
 from fedortho.data import Dataset
 from fedortho.decode import Report
 from fedortho.errors import BadCheckpoint, BadData, BadSetting, FedOrthoError, unknown
+from fedortho.federation import Federation
 from fedortho.files import locked, read_json, read_tensors, tensors_digest, write_json, write_tensors
 from fedortho.ledger import write_ledger
 from fedortho.models import build_model, check_output
 from fedortho.recipe import Recipe
+from fedortho.request import ForgetRequest
 from fedortho.results import SCHEMA, environment
 from fedortho.settings import as_mapping, make_settings
 from fedortho.sources import DATASETS, load_images
@@ -34,6 +37,7 @@ from fedortho.weights import load_weights, read_weights
 
 logger = logging.getLogger(__name__)
 DEVICES = ("auto", "cpu", "cuda", "mps")
+FREE = ("data-dir", "timeout", "quorum")  # settings that may differ when a run goes on
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,28 @@ class TrainSettings(Recipe, Subject):
     @property
     def recipe(self) -> Recipe:
         return Recipe(**{field.name: getattr(self, field.name) for field in fields(Recipe)})
+
+
+@dataclass(frozen=True)
+class FederateSettings(TrainSettings, Federation):
+    """A recipe, what it is applied to, and the federation that applies it."""
+
+    epochs: Annotated[int, "a client's passes over its images in a round"] = 1
+    without: Annotated[
+        str, "train without what this request names, such as class:3: what forgetting is measured by"
+    ] = ""
+    start: Annotated[str, "go on from this run instead of from new weights; what it has forgotten stays so"] = ""
+    threads: Annotated[int, "CPU threads of every client; 0: torch's own choice"] = 0
+
+    def __post_init__(self) -> None:
+        TrainSettings.__post_init__(self)
+        Federation.__post_init__(self)
+        if self.without:
+            ForgetRequest.parse(self.without)
+
+    @property
+    def federation(self) -> Federation:
+        return Federation(**{field.name: getattr(self, field.name) for field in fields(Federation)})
 
 
 @contextmanager
@@ -158,7 +184,11 @@ def open_run(path: Path | str) -> Run:
         )
     if record["status"] != "done":
         raise BadCheckpoint(f"the training in {path} has not finished; run the same fedortho train again to go on")
-    return Run(path, make_settings(TrainSettings, record["settings"]), record)
+    return Run(path, make_settings(_kind(record), record["settings"]), record)
+
+
+def _kind(record: dict[str, Any]) -> type[TrainSettings]:
+    return FederateSettings if "clients" in record["settings"] else TrainSettings
 
 
 def _read_record(path: Path) -> dict[str, Any] | None:
@@ -176,6 +206,9 @@ def _read_record(path: Path) -> dict[str, Any] | None:
     return record
 
 
+Trainer = Callable[[nn.Module, Dataset, Path], tuple[nn.Module, Sequence[Epoch]]]
+
+
 def train_run(
     path: Path | str,
     settings: TrainSettings,
@@ -183,14 +216,23 @@ def train_run(
     watch: Watch | None = None,
     progress: Report | None = None,
     observing: Report | None = None,
+    trainer: Trainer | None = None,
 ) -> Run:
-    """Train into a directory, or go on where a killed run stopped, or return the finished run."""
+    """Train into a directory, or go on where a killed run stopped, or return the finished run.
+
+    A `trainer` takes the place of `fit`: it gets the fresh model, the data and a checkpoint file (a federation).
+    """
     with locked(Path(path)), using_threads(settings.threads):
-        return _train_run(Path(path), settings, watch, progress, observing)
+        return _train_run(Path(path), settings, watch, progress, observing, trainer)
 
 
 def _train_run(
-    path: Path, settings: TrainSettings, watch: Watch | None, progress: Report | None, observing: Report | None
+    path: Path,
+    settings: TrainSettings,
+    watch: Watch | None,
+    progress: Report | None,
+    observing: Report | None,
+    trainer: Trainer | None,
 ) -> Run:
     record = _read_record(path)
     data = load_run_data(settings, progress=progress)
@@ -210,6 +252,21 @@ def _train_run(
         began, now = record["environment"]["threads"], torch.get_num_threads()
         logger.warning("begun with %d threads, going on with %d: the bytes may differ; see --threads", began, now)
     checkpoint = path / "checkpoint.safetensors"
+    if trainer is None:
+        trained = _train_centrally(path, settings, model, data, device, watch)
+    else:
+        trained, history = trainer(model, data, checkpoint)
+        write_json(path / "history.json", [asdict(entry) for entry in history])
+    has_ledger = trainer is None  # those of a federation stay with its clients
+    run = _finish(path, record, trained, data, device=device, observing=observing, has_ledger=has_ledger)
+    checkpoint.unlink(missing_ok=True)
+    return run
+
+
+def _train_centrally(
+    path: Path, settings: TrainSettings, model: nn.Module, data: Dataset, device: torch.device, watch: Watch | None
+) -> nn.Module:
+    checkpoint = path / "checkpoint.safetensors"
     history: tuple[Epoch, ...] = ()
 
     def keep(news: Any) -> None:
@@ -225,9 +282,7 @@ def _train_run(
         write_json(path / "history.json", [asdict(entry) for entry in history])
     else:  # killed between the last epoch and here
         write_json(path / "history.json", read_tensors(checkpoint)[1]["progress"]["history"])
-    run = _finish(path, record, trained, data, device=device, observing=observing)
-    checkpoint.unlink(missing_ok=True)
-    return run
+    return trained
 
 
 def _write_split(path: Path, settings: TrainSettings, data: Dataset) -> None:
@@ -248,10 +303,11 @@ def _refuse_foreign(path: Path, record: dict[str, Any] | None, settings: TrainSe
         return
     if made := next((key for key in ("imported-from", "parent") if key in record), None):
         raise FedOrthoError(f"{path} was not trained but made ({made} {record[made]}); choose another --out")
-    mine, theirs = as_mapping(settings), as_mapping(make_settings(TrainSettings, record["settings"]))
-    other = [key for key in mine if key != "data-dir" and mine[key] != theirs.get(key)]
+    mine, theirs = as_mapping(settings), as_mapping(make_settings(_kind(record), record["settings"]))
+    both = [*mine, *(key for key in theirs if key not in mine)]
+    other = [key for key in both if key not in FREE and mine.get(key) != theirs.get(key)]
     if other:
-        difference = ", ".join(f"{key} is {theirs.get(key)!r}, not {mine[key]!r}" for key in other)
+        difference = ", ".join(f"{key} is {theirs.get(key)!r}, not {mine.get(key)!r}" for key in other)
         raise FedOrthoError(f"{path} belongs to other settings ({difference}); choose another --out")
     if record["data"]["digest"] != data.digest:
         raise FedOrthoError(f"{path} was begun on other data of the same name; choose another --out")
@@ -261,7 +317,12 @@ def _refuse_occupied(path: Path) -> None:
     """Refuse a file and a directory of other things; what we left there when we were killed is no such thing."""
     if path.exists() and not path.is_dir():
         raise FedOrthoError(f"{path} is a file; choose a directory for --out")
-    begun = {"split.json", "history.json", "ledger.safetensors"}  # written before run.json, and of no use without it
+    begun = {
+        "split.json",
+        "history.json",
+        "ledger.safetensors",
+        "clients",
+    }  # written before run.json, and of no use without it
     if path.is_dir() and not {file.name for file in path.iterdir() if not _is_left_over(file)} <= begun:
         raise FedOrthoError(f"{path} holds files of something else; choose a new directory for --out")
 
@@ -290,6 +351,7 @@ def _finish(
     *,
     device: torch.device,
     observing: Report | None,
+    has_ledger: bool = True,
 ) -> Run:
     model = model.to(device)
     scores = {
@@ -297,7 +359,8 @@ def _finish(
         for name, part in (("valid", data.valid), ("test", data.test))
         if len(part)
     }
-    write_ledger(path / "ledger.safetensors", model, data.train, device=device, progress=observing)
+    if has_ledger:
+        write_ledger(path / "ledger.safetensors", model, data.train, device=device, progress=observing)
     state = model.cpu().state_dict()
     write_tensors(path / "model.safetensors", state)
     channels = data.train.shape[0]

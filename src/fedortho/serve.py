@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from fedortho.data import Dataset
+from fedortho.engine import CentralEngine, Engine
 from fedortho.errors import FedOrthoError
 from fedortho.files import tensors_digest, write_json, write_tensors
 from fedortho.ledger import load_ledger, rebind_ledger
 from fedortho.methods.fedortho import ForgetSettings, Outcome, plan_forgetting
 from fedortho.observe import Observation
 from fedortho.prune import Patch, undo_patch, write_undo
-from fedortho.request import ForgetRequest
+from fedortho.request import Clients, ForgetRequest
 from fedortho.runs import Run, open_run
 from fedortho.settings import as_mapping
 from fedortho.verify import Verdict, judge
@@ -63,25 +64,36 @@ def serve_request(
     out: Path | None,
     undo: Path | None = None,
     device: torch.device | str = "cpu",
+    engine: Engine | None = None,
+    clients: Clients | None = None,
 ) -> Served:
-    """Forget on a run and write the result to `out`, or only tell what would be done (`out` is None)."""
-    if out is not None and out.exists():
-        raise FedOrthoError(f"{out} is there already; choose a new directory for --out")
-    if undo is not None and undo.exists():
-        raise FedOrthoError(f"{undo} is there already; an undo file is never overwritten")
+    """Forget on a run and write the result to `out`, or only tell what would be done (`out` is None).
+
+    A federation passes itself as the `engine`, and the rows that its `clients` hold so that it can be judged.
+    """
+    check_places(out, undo)
     earlier = earlier_requests(run)
     forgotten = joined(earlier)
     model = run.load_model().to(device)
     ledger = _ledger(run, model)
-    outcome = plan_forgetting(model, data, request, settings, ledger=ledger, forgotten=forgotten, device=device)
+    engine = engine or CentralEngine(data, ledger, clients, device)
+    outcome = plan_forgetting(model, engine, request, settings, forgotten=forgotten)
     edited = outcome.patch.apply(model)
-    before, after = (judge(m, data, request, forgotten=forgotten, device=device) for m in (model, edited))
-    scores = {str(old): judge(edited, data, old, device=device).forget for old in earlier} | {
-        str(request): after.forget
-    }
+    before, after = (
+        judge(m, data, request, forgotten=forgotten, clients=clients, device=device) for m in (model, edited)
+    )
+    old = {str(r): judge(edited, data, r, clients=clients, device=device).forget for r in earlier}
+    scores = old | {str(request): after.forget}
     paid = before.retain - after.retain + sum(entry["retain-paid"] for entry in run.record.get("requests", []))
     served = Served(
-        request, outcome, before, after, scores, paid, _retraining(run, data, joined([*earlier, request])), None
+        request,
+        outcome,
+        before,
+        after,
+        scores,
+        paid,
+        _retraining(run, data, joined([*earlier, request]), clients),
+        None,
     )
     if out is None:
         return served
@@ -93,16 +105,24 @@ def serve_request(
     return replace(served, run=write_derived(out, run, edited, changes, patch=outcome.patch, ledger=bound))
 
 
+def check_places(out: Path | None, undo: Path | None) -> None:
+    """Refuse to write over anything, before any work is done."""
+    if out is not None and out.exists():
+        raise FedOrthoError(f"{out} is there already; choose a new directory for --out")
+    if undo is not None and undo.exists():
+        raise FedOrthoError(f"{undo} is there already; an undo file is never overwritten")
+
+
 def _ledger(run: Run, model: nn.Module) -> Observation | None:
     path = run.path / "ledger.safetensors"
     return load_ledger(path, model) if path.exists() else None
 
 
-def _retraining(run: Run, data: Dataset, request: ForgetRequest | None) -> float | None:
+def _retraining(run: Run, data: Dataset, request: ForgetRequest | None, clients: Clients | None) -> float | None:
     history = run.history()
     if not history or request is None:
         return None
-    kept = 1 - float(request.mask(data.train).double().mean())
+    kept = 1 - float(request.mask(data.train, clients).double().mean())
     return kept * sum(entry.seconds for entry in history)
 
 
@@ -126,7 +146,9 @@ def write_derived(
     for name in ("split.json", "history.json"):
         shutil.copyfile(run.path / name, building / name)
     if patch is not None:
-        patch.save(building / "patch.safetensors")
+        if (run.path / "patches").is_dir():
+            shutil.copytree(run.path / "patches", building / "patches")
+        patch.save(building / "patches" / f"{len(list(building.glob('patches/*'))):04}.safetensors")
     if ledger is not None:
         ledger.save(building / "ledger.safetensors")
     about = run.record["model"] | {"digest": tensors_digest(state)}
@@ -146,6 +168,7 @@ def describe(served: Served) -> dict[str, Any]:
         "all-forgotten": served.all_forgotten,
         "seconds": dict(outcome.seconds),
         "images-read": dict(outcome.images_read),
+        "wire": {phase: asdict(tally) for phase, tally in outcome.spent.items() if tally.exchanges},
         "kernels": {site: len(found["kernels"]) for site, found in outcome.patch.note["sites"].items()},
         "sample-correlation": outcome.sample_correlation,
         "digests": {"before": outcome.patch.before, "after": outcome.patch.after},

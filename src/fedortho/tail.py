@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -103,12 +104,9 @@ def tail_inputs(model: nn.Module, cut: Cut, inputs: Tensor) -> Tensor:
 
 
 def cut_model(model: nn.Module, cut: Cut) -> nn.Module:
-    """A copy in which everything before the entry lets its input pass."""
-    twin = copy.deepcopy(model)
-    for name in cut.before:
-        parent, _, child = name.rpartition(".")
-        setattr(twin.get_submodule(parent), child, nn.Identity())
-    return twin
+    """A copy in which everything before the entry lets its input pass; what is passed by is not even copied."""
+    memo: dict[int, Any] = {id(model.get_submodule(name)): nn.Identity() for name in cut.before}
+    return copy.deepcopy(model, memo)
 
 
 def run_tail(twin: nn.Module, cut: Cut, remembered: Tensor) -> Tensor:

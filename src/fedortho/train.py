@@ -38,6 +38,8 @@ class Epoch:
     ortho: float | None  # penalty of the chosen layers, summed, at the end of the epoch; None: no layer is chosen
     valid: float | None  # accuracy on the validation images
     seconds: float
+    clients: int | None = None  # in a federation, whose epochs are rounds: how many trained
+    drift: float | None = None  # mean over them of the distance from the received weights
 
 
 @dataclass(frozen=True)
@@ -299,7 +301,7 @@ def _progress(state: _State, steps: int, rate: float) -> Progress:
 def _take_step(state: _State, images: Images, rows: Tensor, step: int, steps: int) -> tuple[float, int]:
     """One SGD step on these rows; the batch's mean cross-entropy and how many it got right."""
     recipe = state.recipe
-    seed = _seed(recipe.seed, state.epoch, step + 1)
+    seed = step_seed(recipe.seed, state.epoch, step + 1)
     torch.manual_seed(seed)  # for dropout and the like inside the model
     inputs = images.normalise(images.pixels[rows].to(state.device))
     inputs = Augment(recipe.crop, recipe.flip, recipe.erase)(inputs, torch.Generator().manual_seed(seed))
@@ -336,14 +338,15 @@ def _most(recipe: Recipe, rate: float) -> float:
 
 
 def _shuffled(rows: Tensor, batch: int, seed: int, epoch: int) -> list[Tensor]:
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(_seed(seed, epoch, 0)))
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(step_seed(seed, epoch, 0)))
     batches = list(rows[order].split(batch))
     if len(batches) > 1 and len(batches[-1]) == 1:  # batch norm cannot train on a single image
         batches[-2:] = [torch.cat(batches[-2:])]
     return batches
 
 
-def _seed(seed: int, epoch: int, step: int) -> int:
+def step_seed(seed: int, epoch: int, step: int) -> int:
+    """A seed of its own for every step, and in a federation for every round and client."""
     return int(np.random.SeedSequence([seed, epoch, step]).generate_state(1, np.uint64)[0] >> 1)
 
 

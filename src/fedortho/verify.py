@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from fedortho.data import Dataset
 from fedortho.errors import BadData
-from fedortho.request import ForgetRequest
+from fedortho.request import Clients, ForgetRequest
 from fedortho.train import accuracy, evaluate
 
 
@@ -30,9 +30,13 @@ def judge(
     request: ForgetRequest | str,
     *,
     forgotten: ForgetRequest | None = None,
+    clients: Clients | None = None,
     device: torch.device | str = "cpu",
 ) -> Verdict:
-    """Measure a model on the test images; what earlier requests removed (`forgotten`) is not retained either."""
+    """Measure a model on the test images; what earlier requests removed (`forgotten`) is not retained either.
+
+    `clients` are the rows that each client of a federation holds, for requests about clients.
+    """
     if isinstance(request, str):
         request = ForgetRequest.parse(request)
     everything = request if forgotten is None else forgotten + request
@@ -44,7 +48,7 @@ def judge(
     if request.kind == "class":
         asked = request.labels(data.test.names)
         return Verdict(_share(right[asked], number[asked]), retain, test)
-    return Verdict(accuracy(model, request.split(data.train)[0], device=device), retain, test)
+    return Verdict(accuracy(model, request.split(data.train, clients)[0], device=device), retain, test)
 
 
 def _share(right: Tensor, number: Tensor) -> float:

@@ -1,0 +1,1 @@
+"""The Flower app: two shims, no logic."""

@@ -1,0 +1,70 @@
+"""The Flower client app: it hands messages to the holder of the images, and its errors stay on this machine."""
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedortho.errors import FedOrthoError
+from fedortho.federated.holder import ACTIONS, Holder, act
+from fedortho.federated.wire import pack, unpack
+from fedortho.runs import FederateSettings
+from fedortho.settings import field_types, make_settings
+
+if TYPE_CHECKING:
+    from flwr.app import Context, Message
+    from flwr.clientapp import ClientApp
+
+logger = logging.getLogger(__name__)
+Config = Mapping[str, Any]
+
+
+class ClientFailed(Exception):
+    """All that a server learns of an error here; the text itself might tell of somebody's images."""
+
+
+def client_app(config: Config | None = None) -> "ClientApp":
+    """The app; its settings come from `config`, or from the run's configuration if there is none."""
+    from flwr.clientapp import ClientApp
+
+    app = ClientApp()
+    for action in ACTIONS:
+        kind, _, name = action.partition(".")
+        register = app.query if kind == "query" else app.train
+        register(name)(_handler(action, config))
+    return app
+
+
+def _handler(action: str, config: Config | None) -> "Callable[[Message, Context], Message]":
+    def handle(message: "Message", context: "Context") -> "Message":
+        from flwr.app import Message
+
+        try:
+            holder = holder_of(context.node_config, config or context.run_config)
+            tensors, note = act(holder, action, *unpack(message.content))
+        except Exception as error:
+            client = context.node_config.get("partition-id")
+            if isinstance(error, FedOrthoError):  # one line says it all
+                logger.error("client %s, %s: %s", client, action, error)
+            else:
+                logger.exception("client %s: %s failed", client, action)
+            raise ClientFailed("failed; the client's own log says why") from None
+        return Message(pack(tensors, note), reply_to=message)
+
+    return handle
+
+
+def holder_of(node: Config, config: Config) -> Holder:
+    """The client that a node's configuration describes."""
+    if "partition-id" not in node:
+        raise FedOrthoError("the node's configuration lacks partition-id; see docs/deploy.md")
+    store = node.get("store") or config.get("store")
+    if not store:
+        raise FedOrthoError("no store is named; give the node store=DIRECTORY, see docs/deploy.md")
+    return Holder(int(node["partition-id"]), federate_settings(config), Path(str(store)), str(node.get("data", "")))
+
+
+def federate_settings(config: Config) -> FederateSettings:
+    """The settings among the keys of a run's configuration; other keys belong to the server's job."""
+    known = field_types(FederateSettings)
+    return make_settings(FederateSettings, {k: v for k, v in config.items() if k.replace("-", "_") in known})

@@ -1,0 +1,250 @@
+"""A folder from which a federation is started on several machines: scripts, certificates, keys and the Flower app."""
+
+import datetime
+import ipaddress
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from fedortho.errors import BadSetting, FedOrthoError
+from fedortho.federated import SWITCHES
+from fedortho.federated.launch import CONNECTION, Scalar, connection_toml, need_flower
+
+FIRST_NODE_PORT = 9094  # where a node talks to its own client app, on its own machine only
+VALID_FOR = datetime.timedelta(days=730)
+SHIM = '''"""What Flower loads {where}; everything it does is in fedortho.federated.{module}."""
+
+from fedortho.federated.{module} import {module}_app
+
+app = {module}_app()
+'''
+PROLOGUE = """#!/bin/sh
+# {about}
+set -eu
+umask 077
+here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)
+export {switches}
+command -v {command} >/dev/null || {{ echo "no {command} on the PATH: activate fedortho's environment" >&2; exit 2; }}
+"""
+SUPERLINK = """export FLWR_HOME="$here/superlink"
+mkdir -p "$FLWR_HOME"
+exec flower-superlink --host {bind} --port {port} --database "$FLWR_HOME/state.db" {security}
+"""
+NODE = """export FLWR_HOME="$here/node-{node}"
+store=${{FEDORTHO_STORE:-$FLWR_HOME/store}}  # what this client keeps: its model, its ledger, what it has forgotten
+data=${{FEDORTHO_DATA:-}}                    # this client's own images; empty: its share of the run's dataset
+case "$store$data" in *\\'*) echo "FEDORTHO_STORE and FEDORTHO_DATA must be without quotes" >&2; exit 2 ;; esac
+mkdir -p "$store"
+config="partition-id={node} num-partitions={nodes} store='$store'"
+[ -z "$data" ] || config="$config data='$data'"
+exec flower-supernode --superlink {link} --port {own_port} --node-config "$config" {security}
+"""
+REGISTER = """FLWR_HOME=$(mktemp -d)
+export FLWR_HOME
+trap 'rm -rf "$FLWR_HOME"' EXIT
+sed "s|^root-certificates = .*|root-certificates = '$here/ca.crt'|" "$here/config.toml" >"$FLWR_HOME/config.toml"
+for key in "$here"/keys/node-*.pub; do
+    said=$(flwr supernode register "$key" {connection} 2>&1) && said=registered
+    case "$said" in registered) ;; *"already in use"*) said="known already" ;; *) echo "$said" >&2; exit 1 ;; esac
+    echo "$(basename "$key"): $said"
+done
+"""
+README = """{warning}Copy into one directory on each machine, with modes kept (rsync -a):
+
+{where}
+
+Every machine needs the same version of fedortho[federated]. Start superlink.sh, {register}start each
+node-N.sh; then, on the SuperLink's machine: fedortho federate --engine superlink --deployment THIS_DIRECTORY --out RUN
+Whoever reaches the SuperLink's port can run code there and on every client: let only the clients' machines reach it.
+{secret}"""
+SECRET = (
+    "server.key belongs on the SuperLink's machine alone, keys/node-N on client N's alone: remove the copies here.\n"
+)
+
+
+def write_deployment(
+    out: Path, *, nodes: int, address: str, port: int = 8000, insecure: bool = False, config: Mapping[str, Scalar]
+) -> None:
+    """Write all that a SuperLink and `nodes` nodes need, whole or not at all; a second call changes nothing.
+
+    Certificates and keys are new in each folder. The key that signs the certificates is never written.
+    """
+    need_flower()
+    link = _link(nodes, address, port)
+    texts = _texts(out.absolute(), nodes, address, link, insecure)
+    texts |= {f"app/{name}": text for name, text in app_files(config).items()}
+    try:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            return _refuse_unless_same(out, texts)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as fresh:
+            folder = Path(fresh) / out.name
+            folder.mkdir(mode=0o700)  # keys are inside: for its owner only
+            _fill(folder, texts, {} if insecure else _certificates(address) | _node_keys(nodes))
+            folder.replace(out)
+    except OSError as error:
+        raise FedOrthoError(f"{out} cannot be written: {error.strerror or error}") from error
+
+
+def app_pyproject(config: Mapping[str, Scalar]) -> str:
+    """The app's project file; its config lists every key that a run may set, with its default."""
+    import tomli_w  # comes with flwr
+
+    about = {
+        "name": "fedortho-app",
+        "version": version("fedortho"),
+        "description": "Federated training and forgetting with fedortho, which every machine has installed",
+        "license": "Apache-2.0",
+        "dependencies": [],  # so that Flower, if it is allowed to, finds nothing to install
+    }
+    parts = {"serverapp": "fedortho_app.server_app:app", "clientapp": "fedortho_app.client_app:app"}
+    flower = {"publisher": "fedortho", "components": parts, "config": dict(config)}
+    return tomli_w.dumps({"project": about, "tool": {"flwr": {"app": flower}}})
+
+
+def app_files(config: Mapping[str, Scalar]) -> dict[str, str]:
+    """The Flower app, file by file: the checked-in app/ and that of every deployment come from here."""
+    return {
+        "pyproject.toml": app_pyproject(config),
+        "fedortho_app/__init__.py": '"""The Flower app: two shims, no logic."""\n',
+        "fedortho_app/client_app.py": SHIM.format(module="client", where="on a client"),
+        "fedortho_app/server_app.py": SHIM.format(module="server", where="beside the SuperLink"),
+    }
+
+
+def _link(nodes: int, address: str, port: int) -> str:
+    """Where nodes find the SuperLink, host and port, after a look at all three numbers."""
+    if nodes < 1:
+        raise BadSetting(f"--nodes must be 1 or more, not {nodes}")
+    if not 1 <= port <= 65535:
+        raise BadSetting(f"--port must be 1 to 65535, not {port}")
+    if not _is_ip(address) and not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?", address):
+        raise BadSetting(f"--address must be a host name or an IP address without a port, not {address!r}")
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def _is_ip(address: str) -> bool:
+    with suppress(ValueError):
+        return bool(ipaddress.ip_address(address))
+    return False
+
+
+def _texts(out: Path, nodes: int, address: str, link: str, insecure: bool) -> dict[str, str]:
+    local = address == "localhost" or (_is_ip(address) and ipaddress.ip_address(address).is_loopback)
+    bind = ("127.0.0.1" if address == "localhost" else address) if local else "::" if ":" in address else "0.0.0.0"
+    guard = '--ssl-ca-certfile "$here/ca.crt" --ssl-certfile "$here/server.crt" --ssl-keyfile "$here/server.key"'
+    guard = "--insecure" if insecure else guard + " --enable-supernode-auth"
+    start = _script("flower-superlink", "The SuperLink: start it first, on the machine that the nodes can reach.")
+    texts = {
+        "superlink.sh": start + SUPERLINK.format(bind=bind, port=link.rpartition(":")[2], security=guard),
+        "config.toml": connection_toml(link, None if insecure else out / "ca.crt"),
+    }
+    for node in range(nodes):
+        proof = f'--root-certificates "$here/ca.crt" --auth-supernode-private-key "$here/keys/node-{node}"'
+        slots = {"node": node, "nodes": nodes, "link": link, "own_port": FIRST_NODE_PORT + node}
+        text = NODE.format(**slots, security="--insecure" if insecure else proof)
+        texts[f"node-{node}.sh"] = _script("flower-supernode", f"Client {node} of {nodes}, counted from 0.") + text
+    if not insecure:
+        about = "Tell the SuperLink the nodes' public keys: run it once, when superlink.sh is running."
+        texts["register.sh"] = _script("flwr", about) + REGISTER.format(connection=CONNECTION)
+    return texts | {"README.txt": _readme(nodes, insecure)}
+
+
+def _script(command: str, about: str) -> str:
+    switches = " ".join(f"{name}={value}" for name, value in SWITCHES.items())
+    return PROLOGUE.format(about=about, switches=switches, command=command)
+
+
+def _readme(nodes: int, insecure: bool) -> str:
+    key = "" if insecure else "ca.crt keys/node-{0} "
+    where = [f"  client {node}: {key.format(node)}node-{node}.sh" for node in range(nodes)]
+    own = "" if insecure else "ca.crt server.crt server.key keys/*.pub register.sh "
+    return README.format(
+        warning="NO ENCRYPTION, NO KEYS: FOR TESTS ON ONE MACHINE ONLY.\n\n" if insecure else "",
+        where="\n".join([f"  SuperLink: {own}superlink.sh config.toml app/", *where]),
+        register="" if insecure else "run register.sh once, ",
+        secret="" if insecure else SECRET,
+    )
+
+
+def _fill(folder: Path, texts: Mapping[str, str], secrets: Mapping[str, bytes]) -> None:
+    """Write both kinds of files; what is secret is never readable by others, not even for a moment."""
+    for name, content in ({name: text.encode() for name, text in texts.items()} | dict(secrets)).items():
+        path = folder / name
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        mode = (
+            0o755 if path.suffix == ".sh" else 0o600 if path.parent.name == "keys" or path.suffix == ".key" else 0o644
+        )
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as stream:
+            stream.write(content)
+
+
+def _refuse_unless_same(out: Path, texts: Mapping[str, str]) -> None:
+    """Keys are not looked at: the private ones may have been moved to their machines."""
+    for name, text in texts.items():
+        path = out / name
+        if not path.is_file() or path.read_text(encoding="utf-8", errors="replace") != text:
+            raise FedOrthoError(
+                f"{out} is something else already ({name} differs or is missing) and was not changed; "
+                "choose another --out, or remove it, and its keys with it"
+            )
+
+
+def _certificates(address: str) -> dict[str, bytes]:
+    """A new authority, and in its name a certificate for `address` and for the SuperLink's own machine."""
+    from cryptography import x509  # comes with flwr
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    authority, server = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
+    names = dict.fromkeys([address, "localhost", "127.0.0.1", "::1"])  # the server app calls its own machine
+    hosts = [x509.IPAddress(ipaddress.ip_address(name)) if _is_ip(name) else x509.DNSName(name) for name in names]
+    served = x509.SubjectAlternativeName(hosts)
+    pem = serialization.Encoding.PEM
+    return {
+        "ca.crt": _certificate(authority.public_key(), authority, None).public_bytes(pem),
+        "server.crt": _certificate(server.public_key(), authority, served).public_bytes(pem),
+        "server.key": server.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()),
+    }
+
+
+def _certificate(key: Any, authority: Any, served: Any) -> Any:
+    """A certificate of `key`, signed by `authority`: for the names in `served`, or for the authority itself."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+
+    root = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "fedortho deployment")])
+    own = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "fedortho SuperLink")]) if served else root
+    now = datetime.datetime.now(datetime.UTC)
+    usage: Any = x509.KeyUsage  # nine booleans in the standard's order; the first: signs data, the sixth: certificates
+    builder = (
+        x509.CertificateBuilder(root, own, key, x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(hours=1))  # clocks differ
+        .not_valid_after(now + VALID_FOR)
+        .add_extension(x509.BasicConstraints(ca=served is None, path_length=None), critical=True)
+        .add_extension(usage(served is not None, *[False] * 4, served is None, *[False] * 3), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key()), critical=False)
+    )
+    if served is not None:
+        builder = builder.add_extension(served, critical=False)
+    return builder.sign(authority, hashes.SHA256())
+
+
+def _node_keys(nodes: int) -> dict[str, bytes]:
+    """A key pair for each node, as `ssh-keygen -t ecdsa -b 384` makes them."""
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    encoding, private, public = serialization.Encoding, serialization.PrivateFormat, serialization.PublicFormat
+    pairs = {}
+    for name in (f"keys/node-{node}" for node in range(nodes)):
+        key = ec.generate_private_key(ec.SECP384R1())
+        pairs[name] = key.private_bytes(encoding.PEM, private.OpenSSH, serialization.NoEncryption())
+        pairs[f"{name}.pub"] = key.public_key().public_bytes(encoding.OpenSSH, public.OpenSSH) + b"\n"
+    return pairs

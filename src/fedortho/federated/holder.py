@@ -1,0 +1,290 @@
+"""What a client does with its images when the server asks; plain values in and out, nothing of Flower.
+
+A client keeps under its store: models/DIGEST.safetensors (clients of a simulation share them), and for itself
+client-N/state.json (its model, what it has forgotten), client-N/ledger.safetensors, client-N/norms-ROUND.safetensors.
+"""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedortho.data import Dataset, Images
+from fedortho.engine import Group
+from fedortho.errors import BadData, FedOrthoError
+from fedortho.federated.wire import (
+    Note,
+    Tensors,
+    below,
+    pack_observations,
+    prefixed,
+    unpack_asks,
+    unpack_group,
+    unpack_request,
+)
+from fedortho.federation import held_rows
+from fedortho.files import read_json, read_tensors, tensors_digest, write_json, write_tensors
+from fedortho.ledger import load_ledger, rebind_ledger, write_ledger
+from fedortho.models import build_model
+from fedortho.probe import Memory, answer
+from fedortho.prune import unpack_patch
+from fedortho.recipe import Recipe
+from fedortho.request import ForgetRequest
+from fedortho.runs import FederateSettings, choose_device, load_run_data, using_threads
+from fedortho.settings import make_settings
+from fedortho.train import Progress, fit
+from fedortho.weights import load_weights
+
+logger = logging.getLogger(__name__)
+Reply = tuple[Tensors, Note]
+
+
+@lru_cache(maxsize=2)
+def _shares(settings: FederateSettings) -> tuple[Dataset, dict[int, Tensor]]:
+    """The common dataset and who holds what of it; clients of a simulation read it once."""
+    data = load_run_data(settings)
+    return data, held_rows(data, settings, settings.seed)
+
+
+@lru_cache(maxsize=1)
+def _own(settings: FederateSettings) -> Dataset:
+    return load_run_data(settings)
+
+
+@dataclass
+class Holder:
+    """One client: its number, the run's settings, where it keeps things and, if it has images of its own, where."""
+
+    client: int
+    settings: FederateSettings
+    store: Path
+    own: str = ""
+
+    def __post_init__(self) -> None:
+        self.place = self.store / f"client-{self.client}"
+        path = self.place / "state.json"
+        self.state: Note = read_json(path) if path.exists() else {"model": "", "gone": [], "left": False, "past": []}
+
+    # what it holds
+
+    def images(self, about: Note | None = None) -> tuple[Images, Images, dict[int, Tensor]]:
+        """Its training and validation images without what it has forgotten, and the rows it was dealt."""
+        if self.own:
+            data = _own(replace(self.settings, data=self.own, data_dir=""))
+            train, valid = (_renamed(part, about) for part in (data.train, data.valid))
+            rows = torch.cat([train.rows, valid.rows]).sort().values
+        else:
+            data, shares = _shares(self.settings)
+            if self.client not in shares:
+                raise FedOrthoError(f"no client {self.client}; clients run 0 to {len(shares) - 1}")
+            rows = shares[self.client]
+            train, valid = (part.subset(torch.isin(part.rows, rows)) for part in (data.train, data.valid))
+        mine = {self.client: rows}
+        for entry in self.state["gone"]:
+            gone = unpack_request(entry)
+            assert gone is not None
+            train, valid = (part.subset(~gone.mask(part, mine)) for part in (train, valid))
+        return train, valid, mine
+
+    def _select(self, group: Group, held: tuple[Images, Images, dict[int, Tensor]], share: int) -> Images:
+        train, valid, rows = held
+        local = group.on_client(self.client, share)
+        return local.select(valid if group.split == "valid" else train, rows)
+
+    def _model(self, digest: str) -> nn.Module:
+        train, _, _ = self.images()
+        model = build_model(self.settings.model, classes=train.classes, channels=train.shape[0])
+        path = self._model_path(digest)
+        load_weights(model, read_tensors(path)[0], path)
+        return model.eval()
+
+    def _model_path(self, digest: str) -> Path:
+        return self.store / "models" / f"{digest}.safetensors"
+
+    def _keep(self, model: nn.Module, **changes: Any) -> None:
+        """Make a model the client's own; one that no client here has any more is removed from the disk."""
+        state = model.state_dict()
+        digest, old = tensors_digest(state), self.state["model"]
+        if not self._model_path(digest).exists():
+            write_tensors(self._model_path(digest), state)
+        self._write(model=digest, **changes)
+        self._forget_model(old)
+
+    def _forget_model(self, digest: str) -> None:
+        users = [read_json(path)["model"] for path in self.store.glob("client-*/state.json")]
+        if digest and digest not in users:
+            self._model_path(digest).unlink(missing_ok=True)
+
+    def _write(self, **changes: Any) -> None:
+        self.state = {**self.state, **changes}
+        write_json(self.place / "state.json", self.state)
+
+    # what it answers
+
+    def hello(self, tensors: Tensors, note: Note) -> Reply:
+        """Who it is, how many images it trains on, and which model it has."""
+        images = 0 if self.state["left"] else len(self.images(note.get("about"))[0])
+        told = {"client": self.client, "images": images, "own": bool(self.own)}
+        return {}, told | {"model": self.state["model"], "left": self.state["left"]}
+
+    def local(self, tensors: Tensors, note: Note) -> Reply:
+        """Train the model that was sent on one's own images, and send it back."""
+        held = self.images(note.get("about"))
+        images = self._select(unpack_group(note["group"]), held, 1)
+        if len(images) < 2:
+            return {}, {"client": self.client, "images": 0}
+        recipe = make_settings(Recipe, note["recipe"])
+        model = build_model(self.settings.model, classes=images.classes, channels=images.shape[0])
+        load_weights(model, below("model.", tensors), Path("the server's model"))
+        start = self._with_own_norms(model, note)
+        last: list[Progress] = []
+        trained = fit(
+            start,
+            images,
+            recipe,
+            reference=model if note["align"] else None,
+            device=choose_device(self.settings.device),
+            trainable={name: mask.bool() for name, mask in below("mask.", tensors).items()} or None,
+            watch=lambda news: last.__setitem__(slice(None), [news]),
+        )
+        state = trained.state_dict()
+        if note["norms"] == "local":
+            self._keep_norms(state, note["round"])
+        entry = last[0].history[-1]
+        told: Note = {"client": self.client, "images": len(images), "loss": entry.loss, "accuracy": entry.accuracy}
+        told |= {"ortho": entry.ortho, "drift": _drift(model, trained)}
+        return prefixed("model.", {k: v for k, v in state.items() if k not in note["still"]}), told
+
+    def _with_own_norms(self, model: nn.Module, note: Note) -> nn.Module:
+        """The model with the running statistics that this client kept from its last round, if it keeps any."""
+        earlier = [path for path in self.place.glob("norms-*.safetensors") if _round_of(path) < note["round"]]
+        if note["norms"] != "local" or not earlier:
+            return model
+        own = build_model(self.settings.model, classes=note["classes"], channels=note["channels"])
+        state = model.state_dict() | read_tensors(max(earlier, key=_round_of))[0]
+        own.load_state_dict(state)
+        return own
+
+    def _keep_norms(self, state: Mapping[str, Tensor], turn: int) -> None:
+        kept = {name: value for name, value in state.items() if name.endswith(("running_mean", "running_var"))}
+        write_tensors(self.place / f"norms-{turn}.safetensors", kept)
+        old = sorted(self.place.glob("norms-*.safetensors"), key=_round_of)[:-2]  # the last two: a round may come again
+        for path in old:
+            path.unlink(missing_ok=True)
+
+    def keep(self, tensors: Tensors, note: Note) -> Reply:
+        """Take the model that requests will be about; write its ledger, which never leaves this disk."""
+        if self.state["left"]:
+            return {}, {"client": self.client, "status": "left"}
+        train, _, _ = self.images(note.get("about"))
+        model = build_model(self.settings.model, classes=train.classes, channels=train.shape[0])
+        load_weights(model, below("model.", tensors), Path("the server's model"))
+        if tensors_digest(model.state_dict()) in self.state["past"]:
+            return {}, {"client": self.client, "status": "past"}  # it was patched away: it must not come back
+        self._keep(model.eval())
+        (self.place / "ledger.safetensors").unlink(missing_ok=True)
+        if len(train) and note["ledger"]:
+            device = choose_device(self.settings.device)
+            write_ledger(self.place / "ledger.safetensors", model.to(device), train, device=device)
+        return {}, {"client": self.client, "model": self.state["model"]}
+
+    def observe(self, tensors: Tensors, note: Note) -> Reply:
+        """Sums over groups of one's images; groups of too few images are withheld."""
+        if self.state["left"] or self.state["model"] != note["model"]:
+            return {}, {"client": self.client, "status": "left" if self.state["left"] else "other-model"}
+        asks = unpack_asks(tensors, note["asks"])
+        held = self.images(note.get("about"))
+        device = choose_device(self.settings.device)
+        model = self._model(note["model"]).to(device)
+        path = self.place / "ledger.safetensors"
+        memory = Memory(load_ledger(path, model) if path.exists() else None, {}, {})
+        found, withheld = [], 0
+        for ask in asks:
+            groups = [self._select(group, held, note["share"]) for group in ask.groups]
+            small = [0 < len(group) < note["least-group"] for group in groups]
+            withheld += sum(small)
+            groups = [g.subset([]) if few else g for g, few in zip(groups, small, strict=True)]
+            found.append(answer(model, held[0], groups, ask.probe, memory=memory, device=device))
+        told = {"client": self.client, "withheld": withheld, "read": memory.images_read}
+        return pack_observations(found, asks), told
+
+    def patch(self, tensors: Tensors, note: Note) -> Reply:
+        """Apply a patch once, drop what it is about, and leave if that is oneself."""
+        patch = unpack_patch(tensors, note["patch"])
+        mine = self.state["model"]
+        if mine not in (patch.before, patch.after) or self.state["left"]:
+            return {}, {"client": self.client, "status": "left" if self.state["left"] else "other-model", "model": mine}
+        if mine == patch.before:
+            self._apply(patch, unpack_request(note["request"]))
+        if self.state["left"]:
+            self._leave()
+        return {}, {"client": self.client, "model": patch.after}
+
+    def _apply(self, patch: Any, request: ForgetRequest | None) -> None:
+        model = self._model(patch.before)
+        edited = patch.apply(model)
+        path = self.place / "ledger.safetensors"
+        train, _, _ = self.images()
+        bound = rebind_ledger(load_ledger(path, model), model, edited, train) if path.exists() and len(train) else None
+        concerns = None if request is None else request.on_client(self.client)
+        gone = list(self.state["gone"])
+        if concerns is not None and (concerns.classes or concerns.clients or concerns.samples):
+            gone.append({"classes": concerns.classes, "clients": concerns.clients, "samples": concerns.samples})
+        left = request is not None and self.client in request.clients
+        path.unlink(missing_ok=True)  # before the state: a ledger of another model would be refused
+        past = [*self.state["past"], patch.before] if request is not None else self.state["past"]
+        self._keep(edited, gone=json.loads(json.dumps(gone)), left=left, past=past)
+        if bound is not None and not left:
+            bound.save(path)
+
+    def _leave(self) -> None:
+        """Nothing of the federation stays with a client that is gone."""
+        old = self.state["model"]
+        self._write(model="")
+        self._forget_model(old)
+        for path in [self.place / "ledger.safetensors", *self.place.glob("norms-*.safetensors")]:
+            path.unlink(missing_ok=True)
+
+
+def _round_of(path: Path) -> int:
+    return int(path.stem.partition("-")[2])
+
+
+def _drift(received: nn.Module, trained: nn.Module) -> float:
+    """Distance of all trained weights from those received, ‖W_k − W_global‖."""
+    theirs = dict(received.named_parameters())
+    squares = [(p.detach() - theirs[name].detach()).double().square().sum() for name, p in trained.named_parameters()]
+    return float(torch.stack(squares).sum().sqrt())
+
+
+def _renamed(images: Images, about: Note | None) -> Images:
+    """Own images with the federation's labels and normalisation; classes are matched by name."""
+    if about is None:
+        return images
+    names: Sequence[str] = about["names"]
+    if other := [name for name in images.names if name not in names]:
+        raise BadData(f"class {other[0]!r} is unknown to the federation")
+    table = torch.tensor([list(names).index(name) for name in images.names])
+    labels = table[images.store_labels]
+    return replace(images, store_labels=labels, names=tuple(names), mean=tuple(about["mean"]), std=tuple(about["std"]))
+
+
+ACTIONS = {
+    "query.hello": Holder.hello,
+    "train.local": Holder.local,
+    "train.keep": Holder.keep,
+    "query.observe": Holder.observe,
+    "train.patch": Holder.patch,
+}
+
+
+def act(holder: Holder, action: str, tensors: Tensors, note: Note) -> Reply:
+    """One action, with the run's number of threads."""
+    with using_threads(holder.settings.threads):
+        return ACTIONS[action](holder, tensors, note)

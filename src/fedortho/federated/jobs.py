@@ -1,0 +1,72 @@
+"""A job for a federation that runs elsewhere than in this process: on Ray, or on a SuperLink."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fedortho.errors import FedOrthoError, unknown
+from fedortho.federated.launch import run_ray, submit
+from fedortho.methods.fedortho import ForgetSettings
+from fedortho.request import ForgetRequest
+from fedortho.runs import FederateSettings, Run
+from fedortho.settings import as_mapping
+
+ENGINES = ("inprocess", "ray", "superlink")
+JOB = {"do": "train", "out": "", "run": "", "request": "", "forget": "", "store": ""}  # besides the settings
+
+
+def app_config(settings: FederateSettings | None = None) -> dict[str, Any]:
+    """Every key that a run's configuration may have, with its value or default."""
+    return {**JOB, **as_mapping(settings or FederateSettings())}
+
+
+def check_engine(engine: str, deployment: Path | None) -> None:
+    """Refuse an engine that there is not, and a SuperLink that is not named."""
+    if engine not in ENGINES:
+        raise unknown("engine", engine, ENGINES)
+    if (engine == "superlink") != (deployment is not None):
+        raise FedOrthoError("--engine superlink and --deployment DIR belong together; fedortho deploy writes DIR")
+
+
+def train_elsewhere(
+    engine: str, path: Path, settings: FederateSettings, deployment: Path | None, say: Callable[[str], None]
+) -> None:
+    """Train into `path`, which lies on this machine (Ray) or on the SuperLink's."""
+    config = {**app_config(settings), "do": "train", "out": str(path.absolute())}
+    if deployment is not None:
+        submit(deployment, config, say=say)
+    else:
+        _on_ray(config, settings, path / "clients")
+
+
+def forget_elsewhere(
+    engine: str,
+    run: Run,
+    request: ForgetRequest,
+    settings: ForgetSettings,
+    *,
+    out: Path,
+    deployment: Path | None,
+    say: Callable[[str], None],
+) -> None:
+    """Serve a request and write the run that has forgotten."""
+    federated = run.settings
+    assert isinstance(federated, FederateSettings), "the caller looked"
+    job = {"do": "forget", "run": str(run.path.absolute()), "out": str(out.absolute())}
+    job |= {"request": str(request), "forget": json.dumps(as_mapping(settings))}
+    config = app_config(federated) | job
+    if deployment is not None:
+        submit(deployment, config, say=say)
+        return
+    with tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=".clients-") as place:
+        store = Path(place) / "clients"
+        shutil.copytree(run.path / "clients", store)  # the old run keeps its own
+        _on_ray(config, federated, store)
+        store.replace(out / "clients")
+
+
+def _on_ray(config: dict[str, Any], settings: FederateSettings, store: Path) -> None:
+    run_ray(config, clients=settings.clients, store=store, threads=settings.threads or 1)

@@ -1,0 +1,133 @@
+"""Our values ↔ Flower records: tensors as NumPy arrays, everything else as one line of JSON; bytes are counted."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fedortho.engine import Ask, Group
+from fedortho.errors import FedOrthoError
+from fedortho.observe import Observation
+from fedortho.probe import Probe
+from fedortho.prune import unpack_patch
+from fedortho.request import ForgetRequest
+
+if TYPE_CHECKING:
+    from flwr.app import RecordDict
+
+Note = dict[str, Any]
+Tensors = Mapping[str, Tensor]
+FLOAT32 = ("peaks", "difference")  # sums that need no more; moments are subtracted from one another and do
+
+
+class BadReply(FedOrthoError):
+    """What a client sent is not what was asked for."""
+
+
+def pack(tensors: Tensors, note: Mapping[str, Any]) -> "RecordDict":
+    """A record of tensors and a note of plain values."""
+    from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+
+    arrays = {name: Array(tensor.detach().cpu().contiguous().numpy()) for name, tensor in tensors.items()}
+    return RecordDict({"tensors": ArrayRecord(arrays), "note": ConfigRecord({"json": json.dumps(note)})})
+
+
+def unpack(content: "RecordDict") -> tuple[dict[str, Tensor], Note]:
+    """What was packed; anything else is refused."""
+    try:
+        note = json.loads(str(content["note"]["json"]))
+        tensors = {name: torch.from_numpy(array.numpy().copy()) for name, array in content["tensors"].items()}  # type: ignore[union-attr]  # an ArrayRecord, or it fails here
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise BadReply(f"the record is not one of ours ({type(error).__name__})") from error
+    if not isinstance(note, dict):
+        raise BadReply("the record's note is not a mapping")
+    return tensors, note
+
+
+def count_bytes(content: "RecordDict") -> int:
+    """Bytes of all arrays, names and values in a record, as Flower counts them."""
+    return sum(record.count_bytes() for record in content.values())
+
+
+def prefixed(prefix: str, tensors: Tensors) -> dict[str, Tensor]:
+    return {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
+
+
+def below(prefix: str, tensors: Tensors) -> dict[str, Tensor]:
+    """The tensors whose names begin so, without that beginning."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def pack_asks(asks: Sequence[Ask]) -> tuple[dict[str, Tensor], list[Note]]:
+    """Asks as tensors (the candidates) and notes; a candidate's kernel list stays here, its effect travels."""
+    tensors: dict[str, Tensor] = {}
+    notes: list[Note] = []
+    for number, ask in enumerate(asks):
+        patches = []
+        for place, patch in enumerate(ask.probe.patches):
+            held, note = replace(patch, note={}).packed()
+            tensors |= prefixed(f"{number}.{place}.", held)
+            patches.append(note)
+        probe = {name: value for name, value in vars(ask.probe).items() if name != "patches"}
+        groups = [pack_group(group) for group in ask.groups]
+        notes.append({"probe": probe, "patches": patches, "groups": groups})
+    return tensors, notes
+
+
+def unpack_asks(tensors: Tensors, notes: Sequence[Note]) -> list[Ask]:
+    asks = []
+    for number, note in enumerate(notes):
+        patches = tuple(
+            unpack_patch(below(f"{number}.{i}.", tensors), about) for i, about in enumerate(note["patches"])
+        )
+        probe = Probe(**note["probe"] | {"norms": tuple(note["probe"]["norms"]), "patches": patches})
+        asks.append(Ask(tuple(map(unpack_group, note["groups"])), probe))
+    return asks
+
+
+def pack_group(group: Group) -> Note:
+    words = {side: None if (r := getattr(group, side)) is None else asdict(r) for side in ("only", "but")}
+    return {"split": group.split, "most": group.most, "seed": group.seed} | words
+
+
+def unpack_group(note: Note) -> Group:
+    sides = {side: unpack_request(note[side]) for side in ("only", "but")}
+    return Group(note["split"], sides["only"], sides["but"], note["most"], note["seed"])
+
+
+def unpack_request(note: Note | None) -> ForgetRequest | None:
+    return None if note is None else ForgetRequest(*(tuple(note[name]) for name in ("classes", "clients", "samples")))
+
+
+def pack_observations(found: Sequence[Sequence[Observation]], asks: Sequence[Ask]) -> dict[str, Tensor]:
+    """Sums and counts; the names of layers travel, nothing of an image does."""
+    tensors: dict[str, Tensor] = {}
+    for number, (observations, ask) in enumerate(zip(found, asks, strict=True)):
+        kind = torch.float32 if ask.probe.kind in FLOAT32 else torch.float64
+        for place, observation in enumerate(observations):
+            start = f"{number}.{place}."
+            tensors |= prefixed(f"{start}sums.", {key: value.to(kind) for key, value in observation.sums.items()})
+            tensors[f"{start}counts"] = observation.counts
+    return tensors
+
+
+def unpack_observations(tensors: Tensors, asks: Sequence[Ask]) -> list[list[Observation]]:
+    """The observations of one client; missing ones, or numbers that are none, are refused."""
+    found = []
+    for number, ask in enumerate(asks):
+        places = 1 if ask.probe.kind == "difference" else len(ask.groups)
+        row = []
+        for place in range(places):
+            part = below(f"{number}.{place}.", tensors)
+            if "counts" not in part:
+                raise BadReply(f"the answer to ask {number}, group {place} is missing")
+            sums = {key: value.double() for key, value in below("sums.", part).items()}
+            whole = all(bool(torch.isfinite(value).all()) for value in sums.values())
+            if not whole or bool((part["counts"] < 0).any()):
+                raise BadReply("some sums are not finite, or a count is negative")
+            row.append(Observation(sums, part["counts"].long()))
+        found.append(row)
+    return found

@@ -1,0 +1,37 @@
+"""A small real federation: digits, a tiny network, clients in this process."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from small import SETTINGS
+from torch import nn
+
+from fedortho.data import Dataset
+from fedortho.federated.flower import FlowerEngine
+from fedortho.federated.server import engine_for, in_process
+from fedortho.models import build_model
+from fedortho.recipe import Recipe
+from fedortho.runs import load_run_data
+from fedortho.train import fit
+
+Make = Callable[..., FlowerEngine]
+
+
+@pytest.fixture
+def make_engine(tmp_path: Path, own_cache: Path) -> Make:
+    """An engine over clients in this process; changes go to the settings."""
+
+    def make(**changes: object) -> FlowerEngine:
+        settings = replace(SETTINGS, **changes)  # type: ignore[arg-type]
+        with in_process(settings, tmp_path / "clients") as grid:
+            return engine_for(grid, settings, load_run_data(settings))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_digits(digits: Dataset) -> nn.Module:
+    """The tiny network, trained a little, so that its kernels have something to say."""
+    return fit(build_model("small:TinyNet", classes=10, channels=1), digits.train, Recipe(epochs=3, crop=0, flip=0.0))

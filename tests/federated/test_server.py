@@ -1,0 +1,156 @@
+"""Whole jobs of a federation on digits: train, forget a class and a client, train on."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from small import SETTINGS
+
+from fedortho.data import Dataset
+from fedortho.engine import Group
+from fedortho.errors import FedOrthoError
+from fedortho.federated.flower import FlowerEngine
+from fedortho.federated.server import (
+    do_job,
+    engine_for,
+    forget_in_federation,
+    in_process,
+    patches_of,
+    silenced,
+    sync,
+    train_federation,
+)
+from fedortho.federation import held_rows
+from fedortho.files import read_json
+from fedortho.methods import preset
+from fedortho.recipe import Recipe
+from fedortho.request import ForgetRequest
+from fedortho.runs import Run, open_run
+from fedortho.train import evaluate
+from fedortho.verify import judge
+
+TRAINED = replace(SETTINGS, model="vgg-mini", rounds=6, epochs=2, split="dirichlet:1", crop=1, timeout=60.0)
+CLASS = ForgetRequest.parse("class:3")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return train_federation(tmp_path_factory.mktemp("federation") / "run", TRAINED)
+
+
+@pytest.fixture(scope="module")
+def forgot(run: Run) -> Run:
+    path = run.path.with_name("forgot")
+    forget_in_federation(run, CLASS, preset("robust", max_retain_drop=0.05), out=path)
+    return open_run(path)
+
+
+def engine_of(run: Run, data: Dataset) -> FlowerEngine:
+    assert isinstance(run.settings, type(TRAINED))
+    with in_process(run.settings, run.path / "clients") as grid:
+        return engine_for(grid, run.settings, data)
+
+
+def test_a_federation_learns_and_leaves_a_run_like_any_other(run: Run, digits: Dataset) -> None:
+    assert 0.9 < run.record["result"]["test-accuracy"] < 1
+    history = run.history()
+    assert [entry.clients for entry in history] == [4] * 6
+    assert history[-1].drift is not None
+    log = read_json(run.path / "wire.json")
+    rounds = [exchange for exchange in log if exchange["kind"] == "train.local"]
+    size = (run.path / "model.safetensors").stat().st_size
+    assert len(rounds) == 6
+    assert all(size * 0.95 < up < size * 1.05 for exchange in rounds for up in exchange["up"].values())
+    assert not (run.path / "ledger.safetensors").exists(), "ledgers stay with the clients"
+    assert len(list(run.path.glob("clients/client-*/ledger.safetensors"))) == 4
+
+
+def test_a_class_is_forgotten_the_old_run_stays_and_all_clients_have_the_new_model(
+    run: Run, forgot: Run, digits: Dataset
+) -> None:
+    before, after = (judge(r.load_model(), digits, CLASS) for r in (run, forgot))
+    assert before.forget > 0.9
+    assert after.forget <= 0.06
+    assert after.retain > before.retain - 0.08
+    assert {note["model"] for note in engine_of(run, digits).clients.values()} == {run.record["model"]["digest"]}
+    assert {note["model"] for note in engine_of(forgot, digits).clients.values()} == {forgot.record["model"]["digest"]}
+    (entry,) = forgot.record["requests"]
+    exchanges = sum(phase["exchanges"] for phase in entry["wire"].values())
+    assert exchanges in (3, 5), "observe, repair, trial; two more if scrub had to finish"
+    assert sync(forgot) == [0, 1, 2, 3]
+
+
+def test_a_client_is_forgotten_to_the_level_of_unseen_images_and_is_gone(run: Run, digits: Dataset) -> None:
+    request, path = ForgetRequest.parse("client:2"), run.path.with_name("left")
+    served = forget_in_federation(run, request, preset("robust", max_retain_drop=0.2), out=path)
+    assert served.outcome.chosen is not None
+    assert served.outcome.chosen.limit > 0.5, "held-out accuracy, not nothing"
+    assert served.after.forget < served.before.forget
+    left = open_run(path)
+    assert engine_of(left, digits).present() == [0, 1, 3]
+    with pytest.raises(FedOrthoError, match="has left already"):
+        forget_in_federation(left, request, preset("paper"), out=None)
+    rows = held_rows(digits, TRAINED.federation, 0)
+    assert served.before.forget == pytest.approx(
+        evaluate(run.load_model(), digits.train.subset(torch.isin(digits.train.rows, rows[2]))).accuracy
+    )
+
+
+def test_twenty_more_rounds_do_not_bring_a_silenced_class_back_but_the_papers_kernels_recover(
+    run: Run, forgot: Run, digits: Dataset
+) -> None:
+    recipe = Recipe(epochs=20, rate=0.01, schedule="constant", crop=1, flip=0.0, batch=32)
+    model = forgot.load_model()
+    mask = silenced(forgot, model)
+    assert mask
+    trained = engine_of(forgot, digits).fit(model, Group("train", None, CLASS), recipe, trainable=mask)
+    assert judge(trained, digits, CLASS).forget <= 0.06
+    for name, may_move in mask.items():
+        assert not trained.get_parameter(name)[~may_move].any(), "what was silenced stays silent"
+    assert judge(trained, digits, CLASS).retain > 0.9
+
+    path = run.path.with_name("paper")
+    forget_in_federation(run, CLASS, preset("paper", ratio=0.3), out=path)
+    paper = open_run(path)
+    ((patch, _),) = patches_of(paper)
+    weak = paper.load_model()
+    assert not silenced(paper, weak), "weakened kernels are not held"
+    again = engine_of(paper, digits).fit(weak, Group("train", None, CLASS), recipe)
+    name, (kernels, _) = next(iter(patch.scaled.items()))
+    norms = [m.get_parameter(name)[kernels].flatten(1).norm(dim=1).mean() for m in (run.load_model(), weak, again)]
+    assert norms[1] < 0.8 * norms[0]
+    assert norms[2] > norms[1] + 0.5 * (norms[0] - norms[1]), "orthogonality pulls them back to length 1"
+
+
+def test_training_on_from_a_run_keeps_what_it_forgot(forgot: Run, digits: Dataset, tmp_path: Path) -> None:
+    settings = replace(TRAINED, start=str(forgot.path), rounds=1, rate=0.01)
+    further = train_federation(tmp_path / "further", settings)
+    assert judge(further.load_model(), digits, CLASS).forget <= 0.06
+
+
+def test_training_without_a_request_never_sees_it(digits: Dataset, tmp_path: Path) -> None:
+    run = train_federation(tmp_path / "retrained", replace(TRAINED, without="class:3 client:1", rounds=2))
+    assert judge(run.load_model(), digits, CLASS).forget == 0
+    log = read_json(run.path / "wire.json")
+    assert all("1" not in exchange["down"] for exchange in log if exchange["kind"] == "train.local")
+
+
+@pytest.mark.parametrize("norms", ["local", "recalibrate"])
+def test_statistics_are_pooled_at_the_end_where_they_are_not_averaged(norms: str, tmp_path: Path) -> None:
+    run = train_federation(tmp_path / "run", replace(TRAINED, norms=norms, rounds=4))
+    assert run.record["result"]["test-accuracy"] > 0.6
+    states = [read_json(path) for path in run.path.glob("clients/client-*/state.json")]
+    assert {state["model"] for state in states} == {run.record["model"]["digest"]}
+
+
+def test_a_job_comes_from_a_flat_configuration(run: Run, tmp_path: Path) -> None:
+    grid = engine_of(run, run.load_data()).line.grid
+    config = {"do": "forget", "run": str(run.path), "out": "", "request": "class:1", "forget": '{"ratio": 0.05}'}
+    do_job(grid, config)
+    for changes, message in (
+        ({"do": "dance"}, "no job 'dance'; choose from train, forget, sync"),
+        ({"do": "train"}, "needs out"),
+    ):
+        with pytest.raises(FedOrthoError, match=message):
+            do_job(grid, config | changes)

@@ -1,0 +1,39 @@
+"""A tiny network and a small federation, importable by name."""
+
+from torch import Tensor, nn
+
+from fedortho.runs import FederateSettings
+
+
+class TinyNet(nn.Module):
+    """Three convolutions with batch norm, the smallest thing that has a deep layer."""
+
+    def __init__(self, classes: int = 4, channels: int = 1, dropout: float = 0.0) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for inputs, outputs in ((channels, 6), (6, 8), (8, 12)):
+            layers += [nn.Conv2d(inputs, outputs, 3, 1, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
+        self.features = nn.Sequential(*layers)
+        self.dropout = nn.Dropout(dropout)
+        self.fc = nn.Linear(12, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.dropout(self.features(x).mean((2, 3))))
+
+
+SETTINGS = FederateSettings(
+    data="digits",
+    model="small:TinyNet",
+    clients=4,
+    rounds=2,
+    fraction=1.0,
+    split="dirichlet:0.5",
+    valid=0.2,
+    threads=1,
+    device="cpu",
+    crop=0,
+    flip=0.0,
+    batch=32,
+    timeout=5.0,
+    least_group=1,
+)
