@@ -1,0 +1,160 @@
+"""What the engines cost: transport alone, rounds in which clients train, and memory for many clients.
+
+    python benchmarks/engines.py [--rounds 5]          # needs the extra `simulation`; use a quiet machine
+
+Transport is a model of 45 MB (ResNet-18) out to ten clients and back. Engines take turns in one run on the same
+two cores; Ray's start-up is measured apart and not part of a round. Memory is the peak of a process of its own.
+"""
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedortho.engine import Ask, Group
+from fedortho.federated.client import client_app
+from fedortho.federated.flower import FlowerEngine
+from fedortho.federated.inprocess import InProcessGrid
+from fedortho.federated.launch import simulate
+from fedortho.federated.server import engine_for, in_process
+from fedortho.federated.wire import pack, prefixed
+from fedortho.models import build_model
+from fedortho.probe import Probe
+from fedortho.request import ForgetRequest
+from fedortho.results import write_results
+from fedortho.runs import FederateSettings, load_run_data
+from fedortho.settings import as_mapping
+
+HERE = Path(__file__).parent
+CLIENTS = 10
+TRAINING = FederateSettings(
+    data="fashion-mini", model="vgg-mini", clients=CLIENTS, rounds=1, fraction=1.0, timeout=600.0, device="cpu"
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "engines.json")
+    parser.add_argument("--memory", type=int, default=0, help=argparse.SUPPRESS)  # a child process: so many clients
+    arguments = parser.parse_args()
+    if arguments.memory:
+        print(json.dumps(peak_memory(arguments.memory)))
+        return
+    rows: list[dict[str, Any]] = []
+    for what, measure in (("transport", transport), ("training", training)):
+        for engine in ("inprocess", "ray"):
+            row = {"what": what, "engine": engine} | measure(engine, arguments.rounds)
+            rows.append(row)
+            print(row, flush=True)
+    for clients in (10, 1000):
+        done = subprocess.run(
+            [sys.executable, __file__, "--memory", str(clients)], capture_output=True, text=True, check=True
+        )
+        rows.append({"what": "memory", "clients": clients} | json.loads(done.stdout.splitlines()[-1]))
+        print(rows[-1], flush=True)
+    command = "python benchmarks/engines.py " + " ".join(sys.argv[1:])
+    write_results(arguments.out, "engines: seconds a round, peak memory", command.strip(), rows)
+
+
+def on_engine(engine: str, client: Any, job: Callable[[Any], None]) -> float:
+    """Run a job over a grid of this engine; the seconds that the whole took, with start-up."""
+    started = time.perf_counter()
+    if engine == "inprocess":
+        job(InProcessGrid(client, CLIENTS))
+    else:
+        from flwr.serverapp import ServerApp
+
+        server = ServerApp()
+
+        @server.main()
+        def main(grid: Any, context: Any) -> None:
+            job(grid)
+
+        simulate(server, client, clients=CLIENTS, threads=1, workers=2)
+    return time.perf_counter() - started
+
+
+def transport(engine: str, rounds: int) -> dict[str, Any]:
+    """A model out, a model back, nothing done with it."""
+    from flwr.app import Context, Message
+    from flwr.clientapp import ClientApp
+
+    echo = ClientApp()
+
+    @echo.train()
+    def back(message: Message, context: Context) -> Message:
+        return Message(message.content, reply_to=message)
+
+    content = pack(prefixed("model.", build_model("resnet18", classes=10).state_dict()), {})
+    seconds: list[float] = []
+
+    def job(grid: Any) -> None:
+        for _ in range(rounds + 1):
+            nodes = list(grid.get_node_ids())
+            started = time.perf_counter()
+            messages = [Message(content, dst_node_id=node, message_type="train") for node in nodes]
+            waiting = list(grid.push_messages(messages))
+            left = len(waiting)
+            while left:
+                left -= len(list(grid.pull_messages(waiting)))
+                if engine == "ray" and left:
+                    time.sleep(0.01)
+            seconds.append(time.perf_counter() - started)
+
+    whole = on_engine(engine, echo, job)
+    return _summary(seconds, whole)
+
+
+def training(engine: str, rounds: int) -> dict[str, Any]:
+    """Ten clients train on 486 images each: here with two threads, on Ray two at a time with one thread each."""
+    settings = replace(TRAINING, threads=2 if engine == "inprocess" else 1)
+    data = load_run_data(settings)
+    seconds: list[float] = []
+    with tempfile.TemporaryDirectory() as store:
+
+        def job(grid: Any) -> None:
+            federation = engine_for(grid, settings, data)
+            model = build_model(settings.model, classes=10, channels=1)
+            recipe = replace(settings.recipe, epochs=rounds + 1)
+            federation.fit(model, Group(), recipe, local_epochs=1)
+            seconds.extend(entry.seconds for entry in federation.history)
+
+        whole = on_engine(engine, client_app({**as_mapping(settings), "store": store}), job)
+    return _summary(seconds, whole)
+
+
+def _summary(seconds: list[float], whole: float) -> dict[str, Any]:
+    rounds = [round(value, 3) for value in seconds[1:]]  # the first one warms up
+    return {"seconds": rounds, "median": statistics.median(rounds), "whole": round(whole, 2)}
+
+
+def peak_memory(clients: int) -> dict[str, Any]:
+    """Two rounds of ten clients, the model to all, statistics from all: the peak of this process, in megabytes."""
+    torch.set_num_threads(1)
+    settings = replace(TRAINING, clients=clients, fraction=10 / clients, least_images=2, threads=1, least_group=1)
+    data = load_run_data(settings)
+    with tempfile.TemporaryDirectory() as store, in_process(settings, Path(store)) as grid:
+        federation: FlowerEngine = engine_for(grid, settings, data)
+        model = build_model(settings.model, classes=10, channels=1)
+        model = federation.fit(model, Group(), replace(settings.recipe, epochs=2), local_epochs=1)
+        after_training = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        federation.send_model(model)
+        request = ForgetRequest.parse("class:3")
+        federation.measure(model, [Ask((Group("train", request), Group("train", None, request)), Probe("peaks"))])
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"megabytes": round(peak / 1000, 1), "megabytes_after_training": round(after_training / 1000, 1)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""A federation of 100 clients on CIFAR-10: train it, retrain it without what must go, forget, and compare.
+
+    python benchmarks/federation.py --data-dir ../shared/data [--train original,retrain-class,...] [--requests]
+
+Trainings go into --runs (resumable; two processes may train different ones), requests are then measured on
+them. Every figure is on test images, or for clients and samples on the training images that must go, as the
+paper defines it; trials never see test images.
+"""
+
+import argparse
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import Progress
+from torch import nn
+
+from fedortho.data import Dataset
+from fedortho.engine import Group
+from fedortho.errors import FedOrthoError
+from fedortho.federated.flower import News
+from fedortho.federated.server import engine_for, forget_in_federation, in_process, silenced, train_federation
+from fedortho.federation import held_rows
+from fedortho.methods import preset
+from fedortho.request import ForgetRequest
+from fedortho.results import write_results
+from fedortho.runs import FederateSettings, Run, load_run_data
+from fedortho.verify import judge
+
+HERE = Path(__file__).parent
+SETTINGS = FederateSettings(
+    data="cifar10",
+    model="vgg-mini",
+    clients=100,
+    rounds=60,
+    fraction=0.1,
+    split="dirichlet:0.6",
+    epochs=2,
+    batch=32,
+    threads=1,
+    device="cpu",
+    evaluate_every=10,
+)
+FURTHER_ROUNDS = 20
+FT_ROUNDS = 5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data-dir", required=True)
+    parser.add_argument("--runs", type=Path, default=Path("runs/federation"))
+    parser.add_argument("--train", default="", help="which trainings, with commas; empty: all that are missing")
+    parser.add_argument("--requests", action="store_true", help="measure requests on the trained runs")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "federation-cifar10.json")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    base = replace(SETTINGS, data_dir=arguments.data_dir)
+    data = load_run_data(base)
+    trainings = variants(base, data)
+    for name in [n for n in arguments.train.split(",") if n] or ([] if arguments.requests else list(trainings)):
+        train(arguments.runs / name, trainings[name])
+    if arguments.requests:
+        rows = measure(arguments.runs, trainings, data)
+        command = f"python benchmarks/federation.py --data-dir {arguments.data_dir} [--requests]"
+        write_results(arguments.out, "100 clients, CIFAR-10, vgg-mini", command, rows)
+
+
+def requests(data: Dataset, base: FederateSettings) -> dict[str, ForgetRequest]:
+    """A class, the client with the median number of images, and twenty images each of five clients."""
+    rows = held_rows(data, base, base.seed)
+    order = sorted(rows, key=lambda client: (len(rows[client]), client))
+    kept = {c: torch.isin(rows[c], data.train.rows).nonzero().flatten().tolist() for c in order[60:65]}
+    samples = tuple(f"{client}/{place}" for client, places in kept.items() for place in places[:20])
+    return {
+        "class": ForgetRequest.parse("class:cat"),
+        "client": ForgetRequest(clients=(order[50],)),
+        "samples": ForgetRequest(samples=samples),
+    }
+
+
+def variants(base: FederateSettings, data: Dataset) -> dict[str, FederateSettings]:
+    found = {"original": base, "unaligned": replace(base, align=0.0)}
+    return found | {f"retrain-{k}": replace(base, without=str(r)) for k, r in requests(data, base).items()}
+
+
+def train(path: Path, settings: FederateSettings) -> Run:
+    started = time.time()
+    with Progress() as bars:
+        task = bars.add_task(path.name, total=settings.rounds)
+
+        def watch(news: News) -> None:
+            part = news.answered / news.asked if news.asked else 0
+            bars.update(task, completed=news.round + part)
+            if not news.asked:
+                print(path.name, news.history[-1], f"{time.time() - started:.0f} s", flush=True)
+
+        return train_federation(path, settings, watch=watch)
+
+
+def measure(runs: Path, trainings: dict[str, FederateSettings], data: Dataset) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    base = trainings["original"]
+    original = train(runs / "original", base)
+    clients = held_rows(data, base, base.seed)
+    for name in ("original", "unaligned"):
+        run = train(runs / name, trainings[name])
+        history = run.history()
+        row = {"what": "training", "variant": name, **run.record["result"], "settings": run.record["settings"]}
+        row["drift_by_round"] = [entry.drift for entry in history]
+        row["seconds"] = sum(entry.seconds for entry in history)
+        row |= bytes_of(run, "train.local")
+        rows.append(row)
+    for kind, request in requests(data, base).items():
+        about = {"what": "request", "kind": kind, "images": int(request.mask(data.train, clients).sum())}
+        rows.append(
+            about | {"method": "original"} | asdict(judge(original.load_model(), data, request, clients=clients))
+        )
+        retrained = train(runs / f"retrain-{kind}", trainings[f"retrain-{kind}"])
+        row = about | {"method": "retrain", "rounds": base.rounds}
+        row["seconds"] = sum(entry.seconds for entry in retrained.history())
+        rows.append(row | asdict(judge(retrained.load_model(), data, request, clients=clients)) | bytes_of(retrained))
+        rows.append(about | finetuned(original, request, data, runs))
+        for name in ("robust", "paper"):
+            rows.append(about | served(original, request, name, data, runs))
+        print(*rows[-5:], sep="\n", flush=True)
+    rows += recoveries(original, data, runs)
+    return rows
+
+
+def bytes_of(run: Run, kind: str = "") -> dict[str, Any]:
+    import json
+
+    log = [e for e in json.loads((run.path / "wire.json").read_text()) if e["kind"].startswith(kind)]
+    up, down = (sum(sum(e[side].values()) for e in log) for side in ("up", "down"))
+    return {"exchanges": len(log), "bytes_up": up, "bytes_down": down}
+
+
+def served(run: Run, request: ForgetRequest, name: str, data: Dataset, runs: Path) -> dict[str, Any]:
+    """A request under one preset; the robust one allows three points of retention."""
+    changes = {"max_retain_drop": 0.03} if name == "robust" else {}
+    started = time.time()
+    try:
+        done = forget_in_federation(run, request, preset(name, **changes), out=None, data=data)
+    except FedOrthoError as error:
+        return {"method": name, "refused": str(error), "seconds": time.time() - started}
+    row: dict[str, Any] = {"method": name, **asdict(done.after), "seconds": time.time() - started}
+    spent = list(done.outcome.spent.values())
+    row |= {key: sum(getattr(tally, key) for tally in spent) for key in ("exchanges", "bytes_up", "bytes_down")}
+    if done.outcome.chosen is not None:
+        row |= {"ratio": done.outcome.chosen.ratio, "scrub": done.outcome.chosen.scrub}
+    return row
+
+
+def finetuned(run: Run, request: ForgetRequest, data: Dataset, runs: Path) -> dict[str, Any]:
+    """Some more rounds on what stays, at a tenth of the first rate."""
+    started = time.time()
+    model, up, down = more_rounds(run, run.load_model(), request, data, FT_ROUNDS, None)
+    clients = held_rows(data, run.settings, run.settings.seed)  # type: ignore[arg-type]  # a federation's
+    row = {"method": "ft", "rounds": FT_ROUNDS, **asdict(judge(model, data, request, clients=clients))}
+    return row | {"seconds": time.time() - started, "exchanges": FT_ROUNDS, "bytes_up": up, "bytes_down": down}
+
+
+def more_rounds(
+    run: Run, model: nn.Module, request: ForgetRequest, data: Dataset, rounds: int, mask: Any
+) -> tuple[nn.Module, int, int]:
+    settings = run.settings
+    assert isinstance(settings, FederateSettings)
+    recipe = replace(settings.recipe, epochs=rounds, rate=settings.rate / 10, schedule="constant")
+    with in_process(settings, run.path / "clients") as grid:
+        engine = engine_for(grid, settings, data)
+        group = Group("train", None, request)
+        trained = engine.fit(
+            model, group, recipe, trainable=mask, local_epochs=settings.epochs, without=request.clients
+        )
+    return trained, engine.tally.bytes_up, engine.tally.bytes_down
+
+
+def recoveries(run: Run, data: Dataset, runs: Path) -> list[dict[str, Any]]:
+    """Twenty more rounds on what stays after forgetting a class: silenced kernels held, or as the paper leaves it."""
+    rows = []
+    request = ForgetRequest.parse("class:cat")
+    for name, changes in (("robust", {"max_retain_drop": 0.03}), ("paper", {"ratio": 0.3})):
+        out = runs / f"forgot-{name}"
+        if not out.exists():
+            forget_in_federation(run, request, preset(name, **changes), out=out, data=data)
+        from fedortho.runs import open_run
+
+        forgot = open_run(out)
+        model = forgot.load_model()
+        row: dict[str, Any] = {"what": "recovery", "method": name, "rounds": FURTHER_ROUNDS}
+        row["before"] = asdict(judge(model, data, request))
+        mask = silenced(forgot, model)
+        trained, _, _ = more_rounds(forgot, model, request, data, FURTHER_ROUNDS, mask or None)
+        row["after"] = asdict(judge(trained, data, request))
+        row["masked_tensors"] = len(mask)
+        rows.append(row)
+        print(row, flush=True)
+    return rows
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
