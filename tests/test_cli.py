@@ -230,3 +230,52 @@ def test_importing_fedortho_is_light() -> None:
     heavy = "{'flwr', 'matplotlib', 'sklearn', 'pyarrow', 'torch_pruning'}"
     both = f"import sys, fedortho; assert not {heavy} & set(sys.modules)"
     assert seconds(both) < 2.5 * seconds("import torch")
+
+
+FEDERATION = ("--data", "digits", "--clients", "3", "--rounds", "1", "--fraction", "1", "--threads", "1", "--flip", "0")
+
+
+def test_a_federation_is_trained_asked_to_forget_and_judged(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    fed, forgot = tmp_path / "fed", tmp_path / "forgot"
+    assert run(monkeypatch, "federate", *FEDERATION, "--out", fed) == 0
+    told = capsys.readouterr()
+    assert "round 1/1  3 clients" in told.err
+    assert "MB down" in told.err
+    words = ("--preset", "paper", "--ratio", "0.2", "--out", forgot)
+    assert run(monkeypatch, "forget", fed, "client:1", *words) == 0
+    assert "1 exchange with clients" in capsys.readouterr().out
+    assert run(monkeypatch, "judge", fed, forgot, "--request", "client:1", "--json") == 0
+    verdicts = json.loads(capsys.readouterr().out)
+    assert set(verdicts) == {str(fed), str(forgot)}
+    digests = {open_run(path).record["model"]["digest"] for path in (fed, forgot)}
+    assert len(digests) == 2
+    assert run(monkeypatch, "judge", fed, "--request", "client:1") == 0
+    assert run(monkeypatch, "sync", forgot) == 0
+    assert "2 of 3 clients have the model" in capsys.readouterr().out, "one has left"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--split", "dirichlet"), "no partition 'dirichlet'"),
+        (("--clients", "3000"), "cannot give each of 3000 clients"),
+        (("--without", "client:7"), "no client 7; clients run 0 to 2"),
+        (("--engine", "cloud"), "no engine 'cloud'; choose from inprocess, ray, superlink"),
+        (("--engine", "superlink"), "belong together"),
+        (("--norms", "fedav"), "did you mean 'fedavg'"),
+        (("--fraction", "0"), "shares up to 1"),
+        (("--start", "nowhere"), "nowhere is not a run directory"),
+    ],
+)
+def test_a_federation_that_cannot_be_is_refused_before_anything_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    words: tuple[str, ...],
+    message: str,
+) -> None:
+    assert run(monkeypatch, "federate", *FEDERATION, *words, "--out", tmp_path / "fed") == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "fed").exists()

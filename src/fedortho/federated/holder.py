@@ -76,6 +76,7 @@ class Holder:
     def images(self, about: Note | None = None) -> tuple[Images, Images, dict[int, Tensor]]:
         """Its training and validation images without what it has forgotten, and the rows it was dealt."""
         if self.own:
+            about = about or self.state.get("about")  # as it was when the model came
             data = _own(replace(self.settings, data=self.own, data_dir=""))
             train, valid = (_renamed(part, about) for part in (data.train, data.valid))
             rows = torch.cat([train.rows, valid.rows]).sort().values
@@ -187,7 +188,7 @@ class Holder:
         load_weights(model, below("model.", tensors), Path("the server's model"))
         if tensors_digest(model.state_dict()) in self.state["past"]:
             return {}, {"client": self.client, "status": "past"}  # it was patched away: it must not come back
-        self._keep(model.eval())
+        self._keep(model.eval(), about=note.get("about"))
         (self.place / "ledger.safetensors").unlink(missing_ok=True)
         if len(train) and note["ledger"]:
             device = choose_device(self.settings.device)

@@ -71,6 +71,8 @@ def _check(settings: FederateSettings) -> None:
     rows = held_rows(data, settings, settings.seed)
     if settings.without:
         ForgetRequest.parse(settings.without).split(data.train, rows)
+    if settings.start:
+        open_run(settings.start)
 
 
 @dataclass
