@@ -63,8 +63,28 @@ def main() -> None:
         )
         rows.append({"what": "memory", "clients": clients} | json.loads(done.stdout.splitlines()[-1]))
         print(rows[-1], flush=True)
+    rows.append({"what": "bytes", "model": "resnet50"} | sizes())
+    print(rows[-1], flush=True)
     command = "python benchmarks/engines.py " + " ".join(sys.argv[1:])
     write_results(arguments.out, "engines: seconds a round, peak memory", command.strip(), rows)
+
+
+def sizes() -> dict[str, Any]:
+    """What one client of ResNet-50 really sends: answers to a class request, and a round of training."""
+    settings = replace(TRAINING, model="resnet50", clients=2, least_group=1, threads=1, valid=0.99, least_images=2)
+    data = load_run_data(settings)
+    model = build_model("resnet50", classes=10, channels=1)
+    with tempfile.TemporaryDirectory() as store, in_process(settings, Path(store)) as grid:
+        federation = engine_for(grid, settings, data)
+        federation.send_model(model, ledger=False)
+        request = ForgetRequest.parse("class:3")
+        groups = (Group("train", request), Group("train", None, request))
+        federation.measure(model, [Ask(groups, Probe("peaks"))])
+        observe = federation.line.log[-1]
+        federation.fit(model, Group(), replace(settings.recipe, epochs=1))
+        trained = federation.line.log[-1]
+    found = {"observe_up": max(observe.up.values()), "observe_down": max(observe.down.values())}
+    return found | {"round_up": max(trained.up.values()), "round_down": max(trained.down.values())}
 
 
 def on_engine(engine: str, client: Any, job: Callable[[Any], None]) -> float:

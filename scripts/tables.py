@@ -86,10 +86,73 @@ def forgetting() -> str:
     return grid(header, rows) + origins
 
 
+def federation() -> str:
+    result = read("federation-cifar10")
+    header = ["request", "images", "method", "forget", "retain", "test", "exchanges", "MB down", "MB up", "seconds"]
+    rows = []
+    for row in result["rows"]:
+        if row["what"] != "request":
+            continue
+        scores = [f"{100 * row[key]:.1f}" if key in row else "refused" for key in ("forget", "retain", "test")]
+        bytes_ = [f"{row[key] / 1e6:,.1f}" if key in row else "–" for key in ("bytes_down", "bytes_up")]
+        cost = [str(row.get("exchanges", "–")), *bytes_, f"{row['seconds']:,.0f}" if "seconds" in row else "–"]
+        rows.append([row["kind"], f"{row['images']:,}", row["method"], *scores, *cost])
+    return grid(header, rows) + origin(result)
+
+
+def drift() -> str:
+    result = read("federation-cifar10")
+    rows = []
+    for row in result["rows"]:
+        if row["what"] == "training":
+            values = [value for value in row["drift_by_round"][1:] if value is not None]
+            thirds = [
+                values[: len(values) // 3],
+                values[len(values) // 3 : -(len(values) // 3)],
+                values[-(len(values) // 3) :],
+            ]
+            name = "with alignment" if row["variant"] == "original" else "without"
+            rows.append([name, f"{row['test-accuracy']:.1%}", *(f"{mean(part):.2f}" for part in thirds)])
+    return grid(["training", "test", "drift, first third of the rounds", "second", "last"], rows)
+
+
+def recovery() -> str:
+    rows = []
+    for row in read("federation-cifar10")["rows"]:
+        if row["what"] == "recovery":
+            cells = [f"{100 * row[when][key]:.1f}" for when in ("before", "after") for key in ("forget", "retain")]
+            rows.append([row["method"], str(row["rounds"]), "yes" if row["masked_tensors"] else "no", *cells])
+    header = ["preset", "rounds", "kernels held", "forget before", "retain before", "forget after", "retain after"]
+    return grid(header, rows)
+
+
+def engines() -> str:
+    result = read("engines")
+    rows = []
+    for what, text in (("transport", "45 MB to ten clients and back"), ("training", "ten clients train")):
+        here, ray = (next(r for r in result["rows"] if (r["what"], r.get("engine")) == (what, e)) for e in ENGINES)
+        ratio = f"{ray['median'] / here['median']:.1f}"
+        rows.append(
+            [text, f"{here['median']:.2f}", f"{ray['median']:.2f}", ratio, f"{ray['whole'] / here['whole']:.1f}"]
+        )
+    header = ["a round", "in this process, s", "Ray, two workers, s", "ratio", "ratio of whole runs, start-up included"]
+    few, many = (next(r for r in result["rows"] if r.get("clients") == n)["megabytes"] for n in (10, 1000))
+    sizes = next(row for row in result["rows"] if row["what"] == "bytes")
+    memory = f"\n\nPeak memory with 1,000 clients: {many:,.0f} MB, with 10: {few:,.0f} MB."
+    memory += f" ResNet-50: statistics of a class request {sizes['observe_up'] / 1000:.1f} KB up per client;"
+    memory += f" one round of training {sizes['round_up'] / 1e6:.1f} MB."
+    return grid(header, rows) + memory + origin(result)
+
+
+ENGINES = ("inprocess", "ray")
 TABLES: dict[str, Callable[[], str]] = {
     "orthogonality": orthogonality,
     "overhead": overhead,
     "forgetting": forgetting,
+    "federation": federation,
+    "drift": drift,
+    "recovery": recovery,
+    "engines": engines,
 }
 
 

@@ -198,13 +198,17 @@ def _print_elsewhere(path: Path) -> None:
 
 
 @app.command()
-def sync(run_path: RunPath) -> None:
-    """Bring the clients of a simulated federation that missed a patch to the run's model."""
+def sync(run_path: RunPath, deployment: Deployment = None) -> None:
+    """Bring clients that missed a patch to the run's model: of a simulation, or of a deployment."""
+    from fedortho.federated.jobs import sync_elsewhere
     from fedortho.federated.server import sync as bring
 
     run = open_run(run_path)
     if not isinstance(run.settings, FederateSettings):
         raise FedOrthoError(f"{run_path} was not trained by a federation; there is nobody to bring up to date")
+    if deployment is not None:
+        sync_elsewhere(run, deployment, _log_line)
+        return
     say(f"{len(bring(run))} of {run.settings.clients} clients have the model {run.record['model']['digest'][:16]}")
 
 
@@ -223,8 +227,9 @@ def deploy(
     from fedortho.federated.deploy import write_deployment
     from fedortho.federated.jobs import app_config
 
-    settings = make_settings(FederateSettings, {"clients": nodes}, given)
-    config = app_config(settings)
+    if given.get("clients", nodes) != nodes:
+        raise FedOrthoError(f"each client has a node: --clients {given['clients']} and --nodes {nodes} do not fit")
+    config = app_config(make_settings(FederateSettings, given, {"clients": nodes}))
     write_deployment(out_path, nodes=nodes, address=address, port=port, insecure=insecure, config=config)
     say(f"written to {escape(str(out_path))}; {escape(str(out_path / 'README.txt'))} says what goes where")
 

@@ -68,5 +68,11 @@ def forget_elsewhere(
         store.replace(out / "clients")
 
 
+def sync_elsewhere(run: Run, deployment: Path, say: Callable[[str], None]) -> None:
+    """Send a SuperLink's clients what they missed."""
+    assert isinstance(run.settings, FederateSettings), "the caller looked"
+    submit(deployment, {**app_config(run.settings), "do": "sync", "run": str(run.path.absolute())}, say=say)
+
+
 def _on_ray(config: dict[str, Any], settings: FederateSettings, store: Path) -> None:
     run_ray(config, clients=settings.clients, store=store, threads=settings.threads or 1)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from flwr.serverapp import Grid, ServerApp
 
 logger = logging.getLogger(__name__)
+remote = logging.getLogger("flwr")  # the log that a SuperLink hands to whoever submitted the job
 Watch = Callable[[News], None]
 
 
@@ -247,16 +248,23 @@ def do_job(grid: "Grid", config: Mapping[str, Any]) -> None:
     if job == "train":
         if out is None:
             raise FedOrthoError("the job needs out, the run directory to write")
-        train_federation(out, federate_settings(config), grid)
+        train_federation(out, federate_settings(config), grid, watch=_tell)
     elif job in ("forget", "sync"):
         run = open_run(Path(str(config["run"])))
         if not isinstance(run.settings, FederateSettings):
             raise FedOrthoError(f"{run.path} was not trained by a federation")
         if job == "sync":
-            sync(run, grid)
+            remote.info("clients %s have the model of %s", sync(run, grid), run.path)
             return
         settings = make_settings(ForgetSettings, json.loads(str(config.get("forget") or "{}")))
         served = forget_in_federation(run, ForgetRequest.parse(str(config["request"])), settings, grid, out=out)
-        logger.info("%s", json.dumps(describe(served)))
+        remote.info("%s", json.dumps(describe(served)))
     else:
         raise FedOrthoError(f"no job {job!r}; choose from train, forget, sync")
+
+
+def _tell(news: News) -> None:
+    if news.history and not news.asked:
+        entry = news.history[-1]
+        told = (entry.epoch + 1, news.rounds, entry.clients, entry.loss, news.bytes_down / 1e6, news.bytes_up / 1e6)
+        remote.info("round %d/%d: %d clients, loss %.3f, %.1f MB down, %.1f MB up so far", *told)
