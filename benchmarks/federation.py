@@ -8,6 +8,7 @@ paper defines it; trials never see test images.
 """
 
 import argparse
+import json
 import sys
 import time
 from dataclasses import asdict, replace
@@ -27,7 +28,7 @@ from fedortho.federation import held_rows
 from fedortho.methods import preset
 from fedortho.request import ForgetRequest
 from fedortho.results import write_results
-from fedortho.runs import FederateSettings, Run, load_run_data
+from fedortho.runs import FederateSettings, Run, load_run_data, open_run
 from fedortho.verify import judge
 
 HERE = Path(__file__).parent
@@ -122,28 +123,28 @@ def measure(runs: Path, trainings: dict[str, FederateSettings], data: Dataset) -
         row = about | {"method": "retrain", "rounds": base.rounds}
         row["seconds"] = sum(entry.seconds for entry in retrained.history())
         rows.append(row | asdict(judge(retrained.load_model(), data, request, clients=clients)) | bytes_of(retrained))
-        rows.append(about | finetuned(original, request, data, runs))
-        for name in ("robust", "paper"):
-            rows.append(about | served(original, request, name, data, runs))
+        rows.append(about | finetuned(original, request, data))
+        for name in ("robust", "robust, exact repair", "paper"):
+            rows.append(about | served(original, request, name, data))
         print(*rows[-5:], sep="\n", flush=True)
     rows += recoveries(original, data, runs)
     return rows
 
 
 def bytes_of(run: Run, kind: str = "") -> dict[str, Any]:
-    import json
-
     log = [e for e in json.loads((run.path / "wire.json").read_text()) if e["kind"].startswith(kind)]
     up, down = (sum(sum(e[side].values()) for e in log) for side in ("up", "down"))
     return {"exchanges": len(log), "bytes_up": up, "bytes_down": down}
 
 
-def served(run: Run, request: ForgetRequest, name: str, data: Dataset, runs: Path) -> dict[str, Any]:
+def served(run: Run, request: ForgetRequest, name: str, data: Dataset) -> dict[str, Any]:
     """A request under one preset; the robust one allows three points of retention."""
-    changes = {"max_retain_drop": 0.03} if name == "robust" else {}
+    changes: dict[str, Any] = {"max_retain_drop": 0.03} if name.startswith("robust") else {}
+    if name.endswith("exact repair"):
+        changes["repair_by"] = "layers"
     started = time.time()
     try:
-        done = forget_in_federation(run, request, preset(name, **changes), out=None, data=data)
+        done = forget_in_federation(run, request, preset(name.partition(",")[0], **changes), out=None, data=data)
     except FedOrthoError as error:
         return {"method": name, "refused": str(error), "seconds": time.time() - started}
     row: dict[str, Any] = {"method": name, **asdict(done.after), "seconds": time.time() - started}
@@ -154,7 +155,7 @@ def served(run: Run, request: ForgetRequest, name: str, data: Dataset, runs: Pat
     return row
 
 
-def finetuned(run: Run, request: ForgetRequest, data: Dataset, runs: Path) -> dict[str, Any]:
+def finetuned(run: Run, request: ForgetRequest, data: Dataset) -> dict[str, Any]:
     """Some more rounds on what stays, at a tenth of the first rate."""
     started = time.time()
     model, up, down = more_rounds(run, run.load_model(), request, data, FT_ROUNDS, None)
@@ -186,8 +187,6 @@ def recoveries(run: Run, data: Dataset, runs: Path) -> list[dict[str, Any]]:
         out = runs / f"forgot-{name}"
         if not out.exists():
             forget_in_federation(run, request, preset(name, **changes), out=out, data=data)
-        from fedortho.runs import open_run
-
         forgot = open_run(out)
         model = forgot.load_model()
         row: dict[str, Any] = {"what": "recovery", "method": name, "rounds": FURTHER_ROUNDS}
