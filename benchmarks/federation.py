@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from rich.progress import Progress
 from torch import nn
 
@@ -47,6 +48,7 @@ SETTINGS = FederateSettings(
 )
 FURTHER_ROUNDS = 20
 FT_ROUNDS = 5
+PARTS = ("training", "class", "client", "samples", "robust-recovery", "paper-recovery")
 
 
 def main() -> None:
@@ -55,6 +57,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/federation"))
     parser.add_argument("--train", default="", help="which trainings, with commas; empty: all that are missing")
     parser.add_argument("--requests", action="store_true", help="measure requests on the trained runs")
+    parser.add_argument("--parts", default=",".join(PARTS), help="which measurements")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "federation-cifar10.json")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -63,10 +66,15 @@ def main() -> None:
     trainings = variants(base, data)
     for name in [n for n in arguments.train.split(",") if n] or ([] if arguments.requests else list(trainings)):
         train(arguments.runs / name, trainings[name])
-    if arguments.requests:
-        rows = measure(arguments.runs, trainings, data)
+    for part in [p for p in PARTS if p in arguments.parts.split(",")] if arguments.requests else []:
+        rows = measure(part, arguments.runs, trainings, data)
         command = f"python benchmarks/federation.py --data-dir {arguments.data_dir} [--requests]"
-        write_results(arguments.out, "100 clients, CIFAR-10, vgg-mini", command, rows)
+        with FileLock(f"{arguments.out}.lock"):  # two processes may measure different parts
+            before = json.loads(arguments.out.read_text())["rows"] if arguments.out.exists() else []
+            kept = [row for row in before if row["part"] != part]
+            everything = sorted([*kept, *rows], key=lambda row: PARTS.index(row["part"]))
+            write_results(arguments.out, "100 clients, CIFAR-10, vgg-mini", command, everything)
+    Path(f"{arguments.out}.lock").unlink(missing_ok=True)
 
 
 def requests(data: Dataset, base: FederateSettings) -> dict[str, ForgetRequest]:
@@ -101,34 +109,42 @@ def train(path: Path, settings: FederateSettings) -> Run:
         return train_federation(path, settings, watch=watch)
 
 
-def measure(runs: Path, trainings: dict[str, FederateSettings], data: Dataset) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    base = trainings["original"]
-    original = train(runs / "original", base)
-    clients = held_rows(data, base, base.seed)
-    for name in ("original", "unaligned"):
-        run = train(runs / name, trainings[name])
-        history = run.history()
-        row = {"what": "training", "variant": name, **run.record["result"], "settings": run.record["settings"]}
-        row["drift_by_round"] = [entry.drift for entry in history]
-        row["seconds"] = sum(entry.seconds for entry in history)
-        row |= bytes_of(run, "train.local")
-        rows.append(row)
-    for kind, request in requests(data, base).items():
-        about = {"what": "request", "kind": kind, "images": int(request.mask(data.train, clients).sum())}
-        rows.append(
-            about | {"method": "original"} | asdict(judge(original.load_model(), data, request, clients=clients))
-        )
-        retrained = train(runs / f"retrain-{kind}", trainings[f"retrain-{kind}"])
-        row = about | {"method": "retrain", "rounds": base.rounds}
-        row["seconds"] = sum(entry.seconds for entry in retrained.history())
-        rows.append(row | asdict(judge(retrained.load_model(), data, request, clients=clients)) | bytes_of(retrained))
-        rows.append(about | finetuned(original, request, data))
-        for name in ("robust", "robust, exact repair", "paper"):
-            rows.append(about | served(original, request, name, data))
-        print(*rows[-5:], sep="\n", flush=True)
-    rows += recoveries(original, data, runs)
-    return rows
+def measure(part: str, runs: Path, trainings: dict[str, FederateSettings], data: Dataset) -> list[dict[str, Any]]:
+    original = train(runs / "original", trainings["original"])
+    if part == "training":
+        rows = [trained(name, train(runs / name, trainings[name])) for name in ("original", "unaligned")]
+    elif part.endswith("recovery"):
+        rows = [recovery(part.partition("-")[0], original, data, runs)]
+    else:
+        request = requests(data, trainings["original"])[part]
+        rows = compared(part, request, original, train(runs / f"retrain-{part}", trainings[f"retrain-{part}"]), data)
+    print(*rows, sep="\n", flush=True)
+    return [{"part": part} | row for row in rows]
+
+
+def trained(name: str, run: Run) -> dict[str, Any]:
+    history = run.history()
+    row = {"what": "training", "variant": name, **run.record["result"], "settings": run.record["settings"]}
+    row["drift_by_round"] = [entry.drift for entry in history]
+    row["seconds"] = sum(entry.seconds for entry in history)
+    return row | bytes_of(run, "train.local")
+
+
+def compared(kind: str, request: ForgetRequest, original: Run, retrained: Run, data: Dataset) -> list[dict[str, Any]]:
+    """The original, retraining, fine-tuning and the presets, for one request."""
+    settings = original.settings
+    assert isinstance(settings, FederateSettings)
+    clients = held_rows(data, settings, settings.seed)
+    about = {"what": "request", "kind": kind, "images": int(request.mask(data.train, clients).sum())}
+    rows = [about | {"method": "original"} | asdict(judge(original.load_model(), data, request, clients=clients))]
+    row = about | {"method": "retrain", "rounds": settings.rounds}
+    row["seconds"] = sum(entry.seconds for entry in retrained.history())
+    row |= bytes_of(retrained, "train.local")
+    rows.append(row | asdict(judge(retrained.load_model(), data, request, clients=clients)))
+    rows.append(about | finetuned(original, request, data))
+    return rows + [
+        about | served(original, request, name, data) for name in ("robust", "robust, exact repair", "paper")
+    ]
 
 
 def bytes_of(run: Run, kind: str = "") -> dict[str, Any]:
@@ -179,25 +195,18 @@ def more_rounds(
     return trained, engine.tally.bytes_up, engine.tally.bytes_down
 
 
-def recoveries(run: Run, data: Dataset, runs: Path) -> list[dict[str, Any]]:
-    """Twenty more rounds on what stays after forgetting a class: silenced kernels held, or as the paper leaves it."""
-    rows = []
-    request = ForgetRequest.parse("class:cat")
-    for name, changes in (("robust", {"max_retain_drop": 0.03}), ("paper", {"ratio": 0.3})):
-        out = runs / f"forgot-{name}"
-        if not out.exists():
-            forget_in_federation(run, request, preset(name, **changes), out=out, data=data)
-        forgot = open_run(out)
-        model = forgot.load_model()
-        row: dict[str, Any] = {"what": "recovery", "method": name, "rounds": FURTHER_ROUNDS}
-        row["before"] = asdict(judge(model, data, request))
-        mask = silenced(forgot, model)
-        trained, _, _ = more_rounds(forgot, model, request, data, FURTHER_ROUNDS, mask or None)
-        row["after"] = asdict(judge(trained, data, request))
-        row["masked_tensors"] = len(mask)
-        rows.append(row)
-        print(row, flush=True)
-    return rows
+def recovery(name: str, run: Run, data: Dataset, runs: Path) -> dict[str, Any]:
+    """Twenty more rounds on what stays after forgetting a class: silenced kernels held, or as the paper leaves them."""
+    request, out = ForgetRequest.parse("class:cat"), runs / f"forgot-{name}"
+    changes: dict[str, Any] = {"max_retain_drop": 0.03} if name == "robust" else {"ratio": 0.3}
+    if not out.exists():
+        forget_in_federation(run, request, preset(name, **changes), out=out, data=data)
+    forgot = open_run(out)
+    model = forgot.load_model()
+    mask = silenced(forgot, model)
+    further, _, _ = more_rounds(forgot, model, request, data, FURTHER_ROUNDS, mask or None)
+    row: dict[str, Any] = {"what": "recovery", "method": name, "rounds": FURTHER_ROUNDS, "masked_tensors": len(mask)}
+    return row | {"before": asdict(judge(model, data, request)), "after": asdict(judge(further, data, request))}
 
 
 if __name__ == "__main__":
