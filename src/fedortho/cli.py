@@ -17,7 +17,6 @@ from rich.logging import RichHandler
 from rich.markup import escape
 
 from fedortho.calibrate import Refused
-from fedortho.data import Dataset
 from fedortho.errors import FedOrthoError
 from fedortho.federation import held_rows
 from fedortho.methods import preset
@@ -49,7 +48,7 @@ from fedortho.screen import (
     training_bar,
     verdict_table,
 )
-from fedortho.serve import Served, describe, serve_request, undo_run
+from fedortho.serve import describe, serve_request, undo_run
 from fedortho.settings import field_help, field_types, kebab, make_settings, read_toml
 from fedortho.sites import check_model
 from fedortho.train import evaluate
@@ -306,6 +305,7 @@ def forget(
 ) -> None:
     """Make a trained model forget; writes a new run directory and leaves the old one as it was."""
     from fedortho.federated.jobs import check_engine, forget_elsewhere
+    from fedortho.federated.server import forget_in_federation
 
     settings = preset(preset_name, **given)
     asked = ForgetRequest.parse(shlex.join(request))
@@ -325,7 +325,11 @@ def forget(
         data = run.load_data(data_dir, bar(shown, "decoding images"))
         shown.add_task(f"forgetting {_file_name(asked)}", total=None, news="")
         try:
-            served = _serve(run, data, asked, settings, out=None if dry_run else out_dir, undo=keep_undo, device=place)
+            places: dict[str, Any] = {"out": None if dry_run else out_dir, "undo": keep_undo}
+            if isinstance(run.settings, FederateSettings):
+                served = forget_in_federation(run, asked, settings, data=data, data_dir=data_dir, **places)
+            else:
+                served = serve_request(run, data, asked, settings, device=place, **places)
         except Refused as refusal:
             shown.stop()
             err.print(frontier_table(refusal.frontier))
@@ -334,16 +338,6 @@ def forget(
         typer.echo(json.dumps(describe(served), indent=2))
     else:
         print_served(served, run_path)
-
-
-def _serve(run: Run, data: Dataset, request: ForgetRequest, settings: ForgetSettings, **places: Any) -> Served:
-    """Here, or with the clients of the federation that trained the run."""
-    if not isinstance(run.settings, FederateSettings):
-        return serve_request(run, data, request, settings, **places)
-    from fedortho.federated.server import forget_in_federation
-
-    places.pop("device")
-    return forget_in_federation(run, request, settings, data=data, **places)
 
 
 def _retrain_advice(run: Run) -> str:

@@ -13,9 +13,9 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import torch
 from torch import nn
@@ -36,6 +36,7 @@ from fedortho.train import Epoch, Watch, check_fit, evaluate, fit, ortho_layers
 from fedortho.weights import load_weights, read_weights
 
 logger = logging.getLogger(__name__)
+S = TypeVar("S", bound="Subject")
 DEVICES = ("auto", "cpu", "cuda", "mps")
 FREE = ("data-dir", "timeout", "quorum")  # settings that may differ when a run goes on
 
@@ -164,13 +165,19 @@ class Run:
             raise BadCheckpoint(f"{self.path / 'history.json'} is no history of epochs ({error})") from error
 
 
+def relocated(settings: S, data_dir: str) -> S:
+    """The settings with their data at another place; as they are if none is given."""
+    if not data_dir:
+        return settings
+    named = settings.data in DATASETS
+    return replace(settings, data_dir=data_dir) if named else replace(settings, data=data_dir, data_dir="")
+
+
 def load_run_data(settings: TrainSettings, data_dir: str = "", progress: Report | None = None) -> Dataset:
     """The dataset that settings name, with its validation split."""
-    name, place = settings.data, data_dir or settings.data_dir or None
-    if data_dir and name not in DATASETS:  # files of one's own have moved
-        name, place = data_dir, None
+    at = relocated(settings, data_dir)
     return load_images(
-        name, place, valid=settings.valid, seed=settings.seed, size=settings.image_size, progress=progress
+        at.data, at.data_dir or None, valid=at.valid, seed=at.seed, size=at.image_size, progress=progress
     )
 
 

@@ -154,3 +154,19 @@ def test_a_job_comes_from_a_flat_configuration(run: Run, tmp_path: Path) -> None
     ):
         with pytest.raises(FedOrthoError, match=message):
             do_job(grid, config | changes)
+
+
+def test_a_federation_is_asked_where_its_images_lie_now(tmp_path: Path, digits: Dataset) -> None:
+    from test_holder import write_images
+
+    old, new = tmp_path / "old", tmp_path / "new"
+    write_images(old, {"ant": 40, "bee": 40, "cat": 40})
+    settings = replace(SETTINGS, data=str(old), rounds=1)
+    moved = train_federation(tmp_path / "run", settings)
+    old.rename(new)
+    served = forget_in_federation(
+        moved, ForgetRequest.parse("class:bee"), preset("paper"), out=tmp_path / "out", data_dir=str(new)
+    )
+    assert served.run is not None
+    with pytest.raises(FedOrthoError):
+        forget_in_federation(moved, ForgetRequest.parse("class:bee"), preset("paper"), out=tmp_path / "lost")

@@ -25,7 +25,7 @@ from fedortho.methods.fedortho import ForgetSettings
 from fedortho.probe import Probe
 from fedortho.prune import Patch, bind_patch, load_patch
 from fedortho.request import ForgetRequest
-from fedortho.runs import FederateSettings, Run, choose_device, load_run_data, open_run, train_run
+from fedortho.runs import FederateSettings, Run, choose_device, load_run_data, open_run, relocated, train_run
 from fedortho.serve import Served, check_places, describe, earlier_requests, joined, serve_request
 from fedortho.settings import as_mapping, make_settings
 from fedortho.train import Epoch, Mask, accuracy
@@ -148,6 +148,7 @@ def forget_in_federation(
     out: Path | None,
     undo: Path | None = None,
     data: Dataset | None = None,
+    data_dir: str = "",
 ) -> Served:
     """Serve a request in a federation: plan with its clients, write the new run, send the patch.
 
@@ -155,8 +156,8 @@ def forget_in_federation(
     stays whole. `out` None only tells what would be done.
     """
     check_places(out, undo)
-    federated = run.settings
-    assert isinstance(federated, FederateSettings), "the caller looked"
+    assert isinstance(run.settings, FederateSettings), "the caller looked"
+    federated = relocated(run.settings, data_dir)
     if grid is not None:
         return _forget(run, federated, request, settings, grid, out=out, undo=undo, data=data)
     with tempfile.TemporaryDirectory(dir=(out or run.path).parent, prefix=".clients-") as place:
