@@ -181,7 +181,7 @@ def finetuned(run: Run, request: ForgetRequest, data: Dataset) -> dict[str, Any]
 
 
 def more_rounds(
-    run: Run, model: nn.Module, request: ForgetRequest, data: Dataset, rounds: int, mask: Any
+    run: Run, model: nn.Module, request: ForgetRequest, data: Dataset, rounds: int, mask: Any, passes: int = 2
 ) -> tuple[nn.Module, int, int]:
     settings = run.settings
     assert isinstance(settings, FederateSettings)
@@ -189,9 +189,7 @@ def more_rounds(
     with in_process(settings, run.path / "clients") as grid:
         engine = engine_for(grid, settings, data)
         group = Group("train", None, request)
-        trained = engine.fit(
-            model, group, recipe, trainable=mask, local_epochs=settings.epochs, without=request.clients
-        )
+        trained = engine.fit(model, group, recipe, trainable=mask, local_epochs=passes, without=request.clients)
     return trained, engine.tally.bytes_up, engine.tally.bytes_down
 
 
@@ -204,7 +202,7 @@ def recovery(name: str, run: Run, data: Dataset, runs: Path) -> dict[str, Any]:
     forgot = open_run(out)
     model = forgot.load_model()
     mask = silenced(forgot, model)
-    further, _, _ = more_rounds(forgot, model, request, data, FURTHER_ROUNDS, mask or None)
+    further, _, _ = more_rounds(forgot, model, request, data, FURTHER_ROUNDS, mask or None, passes=1)
     row: dict[str, Any] = {"what": "recovery", "method": name, "rounds": FURTHER_ROUNDS, "masked_tensors": len(mask)}
     return row | {"before": asdict(judge(model, data, request)), "after": asdict(judge(further, data, request))}
 
