@@ -1,5 +1,9 @@
 """A tiny network and a small federation, importable by name."""
 
+from pathlib import Path
+
+import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from fedortho.runs import FederateSettings
@@ -37,3 +41,14 @@ SETTINGS = FederateSettings(
     timeout=5.0,
     least_group=1,
 )
+
+
+def write_images(folder: Path, classes: dict[str, int]) -> Path:
+    """A folder of random images, so many of each class."""
+    generator = torch.Generator().manual_seed(0)
+    for name, number in classes.items():
+        (folder / "train" / name).mkdir(parents=True)
+        for place in range(number):
+            pixels = torch.randint(0, 256, (8, 8), dtype=torch.uint8, generator=generator)
+            Image.fromarray(pixels.numpy()).save(folder / "train" / name / f"{place:03}.png")
+    return folder

@@ -36,10 +36,12 @@ class Group:
             chosen &= ~self.but.mask(images, clients)
         return draw(images.subset(chosen), self.most, self.seed)
 
-    def on_client(self, client: int, share: int) -> "Group":
-        """The same group as one of `share` clients sees it."""
+    def on_client(self, client: int, share: int, least: int = 1) -> "Group":
+        """The same group as one of `share` clients sees it; of fewer than `least` images it would tell nothing."""
         only, but = (None if request is None else request.on_client(client) for request in (self.only, self.but))
-        return replace(self, only=only, but=but, most=-(-self.most // share))
+        holders = (self.only and self.only.holders()) or share
+        most = max(-(-self.most // min(share, holders)), least) if self.most else 0
+        return replace(self, only=only, but=but, most=most)
 
 
 def draw(images: Images, most: int, seed: int) -> Images:

@@ -46,7 +46,7 @@ class Memory:
 
     ledger: Observation | None = None
     tails: dict[tuple[object, ...], tuple[Cut, Tensor]] | None = None  # None: nothing is remembered
-    looked: dict[bytes, Observation] | None = None
+    looked: dict[tuple[object, ...], Observation] | None = None
     images_read: int = 0
 
 
@@ -86,7 +86,7 @@ def _peaks(
     keys = [key_of(*tap) for tap in taps]
 
     def look(images: Images) -> Observation:
-        key = images.rows.numpy().tobytes()
+        key = (*keys, images.rows.numpy().tobytes())
         if memory.looked is not None and key in memory.looked:
             return memory.looked[key]
         seen = observe(model, images, taps, classes=whole.classes, device=device)
@@ -97,6 +97,8 @@ def _peaks(
 
     ledger = memory.ledger
     if ledger is None or any(key not in ledger.sums or key in ledger.stale for key in keys):
+        return look(group)
+    if not bool(torch.isin(group.rows, whole.rows).all()):  # validation images are in no ledger
         return look(group)
     return _from_ledger(ledger.among(keys), whole, group, look)
 

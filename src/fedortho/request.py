@@ -88,6 +88,12 @@ class ForgetRequest:
         mine = tuple(word for word in self.samples if "/" not in word or word.startswith(f"{client}/"))
         return ForgetRequest(self.classes, (client,) if client in self.clients else (), mine)
 
+    def holders(self) -> int | None:
+        """How many clients can hold something of it; None: any of them."""
+        if self.classes or any("/" not in word for word in self.samples):
+            return None
+        return len({*self.clients, *(int(word.partition("/")[0]) for word in self.samples)})
+
     def labels(self, names: Sequence[str]) -> list[int]:
         """The labels of the classes asked for."""
         return [_label(word, names) for word in self.classes]

@@ -11,7 +11,7 @@ checkpoint.safetensors   only while training
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -224,13 +224,15 @@ def train_run(
     progress: Report | None = None,
     observing: Report | None = None,
     trainer: Trainer | None = None,
+    inherited: Mapping[str, Any] | None = None,
 ) -> Run:
     """Train into a directory, or go on where a killed run stopped, or return the finished run.
 
     A `trainer` takes the place of `fit`: it gets the fresh model, the data and a checkpoint file (a federation).
+    What is `inherited` of a run that training starts from goes into run.json.
     """
     with locked(Path(path)), using_threads(settings.threads):
-        return _train_run(Path(path), settings, watch, progress, observing, trainer)
+        return _train_run(Path(path), settings, watch, progress, observing, trainer, inherited or {})
 
 
 def _train_run(
@@ -240,6 +242,7 @@ def _train_run(
     progress: Report | None,
     observing: Report | None,
     trainer: Trainer | None,
+    inherited: Mapping[str, Any],
 ) -> Run:
     record = _read_record(path)
     data = load_run_data(settings, progress=progress)
@@ -252,7 +255,7 @@ def _train_run(
     check_fit(model, data.train, settings)  # these two refuse before anything is written
     ortho_layers(model, data.train.shape, settings)
     if record is None:
-        record = _new_record(settings, data, device)
+        record = _new_record(settings, data, device) | dict(inherited)
         _write_split(path, settings, data)
         write_json(path / "run.json", record)
     elif record["environment"]["threads"] != torch.get_num_threads():
@@ -324,12 +327,7 @@ def _refuse_occupied(path: Path) -> None:
     """Refuse a file and a directory of other things; what we left there when we were killed is no such thing."""
     if path.exists() and not path.is_dir():
         raise FedOrthoError(f"{path} is a file; choose a directory for --out")
-    begun = {
-        "split.json",
-        "history.json",
-        "ledger.safetensors",
-        "clients",
-    }  # written before run.json, and of no use without it
+    begun = {"split.json", "history.json", "ledger.safetensors", "clients"}  # of no use without run.json
     if path.is_dir() and not {file.name for file in path.iterdir() if not _is_left_over(file)} <= begun:
         raise FedOrthoError(f"{path} holds files of something else; choose a new directory for --out")
 

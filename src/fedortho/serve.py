@@ -10,15 +10,16 @@ import torch
 from torch import nn
 
 from fedortho.data import Dataset
-from fedortho.engine import CentralEngine, Engine
+from fedortho.engine import Ask, CentralEngine, Engine, Group
 from fedortho.errors import FedOrthoError
 from fedortho.files import tensors_digest, write_json, write_tensors
 from fedortho.ledger import load_ledger, rebind_ledger
 from fedortho.methods.fedortho import ForgetSettings, Outcome, plan_forgetting
 from fedortho.observe import Observation
+from fedortho.probe import NOTHING, Probe
 from fedortho.prune import Patch, undo_patch, write_undo
 from fedortho.request import Clients, ForgetRequest
-from fedortho.runs import Run, open_run
+from fedortho.runs import FederateSettings, Run, open_run
 from fedortho.settings import as_mapping
 from fedortho.verify import Verdict, judge
 
@@ -55,6 +56,12 @@ def joined(requests: Sequence[ForgetRequest]) -> ForgetRequest | None:
     return total
 
 
+def kept_out(run: Run) -> ForgetRequest | None:
+    """All that a run's model must not know: what it has forgotten, and what it was trained without."""
+    without = run.settings.without if isinstance(run.settings, FederateSettings) else ""
+    return joined([*earlier_requests(run), *([ForgetRequest.parse(without)] if without else [])])
+
+
 def serve_request(
     run: Run,
     data: Dataset,
@@ -73,16 +80,21 @@ def serve_request(
     """
     check_places(out, undo)
     earlier = earlier_requests(run)
-    forgotten = joined(earlier)
+    forgotten = kept_out(run)
     model = run.load_model().to(device)
     ledger = _ledger(run, model)
     engine = engine or CentralEngine(data, ledger, clients, device)
     outcome = plan_forgetting(model, engine, request, settings, forgotten=forgotten)
     edited = outcome.patch.apply(model)
+    is_afar = engine.is_federated and clients is None  # the images of clients and samples are not here
+    asked = is_afar and request.kind != "class"
+    told = _told(engine, model, outcome.patch, request, forgotten, settings) if asked else (None, None)
     before, after = (
-        judge(m, data, request, forgotten=forgotten, clients=clients, device=device) for m in (model, edited)
+        judge(m, data, request, forgotten=forgotten, clients=clients, device=device, forget=forget)
+        for m, forget in zip((model, edited), told, strict=True)
     )
-    old = {str(r): judge(edited, data, r, clients=clients, device=device).forget for r in earlier}
+    judged = [r for r in earlier if r.kind == "class" or not is_afar]
+    old = {str(r): judge(edited, data, r, clients=clients, device=device).forget for r in judged}
     scores = old | {str(request): after.forget}
     paid = before.retain - after.retain + sum(entry["retain-paid"] for entry in run.record.get("requests", []))
     served = Served(
@@ -92,7 +104,7 @@ def serve_request(
         after,
         scores,
         paid,
-        _retraining(run, data, joined([*earlier, request]), clients),
+        None if asked or len(judged) < len(earlier) else _retraining(run, data, joined([*earlier, request]), clients),
         None,
     )
     if out is None:
@@ -103,6 +115,20 @@ def serve_request(
     changes = {"requests": entries, "result": {"test-accuracy": after.test}}
     bound = None if ledger is None else rebind_ledger(ledger, model, edited, data.train)
     return replace(served, run=write_derived(out, run, edited, changes, patch=outcome.patch, ledger=bound))
+
+
+def _told(
+    engine: Engine,
+    model: nn.Module,
+    patch: Patch,
+    request: ForgetRequest,
+    forgotten: ForgetRequest | None,
+    settings: ForgetSettings,
+) -> tuple[float, float]:
+    """Accuracy on what must go, before and after, as the holders of those images count it."""
+    probe = Probe("right", settings.layers, settings.edit, settings.tap, (NOTHING, patch))
+    ((seen,),) = engine.measure(model, [Ask((Group("train", request, forgotten),), probe)])
+    return float(seen.mean("0")), float(seen.mean("1"))
 
 
 def check_places(out: Path | None, undo: Path | None) -> None:
@@ -145,16 +171,25 @@ def write_derived(
     write_tensors(building / "model.safetensors", state)
     for name in ("split.json", "history.json"):
         shutil.copyfile(run.path / name, building / name)
+    number = len(changes["requests"]) - (patch is not None)
+    copy_patches(run, building, number)
     if patch is not None:
-        if (run.path / "patches").is_dir():
-            shutil.copytree(run.path / "patches", building / "patches")
-        patch.save(building / "patches" / f"{len(list(building.glob('patches/*'))):04}.safetensors")
+        patch.save(building / "patches" / f"{number:04}.safetensors")
+    elif (run.path / "clients").is_dir():
+        (building / "clients").mkdir()  # of a simulation: they begin anew, with the restored model
     if ledger is not None:
         ledger.save(building / "ledger.safetensors")
     about = run.record["model"] | {"digest": tensors_digest(state)}
     write_json(building / "run.json", run.record | {"model": about, "parent": run.record["model"]["digest"]} | changes)
     building.replace(out)
     return open_run(out)
+
+
+def copy_patches(run: Run, to: Path, number: int) -> None:
+    """The patches of a run's first so many requests, for a run that has forgotten the same."""
+    for file in sorted((run.path / "patches").glob("*.safetensors"))[:number]:
+        (to / "patches").mkdir(exist_ok=True)
+        shutil.copyfile(file, to / "patches" / file.name)
 
 
 def describe(served: Served) -> dict[str, Any]:

@@ -32,10 +32,12 @@ def judge(
     forgotten: ForgetRequest | None = None,
     clients: Clients | None = None,
     device: torch.device | str = "cpu",
+    forget: float | None = None,
 ) -> Verdict:
     """Measure a model on the test images; what earlier requests removed (`forgotten`) is not retained either.
 
-    `clients` are the rows that each client of a federation holds, for requests about clients.
+    `clients` are the rows that each client of a federation holds, for requests about clients; where these images
+    are not here, `forget` is what their holders say.
     """
     if isinstance(request, str):
         request = ForgetRequest.parse(request)
@@ -48,7 +50,9 @@ def judge(
     if request.kind == "class":
         asked = request.labels(data.test.names)
         return Verdict(_share(right[asked], number[asked]), retain, test)
-    return Verdict(accuracy(model, request.split(data.train, clients)[0], device=device), retain, test)
+    if forget is None:
+        forget = accuracy(model, request.split(data.train, clients)[0], device=device)
+    return Verdict(forget, retain, test)
 
 
 def _share(right: Tensor, number: Tensor) -> float:

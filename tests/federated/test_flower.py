@@ -33,6 +33,7 @@ from fedortho.train import fit, step_seed
 RECIPE = Recipe(epochs=2, batch=32, crop=0, flip=0.0)
 PEAKS = Probe("peaks", "all", "channel", "stream")
 CLASS = ForgetRequest.parse("class:3")
+OTHER = {"features.6": (torch.tensor([2]), torch.ones(1, dtype=torch.float64))}
 
 
 def grid_of(engine: FlowerEngine) -> InProcessGrid:
@@ -175,6 +176,10 @@ class Spoiled(InProcessGrid):
             tensors = {n: value * float("nan") if value.is_floating_point() else value for n, value in tensors.items()}
         elif how == "other":
             note["client"] = client + 1
+        elif how == "layers":
+            tensors.pop(next(iter(tensors)))
+        elif how == "silly":
+            note = {"client": client}
         return Message(pack(tensors, note), reply_to=message) if how else reply
 
 
@@ -199,6 +204,64 @@ def test_a_client_that_fails_is_named_and_the_others_go_on(
     trained = engine.fit(start(), Group(), replace(RECIPE, epochs=1))
     assert all(bool(torch.isfinite(value).all()) for value in trained.state_dict().values())
     assert engine.history[0].clients == 3
+
+
+@pytest.mark.parametrize("how", ["shapes", "layers", "silly"])
+def test_the_first_client_does_not_decide_what_fits(make_engine, tiny_digits: nn.Module, how: str) -> None:
+    engine = make_engine()
+    engine.send_model(tiny_digits)
+    asks = [Ask((Group("train", CLASS), Group("train", None, CLASS)), PEAKS)]
+    ((whole, _),) = engine.measure(tiny_digits, asks)
+    engine.line.grid = Spoiled(grid_of(engine), {0: how})
+    ((gone, _),) = engine.measure(tiny_digits, asks)
+    assert list(engine.line.log[-1].failed) == [0]
+    assert 0 < gone.images < whole.images
+    engine.fit(start(), Group(), replace(RECIPE, epochs=1))
+    assert engine.history[0].clients == 3
+
+
+def test_a_client_that_went_away_is_named_and_messages_that_were_not_taken_are_an_error(
+    make_engine, tiny_digits: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    push = engine.line.grid.push_messages  # Flower gives None for a node that is gone, and nothing if all is too large
+    monkeypatch.setattr(engine.line.grid, "push_messages", lambda messages: [None, None, *push(messages)[2:]])
+    assert engine.send_model(tiny_digits) == [2, 3]
+    assert engine.line.log[-1].failed == dict.fromkeys([0, 1], "is no longer connected")
+    monkeypatch.setattr(engine.line.grid, "push_messages", lambda messages: [])
+    with pytest.raises(FedOrthoError, match="did not take 4 messages"):
+        engine.send_model(tiny_digits)
+
+
+def test_a_draw_is_shared_among_those_who_can_hold_it_and_is_never_too_small_to_tell() -> None:
+    draws = [
+        (Group("train", None, CLASS, 1024), 1000, 5),
+        (Group("train", ForgetRequest.parse("client:2"), None, 1000), 100, 1000),
+        (Group("train", ForgetRequest.parse("samples:2/1,3/4"), None, 1000), 100, 500),
+        (Group("train", ForgetRequest.parse("class:3 client:2"), None, 1000), 100, 10),
+        (Group(), 100, 0),
+    ]
+    for group, share, most in draws:
+        assert group.on_client(2, share, 5).most == most
+
+
+def test_validation_images_are_never_read_from_the_ledger_of_training_images(
+    make_engine, tiny_digits: nn.Module
+) -> None:
+    asks, deep = [Ask((Group("valid"),), replace(PEAKS, layers="deep"))], []
+    for ledger in (True, False):
+        engine = make_engine(clients=1, valid=0.5)  # as many for validation as for training, label by label
+        engine.send_model(tiny_digits, ledger=ledger)
+        deep.append(engine.measure(tiny_digits, asks)[0][0])
+    for key, value in deep[1].sums.items():
+        assert torch.allclose(deep[0].sums[key], value, rtol=1e-6)
+
+
+def test_the_same_images_are_looked_at_anew_for_other_layers(digits: Dataset, tiny_digits: nn.Module) -> None:
+    engine = CentralEngine(digits)
+    first, second = (replace(PEAKS, layers=layers) for layers in ("features.0", "features.3"))
+    ((one,), (two,)) = engine.measure(tiny_digits, [Ask((Group(),), first), Ask((Group(),), second)])
+    assert one.sums.keys() != two.sums.keys()
 
 
 def test_too_few_answers_end_the_round_with_a_reason(make_engine, tiny_digits: nn.Module) -> None:
@@ -337,6 +400,43 @@ def test_holders_drop_what_is_forgotten_and_a_client_that_leaves_takes_no_furthe
         plan_forgetting(edited, later, ForgetRequest.parse("client:2"))
     with pytest.raises(EmptyGroup, match="forgotten before"):
         plan_forgetting(edited, later, CLASS, forgotten=CLASS)
+
+
+def test_a_client_that_missed_its_leaving_and_more_leaves_and_nobody_waits_for_it(
+    make_engine, tmp_path: Path, tiny_digits: nn.Module
+) -> None:
+    engine = make_engine(timeout=0.3)
+    engine.send_model(tiny_digits)
+    leaving = silencing(tiny_digits)
+    once = leaving.apply(tiny_digits)
+    second = bind_patch(
+        plan_edit(once, find_sites(once, (1, 8, 8), "all", "channel", "stream"), OTHER, "channel"), once
+    )
+    engine.line.grid.silent = {1}
+    request = ForgetRequest.parse("client:1")
+    assert engine.send_patch(leaving, request) == [0, 2, 3]
+    assert engine.send_patch(second, CLASS) == [0, 2, 3]
+    engine.line.grid.silent = set()
+    later = FlowerEngine(grid_of(engine), engine.federation, engine.about, left=[1])
+    later.bring_up_to_date(second.apply(once), [(leaving, request), (second, CLASS)])
+    state = read_json(tmp_path / "clients" / "client-1" / "state.json")
+    assert state["left"]
+    assert not state["model"]
+    assert later.present() == [0, 2, 3]
+    with pytest.raises(EmptyGroup, match="client 1 has left already"):
+        later.check(request, None)
+
+
+def test_a_client_that_lost_its_disk_is_told_what_was_forgotten(
+    make_engine, tmp_path: Path, tiny_digits: nn.Module
+) -> None:
+    engine = make_engine()
+    patch = silencing(tiny_digits)
+    engine.bring_up_to_date(patch.apply(tiny_digits), [(patch, CLASS)])
+    states = [read_json(path) for path in (tmp_path / "clients").glob("client-*/state.json")]
+    assert [state["gone"] for state in states] == [[{"classes": ["3"], "clients": [], "samples": []}]] * 4
+    ((gone,),) = engine.measure(patch.apply(tiny_digits), [Ask((Group("train", CLASS),), PEAKS)])
+    assert not gone.images
 
 
 def test_two_nodes_with_one_name_and_no_node_at_all_are_refused(make_engine, monkeypatch) -> None:

@@ -1,35 +1,27 @@
 """A client with images of its own, and what it keeps on its disk."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
-from small import SETTINGS
+from small import SETTINGS, write_images
 
 from fedortho.engine import Ask, Group
 from fedortho.errors import BadData, FedOrthoError
 from fedortho.federated.client import federate_settings, holder_of
 from fedortho.federated.holder import Holder
 from fedortho.federated.wire import pack_asks, pack_group, prefixed, unpack_observations
+from fedortho.files import read_tensors, write_tensors
 from fedortho.models import build_model
 from fedortho.probe import Probe
+from fedortho.prune import Patch, bind_patch, plan_edit
 from fedortho.recipe import Recipe
 from fedortho.request import ForgetRequest
 from fedortho.settings import as_mapping
+from fedortho.sites import find_sites
 
 ABOUT = {"names": ["ant", "bee", "cat", "dog"], "mean": [0.5], "std": [0.25]}
-
-
-def write_images(folder: Path, classes: dict[str, int]) -> Path:
-    generator = torch.Generator().manual_seed(0)
-    for name, number in classes.items():
-        (folder / "train" / name).mkdir(parents=True)
-        for place in range(number):
-            pixels = torch.randint(0, 256, (8, 8), dtype=torch.uint8, generator=generator)
-            Image.fromarray(pixels.numpy()).save(folder / "train" / name / f"{place:03}.png")
-    return folder
 
 
 @pytest.fixture
@@ -73,6 +65,98 @@ def test_it_trains_answers_and_drops_its_own_samples(holder: Holder) -> None:
     ((gone, kept),) = unpack_observations(answer, asks)
     assert (gone.images, kept.images, told["withheld"]) == (1, 31, 0), "the sample of client 2 is not its business"
     assert holder.observe(packed, order | {"model": "another"})[1]["status"] == "other-model"
+
+
+def test_sums_by_label_never_leave_it_whoever_asks(holder: Holder) -> None:
+    holder.keep(prefixed("model.", model().state_dict()), {"about": ABOUT, "ledger": True})
+    packed, notes = pack_asks([Ask((Group(),), Probe("peaks", "all", by_label=True))])
+    order = {"model": holder.state["model"], "asks": notes, "share": 1, "least-group": 5, "about": ABOUT}
+    with pytest.raises(FedOrthoError, match="sums by label never leave a client"):
+        holder.observe(packed, order)
+
+
+class Killed(Exception):
+    pass
+
+
+def killed(*_: object) -> None:
+    raise Killed
+
+
+def again(holder: Holder) -> Holder:
+    return Holder(holder.client, holder.settings, holder.store, holder.own)
+
+
+def kept(holder: Holder, net: torch.nn.Module) -> None:
+    holder.keep(prefixed("model.", net.state_dict()), {"about": ABOUT, "ledger": True})
+
+
+def patched(holder: Holder, net: torch.nn.Module, text: str) -> Patch:
+    sites = find_sites(net, (1, 8, 8), "all", "channel", "stream")
+    chosen = {sites[-1].name: (torch.tensor([1]), torch.ones(1, dtype=torch.float64))}
+    patch = bind_patch(plan_edit(net, sites, chosen, "channel"), net)
+    tensors, note = patch.packed()
+    holder.patch(tensors, {"patch": note, "request": asdict(ForgetRequest.parse(text))})
+    return patch
+
+
+def test_killed_while_it_takes_a_model_it_still_answers(holder: Holder, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept(holder, model())
+    monkeypatch.setattr(Holder, "_forget_model", killed)
+    with pytest.raises(Killed):
+        kept(holder, build_model("small:TinyNet", classes=4, channels=1, seed=9))
+    monkeypatch.undo()
+    packed, notes = pack_asks([Ask((Group(),), Probe("peaks", "all"))])
+    order = {"model": again(holder).state["model"], "asks": notes, "share": 1, "least-group": 1, "about": ABOUT}
+    assert again(holder).observe(packed, order)[1]["withheld"] == 0, "no ledger of another model is in the way"
+
+
+@pytest.mark.parametrize(("text", "step"), [("class:dog", "_forget_model"), ("client:1", "_leave")])
+def test_killed_while_it_forgets_it_keeps_nothing_that_it_must_not(
+    holder: Holder, monkeypatch: pytest.MonkeyPatch, text: str, step: str
+) -> None:
+    net = model()
+    kept(holder, net)
+    monkeypatch.setattr(Holder, step, killed)
+    with pytest.raises(Killed):
+        patched(holder, net, text)
+    monkeypatch.undo()
+    _, note = again(holder).hello({}, {"about": ABOUT})
+    there = [path.stem for path in (holder.store / "models").iterdir()]
+    assert there == ([note["model"]] if text == "class:dog" else [])
+
+
+def test_its_ledger_holds_no_line_of_what_it_has_forgotten(holder: Holder) -> None:
+    net = model()
+    kept(holder, net)
+    patched(holder, net, "class:dog")
+    tensors, _ = read_tensors(holder.place / "ledger.safetensors")
+    assert tensors["counts"].tolist() == [0, len(holder.images()[0]), 0, 0]
+    assert not any(bool(value[3].any()) for name, value in tensors.items() if name != "counts")
+
+
+def test_another_model_under_the_name_of_its_own_is_refused_and_a_lost_one_is_missed(holder: Holder) -> None:
+    kept(holder, model())
+    path = holder.store / "models" / f"{holder.state['model']}.safetensors"
+    (holder.place / "ledger.safetensors").unlink()
+    write_tensors(path, build_model("small:TinyNet", classes=4, channels=1, seed=9).state_dict())
+    packed, notes = pack_asks([Ask((Group(),), Probe("peaks", "all"))])
+    order = {"model": holder.state["model"], "asks": notes, "share": 1, "least-group": 1, "about": ABOUT}
+    with pytest.raises(FedOrthoError, match="not the model that its name says"):
+        holder.observe(packed, order)
+    path.unlink()
+    assert holder.hello({}, {"about": ABOUT})[1]["model"] == "", "so it is sent again"
+
+
+def test_a_damaged_state_is_named_and_does_not_harm_others_in_the_same_store(holder: Holder) -> None:
+    damaged = holder.store / "client-0" / "state.json"
+    damaged.parent.mkdir(parents=True)
+    for text in ("[]", '{"model": ""}', "{"):
+        damaged.write_text(text)
+        with pytest.raises(FedOrthoError, match=r"client-0/state\.json is (damaged|not JSON)"):
+            Holder(0, holder.settings, holder.store, holder.own)
+        kept(holder, build_model("small:TinyNet", classes=4, channels=1, seed=len(text)))
+    assert len(list((holder.store / "models").iterdir())) == 1
 
 
 def test_what_it_needs_to_know_is_asked_for_by_name() -> None:

@@ -1,16 +1,18 @@
 """Whole jobs of a federation on digits: train, forget a class and a client, train on."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from small import SETTINGS
+from small import SETTINGS, write_images
 
 from fedortho.data import Dataset
-from fedortho.engine import Group
+from fedortho.engine import Ask, Group
 from fedortho.errors import FedOrthoError
 from fedortho.federated.flower import FlowerEngine
+from fedortho.federated.inprocess import InProcessGrid
 from fedortho.federated.server import (
     do_job,
     engine_for,
@@ -24,9 +26,11 @@ from fedortho.federated.server import (
 from fedortho.federation import held_rows
 from fedortho.files import read_json
 from fedortho.methods import preset
+from fedortho.probe import Probe
 from fedortho.recipe import Recipe
 from fedortho.request import ForgetRequest
 from fedortho.runs import Run, open_run
+from fedortho.serve import undo_run
 from fedortho.train import evaluate
 from fedortho.verify import judge
 
@@ -127,6 +131,81 @@ def test_training_on_from_a_run_keeps_what_it_forgot(forgot: Run, digits: Datase
     settings = replace(TRAINED, start=str(forgot.path), rounds=1, rate=0.01)
     further = train_federation(tmp_path / "further", settings)
     assert judge(further.load_model(), digits, CLASS).forget <= 0.06
+    assert [entry["request"] for entry in further.record["requests"]] == ["class:3"]
+    assert silenced(further, further.load_model()).keys() == silenced(forgot, forgot.load_model()).keys()
+    engine = engine_of(further, digits)
+    ((gone,),) = engine.measure(further.load_model(), [Ask((Group("train", CLASS),), Probe("peaks"))])
+    assert not gone.images, "its clients have dropped the class as well"
+    more = replace(TRAINED, start=str(further.path), rounds=3)
+    again = train_federation(tmp_path / "again", more)
+    assert judge(again.load_model(), digits, CLASS).forget <= 0.06, "nor does the next one learn it anew"
+    for changes, message in (({"split": "iid"}, "has --split dirichlet:1, not iid"), ({"seed": 4}, "has --seed 0")):
+        with pytest.raises(FedOrthoError, match=message):
+            train_federation(tmp_path / "other", replace(more, **changes))
+
+
+def test_a_request_can_be_undone_and_the_next_one_served(run: Run, forgot: Run, tmp_path: Path) -> None:
+    settings = preset("paper")
+    forget_in_federation(forgot, ForgetRequest.parse("class:5"), settings, out=tmp_path / "two", undo=tmp_path / "undo")
+    restored = undo_run(open_run(tmp_path / "two"), tmp_path / "undo", tmp_path / "one")
+    assert len(patches_of(restored)) == 1
+    served = forget_in_federation(restored, ForgetRequest.parse("class:6"), settings, out=tmp_path / "deep" / "other")
+    assert served.run is not None
+    assert sync(served.run) == [0, 1, 2, 3]
+    assert sorted(path.name for path in (tmp_path / "deep").iterdir()) == ["other"]
+
+
+def test_clients_that_are_elsewhere_are_not_made_up(run: Run, tmp_path: Path) -> None:
+    path = shutil.copytree(run.path, tmp_path / "run", ignore=shutil.ignore_patterns("clients"))
+    with pytest.raises(FedOrthoError, match=r"has no clients/.* give --engine superlink --deployment DIR"):
+        forget_in_federation(open_run(path), CLASS, preset("paper"), out=tmp_path / "out")
+    with pytest.raises(FedOrthoError, match="give --deployment DIR"):
+        sync(open_run(path))
+
+
+def test_a_killed_request_leaves_neither_half_of_a_run(run: Run, tmp_path: Path, monkeypatch) -> None:
+    class Killed(Exception):
+        pass
+
+    def kill(*_: object) -> None:
+        raise Killed
+
+    monkeypatch.setattr(FlowerEngine, "send_patch", kill)
+    with pytest.raises(Killed):
+        forget_in_federation(run, CLASS, preset("paper"), out=tmp_path / "out")
+    monkeypatch.undo()
+    assert not list(tmp_path.iterdir())
+    forget_in_federation(run, CLASS, preset("paper"), out=tmp_path / "out")
+    assert sync(open_run(tmp_path / "out")) == [0, 1, 2, 3]
+
+
+def test_samples_that_are_not_there_are_refused_before_anybody_is_asked(run: Run) -> None:
+    for text, message in (("samples:0/99999", "no sample 0/99999"), ("samples:9/1", "no client 9; clients run 0 to 3")):
+        with pytest.raises(FedOrthoError, match=message):
+            forget_in_federation(run, ForgetRequest.parse(text), preset("paper"), out=None)
+
+
+def test_what_a_run_was_trained_without_is_not_retained_by_a_later_request(run: Run) -> None:
+    retrained = replace(run, settings=replace(run.settings, without="class:3"))
+    served = forget_in_federation(retrained, ForgetRequest.parse("class:5"), preset("paper"), out=None)
+    known = forget_in_federation(run, ForgetRequest.parse("class:5"), preset("paper"), out=None)
+    assert served.outcome.images_read["statistics"] == known.outcome.images_read["statistics"]
+    assert served.before.retain != known.before.retain
+
+
+def test_a_client_with_images_of_its_own_is_judged_by_itself(run: Run, tmp_path: Path) -> None:
+    own = write_images(tmp_path / "own", {str(label): 8 for label in range(10)})
+    settings = replace(TRAINED, rounds=1)
+    with in_process(settings, tmp_path / "clients") as grid:
+        assert isinstance(grid, InProcessGrid)
+        mine = InProcessGrid(grid._app, 4, {"store": str(tmp_path / "clients"), "data": str(own)})
+    trained = train_federation(tmp_path / "run", settings, mine)
+    for number, text in enumerate(("samples:1/3,1/4,1/5,1/6,1/7,1/8", "client:2", "class:3")):
+        out = tmp_path / f"run-{number}"
+        served = forget_in_federation(trained, ForgetRequest.parse(text), preset("paper"), mine, out=out)
+        assert 0 <= served.after.forget <= 1
+        trained = open_run(out)
+    assert engine_for(mine, settings, trained.load_data()).present() == [0, 1, 3]
 
 
 def test_training_without_a_request_never_sees_it(digits: Dataset, tmp_path: Path) -> None:
@@ -151,6 +230,8 @@ def test_a_job_comes_from_a_flat_configuration(run: Run, tmp_path: Path) -> None
     for changes, message in (
         ({"do": "dance"}, "no job 'dance'; choose from train, forget, sync"),
         ({"do": "train"}, "needs out"),
+        ({"forget": "{"}, "forget must be settings as JSON, not '{'"),
+        ({"forget": "[]"}, "forget must be settings as JSON"),
     ):
         with pytest.raises(FedOrthoError, match=message):
             do_job(grid, config | changes)

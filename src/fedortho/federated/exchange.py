@@ -59,7 +59,7 @@ class Line:
         found: dict[int, tuple[int, Note]] = {}
         exchange = Exchange(kind)
         for place, _, note in self._answers(exchange, dict.fromkeys(unknown, content)):
-            client = int(note["client"])
+            client = note["client"]
             if client in found:
                 raise FedOrthoError(f"two nodes call themselves client {client}; give each its own partition-id")
             found[client] = (unknown[place], note)
@@ -92,14 +92,9 @@ class Line:
             raise FedOrthoError(f"only {good} of {len(contents)} clients answered {kind} ({why}); see --quorum")
 
     def _answers(self, exchange: Exchange, contents: "Mapping[int, RecordDict]") -> Iterator[Answer]:
-        from flwr.app import Message
-
         started = time.monotonic()
         order = sorted(contents)
-        kind = exchange.kind
-        messages = [Message(contents[c], dst_node_id=self.nodes[c], message_type=kind) for c in order]
-        exchange.down = {client: count_bytes(contents[client]) for client in order}
-        waiting = dict(zip(self.grid.push_messages(messages), order, strict=True))
+        waiting = self._pushed(exchange, contents)
         with tempfile.TemporaryDirectory(prefix="fedortho-") as spool:
             early: dict[int, Note] = {}
             turn, pause = 0, 0.01
@@ -134,6 +129,23 @@ class Line:
                         time.sleep(pause)
         exchange.seconds = time.monotonic() - started
 
+    def _pushed(self, exchange: Exchange, contents: "Mapping[int, RecordDict]") -> dict[str, int]:
+        """Message → client, of those that Flower took: it gives no name for a node that is gone."""
+        from flwr.app import Message
+
+        order, kind = sorted(contents), exchange.kind
+        messages = [Message(contents[c], dst_node_id=self.nodes[c], message_type=kind) for c in order]
+        exchange.down = {client: count_bytes(contents[client]) for client in order}
+        names = list(self.grid.push_messages(messages))
+        if len(names) != len(order):  # its answer to messages that are too large
+            most = max(exchange.down.values(), default=0)
+            raise FedOrthoError(
+                f"Flower did not take {len(order)} messages of up to {most:,} bytes ({kind}); see its log"
+            )
+        for client in [client for name, client in zip(names, order, strict=True) if not name]:
+            exchange.reject(client, "is no longer connected")
+        return {name: client for name, client in zip(names, order, strict=True) if name}
+
     def _arrived(self, waiting: dict[str, int]) -> "list[tuple[int, Message]]":
         """New replies with their senders; one that nobody waits for, such as a second one, is dropped."""
         if not waiting:
@@ -150,7 +162,7 @@ class Line:
         exchange.up[client] = count_bytes(reply.content)
         try:
             tensors, note = unpack(reply.content)
-            if note.get("client") != client and client >= 0:
+            if type(note.get("client")) is not int or (note["client"] != client and client >= 0):
                 raise BadReply(f"it calls itself client {note.get('client')}")
         except BadReply as error:
             exchange.reject(client, str(error))

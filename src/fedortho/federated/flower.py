@@ -17,7 +17,9 @@ from fedortho.federated.exchange import Line, bytes_of
 from fedortho.federated.wire import (
     BadReply,
     Note,
+    add_observations,
     below,
+    blank_observations,
     pack,
     pack_asks,
     pack_group,
@@ -30,6 +32,7 @@ from fedortho.observe import Observation
 from fedortho.prune import Patch
 from fedortho.recipe import Recipe, learning_rate
 from fedortho.request import EmptyGroup, ForgetRequest
+from fedortho.serve import joined
 from fedortho.settings import as_mapping
 from fedortho.train import Epoch, Mask, step_seed
 
@@ -90,8 +93,11 @@ class FlowerEngine:
     is_federated = True
     has_ledger = False  # ledgers stay with the clients
 
-    def __init__(self, grid: "Grid", federation: Federation, about: About, *, seed: int = 0) -> None:
+    def __init__(
+        self, grid: "Grid", federation: Federation, about: About, *, seed: int = 0, left: Sequence[int] = ()
+    ) -> None:
         self.federation, self.about, self.seed = federation, about, seed
+        self.left = frozenset(left)  # by earlier requests: nobody waits for them
         self.line = Line(grid, federation.timeout, federation.quorum)
         self.withheld = 0  # groups that clients did not tell of, because they are too small
         self._read = 0
@@ -114,17 +120,18 @@ class FlowerEngine:
 
     def hello(self) -> dict[int, Note]:
         """Who is there, by client number."""
-        found = self.line.gather("query.hello", pack({}, {"about": self._told}), self.federation.clients)
+        expected = set(range(self.federation.clients)) - self.left
+        found = self.line.gather("query.hello", pack({}, {"about": self._told}), len(expected))
         strange = [client for client in found if not 0 <= client < self.federation.clients]
         if strange:
             raise FedOrthoError(f"client {strange[0]} is none of the {self.federation.clients} of this federation")
-        if missing := sorted(set(range(self.federation.clients)) - found.keys()):
+        if missing := sorted(expected - found.keys()):
             logger.warning("%d of %d clients are not there: %s", len(missing), self.federation.clients, _few(missing))
         return found
 
     def present(self) -> list[int]:
         """Clients that are there and have not left."""
-        return [client for client, note in self.clients.items() if not note["left"]]
+        return [client for client, note in self.clients.items() if not note["left"] and client not in self.left]
 
     # training
 
@@ -197,19 +204,19 @@ class FlowerEngine:
         wanted = {name: value for name, value in state.items() if name not in still}
         for client, answer, note in self.line.ask("train.local", contents, progress=progress):
             self.contacts[client] += 1
-            if not note["images"]:
-                continue
             try:
+                if not note["images"]:
+                    continue
+                news = {key: note[key] for key in ("images", "loss", "accuracy", "ortho", "drift")}
                 mean.add(_checked(below("model.", answer), wanted), int(note["images"]))
-            except BadReply as error:
-                self.line.log[-1].reject(client, str(error))
+            except (BadReply, KeyError, TypeError, ValueError) as error:
+                self.line.log[-1].reject(client, f"its answer does not fit ({error})")
                 continue
-            told.append(note)
+            told.append(news)
         if not mean.weight:
             raise FedOrthoError(f"round {turn + 1}: none of the clients {_few(chosen)} has images to train on")
         current.load_state_dict({**state, **mean.state})
-        seconds = time.monotonic() - started
-        return _entry(turn, told, seconds)
+        return _entry(turn, told, time.monotonic() - started)
 
     def _order(self, recipe: Recipe, turn: int, client: int, local_epochs: int) -> Note:
         """What a client is told to do in a round."""
@@ -250,20 +257,20 @@ class FlowerEngine:
         tensors, notes = pack_asks(asks)
         order = {"model": digest, "asks": notes, "share": max(len(there), 1), "about": self._told}
         content = pack(tensors, order | {"least-group": self.federation.least_group})
-        total: list[list[Observation]] | None = None
+        blank, total = blank_observations(model, self.about.shape, self.names, asks), None
         for client, answer, note in self.line.ask("query.observe", dict.fromkeys(there, content)):
             exchange = self.line.log[-1]
             if "status" in note:
                 exchange.reject(client, f"has {'left' if note['status'] == 'left' else 'another model'}")
                 continue
             try:
-                mine = unpack_observations(answer, asks)
-                total = mine if total is None else _added(total, mine)
-            except (BadReply, FedOrthoError, RuntimeError) as error:
+                withheld, read = int(note["withheld"]), int(note["read"])
+                total = add_observations(blank if total is None else total, unpack_observations(answer, asks))
+            except (FedOrthoError, KeyError, TypeError, ValueError, RuntimeError) as error:
                 exchange.reject(client, f"its sums do not fit ({type(error).__name__})")
                 continue
-            self.withheld += int(note["withheld"])
-            self._read += int(note["read"])
+            self.withheld += withheld
+            self._read += read
         if total is None:
             raise FedOrthoError(f"no client has the model {digest[:12]}; send it with fedortho federate")
         return total
@@ -273,13 +280,13 @@ class FlowerEngine:
         for client in request.clients:
             if not 0 <= client < self.federation.clients:
                 raise FedOrthoError(f"no client {client}; clients run 0 to {self.federation.clients - 1}")
+            if client in self.left or self.clients.get(client, {}).get("left"):
+                raise EmptyGroup(f"client {client} has left already; there is nothing to forget")
             if client not in self.clients:
                 raise FedOrthoError(
                     f"client {client} is not connected, and what it contributed is known only on its own disk; "
                     "start its node, or retrain without it"
                 )
-            if self.clients[client]["left"]:
-                raise EmptyGroup(f"client {client} has left already; there is nothing to forget")
         own = any(note["own"] for note in self.clients.values())
         if own and any("/" not in word for word in request.samples):
             raise FedOrthoError("clients have images of their own: name samples as client/row, such as 3/17")
@@ -288,10 +295,18 @@ class FlowerEngine:
 
     # models and patches
 
-    def send_model(self, model: nn.Module, clients: Sequence[int] | None = None, *, ledger: bool = True) -> list[int]:
-        """Give clients the model that requests will be about; returns those that have it."""
+    def send_model(
+        self,
+        model: nn.Module,
+        clients: Sequence[int] | None = None,
+        *,
+        ledger: bool = True,
+        gone: ForgetRequest | None = None,
+    ) -> list[int]:
+        """Give clients the model that requests will be about, and what it forgot; returns those that have it."""
         chosen = self.present() if clients is None else list(clients)
-        content = pack(prefixed("model.", model.state_dict()), {"ledger": ledger, "about": self._told})
+        note = {"ledger": ledger, "about": self._told, "gone": None if gone is None else asdict(gone)}
+        content = pack(prefixed("model.", model.state_dict()), note)
         digest = tensors_digest(model.state_dict())
         return self._confirmed("train.keep", dict.fromkeys(chosen, content), digest)
 
@@ -302,7 +317,10 @@ class FlowerEngine:
         chosen = self.present() if clients is None else list(clients)
         tensors, note = replace(patch, note={}).packed()
         content = pack(tensors, {"patch": note, "request": None if request is None else asdict(request)})
-        return self._confirmed("train.patch", dict.fromkeys(chosen, content), patch.after)
+        done = self._confirmed("train.patch", dict.fromkeys(chosen, content), patch.after)
+        for client in done:
+            self.clients[client]["left"] = request is not None and client in request.clients
+        return done
 
     def _confirmed(self, kind: str, contents: Mapping[int, Any], digest: str) -> list[int]:
         done = []
@@ -320,13 +338,14 @@ class FlowerEngine:
         """Find clients with an older model by its digest and send what they missed; unknown ones get the model."""
         digest = tensors_digest(model.state_dict())
         for patch, request in patches:
-            late = [client for client in self.present() if self.clients[client]["model"] == patch.before]
+            late = [c for c, note in self.clients.items() if note["model"] == patch.before and not note["left"]]
             if late:
                 logger.warning("clients %s missed a patch: it is sent again", _few(late))
                 self.send_patch(patch, request, late)
         strangers = [client for client in self.present() if self.clients[client]["model"] != digest]
         if strangers:
-            self.send_model(model, strangers, ledger=ledger)
+            gone = joined([request for _, request in patches if request is not None])
+            self.send_model(model, strangers, ledger=ledger, gone=gone)
 
 
 def _refusal(note: Note, digest: str) -> str:
@@ -356,14 +375,6 @@ def _checked(state: dict[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str
         if value.is_floating_point() and not bool(torch.isfinite(value).all()):
             raise BadReply(f"its {name} is not finite")
     return state
-
-
-def _added(total: list[list[Observation]], mine: list[list[Observation]]) -> list[list[Observation]]:
-    for ours, theirs in zip(total, mine, strict=True):
-        for first, second in zip(ours, theirs, strict=True):
-            if any(second.sums[key].shape != value.shape for key, value in first.sums.items()):
-                raise BadReply("its sums have other shapes")
-    return [[a + b for a, b in zip(ours, theirs, strict=True)] for ours, theirs in zip(total, mine, strict=True)]
 
 
 def _entry(turn: int, told: Sequence[Note], seconds: float) -> Epoch:

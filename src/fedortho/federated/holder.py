@@ -7,7 +7,8 @@ client-N/state.json (its model, what it has forgotten), client-N/ledger.safetens
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from fedortho.data import Dataset, Images
 from fedortho.engine import Group
-from fedortho.errors import BadData, FedOrthoError
+from fedortho.errors import BadCheckpoint, BadData, FedOrthoError
 from fedortho.federated.wire import (
     Note,
     Tensors,
@@ -43,6 +44,7 @@ from fedortho.weights import load_weights
 
 logger = logging.getLogger(__name__)
 Reply = tuple[Tensors, Note]
+NEW: Note = {"model": "", "gone": [], "left": False, "past": []}  # the state of a client that has met nobody
 
 
 @lru_cache(maxsize=2)
@@ -69,7 +71,7 @@ class Holder:
     def __post_init__(self) -> None:
         self.place = self.store / f"client-{self.client}"
         path = self.place / "state.json"
-        self.state: Note = read_json(path) if path.exists() else {"model": "", "gone": [], "left": False, "past": []}
+        self.state: Note = _read_state(path) if path.exists() else dict(NEW)
 
     # what it holds
 
@@ -93,9 +95,11 @@ class Holder:
             train, valid = (part.subset(~gone.mask(part, mine)) for part in (train, valid))
         return train, valid, mine
 
-    def _select(self, group: Group, held: tuple[Images, Images, dict[int, Tensor]], share: int) -> Images:
+    def _select(
+        self, group: Group, held: tuple[Images, Images, dict[int, Tensor]], share: int = 1, least: int = 1
+    ) -> Images:
         train, valid, rows = held
-        local = group.on_client(self.client, share)
+        local = group.on_client(self.client, share, least)
         return local.select(valid if group.split == "valid" else train, rows)
 
     def _model(self, digest: str) -> nn.Module:
@@ -103,6 +107,8 @@ class Holder:
         model = build_model(self.settings.model, classes=train.classes, channels=train.shape[0])
         path = self._model_path(digest)
         load_weights(model, read_tensors(path)[0], path)
+        if tensors_digest(model.state_dict()) != digest:
+            raise BadCheckpoint(f"{path} is not the model that its name says; remove it, and it is sent again")
         return model.eval()
 
     def _model_path(self, digest: str) -> Path:
@@ -118,7 +124,10 @@ class Holder:
         self._forget_model(old)
 
     def _forget_model(self, digest: str) -> None:
-        users = [read_json(path)["model"] for path in self.store.glob("client-*/state.json")]
+        users = []
+        for path in self.store.glob("client-*/state.json"):
+            with suppress(BadCheckpoint):  # another's damage is not this client's
+                users.append(_read_state(path)["model"])
         if digest and digest not in users:
             self._model_path(digest).unlink(missing_ok=True)
 
@@ -129,15 +138,20 @@ class Holder:
     # what it answers
 
     def hello(self, tensors: Tensors, note: Note) -> Reply:
-        """Who it is, how many images it trains on, and which model it has."""
+        """Who it is, how many images it trains on, and which model it has; it ends what a crash interrupted."""
+        if self.state["left"]:
+            self._leave()
+        for digest in filter(lambda past: self._model_path(past).exists(), self.state["past"]):
+            self._forget_model(digest)
         images = 0 if self.state["left"] else len(self.images(note.get("about"))[0])
+        model = self.state["model"] if self._model_path(self.state["model"]).exists() else ""
         told = {"client": self.client, "images": images, "own": bool(self.own)}
-        return {}, told | {"model": self.state["model"], "left": self.state["left"]}
+        return {}, told | {"model": model, "left": self.state["left"]}
 
     def local(self, tensors: Tensors, note: Note) -> Reply:
         """Train the model that was sent on one's own images, and send it back."""
         held = self.images(note.get("about"))
-        images = self._select(unpack_group(note["group"]), held, 1)
+        images = self._select(unpack_group(note["group"]), held)
         if len(images) < 2:
             return {}, {"client": self.client, "images": 0}
         recipe = make_settings(Recipe, note["recipe"])
@@ -188,8 +202,9 @@ class Holder:
         load_weights(model, below("model.", tensors), Path("the server's model"))
         if tensors_digest(model.state_dict()) in self.state["past"]:
             return {}, {"client": self.client, "status": "past"}  # it was patched away: it must not come back
-        self._keep(model.eval(), about=note.get("about"))
-        (self.place / "ledger.safetensors").unlink(missing_ok=True)
+        (self.place / "ledger.safetensors").unlink(missing_ok=True)  # before the state, as in a patch
+        self._keep(model.eval(), about=note.get("about"), gone=self._gone(unpack_request(note.get("gone"))))
+        train, _, _ = self.images()
         if len(train) and note["ledger"]:
             device = choose_device(self.settings.device)
             write_ledger(self.place / "ledger.safetensors", model.to(device), train, device=device)
@@ -206,9 +221,12 @@ class Holder:
         path = self.place / "ledger.safetensors"
         memory = Memory(load_ledger(path, model) if path.exists() else None, {}, {})
         found, withheld = [], 0
+        least = note["least-group"]
         for ask in asks:
-            groups = [self._select(group, held, note["share"]) for group in ask.groups]
-            small = [0 < len(group) < note["least-group"] for group in groups]
+            if ask.probe.by_label and ask.probe.kind != "right":
+                raise FedOrthoError(f"{ask.probe.kind} by label was asked for; sums by label never leave a client")
+            groups = [self._select(group, held, note["share"], least) for group in ask.groups]
+            small = [0 < len(group) < least for group in groups]
             withheld += sum(small)
             groups = [g.subset([]) if few else g for g, few in zip(groups, small, strict=True)]
             found.append(answer(model, held[0], groups, ask.probe, memory=memory, device=device))
@@ -231,26 +249,40 @@ class Holder:
         model = self._model(patch.before)
         edited = patch.apply(model)
         path = self.place / "ledger.safetensors"
-        train, _, _ = self.images()
+        train, _, rows = self.images()
         bound = rebind_ledger(load_ledger(path, model), model, edited, train) if path.exists() and len(train) else None
-        concerns = None if request is None else request.on_client(self.client)
-        gone = list(self.state["gone"])
-        if concerns is not None and (concerns.classes or concerns.clients or concerns.samples):
-            gone.append({"classes": concerns.classes, "clients": concerns.clients, "samples": concerns.samples})
+        if bound is not None and request is not None:  # lines to which a forgotten image has added are dropped
+            stays = train.subset(~request.on_client(self.client).mask(train, rows))
+            whole = torch.bincount(stays.labels, minlength=train.classes) == bound.counts
+            bound = bound.only(whole.nonzero().flatten().tolist())
         left = request is not None and self.client in request.clients
         path.unlink(missing_ok=True)  # before the state: a ledger of another model would be refused
         past = [*self.state["past"], patch.before] if request is not None else self.state["past"]
-        self._keep(edited, gone=json.loads(json.dumps(gone)), left=left, past=past)
+        self._keep(edited, gone=self._gone(request), left=left, past=past)
         if bound is not None and not left:
             bound.save(path)
 
+    def _gone(self, request: ForgetRequest | None) -> list[Note]:
+        """What it has forgotten, and what of a request concerns it besides."""
+        gone: list[Note] = self.state["gone"]
+        concerns = ForgetRequest() if request is None else request.on_client(self.client)
+        entry: Note = json.loads(json.dumps(asdict(concerns)))  # as it is read back: lists
+        return gone if concerns == ForgetRequest() or entry in gone else [*gone, entry]
+
     def _leave(self) -> None:
-        """Nothing of the federation stays with a client that is gone."""
-        old = self.state["model"]
-        self._write(model="")
-        self._forget_model(old)
+        """Nothing of the federation stays with a client that is gone; may be done again."""
         for path in [self.place / "ledger.safetensors", *self.place.glob("norms-*.safetensors")]:
             path.unlink(missing_ok=True)
+        if old := self.state["model"]:
+            self._write(model="", past=[*self.state["past"], old])
+            self._forget_model(old)
+
+
+def _read_state(path: Path) -> Note:
+    state = read_json(path)
+    if not isinstance(state, dict) or NEW.keys() - state.keys():
+        raise BadCheckpoint(f"{path} is damaged; remove it, and the model and what it forgot are sent again")
+    return state
 
 
 def _round_of(path: Path) -> int:

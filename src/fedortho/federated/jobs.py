@@ -1,8 +1,6 @@
 """A job for a federation that runs elsewhere than in this process: on Ray, or on a SuperLink."""
 
 import json
-import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +34,8 @@ def train_elsewhere(
 ) -> None:
     """Train into `path`, which lies on this machine (Ray) or on the SuperLink's."""
     config = {**app_config(settings), "do": "train", "out": str(path.absolute())}
+    if settings.start:
+        config["start"] = str(Path(settings.start).absolute())  # the server's app stands elsewhere
     if deployment is not None:
         submit(deployment, config, say=say)
     else:
@@ -61,11 +61,10 @@ def forget_elsewhere(
     if deployment is not None:
         submit(deployment, config, say=say)
         return
-    with tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=".clients-") as place:
-        store = Path(place) / "clients"
-        shutil.copytree(run.path / "clients", store)  # the old run keeps its own
-        _on_ray(config, federated, store)
-        store.replace(out / "clients")
+    from fedortho.federated.server import copied_clients
+
+    with copied_clients(run, out.absolute()) as (store, fresh):
+        _on_ray(config | {"out": str(fresh)}, federated, store)
 
 
 def sync_elsewhere(run: Run, deployment: Path, say: Callable[[str], None]) -> None:

@@ -14,19 +14,28 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from fedortho.data import Dataset
-from fedortho.engine import Ask, Group
-from fedortho.errors import FedOrthoError
+from fedortho.engine import Ask, CentralEngine, Group
+from fedortho.errors import BadSetting, FedOrthoError
 from fedortho.federated import switch_off
 from fedortho.federated.client import client_app, federate_settings
 from fedortho.federated.flower import About, FlowerEngine, News
 from fedortho.federation import held_rows
-from fedortho.files import read_json, write_json
+from fedortho.files import locked, read_json, write_json
 from fedortho.methods.fedortho import ForgetSettings
 from fedortho.probe import Probe
 from fedortho.prune import Patch, bind_patch, load_patch
 from fedortho.request import ForgetRequest
 from fedortho.runs import FederateSettings, Run, choose_device, load_run_data, open_run, relocated, train_run
-from fedortho.serve import Served, check_places, describe, earlier_requests, joined, serve_request
+from fedortho.serve import (
+    Served,
+    check_places,
+    copy_patches,
+    describe,
+    earlier_requests,
+    joined,
+    kept_out,
+    serve_request,
+)
 from fedortho.settings import as_mapping, make_settings
 from fedortho.train import Epoch, Mask, accuracy
 
@@ -37,6 +46,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 remote = logging.getLogger("flwr")  # the log that a SuperLink hands to whoever submitted the job
 Watch = Callable[[News], None]
+LASTING = ("data", "image-size", "valid", "seed", "model", "clients", "split", "least-images")  # from a run to the next
 
 
 @contextmanager
@@ -48,11 +58,13 @@ def in_process(settings: FederateSettings, store: Path) -> "Iterator[Grid]":
     yield InProcessGrid(client_app(as_mapping(settings)), settings.clients, {"store": str(store)})
 
 
-def engine_for(grid: "Grid", settings: FederateSettings, data: Dataset) -> FlowerEngine:
-    """The federation that settings describe."""
-    train = data.train
+def engine_for(
+    grid: "Grid", settings: FederateSettings, data: Dataset, requests: Sequence[ForgetRequest] = ()
+) -> FlowerEngine:
+    """The federation that settings describe, without the clients that left by these requests."""
+    train, left = data.train, [client for request in requests for client in request.clients]
     about = About(train.names, train.shape, train.mean, train.std)
-    return FlowerEngine(grid, settings.federation, about, seed=settings.seed)
+    return FlowerEngine(grid, settings.federation, about, seed=settings.seed, left=left)
 
 
 def train_federation(
@@ -63,7 +75,9 @@ def train_federation(
         _check(settings)
         with in_process(settings, path / "clients") as here:
             return train_federation(path, settings, here, watch=watch)
-    return train_run(path, settings, trainer=_Trainer(path, settings, grid, watch))
+    start = _start(settings)
+    inherited = {"requests": start.record["requests"]} if start and "requests" in start.record else {}
+    return train_run(path, settings, trainer=_Trainer(path, settings, grid, watch, start), inherited=inherited)
 
 
 def _check(settings: FederateSettings) -> None:
@@ -72,8 +86,19 @@ def _check(settings: FederateSettings) -> None:
     rows = held_rows(data, settings, settings.seed)
     if settings.without:
         ForgetRequest.parse(settings.without).split(data.train, rows)
-    if settings.start:
-        open_run(settings.start)
+    _start(settings)
+
+
+def _start(settings: FederateSettings) -> Run | None:
+    """The run to go on from; other clients, or another share set aside, would mix up what was forgotten or unseen."""
+    if not settings.start:
+        return None
+    run = open_run(settings.start)
+    mine, theirs = as_mapping(settings), as_mapping(run.settings)
+    if other := [key for key in LASTING if key in theirs and theirs[key] != mine[key]]:
+        there, here = theirs[other[0]], mine[other[0]]
+        raise FedOrthoError(f"--start {settings.start} has --{other[0]} {there}, not {here}; give --{other[0]} {there}")
+    return run
 
 
 @dataclass
@@ -82,14 +107,19 @@ class _Trainer:
     settings: FederateSettings
     grid: "Grid"
     watch: Watch | None
+    start: Run | None
 
     def __call__(self, model: nn.Module, data: Dataset, checkpoint: Path) -> tuple[nn.Module, Sequence[Epoch]]:
-        settings = self.settings
-        engine = engine_for(self.grid, settings, data)
+        settings, start = self.settings, self.start
+        gone = [] if start is None else earlier_requests(start)
+        engine = engine_for(self.grid, settings, data, gone)
         without = joined([ForgetRequest.parse(text) for text in [settings.without] if text])
         trainable: Mask = {}
-        if settings.start:
-            model, trainable, without = self._started(without)
+        if start is not None:
+            model = start.load_model()
+            trainable = silenced(start, model)
+            without = joined([request for request in (kept_out(start), without) if request is not None])
+            copy_patches(start, self.path, len(gone))
         trained = engine.fit(
             model,
             Group("train", None, without),
@@ -101,18 +131,11 @@ class _Trainer:
             watch=self.watch,
             without=without.clients if without is not None else (),
         )
-        engine.send_model(trained)
+        engine.send_model(trained, gone=joined(gone))
         if settings.norms != "fedavg":
             trained = recalibrated(engine, trained, without)
         write_log(self.path / "wire.json", engine)
         return trained, engine.history
-
-    def _started(self, without: ForgetRequest | None) -> tuple[nn.Module, Mask, ForgetRequest | None]:
-        """Model, mask and what is forgotten of the run to go on from."""
-        run = open_run(self.settings.start)
-        model = run.load_model()
-        gone = joined([*earlier_requests(run), *([without] if without else [])])
-        return model, silenced(run, model), gone
 
 
 def silenced(run: Run, model: nn.Module) -> dict[str, Tensor]:
@@ -152,22 +175,46 @@ def forget_in_federation(
 ) -> Served:
     """Serve a request in a federation: plan with its clients, write the new run, send the patch.
 
-    Without a grid the clients of the run are simulated here, in a copy of what they keep, so that the old run
-    stays whole. `out` None only tells what would be done.
+    Without a grid the clients of the run are simulated here, in a copy of what they keep. `out` None only tells
+    what would be done.
     """
     check_places(out, undo)
     assert isinstance(run.settings, FederateSettings), "the caller looked"
     federated = relocated(run.settings, data_dir)
     if grid is not None:
         return _forget(run, federated, request, settings, grid, out=out, undo=undo, data=data)
-    with tempfile.TemporaryDirectory(dir=(out or run.path).parent, prefix=".clients-") as place:
-        store = Path(place) / "clients"
-        shutil.copytree(run.path / "clients", store)
-        with in_process(federated, store) as here:
-            served = _forget(run, federated, request, settings, here, out=out, undo=undo, data=data)
-        if out is not None:
-            store.replace(out / "clients")
-    return served
+    with copied_clients(run, out) as (store, fresh), in_process(federated, store) as here:
+        served = _forget(run, federated, request, settings, here, out=fresh, undo=undo, data=data)
+    return served if out is None else replace(served, run=open_run(out))
+
+
+@contextmanager
+def copied_clients(run: Run, out: Path | None) -> Iterator[tuple[Path, Path | None]]:
+    """A copy of what the clients of a simulation keep, and where to write the run that goes with it.
+
+    Both become `out` in one step, and only if all went well; the old run stays whole.
+    """
+    check_places(out, None)
+    _need_clients(run, "--engine superlink --deployment DIR")
+    with locked(out or run.path):
+        place = Path(tempfile.mkdtemp()) if out is None else out.parent / f".{out.name}.clients"
+        try:
+            shutil.rmtree(place, ignore_errors=True)  # of a process that was killed
+            shutil.copytree(run.path / "clients", place / "clients")
+            fresh = None if out is None else place / out.name
+            yield place / "clients", fresh
+            if out is not None and fresh is not None:
+                (place / "clients").replace(fresh / "clients")
+                fresh.replace(out)
+        except OSError as error:
+            raise FedOrthoError(f"{out or place} cannot be written: {error.strerror or error}") from error
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def _need_clients(run: Run, flags: str) -> None:
+    if not (run.path / "clients").is_dir():
+        raise FedOrthoError(f"{run.path} has no clients/: its clients are not simulated here; give {flags}")
 
 
 def _forget(
@@ -182,27 +229,35 @@ def _forget(
     data: Dataset | None,
 ) -> Served:
     data = data or load_run_data(federated)
-    engine = engine_for(grid, federated, data)
+    engine = engine_for(grid, federated, data, earlier_requests(run))
     model = run.load_model()
     engine.bring_up_to_date(model, patches_of(run))
     clients = (
         None if any(note["own"] for note in engine.clients.values()) else held_rows(data, federated, federated.seed)
     )
+    if clients is not None:  # every image is known here, so every id can be looked up before anybody is asked
+        for holder in (engine, CentralEngine(data, clients=clients)):
+            holder.check(request, kept_out(run))
     device = choose_device(federated.device)
     served = serve_request(
         run, data, request, settings, out=out, undo=undo, device=device, engine=engine, clients=clients
     )
     if out is not None:
-        done = engine.send_patch(served.outcome.patch, request)
-        late = sorted(set(range(federated.clients)) - set(done) - _left(engine, request))
+        try:
+            engine.send_patch(served.outcome.patch, request)
+        except FedOrthoError as error:  # too few took it; the run is written all the same, and they can be sent it
+            logger.warning("%s", error)
+        have = {client for client, note in engine.clients.items() if note["model"] == served.outcome.patch.after}
+        late = sorted(set(range(federated.clients)) - have - _left(engine))
         if late:
-            logger.warning("clients %s have not confirmed the patch; fedortho sync %s sends it again", late[:5], out)
+            word = f"fedortho sync {out.name} sends it again"
+            logger.warning("clients %s have not confirmed the patch; %s", late[:5], word)
         write_log(out / "wire.json", engine)
     return served
 
 
-def _left(engine: FlowerEngine, request: ForgetRequest) -> set[int]:
-    return {client for client, note in engine.clients.items() if note["left"]} | set(request.clients)
+def _left(engine: FlowerEngine) -> set[int]:
+    return {client for client, note in engine.clients.items() if note["left"]} | engine.left
 
 
 def sync(run: Run, grid: "Grid | None" = None) -> list[int]:
@@ -210,9 +265,10 @@ def sync(run: Run, grid: "Grid | None" = None) -> list[int]:
     settings = run.settings
     assert isinstance(settings, FederateSettings), "the caller looked"
     if grid is None:
+        _need_clients(run, "--deployment DIR")
         with in_process(settings, run.path / "clients") as here:
             return sync(run, here)
-    engine = engine_for(grid, settings, load_run_data(settings))
+    engine = engine_for(grid, settings, load_run_data(settings), earlier_requests(run))
     engine.bring_up_to_date(run.load_model(), patches_of(run))
     return [client for client in engine.present() if engine.clients[client]["model"] == run.record["model"]["digest"]]
 
@@ -257,11 +313,21 @@ def do_job(grid: "Grid", config: Mapping[str, Any]) -> None:
         if job == "sync":
             remote.info("clients %s have the model of %s", sync(run, grid), run.path)
             return
-        settings = make_settings(ForgetSettings, json.loads(str(config.get("forget") or "{}")))
+        settings = _forget_settings(str(config.get("forget") or "{}"))
         served = forget_in_federation(run, ForgetRequest.parse(str(config["request"])), settings, grid, out=out)
         remote.info("%s", json.dumps(describe(served)))
     else:
         raise FedOrthoError(f"no job {job!r}; choose from train, forget, sync")
+
+
+def _forget_settings(text: str) -> ForgetSettings:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise BadSetting(f"forget must be settings as JSON, not {text!r}") from error
+    if not isinstance(value, dict):
+        raise BadSetting(f"forget must be settings as JSON, not {text!r}")
+    return make_settings(ForgetSettings, value)
 
 
 def _tell(news: News) -> None:

@@ -6,12 +6,13 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from fedortho.data import Images
 from fedortho.engine import Ask, Group
 from fedortho.errors import FedOrthoError
 from fedortho.observe import Observation
-from fedortho.probe import Probe
+from fedortho.probe import Probe, answer
 from fedortho.prune import unpack_patch
 from fedortho.request import ForgetRequest
 
@@ -131,3 +132,25 @@ def unpack_observations(tensors: Tensors, asks: Sequence[Ask]) -> list[list[Obse
             row.append(Observation(sums, part["counts"].long()))
         found.append(row)
     return found
+
+
+def blank_observations(
+    model: nn.Module, shape: tuple[int, int, int], names: tuple[str, ...], asks: Sequence[Ask]
+) -> list[list[Observation]]:
+    """What a client without images answers: the layers, labels and shapes that every answer must have."""
+    none, flat = torch.zeros(0, dtype=torch.int64), (0.0,) * shape[0]
+    nothing = Images(torch.zeros(0, *shape, dtype=torch.uint8), none, none, names, flat, flat)
+    return [answer(model, nothing, [nothing] * len(ask.groups), ask.probe) for ask in asks]
+
+
+def add_observations(
+    total: Sequence[Sequence[Observation]], mine: Sequence[Sequence[Observation]]
+) -> list[list[Observation]]:
+    """The sums with those of one more client, which are refused unless they fit."""
+    for ours, theirs in zip(total, mine, strict=True):
+        for first, second in zip(ours, theirs, strict=True):
+            if first.sums.keys() != second.sums.keys() or first.counts.shape != second.counts.shape:
+                raise BadReply("its sums are of other layers or labels")
+            if any(second.sums[key].shape != value.shape for key, value in first.sums.items()):
+                raise BadReply("its sums have other shapes")
+    return [[a + b for a, b in zip(ours, theirs, strict=True)] for ours, theirs in zip(total, mine, strict=True)]

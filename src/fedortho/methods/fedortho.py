@@ -224,8 +224,9 @@ class _Task:
     def _set_baseline(self, found: Sequence[Observation]) -> None:
         *gone, kept = found
         if not kept.images:
+            few = ", or no client has --least-group of them" if self.engine.is_federated else ""
             raise BadData(
-                "no validation image is left to measure trials on; train with --valid above 0, or give --ratio"
+                f"no validation image is left to measure trials on{few}; train with --valid above 0, or give --ratio"
             )
         target = self.settings.target
         self.limits = [target if p.classes else _held_out(o, kept) for p, o in zip(self.parts, gone, strict=True)]
@@ -246,7 +247,8 @@ class _Task:
         *gone, kept = found[0]
         for part, o in zip(self.parts, gone, strict=True):
             if not o.images:
-                raise EmptyGroup(f"{part} has no training image (left); there is nothing to forget")
+                few = ", or no client has --least-group of them" if self.engine.is_federated else ""
+                raise EmptyGroup(f"{part} has no training image (left){few}; there is nothing to forget")
         if not kept.images:
             raise EmptyGroup(f"{self.request} selects all images; nothing would be left to keep: retrain")
         same = self.settings.contrast == "same-class"
