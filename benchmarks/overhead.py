@@ -21,6 +21,7 @@ import torch
 from torch.nn import functional
 
 from fedortho.data import Augment, images_from_tensors
+from fedortho.lessons import Lesson
 from fedortho.models import build_model
 from fedortho.ortho import align_penalty, ortho_penalty
 from fedortho.recipe import Recipe
@@ -58,9 +59,11 @@ def measure(name: str, rounds: int) -> list[dict[str, Any]]:
     model = build_model(name, classes=10)
     steps: dict[str, Callable[[int], object]] = {}
     for variant, recipe in VARIANTS.items():
-        state = _State(copy.deepcopy(model), images, recipe, torch.device("cpu"), model if recipe.align else None)
-        steps[variant] = lambda step, state=state: _take_step(state, images, images.rows, step, 1000)  # type: ignore[misc]  # bound early
-    state = _State(copy.deepcopy(model), images, VARIANTS["exact + alignment"], torch.device("cpu"), model)
+        state = _State(
+            copy.deepcopy(model), [Lesson(images)], recipe, torch.device("cpu"), model if recipe.align else None
+        )
+        steps[variant] = lambda step, state=state: _take_step(state, [images.rows], step, 1000)  # type: ignore[misc]  # bound early
+    state = _State(copy.deepcopy(model), [Lesson(images)], VARIANTS["exact + alignment"], torch.device("cpu"), model)
     steps["autograd + alignment"] = lambda step: autograd_step(state, images)
     times: dict[str, list[float]] = {variant: [] for variant in steps}
     for turn in range(rounds + 1):

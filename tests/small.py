@@ -12,17 +12,25 @@ from fedortho.runs import FederateSettings
 class TinyNet(nn.Module):
     """Three convolutions with batch norm, the smallest thing that has a deep layer."""
 
+    widths = (6, 8, 12)
+
     def __init__(self, classes: int = 4, channels: int = 1, dropout: float = 0.0) -> None:
         super().__init__()
         layers: list[nn.Module] = []
-        for inputs, outputs in ((channels, 6), (6, 8), (8, 12)):
+        for inputs, outputs in zip((channels, *self.widths), self.widths, strict=False):
             layers += [nn.Conv2d(inputs, outputs, 3, 1, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
         self.features = nn.Sequential(*layers)
         self.dropout = nn.Dropout(dropout)
-        self.fc = nn.Linear(12, classes)
+        self.fc = nn.Linear(self.widths[-1], classes)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc(self.dropout(self.features(x).mean((2, 3))))
+
+
+class SmallNet(TinyNet):
+    """The same, wide enough that some kernels can go without the others noticing."""
+
+    widths = (16, 24, 64)
 
 
 SETTINGS = FederateSettings(

@@ -5,24 +5,30 @@ from pathlib import Path
 
 import fedortho
 
+BASELINES = {  # none of them imports another
+    *("bad_teacher", "class_pruning", "finetune", "fused", "logit_mask", "negate"),
+    *("federaser", "neggrad", "retrain", "salun", "ssd", "unsir"),
+}
 TIERS = [
     {"errors"},
-    {"files", "settings", "ortho", "models", "structure", "data", "partition"},
-    {"weights", "recipe", "results", "decode", "sites", "request", "federation"},
+    {"files", "settings", "ortho", "models", "structure", "data", "partition", "adapters"},
+    {"weights", "recipe", "results", "decode", "sites", "request", "federation", "lessons"},
     {"sources", "train", "observe", "tail"},
     {"rank", "ledger", "scrub", "verify"},
     {"prune", "runs"},
     {"probe"},
     {"engine"},
-    {"calibrate"},
-    {"methods/fedortho"},
+    {"calibrate", "cost"},
+    {"methods/contract", "methods/fedortho"},
+    {f"methods/{name}" for name in BASELINES},
     {"methods/__init__"},
     {"serve", "federated/__init__", "federated/wire"},
-    {"federated/holder", "federated/exchange", "federated/inprocess", "screen"},
+    {"federated/holder", "federated/exchange", "federated/inprocess", "federated/rounds", "screen"},
     {"federated/client", "federated/flower"},
     {"federated/server"},
-    {"federated/launch"},
-    {"federated/deploy", "federated/jobs"},
+    {"federated/launch", "compare"},
+    {"federated/deploy", "federated/jobs", "tune"},
+    {"cli_methods"},
     {"__init__", "cli"},
 ]
 PACKAGE = Path(fedortho.__file__).parent

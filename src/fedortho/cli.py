@@ -17,6 +17,7 @@ from rich.logging import RichHandler
 from rich.markup import escape
 
 from fedortho.calibrate import Refused
+from fedortho.cli_methods import compare_command, tune_command
 from fedortho.errors import FedOrthoError
 from fedortho.federation import held_rows
 from fedortho.methods import preset
@@ -385,6 +386,10 @@ def check(
         out.print(check_table(findings))
     if any(finding.conv or finding.channel or finding.group for finding in findings):
         raise typer.Exit(1)
+
+
+app.command("compare")(compare_command)
+app.command("tune")(tune_command)
 
 
 if __name__ == "__main__":

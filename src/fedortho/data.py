@@ -104,6 +104,12 @@ def images_from_tensors(
     return Images(pixels, labels.to(torch.int64), torch.arange(len(pixels)), names, mean, std)
 
 
+def made_images(pixels: Tensor, labels: Tensor, names: Sequence[str]) -> Images:
+    """Float images that somebody made, as a model reads them: nothing is scaled."""
+    channels = pixels.shape[1]
+    return Images(pixels, labels, torch.arange(len(pixels)), tuple(names), (0.0,) * channels, (1.0,) * channels)
+
+
 def collect_images(loader: "Batches", names: Sequence[str] | None = None) -> Images:
     """Keep the batches of a re-iterable `DataLoader` of (images, labels) in memory, as the model reads them.
 

@@ -1,15 +1,18 @@
 """Where the data lives: a method sees models and sums, never an image; central or federated is which engine it gets."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Protocol
 
 import torch
 from torch import nn
 
+from fedortho.adapters import Adapters
 from fedortho.data import Dataset, Images
+from fedortho.errors import FedOrthoError
 from fedortho.files import tensors_digest
+from fedortho.lessons import Aim, Lesson, Manner, count_images
 from fedortho.observe import Observation
 from fedortho.probe import Memory, Probe, answer
 from fedortho.recipe import Recipe
@@ -53,6 +56,37 @@ def draw(images: Images, most: int, seed: int) -> Images:
 
 
 @dataclass(frozen=True)
+class Part:
+    """Some images and what is to be learnt from them."""
+
+    group: Group = field(default_factory=Group)
+    aim: Aim = field(default_factory=Aim)
+    fraction: float = 1.0  # of the group, drawn by its seed
+    given: Images | None = None  # in place of the group: images that were made, not taken
+
+    def lesson(self, images: Images) -> Lesson:
+        """The same with the images of its group, as their holder has them."""
+        if self.given is not None:
+            return Lesson(self.given, self.aim, given=True)
+        most = 0 if self.fraction >= 1 else max(round(self.fraction * len(images)), 1)
+        return Lesson(draw(images, most, self.group.seed), self.aim)
+
+
+@dataclass(frozen=True)
+class Course:
+    """What a model is taught: parts of the images, how they are taken, and what else that needs."""
+
+    parts: tuple[Part, ...]
+    manner: Manner = field(default_factory=Manner)
+    teachers: Mapping[str, nn.Module] = field(default_factory=dict)  # by the names that aims give
+    adapters: Adapters | None = None  # those that the model has
+
+
+def as_course(what: Group | Course) -> Course:
+    return what if isinstance(what, Course) else Course((Part(what),))
+
+
+@dataclass(frozen=True)
 class Ask:
     """A probe of some groups; several asks travel together."""
 
@@ -64,7 +98,8 @@ class Ask:
 class Tally:
     """What an engine has spent so far; bytes and exchanges stay 0 where nothing travels."""
 
-    images_read: int = 0
+    images_read: int = 0  # forward passes
+    images_trained: int = 0  # forward and backward passes
     exchanges: int = 0
     bytes_up: int = 0  # from all clients together
     bytes_down: int = 0
@@ -100,8 +135,18 @@ class Engine(Protocol):
     @property
     def tally(self) -> Tally: ...
 
-    def fit(self, model: nn.Module, group: Group, recipe: Recipe, *, trainable: Mask | None = None) -> nn.Module:
-        """Train a copy of the model on the images of a group; only `trainable` coordinates move."""
+    def fit(
+        self, model: nn.Module, what: Group | Course, recipe: Recipe, *, trainable: Mask | None = None
+    ) -> nn.Module:
+        """Train a copy of the model on a group, or as a course says; only `trainable` coordinates move."""
+        ...
+
+    def fresh(self, seed: int) -> nn.Module:
+        """A network of the kind that is served, with new weights."""
+        ...
+
+    def add_work(self, *, read: int = 0, trained: int = 0) -> None:
+        """Count what a method computes by itself, without anybody's images."""
         ...
 
     def measure(self, model: nn.Module, asks: Sequence[Ask]) -> list[list[Observation]]:
@@ -122,6 +167,7 @@ class CentralEngine:
     clients: Clients | None = None  # rows of each client, where the images came from a federation
     device: torch.device | str = "cpu"
     tally: Tally = field(default_factory=Tally)
+    build: Callable[[int], nn.Module] | None = None  # from a seed to a network with new weights
     at_once = 1
     is_federated = False
 
@@ -141,17 +187,40 @@ class CentralEngine:
     def has_ledger(self) -> bool:
         return self.ledger is not None
 
-    def fit(self, model: nn.Module, group: Group, recipe: Recipe, *, trainable: Mask | None = None) -> nn.Module:
-        return fit(model, self._images(group), recipe, device=self.device, trainable=trainable)
+    def fit(
+        self, model: nn.Module, what: Group | Course, recipe: Recipe, *, trainable: Mask | None = None
+    ) -> nn.Module:
+        course = as_course(what)
+        lessons = [part.lesson(self._images(part.group)) for part in course.parts]
+        trained = fit(
+            model,
+            lessons,
+            recipe,
+            device=self.device,
+            trainable=trainable,
+            manner=course.manner,
+            teachers=course.teachers,
+        )
+        seen, taught = count_images(lessons, recipe.batch, recipe.epochs, course.manner)
+        self.add_work(read=taught, trained=seen)
+        return trained
+
+    def fresh(self, seed: int) -> nn.Module:
+        return fresh_model(self.build, seed)
+
+    def add_work(self, *, read: int = 0, trained: int = 0) -> None:
+        self.tally.images_read += read
+        self.tally.images_trained += trained
 
     def measure(self, model: nn.Module, asks: Sequence[Ask]) -> list[list[Observation]]:
         model, memory = self._remembered(model)
-        read, found = memory.images_read, []
+        read, trained = memory.images_read, memory.images_trained
+        found = []
         for ask in asks:
             groups = [self._images(group) for group in ask.groups]
             probe = replace(ask.probe, by_label=ask.probe.by_label or ask.probe.kind == "peaks")  # nobody to protect
             found.append(answer(model, self.data.train, groups, probe, memory=memory, device=self.device))
-        self.tally.images_read += memory.images_read - read
+        self.add_work(read=memory.images_read - read, trained=memory.images_trained - trained)
         return found
 
     def check(self, request: ForgetRequest, forgotten: ForgetRequest | None) -> None:
@@ -169,3 +238,12 @@ class CentralEngine:
             self._digest, self._memory = digest, Memory(ledger, {}, {})
             self._model = copy.deepcopy(model).to(self.device).eval()
         return self._model, self._memory
+
+
+def fresh_model(build: Callable[[int], nn.Module] | None, seed: int) -> nn.Module:
+    """A new network, where the engine knows how to make one."""
+    if build is None:
+        raise FedOrthoError(
+            "this method needs networks with new weights; give the engine build=, a function from a seed to a network"
+        )
+    return build(seed)

@@ -5,19 +5,24 @@ federation; answers of disjoint images add up. Candidates (patches) are tried on
 receives, which is computed once.
 """
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from fedortho.data import Images
+from fedortho.data import Images, evaluation_batches
 from fedortho.errors import BadData, unknown
 from fedortho.observe import Observation, key_of, observe
 from fedortho.prune import Patch, edit_in_place
+from fedortho.recipe import Recipe
 from fedortho.scrub import classifier_inputs
 from fedortho.sites import find_sites
 from fedortho.tail import Cut, cut_model, find_cut, norm_sums, repair, run_tail, tail_inputs
+from fedortho.train import fit
 
 NOTHING = Patch("", "")
 
@@ -33,11 +38,16 @@ class Probe:
     patches: tuple[Patch, ...] = (NOTHING,)  # candidates
     norms: tuple[str, ...] = ()  # moments: batch norms to estimate; layer: the one whose input is summed
     classifier: str = ""  # inputs: the layer
-    by_label: bool = False  # right, peaks: a row for each label
+    by_label: bool = False  # right, peaks, averages: a row for each label
+    batch: int = 64  # fisher, gradient: images whose mean loss is derived; drift: images per step
+    loss: str = "cross-entropy"  # fisher, gradient: one of LOSSES
+    rate: float = 0.01  # drift: of the local epoch
 
     def __post_init__(self) -> None:
         if self.kind not in (*PROBES, "difference"):
             raise unknown("probe", self.kind, (*PROBES, "difference"))
+        if self.loss not in LOSSES:
+            raise unknown("loss", self.loss, LOSSES)
 
 
 @dataclass
@@ -47,7 +57,8 @@ class Memory:
     ledger: Observation | None = None
     tails: dict[tuple[object, ...], tuple[Cut, Tensor]] | None = None  # None: nothing is remembered
     looked: dict[tuple[object, ...], Observation] | None = None
-    images_read: int = 0
+    images_read: int = 0  # forward passes
+    images_trained: int = 0  # forward and backward passes
 
 
 def answer(
@@ -217,6 +228,79 @@ def _classifier(
     return Observation(sums, torch.tensor([len(group)]))
 
 
+LOSSES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cross-entropy": functional.cross_entropy,
+    "norm": lambda outputs, labels: outputs.square().sum(1).mean(),  # ‖logits‖², which needs no label
+}
+
+
+def _derived(reduce: Callable[[Tensor], Tensor]) -> "Answer":
+    def add_up(
+        model: nn.Module, whole: Images, group: Images, probe: Probe, memory: Memory, device: torch.device | str
+    ) -> Observation:
+        """Sums over batches of what is made of the gradient of a batch's mean loss, parameter by parameter."""
+        twin = copy.deepcopy(model).to(device).eval().requires_grad_(True)
+        weights = dict(twin.named_parameters())
+        sums = {name: torch.zeros(1, weight.numel(), dtype=torch.float64) for name, weight in weights.items()}
+        batches = 0
+        for inputs, labels in evaluation_batches(group, probe.batch, device):
+            loss = LOSSES[probe.loss](twin(inputs), labels)
+            gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+            for name, gradient in zip(weights, gradients, strict=True):
+                if gradient is not None:
+                    sums[name] += reduce(gradient.double()).view(1, -1).cpu()
+            batches += 1
+        memory.images_trained += len(group)
+        return Observation(sums, torch.tensor([batches]))
+
+    return add_up
+
+
+def _drift(
+    model: nn.Module, whole: Images, group: Images, probe: Probe, memory: Memory, device: torch.device | str
+) -> Observation:
+    """How far one local epoch of plain SGD moves each parameter, ‖p' − p‖₁, times the images it was trained on."""
+    images = len(group) if len(group) > 1 else 0  # batch norm cannot train on one
+    moved = model
+    if images:
+        recipe = Recipe(epochs=1, batch=probe.batch, rate=probe.rate, schedule="constant", crop=0, flip=0.0, ortho=0.0)
+        moved = fit(model, group, recipe, device=device)
+        memory.images_trained += images
+    sums = {}
+    for (name, before), after in zip(model.named_parameters(), moved.parameters(), strict=True):
+        distance = (after.detach().cpu() - before.detach().cpu()).double().abs().sum()
+        sums[name] = (images * distance).view(1, 1)
+    return Observation(sums, torch.tensor([images]))
+
+
+def _averages(
+    model: nn.Module, whole: Images, group: Images, probe: Probe, memory: Memory, device: torch.device | str
+) -> Observation:
+    """Sums over images, by label, of each kernel's mean response over the map, negative responses being 0."""
+    sites = find_sites(model, whole.shape, probe.layers, probe.edit, probe.tap)
+    sums = {site.name: torch.zeros(whole.classes, site.kernels, dtype=torch.float64) for site in sites}
+    seen: dict[str, Tensor] = {}
+    handles = []
+    for site in sites:
+        at = site.layers[0].norm if probe.tap != "conv" and site.layers[0].norm else site.layers[0].name
+
+        def keep(_: nn.Module, __: Any, out: Tensor, name: str = site.name) -> None:
+            seen[name] = out.clamp_min(0).mean((2, 3))  # here, before an in-place activation can change `out`
+
+        handles.append(model.get_submodule(at).register_forward_hook(keep))
+    try:
+        with torch.no_grad():
+            for inputs, labels in evaluation_batches(group, device=device):
+                model(inputs)
+                for name, means in seen.items():
+                    sums[name].index_add_(0, labels.cpu(), means.double().cpu())
+    finally:
+        for handle in handles:
+            handle.remove()
+    memory.images_read += len(group)
+    return Observation(sums, torch.bincount(group.labels, minlength=whole.classes))
+
+
 Answer = Callable[[nn.Module, Images, Images, Probe, Memory, torch.device | str], Observation]
 PROBES: Mapping[str, Answer] = {
     "peaks": _peaks,
@@ -224,4 +308,9 @@ PROBES: Mapping[str, Answer] = {
     "moments": _moments,
     "layer": _layer,
     "inputs": _classifier,
+    "averages": _averages,
+    "drift": _drift,
+    "fisher": _derived(Tensor.square),
+    "fisher-abs": _derived(Tensor.abs),
+    "gradient": _derived(lambda gradient: gradient),
 }

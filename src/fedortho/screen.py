@@ -73,6 +73,16 @@ def verdict_table(verdicts: Mapping[str, Verdict]) -> Table:
     return table
 
 
+def words_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
+    """Words as they are, the first column to the left and the others to the right."""
+    table = Table()
+    for place, name in enumerate(header):
+        table.add_column(name, justify="right" if place else "left")
+    for line in lines:
+        table.add_row(*map(escape, line))
+    return table
+
+
 def check_table(findings: Sequence[Finding]) -> Table:
     table = Table(caption_justify="left")
     for name in ("layer", "kernels", "norm", "conv", "channel", "residual group"):

@@ -1,4 +1,4 @@
-"""The only SGD loop of the project: cross-entropy, orthogonal kernels, alignment; resumable to the same bytes."""
+"""The only training loop of the project: lessons, orthogonal kernels, alignment; resumable to the same bytes."""
 
 import copy
 import hashlib
@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -18,7 +17,21 @@ from torch.nn import functional
 from fedortho.data import Augment, Batches, Images, evaluation_batches
 from fedortho.errors import BadCheckpoint, BadData, BadSetting, FedOrthoError
 from fedortho.files import read_tensors, tensors_digest, write_tensors
-from fedortho.models import count_answers
+from fedortho.lessons import (
+    OPTIMISERS,
+    Aim,
+    Lesson,
+    Manner,
+    Rows,
+    as_lessons,
+    check_labels,
+    check_lessons,
+    check_teachers,
+    plan_steps,
+    read_step,
+    step_loss,
+    step_seed,
+)
 from fedortho.ortho import add_align_gradient, add_ortho_gradient, ortho_penalty
 from fedortho.recipe import Recipe, learning_rate
 from fedortho.structure import Layer, select_layers, trace_layers
@@ -59,11 +72,12 @@ class Progress:
 
 Watch = Callable[[Progress], None]
 Mask = Mapping[str, Tensor]  # parameter → which of its coordinates may move (bool); parameters not named move
+PLAIN = Manner()
 
 
 def fit(
     model: nn.Module,
-    images: Images,
+    images: Images | Sequence[Lesson],
     recipe: Recipe | None = None,
     *,
     valid: Images | None = None,
@@ -72,25 +86,32 @@ def fit(
     checkpoint: Path | str | None = None,
     watch: Watch | None = None,
     trainable: Mask | None = None,
+    manner: Manner = PLAIN,
+    teachers: Mapping[str, nn.Module] | None = None,
 ) -> nn.Module:
     """Train a copy of the model on images and return it in eval mode on the CPU; the input stays as it was.
 
     The loss is cross-entropy + ortho · ‖W Wᵀ − I‖² over the chosen layers + align · ‖W − W_ref‖²,
     the last one only with a `reference` (the model that a federation's client has received). With
     a `checkpoint` file a killed run goes on where it stopped, to the same bytes. `valid` is only measured. Coordinates
-    that `trainable` denies keep their value bit for bit.
+    that `trainable` denies keep their value bit for bit. Lessons in place of images say what is to be
+    learnt from each part, a `manner` how; `teachers` are the models that they name.
     """
     recipe = recipe or Recipe()
     checkpoint = None if checkpoint is None else Path(checkpoint)
+    lessons = as_lessons(images)
     twin = copy.deepcopy(model)
-    check_fit(twin, images, recipe)
+    check_lessons(twin, lessons, recipe.batch)
+    check_teachers(lessons, manner, teachers or {})
+    if checkpoint is not None and manner.optimiser != "sgd":
+        raise BadSetting(f"a checkpoint keeps the state of sgd only, not that of {manner.optimiser}")
     with _reproducible():
-        state = _State(twin, images, recipe, torch.device(device), reference, trainable)
+        state = _State(twin, lessons, recipe, torch.device(device), reference, trainable, manner, teachers)
         if checkpoint is not None:
-            state.belongs_to = _identity(model, images, recipe, reference, trainable)
+            state.belongs_to = _identity(model, state, reference, trainable)
             state.resume(checkpoint)
         while state.epoch < recipe.epochs:
-            _run_epoch(state, images, valid, checkpoint, watch)
+            _run_epoch(state, valid, checkpoint, watch)
     if not all(bool(torch.isfinite(weight).all()) for weight in state.model.parameters()):
         raise FedOrthoError(
             f"some weights are not finite at the end (ortho {recipe.ortho}); lower the rate or the ortho weight"
@@ -100,27 +121,19 @@ def fit(
 
 def check_fit(model: nn.Module, images: Images, recipe: Recipe) -> None:
     """Refuse images and a model that could not take a single step together."""
-    if not isinstance(images, Images):
-        raise BadData(f"training needs Images (such as data.train or images_from_tensors), not {type(images).__name__}")
-    if not len(images):
-        raise BadData("there are no images to train on")
-    _check_labels(images.labels, count_answers(model, images.shape))
-    if deep := next((name for name, weight in model.named_parameters() if weight.dim() > 4), None):
-        raise BadSetting(
-            f"{deep} has {model.get_parameter(deep).dim()} dimensions; only networks for 2d images are trained"
-        )
-    if min(recipe.batch, len(images)) == 1 and any(isinstance(m, nn.BatchNorm2d) for m in model.modules()):
-        raise BadSetting("batch norm cannot train on one image at a time; use a batch of at least 2")
+    check_lessons(model, [Lesson(images)], recipe.batch)
 
 
-def _identity(
-    model: nn.Module, images: Images, recipe: Recipe, reference: nn.Module | None, trainable: Mask | None
-) -> str:
+def _identity(model: nn.Module, state: "_State", reference: nn.Module | None, trainable: Mask | None) -> str:
     """A digest of all that decides how training goes: a checkpoint of anything else is refused."""
-    content = {"rows": images.rows, "labels": images.store_labels, "pixels": images.pixels}
-    parts = [json.dumps(asdict(recipe), sort_keys=True), tensors_digest(content)]
-    parts += [tensors_digest(m.state_dict()) for m in (model, reference) if m is not None]
+    parts = [json.dumps(asdict(state.recipe), sort_keys=True)]
+    for lesson in state.lessons:
+        images = lesson.images
+        parts.append(tensors_digest({"rows": images.rows, "labels": images.store_labels, "pixels": images.pixels}))
+    parts += [tensors_digest(m.state_dict()) for m in (model, reference, *state.teachers.values()) if m is not None]
     parts += [tensors_digest(trainable)] if trainable else []
+    aims = [lesson.aim for lesson in state.lessons]
+    parts += [f"{state.manner} {aims}"] if state.manner != PLAIN or aims != [Aim()] else []
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
@@ -135,31 +148,39 @@ class _State:
     def __init__(
         self,
         model: nn.Module,
-        images: Images,
+        lessons: list[Lesson],
         recipe: Recipe,
         device: torch.device,
         reference: nn.Module | None,
         trainable: Mask | None = None,
+        manner: Manner = PLAIN,
+        teachers: Mapping[str, nn.Module] | None = None,
     ) -> None:
-        self.recipe, self.device = recipe, device
+        self.lessons, self.recipe, self.device, self.manner = lessons, recipe, device, manner
         self.belongs_to = ""
-        layers = ortho_layers(model, images.shape, recipe, aligning=reference is not None)
-        self.model = arranged(model.to(device), torch.channels_last).train()
+        layers = ortho_layers(model, lessons[0].images.shape, recipe, aligning=reference is not None)
+        self.model = arranged(model.to(device), torch.channels_last)
+        self.set_mode()
+        self.teachers = {name: copy.deepcopy(teacher).to(device).eval() for name, teacher in (teachers or {}).items()}
         self.convs = [_conv(self.model, layer.name) for layer in layers]
         self.aligned, self.reference = _aligned(self.model, reference, layers, recipe)
         self.held = _held(self.model, trainable or {})
-        self.optimiser = torch.optim.SGD(
-            self.model.parameters(),
-            lr=recipe.rate,
-            momentum=recipe.momentum,
-            weight_decay=recipe.decay,
-            fused=device.type in ("cpu", "cuda"),
+        self.optimiser = OPTIMISERS[manner.optimiser](
+            self.model.parameters(), recipe.rate, recipe.decay, recipe.momentum, device.type in ("cpu", "cuda")
         )
         self.epoch, self.step = 0, 0
         self.loss_sum, self.right, self.seen = 0.0, 0, 0
         self.seconds = 0.0
         self.measured: tuple[float, float] | None = None  # when and how large the penalty was
         self.history: list[Epoch] = []
+
+    def set_mode(self) -> None:
+        """Training mode; frozen norms stay in evaluation, so their statistics neither change nor depend on batches."""
+        self.model.train()
+        if self.manner.norms == "frozen":
+            for module in self.model.modules():
+                if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                    module.eval()
 
     def ortho(self, *, at_most_old: float = 0.0) -> float | None:
         """The penalty now, or as it was measured at most so many seconds ago."""
@@ -256,18 +277,17 @@ def _held(model: nn.Module, trainable: Mask) -> list[tuple[nn.Parameter, Tensor,
     return [(parameter, mask, parameter.detach().clone()) for parameter, mask in held]
 
 
-def _run_epoch(
-    state: _State, images: Images, valid: Images | None, checkpoint: Path | None, watch: Watch | None
-) -> None:
+def _run_epoch(state: _State, valid: Images | None, checkpoint: Path | None, watch: Watch | None) -> None:
     recipe = state.recipe
-    batches = _shuffled(images.rows, recipe.batch, recipe.seed, state.epoch)
+    batches = plan_steps(state.lessons, recipe.batch, recipe.seed, state.epoch, state.manner.order)
     started = saved = reported = time.perf_counter()
     seen_before, seconds_before = state.seen, state.seconds
     for step in range(state.step, len(batches)):
-        loss, right = _take_step(state, images, batches[step], step, len(batches))
-        state.loss_sum += loss * len(batches[step])
+        number = sum(map(len, batches[step]))
+        loss, right = _take_step(state, batches[step], step, len(batches))
+        state.loss_sum += loss * number
         state.right += right
-        state.seen += len(batches[step])
+        state.seen += number
         state.step = step + 1
         now = time.perf_counter()
         state.seconds = seconds_before + now - started
@@ -285,7 +305,7 @@ def _run_epoch(
     state.history.append(entry)
     final = _progress(state, len(batches), rate)
     state.epoch, state.step, state.loss_sum, state.right, state.seen, state.seconds = state.epoch + 1, 0, 0.0, 0, 0, 0.0
-    state.model.train()
+    state.set_mode()
     if checkpoint is not None:
         state.save(checkpoint)
     if watch is not None:
@@ -298,18 +318,17 @@ def _progress(state: _State, steps: int, rate: float) -> Progress:
     return Progress(state.epoch, state.recipe.epochs, state.step, steps, loss, right, rate, ortho, history)
 
 
-def _take_step(state: _State, images: Images, rows: Tensor, step: int, steps: int) -> tuple[float, int]:
-    """One SGD step on these rows; the batch's mean cross-entropy and how many it got right."""
+def _take_step(state: _State, rows: Rows, step: int, steps: int) -> tuple[float, int]:
+    """One step on these rows; the batch's mean loss and how many labels it got right."""
     recipe = state.recipe
     seed = step_seed(recipe.seed, state.epoch, step + 1)
     torch.manual_seed(seed)  # for dropout and the like inside the model
-    inputs = images.normalise(images.pixels[rows].to(state.device))
-    inputs = Augment(recipe.crop, recipe.flip, recipe.erase)(inputs, torch.Generator().manual_seed(seed))
+    augment = Augment(recipe.crop, recipe.flip, recipe.erase)
+    inputs, labels = read_step(state.lessons, rows, augment, seed, state.device)
     inputs = inputs.contiguous(memory_format=torch.channels_last)
-    labels = images.store_labels[rows].to(state.device)
     with torch.autocast(state.device.type, torch.bfloat16, enabled=recipe.precision == "bfloat16"):
         outputs = _answers(state.model, inputs)
-    loss = functional.cross_entropy(outputs.float(), labels)
+    loss = step_loss(state.lessons, rows, state.manner, inputs, outputs.float(), labels, state.teachers)
     state.optimiser.zero_grad()
     loss.backward()
     rate = learning_rate(recipe, state.epoch + step / steps)
@@ -335,19 +354,6 @@ def _take_step(state: _State, images: Images, rows: Tensor, step: int, steps: in
 def _most(recipe: Recipe, rate: float) -> float:
     """The most curvature a penalty step may have: momentum descent with a kick every k steps is stable below 3.6/k."""
     return min(2.4, 1.3 * (1 + recipe.momentum)) / (recipe.ortho_every * rate)  # without momentum the limit is 2/k
-
-
-def _shuffled(rows: Tensor, batch: int, seed: int, epoch: int) -> list[Tensor]:
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(step_seed(seed, epoch, 0)))
-    batches = list(rows[order].split(batch))
-    if len(batches) > 1 and len(batches[-1]) == 1:  # batch norm cannot train on a single image
-        batches[-2:] = [torch.cat(batches[-2:])]
-    return batches
-
-
-def step_seed(seed: int, epoch: int, step: int) -> int:
-    """A seed of its own for every step, and in a federation for every round and client."""
-    return int(np.random.SeedSequence([seed, epoch, step]).generate_state(1, np.uint64)[0] >> 1)
 
 
 @contextmanager
@@ -384,7 +390,7 @@ def evaluate(model: nn.Module, images: Images | Batches, *, device: torch.device
                     raise BadData(f"images must be floats, normalised as in training, not {inputs.dtype}")
                 outputs = _answers(model, inputs.contiguous(memory_format=torch.channels_last)).float()
                 classes = outputs.shape[1]
-                _check_labels(labels, classes)
+                check_labels(labels, classes)
                 loss += float(functional.cross_entropy(outputs, labels, reduction="sum"))
                 cells = torch.bincount(labels * classes + outputs.argmax(1), minlength=classes**2)
                 counts = cells if counts is None else counts + cells
@@ -406,13 +412,6 @@ def _answers(model: nn.Module, inputs: Tensor) -> Tensor:
         mode = "training" if model.training else "evaluation"
         raise BadSetting(f"in {mode} the model answers {len(inputs)} images with {got}, not with (images, classes)")
     return outputs
-
-
-def _check_labels(labels: Tensor, classes: int) -> None:
-    if len(labels) and int(labels.max()) >= classes:
-        raise BadData(f"label {int(labels.max())} but the model knows only {classes} classes")
-    if len(labels) and int(labels.min()) < 0:
-        raise BadData(f"label {int(labels.min())} is negative; labels run 0 to {classes - 1}")
 
 
 def accuracy(model: nn.Module, images: Images | Batches, *, device: torch.device | str = "cpu") -> float:

@@ -15,10 +15,12 @@ from torch import nn
 from fedortho.data import Dataset
 from fedortho.engine import Ask, CentralEngine, Group
 from fedortho.errors import BadCheckpoint, FedOrthoError
-from fedortho.federated.flower import FlowerEngine, RunningMean
+from fedortho.federated.flower import FlowerEngine
 from fedortho.federated.inprocess import FIRST, InProcessGrid
+from fedortho.federated.rounds import RunningMean
 from fedortho.federated.wire import pack, unpack
 from fedortho.files import read_json, tensors_digest
+from fedortho.lessons import step_seed
 from fedortho.methods import preset
 from fedortho.methods.fedortho import plan_forgetting
 from fedortho.models import build_model
@@ -28,7 +30,7 @@ from fedortho.prune import bind_patch, plan_edit
 from fedortho.recipe import Recipe
 from fedortho.request import EmptyGroup, ForgetRequest
 from fedortho.sites import find_sites
-from fedortho.train import fit, step_seed
+from fedortho.train import fit
 
 RECIPE = Recipe(epochs=2, batch=32, crop=0, flip=0.0)
 PEAKS = Probe("peaks", "all", "channel", "stream")

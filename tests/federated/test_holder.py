@@ -7,11 +7,11 @@ import pytest
 import torch
 from small import SETTINGS, write_images
 
-from fedortho.engine import Ask, Group
+from fedortho.engine import Ask, Group, as_course
 from fedortho.errors import BadData, FedOrthoError
 from fedortho.federated.client import federate_settings, holder_of
 from fedortho.federated.holder import Holder
-from fedortho.federated.wire import pack_asks, pack_group, prefixed, unpack_observations
+from fedortho.federated.wire import pack_asks, pack_course, prefixed, unpack_observations
 from fedortho.files import read_tensors, write_tensors
 from fedortho.models import build_model
 from fedortho.probe import Probe
@@ -47,8 +47,8 @@ def test_own_images_get_the_federations_labels_by_name_and_its_normalisation(hol
 
 def test_it_trains_answers_and_drops_its_own_samples(holder: Holder) -> None:
     recipe = as_mapping(Recipe(epochs=1, batch=16, crop=0, ortho=0.0))
-    order = {"about": ABOUT, "group": pack_group(Group()), "recipe": recipe, "align": False, "norms": "fedavg"}
-    order |= {"round": 0, "still": [], "classes": 4, "channels": 1}
+    order = {"about": ABOUT, "recipe": recipe, "align": False, "norms": "fedavg", "base": "", "share": 1}
+    order |= {"round": 0, "still": [], "classes": 4, "channels": 1, "course": pack_course(as_course(Group()))[1]}
     sent = prefixed("model.", model().state_dict())
     tensors, note = holder.local(sent, order)
     assert note["images"] == 32

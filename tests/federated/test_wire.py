@@ -1,22 +1,31 @@
+from collections.abc import Mapping
+
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, RecordDict
 from hypothesis import given
 from hypothesis import strategies as st
+from small import TinyNet
 
-from fedortho.engine import Ask, Group
+from fedortho.adapters import Adapters
+from fedortho.data import made_images
+from fedortho.engine import Ask, Course, Group, Part
 from fedortho.federated.wire import (
     BadReply,
     count_bytes,
     pack,
     pack_asks,
+    pack_course,
     pack_group,
     pack_observations,
     unpack,
     unpack_asks,
+    unpack_course,
     unpack_group,
     unpack_observations,
 )
+from fedortho.files import tensors_digest
+from fedortho.lessons import Aim, Manner
 from fedortho.observe import Observation
 from fedortho.probe import Probe
 from fedortho.prune import Patch
@@ -92,3 +101,25 @@ def test_bytes_are_those_of_the_arrays_and_a_little_more() -> None:
 def test_a_foreign_record_is_refused() -> None:
     with pytest.raises(BadReply, match="not one of ours"):
         unpack(RecordDict({"tensors": ArrayRecord({"a": Array(torch.zeros(1).numpy())})}))
+
+
+def test_a_course_survives_the_way_with_its_teachers_and_made_images() -> None:
+    teacher = TinyNet()
+    noise = made_images(torch.randn(5, 1, 8, 8), torch.tensor([2] * 5), ("a", "b", "c", "d"))
+    forget = Group("train", ForgetRequest.parse("class:3"), seed=4)
+    parts = (Part(forget, Aim("other", -0.5, "wise", once=True, seed=9), 0.3), Part(given=noise))
+    course = Course(parts, Manner("paired", "frozen", "adam", "imitate", 2.0, 3), {"wise": teacher}, Adapters(("fc",)))
+
+    def build(state: Mapping[str, torch.Tensor]) -> TinyNet:
+        model = TinyNet()
+        model.load_state_dict(state)
+        return model
+
+    tensors, note = unpack(pack(*pack_course(course)))
+    found = unpack_course(tensors, note, noise.names, build)
+    assert (found.manner, found.adapters, found.parts[0]) == (course.manner, course.adapters, course.parts[0])
+    assert tensors_digest(found.teachers["wise"].state_dict()) == tensors_digest(teacher.state_dict())
+    made = found.parts[1].given
+    assert made is not None
+    assert torch.equal(made.pixels, noise.pixels)
+    assert made.labels.tolist() == [2] * 5

@@ -4,16 +4,17 @@ import copy
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fedortho.engine import Ask, Group, Tally
+from fedortho.adapters import base_tensors
+from fedortho.engine import Ask, Course, Group, Tally, as_course, fresh_model
 from fedortho.errors import BadCheckpoint, FedOrthoError
 from fedortho.federated.exchange import Line, bytes_of
+from fedortho.federated.rounds import Order, RunningMean, checked, entry_of
 from fedortho.federated.wire import (
     BadReply,
     Note,
@@ -22,19 +23,21 @@ from fedortho.federated.wire import (
     blank_observations,
     pack,
     pack_asks,
+    pack_course,
     pack_group,
     prefixed,
     unpack_observations,
 )
 from fedortho.federation import Federation, sample_clients
 from fedortho.files import read_tensors, tensors_digest, write_tensors
+from fedortho.lessons import step_seed
 from fedortho.observe import Observation
 from fedortho.prune import Patch
 from fedortho.recipe import Recipe, learning_rate
 from fedortho.request import EmptyGroup, ForgetRequest
 from fedortho.serve import joined
 from fedortho.settings import as_mapping
-from fedortho.train import Epoch, Mask, step_seed
+from fedortho.train import Epoch, Mask
 
 if TYPE_CHECKING:
     from flwr.serverapp import Grid
@@ -67,25 +70,6 @@ class News:
     history: tuple[Epoch, ...]
 
 
-@dataclass
-class RunningMean:
-    """A weighted mean of models, added one by one: the server never holds more than this and the current one."""
-
-    weight: int = 0
-    state: dict[str, Tensor] = field(default_factory=dict)
-
-    def add(self, state: Mapping[str, Tensor], weight: int) -> None:
-        """Floats are averaged by weight; integers (batch-norm counters) take the largest."""
-        self.weight += weight
-        for name, value in state.items():
-            if name not in self.state:
-                self.state[name] = value.clone()
-            elif value.is_floating_point():
-                self.state[name] += (value - self.state[name]) * (weight / self.weight)
-            else:
-                self.state[name] = torch.maximum(self.state[name], value)
-
-
 class FlowerEngine:
     """An engine whose images lie with clients."""
 
@@ -94,13 +78,22 @@ class FlowerEngine:
     has_ledger = False  # ledgers stay with the clients
 
     def __init__(
-        self, grid: "Grid", federation: Federation, about: About, *, seed: int = 0, left: Sequence[int] = ()
+        self,
+        grid: "Grid",
+        federation: Federation,
+        about: About,
+        *,
+        seed: int = 0,
+        left: Sequence[int] = (),
+        build: Callable[[int], nn.Module] | None = None,
+        local_epochs: int = 1,
     ) -> None:
         self.federation, self.about, self.seed = federation, about, seed
         self.left = frozenset(left)  # by earlier requests: nobody waits for them
+        self.build, self.local_epochs = build, local_epochs
         self.line = Line(grid, federation.timeout, federation.quorum)
         self.withheld = 0  # groups that clients did not tell of, because they are too small
-        self._read = 0
+        self._read = self._trained = 0
         self._told = {"names": about.names, "mean": about.mean, "std": about.std}
         self.clients = self.hello()
         self.contacts = dict.fromkeys(range(federation.clients), 0)
@@ -116,7 +109,14 @@ class FlowerEngine:
     @property
     def tally(self) -> Tally:
         up, down = bytes_of(self.line.log)
-        return Tally(self._read, len(self.line.log), up, down)
+        return Tally(self._read, self._trained, len(self.line.log), up, down)
+
+    def fresh(self, seed: int) -> nn.Module:
+        return fresh_model(self.build, seed)
+
+    def add_work(self, *, read: int = 0, trained: int = 0) -> None:
+        self._read += read
+        self._trained += trained
 
     def hello(self) -> dict[int, Note]:
         """Who is there, by client number."""
@@ -138,27 +138,33 @@ class FlowerEngine:
     def fit(
         self,
         model: nn.Module,
-        group: Group,
+        what: Group | Course,
         recipe: Recipe,
         *,
         trainable: Mask | None = None,
-        local_epochs: int = 1,
+        local_epochs: int | None = None,
         checkpoint: Path | None = None,
         score: Callable[[nn.Module], float] | None = None,
         watch: Callable[[News], None] | None = None,
         without: Sequence[int] = (),
+        updates: Path | None = None,
     ) -> nn.Module:
         """Federated averaging: `recipe.epochs` rounds of `local_epochs` passes each; the model itself stays as it was.
 
         The rate follows the recipe by rounds. A client's first contact has no alignment. With a checkpoint a
-        killed run goes on after its last whole round, to the same bytes.
+        killed run goes on after its last whole round, to the same bytes. `updates` is a directory that keeps what
+        every client sent in every round: much, and of interest to whoever reads it; only FedEraser needs it.
         """
         current = copy.deepcopy(model).cpu().eval()
-        identity = _identity(model, group, recipe, self.federation, trainable, local_epochs)
+        course = as_course(what)
+        passes = local_epochs or course.manner.local_epochs or self.local_epochs
+        order = Order(course, recipe, trainable, passes, _base(model), updates)
+        identity = _identity(model, order, self.federation)
+        self.contacts = dict.fromkeys(self.contacts, 0)  # each training begins without alignment
         first, history = self._resume(checkpoint, identity, current)
-        there = [client for client in self.present() if client not in without]
+        there = [client for client in self.present() if client not in without and order.concerns(client)]
         for turn in range(first, recipe.epochs):
-            entry = self._round(current, group, recipe, turn, there, trainable, local_epochs, history, watch)
+            entry = self._round(current, order, turn, there, history, watch)
             every = self.federation.evaluate_every
             if score is not None and (turn + 1 == recipe.epochs or (every and (turn + 1) % every == 0)):
                 entry = replace(entry, valid=score(current))
@@ -174,56 +180,62 @@ class FlowerEngine:
     def _round(
         self,
         current: nn.Module,
-        group: Group,
-        recipe: Recipe,
+        order: Order,
         turn: int,
         there: Sequence[int],
-        trainable: Mask | None,
-        local_epochs: int,
         history: Sequence[Epoch],
         watch: Callable[[News], None] | None,
     ) -> Epoch:
         """One round, in place: send, train, average in the order of client numbers."""
         started = time.monotonic()
-        chosen = sample_clients(there, self.federation, self.seed, turn)
+        recipe = order.recipe
+        chosen = sample_clients(there, self.federation, recipe.seed, turn)
         state = current.state_dict()
-        still = _still(state, trainable)
-        tensors = prefixed("model.", state) | prefixed("mask.", trainable or {})
-        shared = pack(tensors, {})
+        still = order.still(current)
+        wanted = {name: value for name, value in state.items() if name not in still}
+        course, note = pack_course(order.course)
+        more = course | prefixed("mask.", {n: m for n, m in (order.trainable or {}).items() if n not in still})
+        whole, moving = (pack(prefixed("model.", part) | more, {}) for part in (state, wanted))
+        told_all = {"course": note, "still": still, "share": len(chosen)}
         contents = {}
         for client in chosen:
-            note = self._order(recipe, turn, client, local_epochs) | {"group": pack_group(group), "still": still}
-            contents[client] = _with_note(shared, note)
+            has_base = bool(still) and self.clients[client]["model"] == order.base
+            own = self._order(order, turn, client) | told_all | {"base": order.base if has_base else ""}
+            contents[client] = _with_note(moving if has_base else whole, own)
         mean, told = RunningMean(), []
+        order.keep(turn, -1, state, 0)
 
         def progress(answered: int, asked: int) -> None:
             if watch is not None:
                 up, down = bytes_of(self.line.log)
                 watch(News(turn, recipe.epochs, answered, asked, up, down, tuple(history)))
 
-        wanted = {name: value for name, value in state.items() if name not in still}
         for client, answer, note in self.line.ask("train.local", contents, progress=progress):
             self.contacts[client] += 1
             try:
                 if not note["images"]:
                     continue
-                news = {key: note[key] for key in ("images", "loss", "accuracy", "ortho", "drift")}
-                mean.add(_checked(below("model.", answer), wanted), int(note["images"]))
+                news = {key: note[key] for key in ("images", "loss", "accuracy", "ortho", "drift", "read", "trained")}
+                mine = checked(below("model.", answer), wanted)
+                mean.add(mine, int(note["images"]))
             except (BadReply, KeyError, TypeError, ValueError) as error:
                 self.line.log[-1].reject(client, f"its answer does not fit ({error})")
                 continue
+            order.keep(turn, client, mine, news["images"])
+            self.add_work(read=int(news["read"]), trained=int(news["trained"]))
             told.append(news)
         if not mean.weight:
             raise FedOrthoError(f"round {turn + 1}: none of the clients {_few(chosen)} has images to train on")
         current.load_state_dict({**state, **mean.state})
-        return _entry(turn, told, time.monotonic() - started)
+        return entry_of(turn, told, time.monotonic() - started)
 
-    def _order(self, recipe: Recipe, turn: int, client: int, local_epochs: int) -> Note:
+    def _order(self, order: Order, turn: int, client: int) -> Note:
         """What a client is told to do in a round."""
-        seed = step_seed(self.seed, turn, client)
+        recipe = order.recipe
+        seed = step_seed(recipe.seed, turn, client)
         local = replace(
             recipe,
-            epochs=local_epochs,
+            epochs=order.local_epochs,
             rate=learning_rate(recipe, turn),
             schedule="constant",
             warmup=0.0,
@@ -264,13 +276,13 @@ class FlowerEngine:
                 exchange.reject(client, f"has {'left' if note['status'] == 'left' else 'another model'}")
                 continue
             try:
-                withheld, read = int(note["withheld"]), int(note["read"])
+                withheld, read, trained = (int(note[key]) for key in ("withheld", "read", "trained"))
                 total = add_observations(blank if total is None else total, unpack_observations(answer, asks))
             except (FedOrthoError, KeyError, TypeError, ValueError, RuntimeError) as error:
                 exchange.reject(client, f"its sums do not fit ({type(error).__name__})")
                 continue
             self.withheld += withheld
-            self._read += read
+            self.add_work(read=read, trained=trained)
         if total is None:
             raise FedOrthoError(f"no client has the model {digest[:12]}; send it with fedortho federate")
         return total
@@ -360,39 +372,18 @@ def _with_note(shared: Any, note: Note) -> Any:
     return RecordDict({"tensors": shared["tensors"], "note": pack({}, note)["note"]})
 
 
-def _still(state: Mapping[str, Tensor], trainable: Mask | None) -> list[str]:
-    """Tensors of which no coordinate may move: they need not travel back."""
-    return [name for name in state if trainable and name in trainable and not bool(trainable[name].any())]
+def _base(model: nn.Module) -> str:
+    """The digest of what clients have, if adapters are taken off."""
+    return tensors_digest(base_tensors(model.state_dict()))
 
 
-def _checked(state: dict[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A client's weights, if they are those of this model and finite."""
-    if state.keys() != wanted.keys():
-        raise BadReply("its model has other tensors")
-    for name, value in state.items():
-        if value.shape != wanted[name].shape or value.dtype != wanted[name].dtype:
-            raise BadReply(f"its {name} has another shape or type")
-        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
-            raise BadReply(f"its {name} is not finite")
-    return state
-
-
-def _entry(turn: int, told: Sequence[Note], seconds: float) -> Epoch:
-    """A round in the words of an epoch, weighted by images."""
-    images = sum(note["images"] for note in told)
-    loss, right = (sum(note["images"] * note[key] for note in told) / images for key in ("loss", "accuracy"))
-    known = [note["ortho"] for note in told if note["ortho"] is not None]
-    drift = sum(note["drift"] for note in told) / len(told)
-    ortho = sum(known) / len(known) if known else None
-    return Epoch(turn, loss, right, ortho, None, seconds, clients=len(told), drift=drift)
-
-
-def _identity(
-    model: nn.Module, group: Group, recipe: Recipe, federation: Federation, mask: Mask | None, local_epochs: int
-) -> str:
+def _identity(model: nn.Module, order: Order, federation: Federation) -> str:
     lasting = replace(federation, timeout=1.0, evaluate_every=0, quorum=0.0)
-    parts = [tensors_digest(model.state_dict()), str(pack_group(group)), str(recipe), str(lasting), str(local_epochs)]
-    return "|".join(parts + ([tensors_digest(mask)] if mask else []))
+    tensors, note = pack_course(order.course)
+    group = order.course.parts[0].group
+    what = str(pack_group(group) if order.course == as_course(group) else note)
+    parts = [tensors_digest(model.state_dict()), what, str(order.recipe), str(lasting), str(order.local_epochs)]
+    return "|".join(parts + [tensors_digest(held) for held in (tensors, order.trainable) if held])
 
 
 def _few(clients: Sequence[int]) -> str:

@@ -9,15 +9,16 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fedortho.adapters import attach, base_tensors
 from fedortho.data import Dataset, Images
-from fedortho.engine import Group
+from fedortho.engine import Course, Group
 from fedortho.errors import BadCheckpoint, BadData, FedOrthoError
 from fedortho.federated.wire import (
     Note,
@@ -26,12 +27,13 @@ from fedortho.federated.wire import (
     pack_observations,
     prefixed,
     unpack_asks,
-    unpack_group,
+    unpack_course,
     unpack_request,
 )
 from fedortho.federation import held_rows
 from fedortho.files import read_json, read_tensors, tensors_digest, write_json, write_tensors
 from fedortho.ledger import load_ledger, rebind_ledger, write_ledger
+from fedortho.lessons import count_images
 from fedortho.models import build_model
 from fedortho.probe import Memory, answer
 from fedortho.prune import unpack_patch
@@ -39,7 +41,7 @@ from fedortho.recipe import Recipe
 from fedortho.request import ForgetRequest
 from fedortho.runs import FederateSettings, choose_device, load_run_data, using_threads
 from fedortho.settings import make_settings
-from fedortho.train import Progress, fit
+from fedortho.train import Mask, Progress, fit
 from fedortho.weights import load_weights
 
 logger = logging.getLogger(__name__)
@@ -151,30 +153,50 @@ class Holder:
     def local(self, tensors: Tensors, note: Note) -> Reply:
         """Train the model that was sent on one's own images, and send it back."""
         held = self.images(note.get("about"))
-        images = self._select(unpack_group(note["group"]), held)
-        if len(images) < 2:
+        course = unpack_course(tensors, note["course"], held[0].names, partial(self._network, note))
+        lessons = [part.lesson(self._select(part.group, held, note["share"])) for part in course.parts]
+        own = sum(len(lesson.images) for lesson in lessons if not lesson.given)
+        if own < 2:
             return {}, {"client": self.client, "images": 0}
         recipe = make_settings(Recipe, note["recipe"])
-        model = build_model(self.settings.model, classes=images.classes, channels=images.shape[0])
-        load_weights(model, below("model.", tensors), Path("the server's model"))
+        model = self._received(below("model.", tensors), course, note)
         start = self._with_own_norms(model, note)
         last: list[Progress] = []
         trained = fit(
             start,
-            images,
+            lessons,
             recipe,
             reference=model if note["align"] else None,
             device=choose_device(self.settings.device),
-            trainable={name: mask.bool() for name, mask in below("mask.", tensors).items()} or None,
+            trainable=_mask(model, below("mask.", tensors), note["still"]),
             watch=lambda news: last.__setitem__(slice(None), [news]),
+            manner=course.manner,
+            teachers=course.teachers,
         )
         state = trained.state_dict()
         if note["norms"] == "local":
             self._keep_norms(state, note["round"])
         entry = last[0].history[-1]
-        told: Note = {"client": self.client, "images": len(images), "loss": entry.loss, "accuracy": entry.accuracy}
+        told: Note = {"client": self.client, "images": own, "loss": entry.loss, "accuracy": entry.accuracy}
         told |= {"ortho": entry.ortho, "drift": _drift(model, trained)}
+        seen, taught = count_images(lessons, recipe.batch, recipe.epochs, course.manner)
+        told |= {"trained": seen, "read": taught}
         return prefixed("model.", {k: v for k, v in state.items() if k not in note["still"]}), told
+
+    def _network(self, note: Note, state: Tensors) -> nn.Module:
+        """The federation's network with weights that were sent."""
+        model = build_model(self.settings.model, classes=note["classes"], channels=note["channels"])
+        load_weights(model, dict(state), Path("the server's model"))
+        return model
+
+    def _received(self, sent: Tensors, course: Course, note: Note) -> nn.Module:
+        """The model that was sent; what stays as it is may be missing there, where this client has it."""
+        base = read_tensors(self._model_path(note["base"]))[0] if note["base"] else base_tensors(sent)
+        model = self._network(note, base)
+        if course.adapters is not None:
+            model = attach(model, course.adapters)
+        load_weights(model, {**model.state_dict(), **sent}, Path("the server's model"))
+        return model
 
     def _with_own_norms(self, model: nn.Module, note: Note) -> nn.Module:
         """The model with the running statistics that this client kept from its last round, if it keeps any."""
@@ -230,7 +252,8 @@ class Holder:
             withheld += sum(small)
             groups = [g.subset([]) if few else g for g, few in zip(groups, small, strict=True)]
             found.append(answer(model, held[0], groups, ask.probe, memory=memory, device=device))
-        told = {"client": self.client, "withheld": withheld, "read": memory.images_read}
+        told = {"client": self.client, "withheld": withheld}
+        told |= {"read": memory.images_read, "trained": memory.images_trained}
         return pack_observations(found, asks), told
 
     def patch(self, tensors: Tensors, note: Note) -> Reply:
@@ -283,6 +306,12 @@ def _read_state(path: Path) -> Note:
     if not isinstance(state, dict) or NEW.keys() - state.keys():
         raise BadCheckpoint(f"{path} is damaged; remove it, and the model and what it forgot are sent again")
     return state
+
+
+def _mask(model: nn.Module, some: Tensors, still: Sequence[str]) -> Mask | None:
+    """Which coordinates may move: of the tensors that stay still none, of some a part, of the others all."""
+    none = {name: torch.zeros_like(p, dtype=torch.bool) for name, p in model.named_parameters() if name in still}
+    return none | {name: mask.bool() for name, mask in some.items()} or None
 
 
 def _round_of(path: Path) -> int:

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from fedortho.federated.flower import About, FlowerEngine, News
 from fedortho.federation import held_rows
 from fedortho.files import locked, read_json, write_json
 from fedortho.methods.fedortho import ForgetSettings
+from fedortho.models import build_model
 from fedortho.probe import Probe
 from fedortho.prune import Patch, bind_patch, load_patch
 from fedortho.request import ForgetRequest
@@ -64,20 +66,37 @@ def engine_for(
     """The federation that settings describe, without the clients that left by these requests."""
     train, left = data.train, [client for request in requests for client in request.clients]
     about = About(train.names, train.shape, train.mean, train.std)
-    return FlowerEngine(grid, settings.federation, about, seed=settings.seed, left=left)
+    build = partial(build_model, settings.model, classes=train.classes, channels=train.shape[0])
+    return FlowerEngine(
+        grid,
+        settings.federation,
+        about,
+        seed=settings.seed,
+        left=left,
+        build=lambda seed: build(seed=seed),
+    )
 
 
 def train_federation(
-    path: Path, settings: FederateSettings, grid: "Grid | None" = None, *, watch: Watch | None = None
+    path: Path,
+    settings: FederateSettings,
+    grid: "Grid | None" = None,
+    *,
+    watch: Watch | None = None,
+    updates: Path | None = None,
 ) -> Run:
-    """Train a federation into a run directory; a killed one goes on after its last whole round."""
+    """Train a federation into a run directory; a killed one goes on after its last whole round.
+
+    `updates` is where to keep every update of every client, for FedEraser; without it nobody keeps them.
+    """
     if grid is None:
         _check(settings)
         with in_process(settings, path / "clients") as here:
-            return train_federation(path, settings, here, watch=watch)
+            return train_federation(path, settings, here, watch=watch, updates=updates)
     start = _start(settings)
     inherited = {"requests": start.record["requests"]} if start and "requests" in start.record else {}
-    return train_run(path, settings, trainer=_Trainer(path, settings, grid, watch, start), inherited=inherited)
+    trainer = _Trainer(path, settings, grid, watch, start, updates)
+    return train_run(path, settings, trainer=trainer, inherited=inherited)
 
 
 def _check(settings: FederateSettings) -> None:
@@ -108,6 +127,7 @@ class _Trainer:
     grid: "Grid"
     watch: Watch | None
     start: Run | None
+    updates: Path | None = None
 
     def __call__(self, model: nn.Module, data: Dataset, checkpoint: Path) -> tuple[nn.Module, Sequence[Epoch]]:
         settings, start = self.settings, self.start
@@ -130,6 +150,7 @@ class _Trainer:
             score=lambda net: accuracy(net, data.valid) if len(data.valid) else 0.0,
             watch=self.watch,
             without=without.clients if without is not None else (),
+            updates=self.updates,
         )
         engine.send_model(trained, gone=joined(gone))
         if settings.norms != "fedavg":

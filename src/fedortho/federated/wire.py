@@ -1,16 +1,18 @@
 """Our values ↔ Flower records: tensors as NumPy arrays, everything else as one line of JSON; bytes are counted."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from fedortho.data import Images
-from fedortho.engine import Ask, Group
+from fedortho.adapters import Adapters
+from fedortho.data import Images, made_images
+from fedortho.engine import Ask, Course, Group, Part
 from fedortho.errors import FedOrthoError
+from fedortho.lessons import Aim, Manner
 from fedortho.observe import Observation
 from fedortho.probe import Probe, answer
 from fedortho.prune import unpack_patch
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
 
 Note = dict[str, Any]
 Tensors = Mapping[str, Tensor]
-FLOAT32 = ("peaks", "difference")  # sums that need no more; moments are subtracted from one another and do
+# sums that need no more; moments are subtracted from one another and do
+FLOAT32 = ("peaks", "difference", "averages", "fisher", "fisher-abs", "gradient")
 
 
 class BadReply(FedOrthoError):
@@ -97,6 +100,36 @@ def pack_group(group: Group) -> Note:
 def unpack_group(note: Note) -> Group:
     sides = {side: unpack_request(note[side]) for side in ("only", "but")}
     return Group(note["split"], sides["only"], sides["but"], note["most"], note["seed"])
+
+
+def pack_course(course: Course) -> tuple[dict[str, Tensor], Note]:
+    """A course as tensors (teachers, images that were made) and a note."""
+    tensors: dict[str, Tensor] = {}
+    parts: list[Note] = []
+    for number, part in enumerate(course.parts):
+        note: Note = {"group": pack_group(part.group), "aim": asdict(part.aim), "fraction": part.fraction}
+        if part.given is not None:
+            tensors[f"given.{number}.pixels"] = part.given.pixels[part.given.rows]
+            tensors[f"given.{number}.labels"] = part.given.labels
+        parts.append(note)
+    for name, teacher in course.teachers.items():
+        tensors |= prefixed(f"teacher.{name}.", teacher.state_dict())
+    adapters = None if course.adapters is None else asdict(course.adapters)
+    told = {"parts": parts, "manner": asdict(course.manner), "adapters": adapters}
+    return tensors, told | {"teachers": list(course.teachers)}
+
+
+def unpack_course(tensors: Tensors, note: Note, names: Sequence[str], build: Callable[[Tensors], nn.Module]) -> Course:
+    """The course that was packed; `build` makes a teacher of its weights."""
+    parts = []
+    for number, about in enumerate(note["parts"]):
+        made = below(f"given.{number}.", tensors)
+        given = made_images(made["pixels"], made["labels"], names) if made else None
+        parts.append(Part(unpack_group(about["group"]), Aim(**about["aim"]), about["fraction"], given))
+    teachers = {name: build(below(f"teacher.{name}.", tensors)) for name in note["teachers"]}
+    about = note["adapters"]
+    adapters = None if about is None else Adapters(**about | {"layers": tuple(about["layers"])})
+    return Course(tuple(parts), Manner(**note["manner"]), teachers, adapters)
 
 
 def unpack_request(note: Note | None) -> ForgetRequest | None:

@@ -1,15 +1,64 @@
-"""Ways to forget."""
+"""Ways to forget: the table of methods, and the doors to them."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from fedortho.data import Batches, Dataset, Images, make_dataset
+from fedortho.engine import Engine
 from fedortho.errors import unknown
-from fedortho.methods.fedortho import PRESETS, ForgetSettings, plan_forgetting
+from fedortho.methods.bad_teacher import BadTeacher
+from fedortho.methods.class_pruning import ClassPruning
+from fedortho.methods.contract import Method, refusal, serves
+from fedortho.methods.federaser import FedEraser
+from fedortho.methods.fedortho import PRESETS, ForgetSettings, Paper, Robust, plan_forgetting
+from fedortho.methods.finetune import FineTune
+from fedortho.methods.fused import Fused
+from fedortho.methods.logit_mask import LogitMask
+from fedortho.methods.negate import Negate
+from fedortho.methods.neggrad import NegGrad
+from fedortho.methods.retrain import Retrain, RetrainOrtho
+from fedortho.methods.salun import Salun
+from fedortho.methods.ssd import Dampen
+from fedortho.methods.unsir import Unsir
 from fedortho.request import ForgetRequest
 from fedortho.settings import make_settings
+
+METHODS: Mapping[str, type[Method]] = {
+    "retrain": Retrain,
+    "retrain-ortho": RetrainOrtho,
+    "fedortho": Robust,
+    "fedortho-paper": Paper,
+    "finetune": FineTune,
+    "not": Negate,
+    "fused": Fused,
+    "ssd": Dampen,
+    "salun": Salun,
+    "unsir": Unsir,
+    "bad-teacher": BadTeacher,
+    "class-pruning": ClassPruning,
+    "federaser": FedEraser,
+    "neggrad": NegGrad,
+    "logit-mask": LogitMask,
+}
+
+
+def make_method(name: str, *settings: Mapping[str, Any]) -> Method:
+    """A method of the table with its hyper-parameters; those not given keep their published values."""
+    if name not in METHODS:
+        raise unknown("method", name, METHODS)
+    return make_settings(METHODS[name], *settings)
+
+
+def unlearn(model: nn.Module, engine: Engine, request: ForgetRequest | str, method: Method | str) -> nn.Module:
+    """A new model that has forgotten by this method; a request that it cannot serve is refused by name."""
+    request = ForgetRequest.parse(request) if isinstance(request, str) else request
+    method = make_method(method) if isinstance(method, str) else method
+    if not serves(method, request):
+        raise refusal(method, request, [name for name, kind in METHODS.items() if serves(kind, request)])
+    return method(model, engine, request)
 
 
 def preset(name: str, **changes: Any) -> ForgetSettings:

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from fedortho.observe import Observation, key_of
 from fedortho.probe import NOTHING, Probe
 from fedortho.prune import SPREADS, Patch, bind_patch, choose_kernels, merge_chosen, plan_edit, strengths
 from fedortho.rank import Ranking, rank_correlation, rank_kernels, same_label_retain
-from fedortho.request import EmptyGroup, ForgetRequest
+from fedortho.request import KINDS, EmptyGroup, ForgetRequest
 from fedortho.scrub import find_classifier
 from fedortho.sites import EDITS, TAPS, Site, find_sites
 from fedortho.tail import norms_behind
@@ -93,6 +93,36 @@ PRESETS: dict[str, dict[str, Any]] = {
         "weighting": "paper",
     },
 }
+
+
+@dataclass(frozen=True)
+class Robust(ForgetSettings):
+    """FedOrtho: the smallest edit that reaches the target within the budget, repaired, scrubbed if need be."""
+
+    name: ClassVar[str] = "fedortho"
+    kinds: ClassVar[tuple[str, ...]] = KINDS
+    roles: ClassVar[str] = "all: one forward pass, none with a ledger; retain: a forward pass over some, to repair"
+    norms: ClassVar[str] = "re-estimated behind the edit"
+
+    def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
+        return plan_forgetting(model, engine, request, self).patch.apply(model)
+
+
+@dataclass(frozen=True)
+class Paper(Robust):
+    """FedOrtho as printed: a fixed ratio of kernels, weakened by rank."""
+
+    name: ClassVar[str] = "fedortho-paper"
+    roles: ClassVar[str] = "all: one forward pass, none with a ledger"
+    norms: ClassVar[str] = "untouched"
+    edit: Annotated[str, "channel (what leaves the layer) or conv (the kernel, as the paper prints)"] = "conv"
+    tap: Annotated[str, "where responses are read: conv, bn, relu, or stream (residual groups as one)"] = "conv"
+    ratio: Annotated[float, "share of kernels weakened in each layer; 0: the smallest that reaches the target"] = 0.01
+    alpha: Annotated[float, "least strength; 1 silences the kernel"] = 0.5
+    repair: Annotated[bool, "re-estimate batch-norm statistics behind the edit on retained images"] = False
+    scrub: Annotated[bool, "finish a class request in the classifier where pruning falls short"] = False
+    spread: Annotated[str, "how the ratio is spread over layers: equal, or rising towards the last"] = "equal"
+    weighting: Annotated[str, "in a federation: pooled sums, or the paper's weighted local differences"] = "paper"
 
 
 @dataclass(frozen=True)

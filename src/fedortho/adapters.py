@@ -1,0 +1,109 @@
+"""Small trainable additions to chosen layers over frozen weights, which can be taken off again, bit for bit."""
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from fedortho.errors import BadSetting, unknown
+
+ADAPTERS = ("sparse", "low-rank")
+MARK = ".parametrizations.weight"
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Which layers get an adapter, and of what kind; a plain value, from which everybody builds the same ones."""
+
+    layers: tuple[str, ...]
+    kind: str = "sparse"
+    density: float = 0.05  # sparse: share of the coordinates that may move, drawn by the seed
+    rank: int = 16  # low-rank: of the two factors
+    scale: float = 2.0  # low-rank: by which their product is multiplied
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in ADAPTERS:
+            raise unknown("adapter", self.kind, ADAPTERS)
+        if not 0 < self.density <= 1 or self.rank < 1:
+            raise BadSetting(f"density must be in (0, 1] and rank at least 1, not {self.density} and {self.rank}")
+
+
+class Sparse(nn.Module):
+    """W + m ⊙ a: a fixed random set of coordinates gets a value each, 0 at first."""
+
+    def __init__(self, weight: Tensor, adapters: Adapters, seed: int) -> None:
+        super().__init__()
+        number = max(round(adapters.density * weight.numel()), 1)
+        order = torch.randperm(weight.numel(), generator=torch.Generator().manual_seed(seed))
+        self.register_buffer("places", order[:number].sort().values, persistent=False)  # known from the seed
+        self.values = nn.Parameter(torch.zeros(number))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        places = self.get_buffer("places")
+        added = torch.zeros(weight.numel(), dtype=weight.dtype, device=weight.device)
+        return weight + added.index_put((places,), self.values).view(weight.shape)
+
+
+class LowRank(nn.Module):
+    """W + scale · B A with B 0 at first; the rows of a convolution are its kernels."""
+
+    def __init__(self, weight: Tensor, adapters: Adapters, seed: int) -> None:
+        super().__init__()
+        inputs = weight[0].numel()
+        rank = min(adapters.rank, inputs, len(weight))
+        bound = 1 / math.sqrt(inputs)
+        draw = torch.rand(rank, inputs, generator=torch.Generator().manual_seed(seed))
+        self.down = nn.Parameter((2 * draw - 1) * bound)
+        self.up = nn.Parameter(torch.zeros(len(weight), rank))
+        self.scale = adapters.scale
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.scale * (self.up @ self.down).view(weight.shape)
+
+
+def attach(model: nn.Module, adapters: Adapters) -> nn.Module:
+    """A copy with adapters; everything else in it is frozen."""
+    twin = copy.deepcopy(model).requires_grad_(False)
+    for number, name in enumerate(adapters.layers):
+        layer = twin.get_submodule(name)
+        kind = Sparse if adapters.kind == "sparse" else LowRank
+        adapter = kind(layer.get_parameter("weight"), adapters, adapters.seed + number)
+        parametrize.register_parametrization(layer, "weight", adapter)
+    return twin
+
+
+def base_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state without its adapters, by the names that it had before."""
+    return {name.replace(f"{MARK}.original", ".weight"): t for name, t in state.items() if not is_adapter(name)}
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a tensor of an adapted model belongs to an adapter."""
+    return f"{MARK}.0." in name
+
+
+def take_off(model: nn.Module, adapted: nn.Module) -> nn.Module:
+    """What the adapted model was before: a copy of `model`, any network of that kind, with the frozen weights."""
+    return _loaded(model, base_tensors(adapted.state_dict()))
+
+
+def merge(model: nn.Module, adapted: nn.Module, adapters: Adapters) -> nn.Module:
+    """A plain network that answers as the adapted one does."""
+    state = base_tensors(adapted.state_dict())
+    with torch.no_grad():
+        for name in adapters.layers:
+            weight = adapted.get_submodule(name).weight
+            assert isinstance(weight, Tensor)
+            state[f"{name}.weight"] = weight.detach()
+    return _loaded(model, state)
+
+
+def _loaded(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
+    twin = copy.deepcopy(model)
+    twin.load_state_dict(state)
+    return twin.eval()

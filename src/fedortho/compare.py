@@ -1,0 +1,242 @@
+"""Methods side by side on one run: each from the same model, resumable, with its cost and its gap to retraining."""
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedortho.calibrate import Refused
+from fedortho.cost import Meter
+from fedortho.data import Dataset
+from fedortho.engine import CentralEngine, Engine, Group
+from fedortho.errors import FedOrthoError, unknown
+from fedortho.federated.server import engine_for, in_process, patches_of
+from fedortho.federation import held_rows
+from fedortho.files import read_json, tensors_digest, write_json
+from fedortho.ledger import load_ledger
+from fedortho.methods import METHODS, make_method, unlearn
+from fedortho.methods.contract import CannotServe, Method
+from fedortho.methods.retrain import RetrainOrtho
+from fedortho.models import build_model
+from fedortho.recipe import Recipe
+from fedortho.request import Clients, ForgetRequest
+from fedortho.results import SCHEMA, environment
+from fedortho.runs import FederateSettings, Run, choose_device, using_threads
+from fedortho.serve import earlier_requests, joined
+from fedortho.settings import as_mapping, field_types, make_settings
+from fedortho.verify import judge
+
+logger = logging.getLogger(__name__)
+CONTROLS = ("retrain", "retrain-ortho", "logit-mask")  # measured, never marked as best
+# for fashion-mini and vgg-mini, minutes on two cores; set beforehand for short training, not tuned: see `fedortho tune`
+SHORT: Mapping[str, Mapping[str, Any]] = {
+    "finetune": {"epochs": 2, "rate": 0.01},
+    "not": {"epochs": 2, "rate": 0.02},
+    "fused": {"epochs": 2, "rate": 0.02},
+    "salun": {"epochs": 2, "batch": 64},
+    "unsir": {"rate": 0.002, "repair_rate": 0.001, "batch": 64, "noise_images": 64, "noise_copies": 4},
+    "bad-teacher": {"rate": 1e-3, "batch": 64},
+    "class-pruning": {"epochs": 2},
+    "neggrad": {"epochs": 1},
+}
+PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {"published": {}, "short": SHORT}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a comparison happens: the run's model, its images, and an engine over them."""
+
+    run: Run
+    data: Dataset
+    clients: Clients | None
+    forgotten: ForgetRequest | None
+    device: torch.device
+
+    @contextmanager
+    def engine(self) -> Iterator[Engine]:
+        """A new engine for each method, so that none profits from what another has computed or sent."""
+        settings, model = self.run.settings, self.run.load_model()
+        if not isinstance(settings, FederateSettings):
+            ledger = self.run.path / "ledger.safetensors"
+            known = load_ledger(ledger, model) if ledger.exists() else None
+            train = Group(but=self.forgotten).select(self.data.train)
+            shape = self.data.train.shape
+            build = partial(build_model, settings.model, classes=self.data.train.classes, channels=shape[0])
+            data = replace(self.data, train=train)
+            yield CentralEngine(data, known, None, self.device, build=lambda seed: build(seed=seed))
+            return
+        with tempfile.TemporaryDirectory(prefix="fedortho-compare-") as place:
+            store = Path(place) / "clients"
+            shutil.copytree(self.run.path / "clients", store)
+            with in_process(settings, store) as grid:
+                engine = engine_for(grid, settings, self.data, earlier_requests(self.run))
+                engine.local_epochs = settings.epochs
+                engine.bring_up_to_date(model, patches_of(self.run))
+                yield engine
+
+
+def place_of(run: Run, data: Dataset) -> Place:
+    """A run opened for comparison; what it has forgotten before is no longer part of what is kept."""
+    settings = run.settings
+    clients = held_rows(data, settings, settings.seed) if isinstance(settings, FederateSettings) else None
+    return Place(run, data, clients, joined(earlier_requests(run)), choose_device(settings.device))
+
+
+def chosen_methods(words: str) -> list[str]:
+    """`all`, or names with commas between, in the order of the table.
+
+    >>> chosen_methods("ssd,retrain")
+    ['retrain', 'ssd']
+    """
+    names = list(METHODS) if words == "all" else [word.strip() for word in words.split(",") if word.strip()]
+    for name in names:
+        if name not in METHODS:
+            raise unknown("method", name, METHODS)
+    return [name for name in METHODS if name in names]
+
+
+def settings_for(run: Run, name: str, *more: Mapping[str, Any]) -> Method:
+    """A method as it is compared on this run: retraining by the run's recipe, all with the run's augmentation."""
+    kind, settings = METHODS[name], run.settings
+    own: dict[str, Any] = {key: getattr(settings, key) for key in ("crop", "flip", "seed") if key in field_types(kind)}
+    if "updates" in field_types(kind):
+        own["updates"] = str(run.path / "updates")
+    if issubclass(kind, RetrainOrtho):
+        own = {field.name: getattr(settings, field.name) for field in fields(Recipe)}
+        if isinstance(settings, FederateSettings):
+            own["epochs"] = settings.rounds
+        if name == "retrain":
+            own |= {"ortho": 0.0, "align": 0.0}
+        more = ()  # nothing is chosen here: it is the standard
+    return make_method(name, own, *more)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one method came to; `refused` says why it was not run."""
+
+    method: str
+    settings: Mapping[str, Any]
+    identity: Mapping[str, str]  # of model and request: a result of others is not reused
+    verdict: Mapping[str, float] | None = None
+    cost: Mapping[str, float] | None = None
+    weights: str = ""  # digest of the outcome
+    refused: str = ""
+
+    def save(self, path: Path, device: torch.device) -> None:
+        write_json(path, {"schema": SCHEMA, "environment": environment(device)} | as_mapping(self))
+
+
+Watch = Callable[[str, int, int], None]
+
+
+def compare(
+    run: Run,
+    data: Dataset,
+    request: ForgetRequest,
+    names: Sequence[str],
+    out: Path,
+    *,
+    settings: Mapping[str, Mapping[str, Any]] | None = None,
+    watch: Watch | None = None,
+) -> list[Row]:
+    """Run methods from the same model; each writes a JSON file, and one that is there already is not run again."""
+    place = place_of(run, data)
+    rows = []
+    with using_threads(run.settings.threads):
+        for number, name in enumerate(names):
+            if watch is not None:
+                watch(name, number, len(names))
+            method = settings_for(run, name, (settings or {}).get(name, {}))
+            rows.append(_row(place, request, method, out / f"{name}.json"))
+    return rows
+
+
+def _row(place: Place, request: ForgetRequest, method: Method, path: Path) -> Row:
+    chosen = as_mapping(method)
+    identity = {"model": place.run.record["model"]["digest"], "request": str(request)}
+    planned = Row(method.name, chosen, identity)
+    if path.exists():
+        found = {k.replace("-", "_"): v for k, v in read_json(path).items() if k not in ("schema", "environment")}
+        row = Row(**found)
+        if replace(row, verdict=None, cost=None, weights="", refused="") == planned:
+            return row
+    model = place.run.load_model().to(place.device)
+    try:
+        with place.engine() as engine:
+            meter = Meter(engine, model)
+            forgot = unlearn(model, meter, request, method)
+            cost = meter.cost()  # before anything is measured
+    except (CannotServe, Refused) as error:
+        row = replace(planned, refused=str(error))
+    else:
+        digest = tensors_digest(forgot.state_dict())
+        row = replace(planned, verdict=asdict(_judged(place, forgot, request)), cost=asdict(cost), weights=digest)
+    row.save(path, place.device)
+    return row
+
+
+def _judged(place: Place, model: nn.Module, request: ForgetRequest) -> Any:
+    model = model.to(place.device)
+    return judge(model, place.data, request, forgotten=place.forgotten, clients=place.clients, device=place.device)
+
+
+def gaps(rows: Sequence[Row]) -> dict[str, float]:
+    """Mean distance of forget and retain accuracy to retraining; below it is as far from it as above."""
+    standard = next((row.verdict for row in rows if row.method == "retrain"), None)
+    if standard is None:
+        return {}
+    keys = ("forget", "retain")
+    return {
+        row.method: sum(abs(row.verdict[key] - standard[key]) for key in keys) / len(keys)
+        for row in rows
+        if row.verdict is not None
+    }
+
+
+def best(rows: Sequence[Row]) -> str | None:
+    """The method nearest to retraining; controls do not compete."""
+    honest = {name: gap for name, gap in gaps(rows).items() if name not in CONTROLS}
+    return min(honest, key=lambda name: honest[name]) if honest else None
+
+
+HEADER = ("method", "forget", "retain", "test", "gap", "seconds", "GFLOPs", "MB up", "MB down")
+
+
+def table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """Header and one line of words per method; `*` marks the nearest to retraining, refusals come as one long word."""
+    near, distance = best(rows), gaps(rows)
+    lines: list[tuple[str, ...]] = [HEADER]
+    for row in rows:
+        if row.verdict is None or row.cost is None:
+            lines.append((row.method, row.refused))
+            continue
+        shares = [f"{row.verdict[key]:.1%}" for key in ("forget", "retain", "test")]
+        gap = f"{distance[row.method]:.1%}{' *' if row.method == near else ''}" if row.method in distance else ""
+        cost = row.cost
+        numbers = (cost["seconds"], cost["flops"] / 1e9, cost["bytes_up"] / 1e6, cost["bytes_down"] / 1e6)
+        lines.append((row.method, *shares, gap, *(f"{number:.1f}" for number in numbers)))
+    return lines
+
+
+def read_settings(path: Path | None, preset: str) -> dict[str, dict[str, Any]]:
+    """A preset's settings by method, with those of a JSON file over them, as `fedortho tune` writes it."""
+    if preset not in PRESETS:
+        raise unknown("preset", preset, PRESETS)
+    chosen = {name: dict(values) for name, values in PRESETS[preset].items()}
+    for name, values in (read_json(path) if path is not None else {}).items():
+        if name not in METHODS:
+            raise unknown("method", name, METHODS)
+        if not isinstance(values, dict):
+            raise FedOrthoError(f"{path}: {name} must have a mapping of settings, not {type(values).__name__}")
+        make_settings(METHODS[name], values)
+        chosen[name] = chosen.get(name, {}) | values
+    return chosen

@@ -1,0 +1,129 @@
+"""What a method has cost: time, images passed through networks, FLOPs and bytes, from what really ran."""
+
+import copy
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from fedortho.engine import Ask, Course, Engine, Group, Tally
+from fedortho.observe import Observation
+from fedortho.recipe import Recipe
+from fedortho.request import ForgetRequest
+from fedortho.train import Mask
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Sums over all who took part; of a simulated federation `seconds` is the time of all clients, one by one."""
+
+    seconds: float
+    images_read: int  # forward passes
+    images_trained: int  # forward and backward passes
+    flops: float  # multiplications and additions, both counted, as torch counts them
+    exchanges: int
+    bytes_up: int
+    bytes_down: int
+
+
+def flops_per_image(model: nn.Module, shape: tuple[int, int, int]) -> tuple[int, int]:
+    """Of one image forward, and forward and backward, by torch's own counter; what is frozen has no backward.
+
+    >>> flops_per_image(nn.Sequential(nn.Conv2d(1, 2, 3, bias=False)), (1, 5, 5))
+    (324, 648)
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    twin = copy.deepcopy(model).cpu().eval()
+    inputs = torch.zeros(2, *shape)
+    counts = []
+    for backward in (False, True):
+        with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(backward):
+            outputs = twin(inputs)
+            if backward and outputs.requires_grad:
+                outputs.sum().backward()
+        counts.append(counter.get_total_flops() // len(inputs))
+    return counts[0], counts[1]
+
+
+class Meter:
+    """An engine that passes everything on to another and adds up what it took.
+
+    FLOPs are those of one step per network, times the images of the steps that ran. Trials of candidates on what
+    the front of a network has computed before are part of the pass that computed it.
+    """
+
+    def __init__(self, engine: Engine, model: nn.Module) -> None:
+        self.engine, self.model = engine, model
+        self.flops = 0.0
+        self._before, self._started = replace(engine.tally), time.perf_counter()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.engine.names
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.engine.shape
+
+    @property
+    def at_once(self) -> int:
+        return self.engine.at_once
+
+    @property
+    def is_federated(self) -> bool:
+        return self.engine.is_federated
+
+    @property
+    def has_ledger(self) -> bool:
+        return self.engine.has_ledger
+
+    @property
+    def tally(self) -> Tally:
+        return self.engine.tally
+
+    def fit(
+        self, model: nn.Module, what: Group | Course, recipe: Recipe, *, trainable: Mask | None = None
+    ) -> nn.Module:
+        before = replace(self.engine.tally)
+        trained = self.engine.fit(model, what, recipe, trainable=trainable)
+        self._count(model, before)
+        return trained
+
+    def measure(self, model: nn.Module, asks: Sequence[Ask]) -> list[list[Observation]]:
+        before = replace(self.engine.tally)
+        found = self.engine.measure(model, asks)
+        self._count(model, before)
+        return found
+
+    def fresh(self, seed: int) -> nn.Module:
+        return self.engine.fresh(seed)
+
+    def add_work(self, *, read: int = 0, trained: int = 0) -> None:
+        before = replace(self.engine.tally)
+        self.engine.add_work(read=read, trained=trained)
+        self._count(self.model, before)
+
+    def check(self, request: ForgetRequest, forgotten: ForgetRequest | None) -> None:
+        self.engine.check(request, forgotten)
+
+    def _count(self, model: nn.Module, before: Tally) -> None:
+        spent = self.engine.tally.since(before)
+        forward, step = flops_per_image(model, self.shape)
+        self.flops += forward * spent.images_read + step * spent.images_trained
+
+    def cost(self) -> Cost:
+        """What it came to since the meter was made."""
+        seconds = time.perf_counter() - self._started
+        spent = self.engine.tally.since(self._before)
+        return Cost(
+            seconds,
+            spent.images_read,
+            spent.images_trained,
+            self.flops,
+            spent.exchanges,
+            spent.bytes_up,
+            spent.bytes_down,
+        )

@@ -1,0 +1,52 @@
+"""Bad Teacher: imitate a network that knows nothing on what must go (Chundawat et al., AAAI 2023)."""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from torch import nn
+
+from fedortho.engine import Course, Engine, Part
+from fedortho.errors import BadSetting
+from fedortho.lessons import Aim, Manner
+from fedortho.methods.contract import Schedule, begin
+from fedortho.request import KINDS, ForgetRequest
+
+
+@dataclass(frozen=True)
+class BadTeacher(Schedule):
+    """Two teachers (arXiv:2205.08096; BTF in the FedOrtho paper), both in evaluation mode.
+
+    On images to forget the pupil learns the softened answers of a network with new weights, on a share of the
+    retained ones those of the original: KL(teacher ‖ pupil) at temperature T, averaged over images and without
+    a factor T². The published code also divides by the number of classes (`per_element`); to Adam that is nearly
+    the same. The pupil trains in training mode.
+    """
+
+    name: ClassVar[str] = "bad-teacher"
+    kinds: ClassVar[tuple[str, ...]] = KINDS
+    roles: ClassVar[str] = "forget: all epochs; retain: a share of them, all epochs; two more forward passes"
+    norms: ClassVar[str] = "updated by training"
+    epochs: Annotated[int, "passes over the images; in a federation rounds"] = 1
+    rate: Annotated[float, "Adam's rate"] = 1e-4
+    batch: Annotated[int, "images per step"] = 256
+    decay: Annotated[float, "weight decay"] = 0.0
+    temperature: Annotated[float, "by which logits are divided"] = 1.0
+    fraction: Annotated[float, "share of the retained images that is used"] = 0.3
+    per_element: Annotated[bool, "divide the loss by the number of classes, as the published code does"] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self._manner
+        if not 0 < self.fraction <= 1:
+            raise BadSetting(f"fraction must be above 0 and at most 1, not {self.fraction}")
+
+    @property
+    def _manner(self) -> Manner:
+        objective = "imitate-elements" if self.per_element else "imitate"
+        return Manner(optimiser="adam", objective=objective, temperature=self.temperature)
+
+    def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
+        forget, retain = begin(self, engine, request)
+        parts = (Part(forget, Aim(teacher="bad")), Part(retain, Aim(teacher="good"), self.fraction))
+        teachers = {"good": model, "bad": engine.fresh(self.seed + 1)}
+        return engine.fit(model, Course(parts, self._manner, teachers), self.recipe)

@@ -1,0 +1,126 @@
+"""FedEraser: replay the stored training without a client, in fresh directions (Liu et al., IWQoS 2021)."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fedortho.engine import Course, Engine, Group, Part
+from fedortho.errors import BadCheckpoint, BadSetting
+from fedortho.files import read_tensors
+from fedortho.lessons import Manner
+from fedortho.methods.contract import CannotServe, Schedule, begin
+from fedortho.request import ForgetRequest
+
+State = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A round as it was: the model that it began with, and what clients made of it."""
+
+    begin: State
+    clients: Mapping[int, State]
+    images: Mapping[int, int]
+    epochs: int
+
+
+@dataclass(frozen=True)
+class FedEraser(Schedule):
+    """Calibrated replay of a federation's rounds without the clients that leave.
+
+    The first stored round is the plain mean of the retained updates. In each later one every retained client
+    trains `ratio` of its former epochs (at least one) from the new model; its stored update gives the length, the
+    fresh one the direction: Σ_k w_k ‖U_k‖ Û_k / ‖Û_k‖, tensor by tensor, as the paper has it. The published code
+    averages before it normalises (`average_first`, one exchange a round instead of one a client). Batch-norm
+    statistics and counters are those of the fresh training. Needs a federation that kept its updates.
+    """
+
+    name: ClassVar[str] = "federaser"
+    kinds: ClassVar[tuple[str, ...]] = ("client",)
+    roles: ClassVar[str] = "retain: a calibrating epoch for each stored round; every client's stored updates"
+    norms: ClassVar[str] = "updated by the calibrating training"
+    epochs: Annotated[int, "stored rounds to replay at most, from the first; 0: all"] = 0
+    rate: Annotated[float, "learning rate of the calibration"] = 0.005
+    ratio: Annotated[float, "share of the former local epochs that calibrates"] = 0.5
+    interval: Annotated[int, "use every so many of the stored rounds"] = 1
+    average_first: Annotated[bool, "normalise the mean update, as the published code does, not each client's"] = False
+    updates: Annotated[str, "the directory in which training kept its updates"] = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.ratio <= 1 or self.interval < 1:
+            raise BadSetting(f"ratio must be in (0, 1] and interval at least 1, not {self.ratio} and {self.interval}")
+
+    def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
+        begin(self, engine, request)
+        places = sorted(Path(self.updates).glob("round-*")) if self.updates else []
+        if not engine.is_federated or not places:
+            raise CannotServe(
+                f"federaser replays the updates that a federation kept, and {self.updates or 'no directory'} has none; "
+                "train with updates kept, or retrain"
+            )
+        places = places[:: self.interval]
+        new = copy.deepcopy(model).cpu().eval()
+        for number, place in enumerate(places[: self.epochs or None]):
+            stored = read_round(place, model, request)
+            if number == 0:
+                new.load_state_dict(_first(stored))
+            elif stored.clients:
+                new.load_state_dict(self._calibrated(new, stored, engine, request))
+        return new
+
+    def _calibrated(self, new: nn.Module, stored: Stored, engine: Engine, request: ForgetRequest) -> State:
+        teams = [tuple(stored.clients)] if self.average_first else [(client,) for client in stored.clients]
+        manner = Manner(local_epochs=max(round(self.ratio * stored.epochs), 1))
+        total = sum(stored.images.values())
+        steps: dict[str, Tensor] = {}
+        fresh: dict[str, Tensor] = {}
+        begin_state = {name: value.clone() for name, value in new.state_dict().items()}
+        for team in teams:
+            group = Group("train", ForgetRequest(clients=team), request)
+            recipe = replace(self.recipe, epochs=1)
+            trained = engine.fit(new, Course((Part(group),), manner), recipe).state_dict()
+            share = sum(stored.images[client] for client in team) / total
+            for name, value in trained.items():
+                if not value.is_floating_point():
+                    fresh[name] = value
+                    continue
+                old = _mean(stored, team, name) - stored.begin[name]
+                step = value - begin_state[name]
+                if name in dict(new.named_parameters()):
+                    step = old.norm() * step / step.norm() if float(step.norm()) else torch.zeros_like(step)
+                steps[name] = share * step + steps.get(name, 0.0)
+        return {name: fresh[name] if name in fresh else value + steps[name] for name, value in begin_state.items()}
+
+
+def read_round(place: Path, model: nn.Module, request: ForgetRequest) -> Stored:
+    """A stored round without the clients that leave; one of another network is refused."""
+    state, note = read_tensors(place / "global.safetensors")
+    if {name: tensor.shape for name, tensor in state.items()} != {n: t.shape for n, t in model.state_dict().items()}:
+        raise BadCheckpoint(f"{place} keeps the updates of another network")
+    clients, images = {}, {}
+    for path in sorted(place.glob("client-*.safetensors")):
+        client = int(path.stem.partition("-")[2])
+        if client not in request.clients:
+            clients[client], about = read_tensors(path)
+            images[client] = int(about["images"])
+    return Stored(state, clients, images, int(note["epochs"]))
+
+
+def _mean(stored: Stored, team: tuple[int, ...], name: str) -> Tensor:
+    whole = sum(stored.images[client] for client in team)
+    return torch.stack([stored.clients[c][name] * (stored.images[c] / whole) for c in team]).sum(0)
+
+
+def _first(stored: Stored) -> State:
+    if not stored.clients:
+        return stored.begin
+    team = tuple(stored.clients)
+    floats = {name for name, value in stored.begin.items() if value.is_floating_point()}
+    counters = {name: stored.clients[team[0]][name] for name in stored.begin.keys() - floats}
+    return {name: _mean(stored, team, name) for name in floats} | counters

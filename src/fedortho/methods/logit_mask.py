@@ -1,0 +1,43 @@
+"""The honesty control: never answer with the class, and forget nothing."""
+
+import copy
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from fedortho.engine import Engine
+from fedortho.errors import BadSetting
+from fedortho.methods.contract import begin
+from fedortho.request import ForgetRequest
+from fedortho.scrub import find_classifier
+
+NEVER = -1e4  # a logit that no other is below
+
+
+@dataclass(frozen=True)
+class LogitMask:
+    """The classifier's row of the class becomes 0 and its bias hopeless; all features stay.
+
+    Whatever a metric says in favour of this edit, it says nothing about forgetting.
+    """
+
+    name: ClassVar[str] = "logit-mask"
+    kinds: ClassVar[tuple[str, ...]] = ("class",)
+    roles: ClassVar[str] = "none"
+    norms: ClassVar[str] = "untouched"
+
+    def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
+        begin(self, engine, request)
+        twin = copy.deepcopy(model).cpu().eval()
+        example = torch.rand(2, *engine.shape, generator=torch.Generator().manual_seed(0))
+        name = find_classifier(twin, len(engine.names), example)
+        classifier = None if name is None else twin.get_submodule(name)
+        if not isinstance(classifier, nn.Linear) or classifier.bias is None:
+            raise BadSetting("the logit mask needs a linear classifier with a bias as the last layer")
+        with torch.no_grad():
+            for label in request.labels(engine.names):
+                classifier.weight[label] = 0.0
+                classifier.bias[label] = NEVER
+        return twin

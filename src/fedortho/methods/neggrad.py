@@ -1,0 +1,39 @@
+"""NegGrad+: down the loss on what stays and up the loss on what must go, in the same steps (Kurmanji et al., 2023)."""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from torch import nn
+
+from fedortho.engine import Course, Engine, Part
+from fedortho.errors import BadSetting
+from fedortho.lessons import Aim, Manner
+from fedortho.methods.contract import Schedule, begin
+from fedortho.request import KINDS, ForgetRequest
+
+
+@dataclass(frozen=True)
+class NegGrad(Schedule):
+    """β · mean loss on a retain batch − (1 − β) · mean loss on a forget batch (arXiv:2302.09880).
+
+    An epoch is a pass over the retained images; those to forget begin anew as often as needed. Both batches go
+    through the network together. Nothing bounds the ascent: rate, passes and β decide between too little and
+    ruin, so tune them. In a federation a client that has only images to forget does nothing but ascend.
+    """
+
+    name: ClassVar[str] = "neggrad"
+    kinds: ClassVar[tuple[str, ...]] = KINDS
+    roles: ClassVar[str] = "forget and retain: all epochs"
+    norms: ClassVar[str] = "updated by training"
+    epochs: Annotated[int, "passes over the retained images; in a federation rounds"] = 2
+    beta: Annotated[float, "weight of what stays, against 1 − beta for what must go"] = 0.95
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.beta < 1:
+            raise BadSetting(f"beta must be at least 0 and below 1, not {self.beta}")
+
+    def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
+        forget, retain = begin(self, engine, request)
+        parts = (Part(retain, Aim(weight=self.beta)), Part(forget, Aim(weight=self.beta - 1)))
+        return engine.fit(model, Course(parts, Manner("paired")), self.recipe)

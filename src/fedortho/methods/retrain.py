@@ -1,0 +1,40 @@
+"""The standard that forgetting is measured by: new weights that never met what must go."""
+
+from dataclasses import dataclass, fields
+from typing import Annotated, ClassVar
+
+from torch import nn
+
+from fedortho.engine import Engine
+from fedortho.methods.contract import begin
+from fedortho.recipe import Recipe
+from fedortho.request import KINDS, ForgetRequest
+
+
+@dataclass(frozen=True)
+class RetrainOrtho(Recipe):
+    """A fresh network, trained on what stays by the recipe of the original, with its orthogonality penalty.
+
+    Beside `Retrain` it tells what the penalty does from what forgetting does. The classifier keeps its outputs:
+    that of a forgotten class just never has an image. A federation averages over all clients, each with the
+    images that it may keep.
+    """
+
+    name: ClassVar[str] = "retrain-ortho"
+    kinds: ClassVar[tuple[str, ...]] = KINDS
+    roles: ClassVar[str] = "retain: full training from new weights"
+    norms: ClassVar[str] = "new, by training"
+
+    def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
+        _, retain = begin(self, engine, request)
+        recipe = Recipe(**{field.name: getattr(self, field.name) for field in fields(Recipe)})
+        return engine.fit(engine.fresh(self.seed), retain, recipe)
+
+
+@dataclass(frozen=True)
+class Retrain(RetrainOrtho):
+    """The same without orthogonality and alignment: the plain baseline."""
+
+    name: ClassVar[str] = "retrain"
+    ortho: Annotated[float, "weight of the orthogonality penalty; 0: off"] = 0.0
+    align: Annotated[float, "weight of the distance to the received model, where there is one"] = 0.0

@@ -1,0 +1,86 @@
+"""SSD: dampen the weights that matter more to what must go than to everything (Foster et al., AAAI 2024)."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fedortho.engine import Ask, Engine, Group
+from fedortho.errors import BadCheckpoint, BadSetting
+from fedortho.files import read_tensors, tensors_digest, write_tensors
+from fedortho.methods.contract import begin
+from fedortho.probe import Probe
+from fedortho.request import KINDS, ForgetRequest
+
+Importance = Mapping[str, Tensor]  # parameter → one number per coordinate, flat
+
+
+@dataclass(frozen=True)
+class Dampen:
+    """Selective synaptic dampening: w ← w · min(λ I_D / I_u, 1) wherever I_u > α I_D (arXiv:2308.07707).
+
+    I is the mean over batches of the squared gradient of a batch's mean cross-entropy, in evaluation mode, over
+    all training images (D) and over those to forget (u); the last, smaller batch counts like the others, as
+    published. Its size depends on the batch, so both use the same. In a federation batches are each client's own.
+    The label-free variant takes the absolute gradient of the mean ‖logits‖² instead.
+    """
+
+    name: ClassVar[str] = "ssd"
+    kinds: ClassVar[tuple[str, ...]] = KINDS
+    roles: ClassVar[str] = "forget: one gradient pass; all: one gradient pass, before any request if kept"
+    norms: ClassVar[str] = "statistics untouched, scale and shift dampened like weights"
+    alpha: Annotated[float, "select where forget importance is so many times that of all images"] = 10.0
+    lam: Annotated[float, "λ, what is left of a selected weight, times the ratio of importances"] = 1.0
+    batch: Annotated[int, "images whose mean gradient is squared; the default alpha belongs to 64"] = 64
+    label_free: Annotated[bool, "importance of the logits' size, which needs no labels"] = False
+    keep: Annotated[str, "a file that keeps the importance of all images for later requests; empty: none"] = ""
+
+    def __post_init__(self) -> None:
+        if self.alpha <= 0 or self.lam < 0 or self.batch < 1:
+            raise BadSetting(f"alpha and batch must be above 0 and lam not below, not {self}")
+
+    def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
+        forget, _ = begin(self, engine, request)
+        kind, loss = ("fisher-abs", "norm") if self.label_free else ("fisher", "cross-entropy")
+        probe = Probe(kind, batch=self.batch, loss=loss)
+        known = self._kept(model)
+        asks = [Ask((forget, Group()) if known is None else (forget,), probe)]
+        (found,) = engine.measure(model, asks)
+        gone, *everything = [{name: found_one.mean(name) for name in found_one.sums} for found_one in found]
+        if known is None:
+            known = everything[0]
+            self._keep(model, known)
+        return dampened(model, gone, known, self.alpha, self.lam)
+
+    def _about(self, model: nn.Module) -> dict[str, object]:
+        return {"model": tensors_digest(model.state_dict()), "batch": self.batch, "label-free": self.label_free}
+
+    def _kept(self, model: nn.Module) -> Importance | None:
+        if not self.keep or not Path(self.keep).exists():
+            return None
+        tensors, note = read_tensors(Path(self.keep))
+        if note != self._about(model):
+            raise BadCheckpoint(
+                f"{self.keep} holds importances of another model, batch or variant; choose another keep"
+            )
+        return tensors
+
+    def _keep(self, model: nn.Module, importance: Importance) -> None:
+        if self.keep:
+            write_tensors(Path(self.keep), importance, self._about(model))
+
+
+def dampened(model: nn.Module, gone: Importance, everything: Importance, alpha: float, lam: float) -> nn.Module:
+    """A copy with the selected coordinates dampened; the ratio is formed only where one was selected."""
+    twin = copy.deepcopy(model).cpu().eval()
+    with torch.no_grad():
+        for name, weight in twin.named_parameters():
+            flat = weight.view(-1)
+            chosen = gone[name] > alpha * everything[name]
+            factor = (lam * everything[name][chosen] / gone[name][chosen]).clamp_max(1.0)
+            flat[chosen] = (flat[chosen].double() * factor).to(flat.dtype)
+    return twin

@@ -1,0 +1,153 @@
+"""Hyper-parameters by an equal budget for every method, chosen on validation images and never on test images."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fedortho.compare import Place, place_of, settings_for
+from fedortho.data import Dataset
+from fedortho.engine import Group, draw
+from fedortho.errors import BadSetting, FedOrthoError
+from fedortho.files import write_json
+from fedortho.methods import METHODS, unlearn
+from fedortho.methods.contract import serves
+from fedortho.request import ForgetRequest
+from fedortho.results import SCHEMA, environment
+from fedortho.runs import Run, using_threads
+from fedortho.settings import as_mapping, field_types
+from fedortho.train import accuracy
+
+FACTORS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)  # of the published rate
+GRIDS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {  # what is tried; all others: the rate
+    "fedortho-paper": {"ratio": (0.01, 0.05, 0.2), "alpha": (0.5, 0.9)},
+    "ssd": {"alpha": (1.0, 3.0, 10.0, 30.0, 50.0, 100.0)},
+    "neggrad": {"rate": (0.003, 0.01, 0.03), "beta": (0.9, 0.95)},
+    "class-pruning": {"ratio": (0.02, 0.05, 0.1), "rate": (0.005, 0.02)},
+}
+FIXED = ("retrain", "retrain-ortho", "fedortho", "federaser", "logit-mask")  # standards, a target, a replay, a control
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What every method may spend on finding its settings."""
+
+    trials: int = 6
+    images: int = 10_000  # training images that a trial may see; in a federation all
+    epochs: int = 2  # at most, in a trial
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.trials, self.images, self.epochs) < 1:
+            raise BadSetting(f"trials, images and epochs must be at least 1, not {self}")
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """Settings and what they came to on validation images."""
+
+    settings: Mapping[str, Any]
+    forget: float
+    retain: float
+    score: float  # mean distance from the wanted forget accuracy and from the retain accuracy before; less is better
+
+
+def candidates(name: str, budget: Budget) -> list[dict[str, Any]]:
+    """The settings to try, as many as the budget allows."""
+    if name in FIXED:
+        raise FedOrthoError(
+            f"{name} has nothing to tune; choose from {', '.join(n for n in METHODS if n not in FIXED)}"
+        )
+    grid = GRIDS.get(name)
+    if grid is None:
+        if "rate" not in field_types(METHODS[name]):
+            raise FedOrthoError(f"{name} has no rate and no grid of its own; add one to GRIDS in tune.py")
+        published: float = getattr(METHODS[name](), "rate")  # noqa: B009  # the protocol knows no rate
+        grid = {"rate": tuple(float(f"{published * factor:.6g}") for factor in FACTORS)}
+    combined = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
+    return combined[: budget.trials]
+
+
+def tune(
+    run: Run,
+    data: Dataset,
+    request: ForgetRequest,
+    name: str,
+    budget: Budget | None = None,
+    *,
+    watch: Callable[[int, Attempt], None] | None = None,
+) -> list[Attempt]:
+    """All attempts, best first.
+
+    A class is to be answered never, samples and clients no better than images that were not trained on. What was
+    given up by an attempt that failed (a loss that diverged) counts as the worst.
+    """
+    budget = budget or Budget()
+    if name in METHODS and not serves(METHODS[name], request):
+        raise FedOrthoError(f"{name} does not serve {request}; see fedortho compare")
+    place = place_of(run, data)
+    place = replace(place, data=replace(data, train=draw(data.train, budget.images, budget.seed)))
+    attempts = []
+    with using_threads(run.settings.threads):
+        before, wanted = _baseline(place, request)
+        for number, settings in enumerate(candidates(name, budget)):
+            attempt = _attempt(place, request, name, settings, budget, before, wanted)
+            attempts.append(attempt)
+            if watch is not None:
+                watch(number, attempt)
+    return sorted(attempts, key=lambda attempt: attempt.score)
+
+
+def _baseline(place: Place, request: ForgetRequest) -> tuple[float, float]:
+    """Retain accuracy before, and the forget accuracy that is wanted."""
+    model = place.run.load_model()
+    _, kept = _measured(place, model, request)
+    return kept, 0.0 if request.kind == "class" else accuracy(model, place.data.valid, device=place.device)
+
+
+def _measured(place: Place, model: nn.Module, request: ForgetRequest) -> tuple[float, float]:
+    """Forget and retain accuracy; validation images only, but for clients and samples, which are training images."""
+    model = model.to(place.device)
+    part = place.data.valid if request.kind == "class" else place.data.train
+    gone = Group(only=request).select(part, place.clients)
+    everything = request if place.forgotten is None else place.forgotten + request
+    kept = Group("valid", None, everything).select(place.data.valid, place.clients)
+    return accuracy(model, gone, device=place.device), accuracy(model, kept, device=place.device)
+
+
+def _attempt(
+    place: Place,
+    request: ForgetRequest,
+    name: str,
+    settings: Mapping[str, Any],
+    budget: Budget,
+    before: float,
+    wanted: float,
+) -> Attempt:
+    method = settings_for(
+        place.run, name, settings, {"seed": budget.seed} if "seed" in field_types(METHODS[name]) else {}
+    )
+    if "epochs" in field_types(METHODS[name]):
+        most = min(as_mapping(method)["epochs"], budget.epochs)
+        method = replace(method, epochs=most)  # type: ignore[type-var]  # methods are dataclasses
+    try:
+        with place.engine() as engine:
+            forgot = unlearn(place.run.load_model().to(place.device), engine, request, method)
+        gone, kept = _measured(place, forgot, request)
+    except FedOrthoError:
+        gone, kept = 1.0, 0.0
+    return Attempt(dict(settings), gone, kept, (abs(gone - wanted) + abs(kept - before)) / 2)
+
+
+def write_tuning(
+    path: Path, run: Run, request: ForgetRequest, found: Mapping[str, list[Attempt]], budget: Budget
+) -> None:
+    """The best settings by method, as `fedortho compare --settings` reads them, and beside them how they were found."""
+    write_json(path, {name: dict(attempts[0].settings) for name, attempts in found.items()})
+    about = {"schema": SCHEMA, "environment": environment(), "budget": asdict(budget), "request": str(request)}
+    about |= {"model": run.record["model"]["digest"]}
+    tried = {name: [asdict(attempt) for attempt in attempts] for name, attempts in found.items()}
+    write_json(path.with_suffix(".trials.json"), about | {"attempts": tried})

@@ -1,0 +1,21 @@
+"""A small trained network and an engine over digits, for what is peculiar to single methods."""
+
+import pytest
+from torch import nn
+
+from fedortho.data import Dataset
+from fedortho.engine import CentralEngine
+from fedortho.models import build_model
+from fedortho.recipe import Recipe
+from fedortho.train import fit
+
+
+@pytest.fixture(scope="session")
+def small_net(digits: Dataset) -> nn.Module:
+    model = build_model("small:SmallNet", classes=10, channels=1)
+    return fit(model, digits.train, Recipe(epochs=6, crop=0, flip=0.0, rate=0.1, batch=32))
+
+
+@pytest.fixture
+def engine(digits: Dataset) -> CentralEngine:
+    return CentralEngine(digits, build=lambda seed: build_model("small:SmallNet", classes=10, channels=1, seed=seed))

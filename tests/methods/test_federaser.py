@@ -1,0 +1,99 @@
+"""FedEraser: a replay without the client that leaves, from updates that the training kept."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from small import SETTINGS
+from torch import nn
+
+from fedortho.data import Dataset
+from fedortho.engine import CentralEngine, Group
+from fedortho.errors import BadCheckpoint
+from fedortho.federated.flower import FlowerEngine
+from fedortho.federated.server import engine_for, in_process
+from fedortho.federation import held_rows
+from fedortho.files import tensors_digest
+from fedortho.methods import make_method, unlearn
+from fedortho.methods.contract import CannotServe
+from fedortho.methods.federaser import FedEraser, read_round
+from fedortho.models import build_model
+from fedortho.recipe import Recipe
+from fedortho.request import ForgetRequest
+from fedortho.runs import load_run_data
+from fedortho.train import accuracy
+
+LEAVING = ForgetRequest.parse("client:2")
+FEDERATION = replace(SETTINGS, model="small:SmallNet", clients=3, split="dirichlet:0.3", least_images=100)
+ERASER = FedEraser(rate=0.05, batch=32, crop=0, flip=0.0)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> FlowerEngine:
+    with in_process(FEDERATION, tmp_path / "clients") as grid:
+        return engine_for(grid, FEDERATION, load_run_data(FEDERATION))
+
+
+@pytest.fixture
+def trained(engine: FlowerEngine, tmp_path: Path) -> nn.Module:
+    """Four rounds, whose updates are kept."""
+    recipe = Recipe(epochs=4, rate=0.1, batch=32, schedule="constant", crop=0, flip=0.0, ortho=0.0, align=0.0)
+    model = engine.fit(
+        build_model("small:SmallNet", classes=10, channels=1), Group(), recipe, updates=tmp_path / "kept"
+    )
+    engine.send_model(model, ledger=False)
+    return model
+
+
+@pytest.mark.parametrize("average_first", [False, True])
+def test_it_replays_the_training_without_the_client_and_keeps_what_the_others_know(
+    digits: Dataset, engine: FlowerEngine, trained: nn.Module, tmp_path: Path, average_first: bool
+) -> None:
+    before, asked = tensors_digest(trained.state_dict()), engine.line.log[-1]
+    method = replace(ERASER, updates=str(tmp_path / "kept"), average_first=average_first)
+    first, again = (unlearn(trained, engine, LEAVING, method) for _ in range(2))
+    assert tensors_digest(first.state_dict()) == tensors_digest(again.state_dict())
+    assert tensors_digest(trained.state_dict()) == before
+    new = engine.line.log[engine.line.log.index(asked) + 1 :]
+    assert all(2 not in exchange.down for exchange in new), "the client that leaves receives nothing"
+    assert len(new) == 2 * 3 * (1 if average_first else 2), "three calibrated rounds, twice"
+    rows = held_rows(digits, FEDERATION, 0)
+    there = torch.isin(digits.test.labels, digits.train.subset(torch.isin(digits.train.rows, rows[0])).labels.unique())
+    assert accuracy(first, digits.test.subset(there)) > 0.5
+
+
+def test_steps_have_the_stored_length_and_the_first_round_is_a_mean(
+    engine: FlowerEngine, trained: nn.Module, tmp_path: Path
+) -> None:
+    one, two = (
+        replace(ERASER, updates=str(tmp_path / "kept"), average_first=True, epochs=rounds)(trained, engine, LEAVING)
+        for rounds in (1, 2)
+    )
+    stored = [read_round(tmp_path / "kept" / f"round-0000{turn}", trained, LEAVING) for turn in (0, 1)]
+    assert set(stored[0].clients) == {0, 1}
+    weight = {client: images / sum(stored[0].images.values()) for client, images in stored[0].images.items()}
+    for name, _ in trained.named_parameters():
+        mean = [sum(weight[c] * s.clients[c][name] for c in (0, 1)) for s in stored]
+        assert torch.allclose(one.get_parameter(name), mean[0], atol=1e-6)
+        length = (mean[1] - stored[1].begin[name]).norm()
+        step = (two.get_parameter(name) - one.get_parameter(name)).detach().norm()
+        assert float(step) == pytest.approx(float(length), rel=1e-3)
+
+
+def test_without_kept_updates_or_a_federation_it_is_refused(
+    digits: Dataset, engine: FlowerEngine, small_net: nn.Module, tmp_path: Path
+) -> None:
+    with pytest.raises(CannotServe, match="federaser serves client requests only, not class:3; retrain, "):
+        unlearn(small_net, engine, "class:3", "federaser")
+    with pytest.raises(CannotServe, match="and no directory has none; train with updates kept, or retrain"):
+        unlearn(small_net, engine, LEAVING, "federaser")
+    rows = held_rows(digits, FEDERATION, 0)
+    with pytest.raises(CannotServe, match="replays the updates that a federation kept"):
+        unlearn(small_net, CentralEngine(digits, clients=rows), LEAVING, "federaser")
+
+
+def test_updates_of_another_network_are_refused(engine: FlowerEngine, trained: nn.Module, tmp_path: Path) -> None:
+    other = build_model("small:TinyNet", classes=10, channels=1)
+    with pytest.raises(BadCheckpoint, match="keeps the updates of another network"):
+        make_method("federaser", {"updates": str(tmp_path / "kept")})(other, engine, LEAVING)

@@ -1,0 +1,99 @@
+"""Methods side by side, on one machine and in a federation; a comparison goes on where it stopped."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from small import SETTINGS
+
+from fedortho.compare import Row, best, chosen_methods, compare, gaps, read_settings, settings_for, table
+from fedortho.errors import UnknownName
+from fedortho.federated.server import train_federation
+from fedortho.files import read_json, write_json
+from fedortho.methods.retrain import Retrain
+from fedortho.request import ForgetRequest
+from fedortho.runs import Run, TrainSettings, load_run_data, train_run
+
+REQUEST = ForgetRequest.parse("class:3")
+QUICK = {"finetune": {"epochs": 1}}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    settings = TrainSettings(data="digits", model="small:SmallNet", epochs=3, crop=0, flip=0.0, threads=1, device="cpu")
+    return train_run(tmp_path_factory.mktemp("compare") / "run", settings)
+
+
+def row(name: str, forget: float, retain: float) -> Row:
+    cost = dict.fromkeys(("seconds", "flops", "bytes_up", "bytes_down"), 1.0)
+    return Row(name, {}, {}, {"forget": forget, "retain": retain, "test": 0.5}, cost)
+
+
+def test_a_comparison_writes_each_method_as_it_goes_and_resumes(run: Run, tmp_path: Path) -> None:
+    data, seen = load_run_data(run.settings), []
+
+    def watch(name: str, number: int, of: int) -> None:
+        seen.append((name, number, of))
+
+    first = compare(run, data, REQUEST, ["retrain", "finetune", "logit-mask"], tmp_path, settings=QUICK, watch=watch)
+    assert seen == [("retrain", 0, 3), ("finetune", 1, 3), ("logit-mask", 2, 3)]
+    assert first[2].verdict is not None
+    assert first[2].verdict["forget"] == 0.0
+    assert first[0].cost is not None
+    assert first[0].cost["images_trained"] == 3 * int((data.train.labels != 3).sum())
+    assert first[0].cost["flops"] > 1e6
+
+    path = tmp_path / "finetune.json"
+    write_json(path, read_json(path) | {"weights": "as it was"})
+    again = compare(run, data, REQUEST, ["retrain", "finetune"], tmp_path, settings=QUICK)
+    assert again[0] == first[0]
+    assert again[1].weights == "as it was", "it was not run again"
+    other = compare(run, data, REQUEST, ["finetune"], tmp_path, settings={"finetune": {"epochs": 2}})
+    assert other[0].weights not in ("as it was", first[1].weights), "other settings are another result"
+
+
+def test_what_a_method_cannot_serve_is_a_line_and_not_the_end(run: Run, tmp_path: Path) -> None:
+    data = load_run_data(run.settings)
+    rows = tuple(map(str, data.train.rows[:20].tolist()))
+    refused, served = compare(run, data, ForgetRequest(samples=rows), ["unsir", "logit-mask"], tmp_path)
+    assert "unsir serves class requests only" in refused.refused
+    assert table([refused, served])[1][0] == "unsir"
+
+
+def test_a_federation_is_compared_in_a_copy_of_what_its_clients_keep(tmp_path: Path) -> None:
+    settings = replace(SETTINGS, model="small:SmallNet", clients=2, rounds=2, split="iid")
+    run = train_federation(tmp_path / "run", settings)
+    before = sorted(path.read_bytes() for path in (run.path / "clients").rglob("*.json"))
+    rows = compare(run, load_run_data(settings), ForgetRequest.parse("client:1"), ["retrain", "finetune"], tmp_path)
+    assert all(row.verdict is not None and row.cost is not None and row.cost["bytes_up"] > 0 for row in rows)
+    assert rows[0].settings["epochs"] == 2, "as many rounds as the run had"
+    assert sorted(path.read_bytes() for path in (run.path / "clients").rglob("*.json")) == before
+
+
+def test_the_nearest_to_retraining_is_best_and_less_than_retraining_is_no_win() -> None:
+    rows = [row("retrain", 0.4, 0.9), row("ssd", 0.0, 0.9), row("salun", 0.35, 0.88), row("logit-mask", 0.4, 0.9)]
+    assert gaps(rows)["ssd"] == pytest.approx(0.2)
+    assert best(rows) == "salun", "the control is nearer, and does not compete"
+    lines = table(rows)
+    assert [line[0] for line in lines] == ["method", "retrain", "ssd", "salun", "logit-mask"]
+    assert lines[3][4] == "3.5% *"
+    assert best(rows[1:]) is None, "without retraining nobody knows"
+
+
+def test_retraining_follows_the_run_and_nothing_else(run: Run) -> None:
+    method = settings_for(run, "retrain", {"epochs": 99})
+    assert isinstance(method, Retrain)
+    assert (method.epochs, method.rate, method.ortho, method.align) == (3, run.settings.rate, 0.0, 0.0)
+
+
+def test_names_and_files_of_settings_are_checked(tmp_path: Path) -> None:
+    assert chosen_methods("all")[0] == "retrain"
+    with pytest.raises(UnknownName, match="no method 'sdd'; did you mean 'ssd'"):
+        chosen_methods("retrain,sdd")
+    write_json(tmp_path / "tuned.json", {"salun": {"rate": 0.5}})
+    assert read_settings(tmp_path / "tuned.json", "short")["salun"] == {"epochs": 2, "batch": 64, "rate": 0.5}
+    write_json(tmp_path / "tuned.json", {"salun": {"rates": 0.5}})
+    with pytest.raises(UnknownName, match="no setting 'rates'"):
+        read_settings(tmp_path / "tuned.json", "published")
+    with pytest.raises(UnknownName, match="no preset 'fast'"):
+        read_settings(None, "fast")

@@ -1,0 +1,68 @@
+"""Costs are those of what ran."""
+
+import pytest
+import torch
+from small import TinyNet
+from torch import nn
+
+from fedortho.adapters import Adapters, attach
+from fedortho.cost import Meter, flops_per_image
+from fedortho.data import Dataset
+from fedortho.engine import Ask, CentralEngine, Course, Group, Part
+from fedortho.lessons import Aim, Manner
+from fedortho.methods.unsir import Unsir
+from fedortho.probe import Probe
+from fedortho.recipe import Recipe
+from fedortho.request import ForgetRequest
+
+RECIPE = Recipe(epochs=2, batch=50, ortho=0.0)
+SHAPE = (1, 8, 8)
+
+
+def test_a_linear_layer_costs_two_operations_a_weight_and_twice_that_again_to_train() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32, bias=False), nn.Linear(32, 10, bias=False))
+    forward = 2 * (64 * 32 + 32 * 10)
+    step = forward + forward + 2 * 32 * 10  # by each weight, and back to the input of the second layer
+    assert flops_per_image(model, SHAPE) == (forward, step)
+
+
+def test_training_is_counted_by_the_steps_that_ran_and_teachers_by_their_reading(digits: Dataset) -> None:
+    model = TinyNet(classes=10)
+    forward, step = flops_per_image(model, SHAPE)
+    meter = Meter(CentralEngine(digits), model)
+    meter.fit(model, Group(), RECIPE)
+    assert meter.cost().images_trained == 2 * len(digits.train)
+    assert meter.cost().flops == step * 2 * len(digits.train)
+    forget = Group("train", ForgetRequest.parse("class:3"))
+    taught = Course((Part(forget, Aim(teacher="one")),), Manner(objective="imitate"), {"one": model})
+    again = Meter(CentralEngine(digits), model)
+    again.fit(model, taught, RECIPE)
+    number = 2 * int((digits.train.labels == 3).sum())
+    cost = again.cost()
+    assert (cost.images_read, cost.images_trained) == (number, number)
+    assert cost.flops == (forward + step) * number
+    assert cost.seconds > 0
+
+
+def test_probes_are_counted_as_passes_of_their_kind(digits: Dataset) -> None:
+    model = TinyNet(classes=10)
+    meter = Meter(CentralEngine(digits), model)
+    meter.measure(model, [Ask((Group(),), Probe("fisher"))])
+    assert (meter.cost().images_read, meter.cost().images_trained) == (0, len(digits.train))
+    meter.measure(model, [Ask((Group(),), Probe("peaks"))])
+    assert (meter.cost().images_read, meter.cost().images_trained) == (len(digits.train), len(digits.train))
+
+
+def test_noise_that_a_method_makes_by_itself_is_counted_too(digits: Dataset) -> None:
+    model = TinyNet(classes=10)
+    meter = Meter(CentralEngine(digits), model)
+    Unsir(noise_images=8, noise_steps=5, epochs=0)(model, meter, ForgetRequest.parse("class:3"))
+    assert meter.cost().images_trained == 40
+
+
+def test_frozen_weights_make_a_step_cheaper() -> None:
+    torch.manual_seed(0)
+    model = TinyNet(classes=10)
+    whole, adapted = (flops_per_image(m, SHAPE)[1] for m in (model, attach(model, Adapters(("fc",)))))
+    assert adapted == pytest.approx(flops_per_image(model, SHAPE)[0], rel=0.01)
+    assert adapted < 0.5 * whole

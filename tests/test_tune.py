@@ -1,0 +1,55 @@
+"""Tuning: an equal budget, validation images only."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fedortho.compare import read_settings
+from fedortho.errors import BadSetting, FedOrthoError
+from fedortho.files import read_json
+from fedortho.methods import METHODS
+from fedortho.request import ForgetRequest
+from fedortho.runs import Run, TrainSettings, load_run_data, train_run
+from fedortho.tune import FIXED, Budget, candidates, tune, write_tuning
+
+REQUEST = ForgetRequest.parse("class:3")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    settings = TrainSettings(data="digits", model="small:SmallNet", epochs=3, crop=0, flip=0.0, threads=1, device="cpu")
+    return train_run(tmp_path_factory.mktemp("tune") / "run", settings)
+
+
+@pytest.mark.parametrize("name", sorted(METHODS.keys() - set(FIXED)))
+def test_every_method_is_given_six_different_trials_that_it_accepts(name: str) -> None:
+    found = candidates(name, Budget())
+    assert len({str(settings) for settings in found}) == 6
+    for settings in found:
+        METHODS[name](**settings)
+
+
+def test_the_best_attempt_comes_first_and_no_test_image_is_needed(run: Run, tmp_path: Path) -> None:
+    data = load_run_data(run.settings)
+    without_test = replace(data, test=data.test.subset([]))
+    seen = []
+    found = tune(run, without_test, REQUEST, "ssd", Budget(images=500), watch=lambda number, _: seen.append(number))
+    assert seen == [0, 1, 2, 3, 4, 5]
+    assert [attempt.score for attempt in found] == sorted(attempt.score for attempt in found)
+    best = found[0]
+    assert 0 <= best.score < 0.2
+    assert best.forget <= 2 * best.score, "half of the score is how far the class is from being gone"
+    write_tuning(tmp_path / "tuned.json", run, REQUEST, {"ssd": found}, Budget(images=500))
+    assert read_settings(tmp_path / "tuned.json", "published") == {"ssd": dict(best.settings)}
+    assert read_json(tmp_path / "tuned.trials.json")["budget"] == {"trials": 6, "images": 500, "epochs": 2, "seed": 0}
+
+
+def test_what_cannot_be_tuned_is_refused(run: Run) -> None:
+    data = load_run_data(run.settings)
+    with pytest.raises(FedOrthoError, match="retrain has nothing to tune; choose from"):
+        tune(run, data, REQUEST, "retrain")
+    with pytest.raises(FedOrthoError, match="unsir does not serve samples:1"):
+        tune(run, data, ForgetRequest.parse("samples:1"), "unsir")
+    with pytest.raises(BadSetting, match="must be at least 1"):
+        Budget(trials=0)
