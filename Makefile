@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## forget a class in one network, then a class and a client in a federation (about two minutes)
 	@rm -rf runs/demo runs/demo-*
 	@echo "1. One network: train it with orthogonal kernels on 6,000 embedded images, then forget the class Dress"
-	$(BIN)/fedortho train --data fashion-mini --model vgg-mini --epochs 3 --out runs/demo
+	$(BIN)/fedortho train --data fashion-mini --model vgg-mini --epochs 2 --out runs/demo
 	$(BIN)/fedortho forget runs/demo class:Dress --out runs/demo-forgot
 	@echo "2. A federation: ten clients with different mixtures of classes train together"
 	$(BIN)/fedortho federate $(FEDERATION) --out runs/demo-federation

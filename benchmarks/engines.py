@@ -27,7 +27,7 @@ from fedortho.federated.flower import FlowerEngine
 from fedortho.federated.inprocess import InProcessGrid
 from fedortho.federated.launch import simulate
 from fedortho.federated.server import engine_for, in_process
-from fedortho.federated.wire import pack, prefixed
+from fedortho.federated.wire import pack, prefixed, unpack
 from fedortho.models import build_model
 from fedortho.probe import Probe
 from fedortho.request import ForgetRequest
@@ -106,7 +106,7 @@ def on_engine(engine: str, client: Any, job: Callable[[Any], None]) -> float:
 
 
 def transport(engine: str, rounds: int) -> dict[str, Any]:
-    """A model out, a model back, nothing done with it."""
+    """A model out, a model back: read and written again on both sides, and nothing done with it."""
     from flwr.app import Context, Message
     from flwr.clientapp import ClientApp
 
@@ -114,21 +114,24 @@ def transport(engine: str, rounds: int) -> dict[str, Any]:
 
     @echo.train()
     def back(message: Message, context: Context) -> Message:
-        return Message(message.content, reply_to=message)
+        return Message(pack(*unpack(message.content)), reply_to=message)
 
-    content = pack(prefixed("model.", build_model("resnet18", classes=10).state_dict()), {})
+    state = prefixed("model.", build_model("resnet18", classes=10).state_dict())
     seconds: list[float] = []
 
     def job(grid: Any) -> None:
         for _ in range(rounds + 1):
-            nodes = list(grid.get_node_ids())
+            while len(nodes := list(grid.get_node_ids())) < CLIENTS:
+                time.sleep(0.05)
             started = time.perf_counter()
+            content = pack(state, {})
             messages = [Message(content, dst_node_id=node, message_type="train") for node in nodes]
             waiting = list(grid.push_messages(messages))
-            left = len(waiting)
-            while left:
-                left -= len(list(grid.pull_messages(waiting)))
-                if engine == "ray" and left:
+            while waiting:
+                for reply in grid.pull_messages(waiting):
+                    unpack(reply.content)
+                    waiting.remove(reply.metadata.reply_to_message_id)
+                if engine == "ray" and waiting:
                     time.sleep(0.01)
             seconds.append(time.perf_counter() - started)
 

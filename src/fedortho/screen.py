@@ -18,8 +18,8 @@ from fedortho.sites import Finding
 from fedortho.train import Epoch, Evaluation, Progress
 from fedortho.verify import Verdict
 
-out = Console()
-err = Console(stderr=True)
+out = Console(emoji=False)  # class:Dress: is no picture
+err = Console(stderr=True, emoji=False)
 
 
 def say(text: str) -> None:
