@@ -126,6 +126,27 @@ def recovery() -> str:
     return grid(header, rows)
 
 
+ENGINES = ("inprocess", "ray")
+
+
+def engines() -> str:
+    result = read("engines")
+    rows = []
+    for what, text in (("transport", "45 MB to ten clients and back"), ("training", "ten clients train")):
+        here, ray = (next(r for r in result["rows"] if (r["what"], r.get("engine")) == (what, e)) for e in ENGINES)
+        ratio = f"{ray['median'] / here['median']:.1f}"
+        rows.append(
+            [text, f"{here['median']:.2f}", f"{ray['median']:.2f}", ratio, f"{ray['whole'] / here['whole']:.1f}"]
+        )
+    header = ["a round", "in this process, s", "Ray, two workers, s", "ratio", "ratio of whole runs, start-up included"]
+    few, many = (next(r for r in result["rows"] if r.get("clients") == n)["megabytes"] for n in (10, 1000))
+    sizes = next(row for row in result["rows"] if row["what"] == "bytes")
+    memory = f"\n\nPeak memory with 1,000 clients: {many:,.0f} MB, with 10: {few:,.0f} MB."
+    memory += f" ResNet-50: statistics of a class request {sizes['observe_up'] / 1000:.1f} KB up per client;"
+    memory += f" one round of training {sizes['round_up'] / 1e6:.1f} MB."
+    return grid(header, rows) + memory + origin(result)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "orthogonality": orthogonality,
     "overhead": overhead,
@@ -133,6 +154,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "federation": federation,
     "drift": drift,
     "recovery": recovery,
+    "engines": engines,
 }
 
 
