@@ -79,7 +79,7 @@ def main() -> None:
 
 def requests(data: Dataset, base: FederateSettings) -> dict[str, ForgetRequest]:
     """A class, the client with the median number of images, and twenty images each of five clients."""
-    rows = held_rows(data, base, base.seed)
+    rows = held_rows(data, base, base.dealt_by)
     order = sorted(rows, key=lambda client: (len(rows[client]), client))
     kept = {c: torch.isin(rows[c], data.train.rows).nonzero().flatten().tolist() for c in order[60:65]}
     samples = tuple(f"{client}/{place}" for client, places in kept.items() for place in places[:20])
@@ -134,7 +134,7 @@ def compared(kind: str, request: ForgetRequest, original: Run, retrained: Run, d
     """The original, retraining, fine-tuning and the presets, for one request."""
     settings = original.settings
     assert isinstance(settings, FederateSettings)
-    clients = held_rows(data, settings, settings.seed)
+    clients = held_rows(data, settings, settings.dealt_by)
     about = {"what": "request", "kind": kind, "images": int(request.mask(data.train, clients).sum())}
     rows = [about | {"method": "original"} | asdict(judge(original.load_model(), data, request, clients=clients))]
     row = about | {"method": "retrain", "rounds": settings.rounds}
@@ -175,7 +175,7 @@ def finetuned(run: Run, request: ForgetRequest, data: Dataset) -> dict[str, Any]
     """Some more rounds on what stays, at a tenth of the first rate."""
     started = time.time()
     model, up, down = more_rounds(run, run.load_model(), request, data, FT_ROUNDS, None)
-    clients = held_rows(data, run.settings, run.settings.seed)  # type: ignore[arg-type]  # a federation's
+    clients = held_rows(data, run.settings, run.settings.dealt_by)  # type: ignore[arg-type]  # a federation's
     row = {"method": "ft", "rounds": FT_ROUNDS, **asdict(judge(model, data, request, clients=clients))}
     return row | {"seconds": time.time() - started, "exchanges": FT_ROUNDS, "bytes_up": up, "bytes_down": down}
 

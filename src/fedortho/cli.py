@@ -275,7 +275,7 @@ def judge_(
         run = open_run(path)
         data = run.load_data(data_dir)
         clients = (
-            held_rows(data, run.settings, run.settings.seed) if isinstance(run.settings, FederateSettings) else None
+            held_rows(data, run.settings, run.settings.dealt_by) if isinstance(run.settings, FederateSettings) else None
         )
         verdicts[str(path)] = judge(run.load_model().to(place), data, asked, clients=clients, device=place)
     if as_json:

@@ -86,7 +86,7 @@ class Place:
 def place_of(run: Run, data: Dataset) -> Place:
     """A run opened for comparison; what it has forgotten before is no longer part of what is kept."""
     settings = run.settings
-    clients = held_rows(data, settings, settings.seed) if isinstance(settings, FederateSettings) else None
+    clients = held_rows(data, settings, settings.dealt_by) if isinstance(settings, FederateSettings) else None
     return Place(run, data, clients, joined(earlier_requests(run)), choose_device(settings.device))
 
 

@@ -34,3 +34,7 @@ def unknown(kind: str, name: str, choices: Iterable[str]) -> UnknownName:
     near = difflib.get_close_matches(name, known, n=1)
     hint = f" did you mean {near[0]!r}?" if near else ""
     return UnknownName(f"no {kind} {name!r};{hint} choose from {', '.join(known) or 'none'}")
+
+
+class Busy(FedOrthoError):
+    """Another process is at work on the same thing."""

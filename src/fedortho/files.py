@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fedortho.errors import BadCheckpoint, FedOrthoError
+from fedortho.errors import BadCheckpoint, Busy, FedOrthoError
 
 
 @contextmanager
@@ -55,7 +55,7 @@ def locked(path: Path) -> Iterator[None]:
         with FileLock(Path(tempfile.gettempdir()) / f"fedortho-{name}.lock", timeout=0):
             yield
     except Timeout as error:
-        raise FedOrthoError(f"another process is working on {path}; wait for it or choose another directory") from error
+        raise Busy(f"another process is working on {path}; wait for it or choose another directory") from error
 
 
 def write_text(path: Path, text: str) -> None:

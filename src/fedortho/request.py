@@ -78,6 +78,20 @@ class ForgetRequest:
         classes, clients, samples = (tuple(dict.fromkeys((*mine, *theirs))) for mine, theirs in pairs)
         return ForgetRequest(classes, clients, samples)  # type: ignore[arg-type]  # words, numbers, words
 
+    def settled(self, names: Sequence[str]) -> "ForgetRequest":
+        """The same in one spelling: labels as numbers, and everything in order.
+
+        >>> str(ForgetRequest.parse("class:cat,0 client:2,1").settled(["dog", "cat"]))
+        'class:0,1 client:1,2'
+        """
+        labels = tuple(str(label) for label in sorted(set(self.labels(names))))
+        return ForgetRequest(labels, tuple(sorted(self.clients)), tuple(sorted(self.samples)))
+
+    def covers(self, other: "ForgetRequest") -> bool:
+        """Whether all that the other names, in the same spelling, is named here."""
+        pairs = ((self.classes, other.classes), (self.clients, other.clients), (self.samples, other.samples))
+        return all(set(theirs) <= set(mine) for mine, theirs in pairs)
+
     def parts(self) -> list["ForgetRequest"]:
         """What is ranked on its own: each class, and all clients and samples together."""
         single = ForgetRequest(clients=self.clients, samples=self.samples)

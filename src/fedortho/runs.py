@@ -70,6 +70,10 @@ class ImportSettings(Subject):
 class TrainSettings(Recipe, Subject):
     """A recipe, and what it is applied to."""
 
+    without: Annotated[
+        str, "train without what this request names, such as class:3: what forgetting is measured by"
+    ] = ""
+    split_seed: Annotated[int, "of the images set aside and of who holds which; -1: the seed"] = -1
     threads: Annotated[int, "CPU threads; 0: torch's own choice"] = 0
 
     def __post_init__(self) -> None:
@@ -77,6 +81,15 @@ class TrainSettings(Recipe, Subject):
         Subject.__post_init__(self)
         if self.threads < 0:
             raise BadSetting(f"threads must not be negative, not {self.threads}")
+        if self.split_seed < -1:
+            raise BadSetting(f"split-seed must be at least 0, or -1 for the seed, not {self.split_seed}")
+        if self.without:
+            ForgetRequest.parse(self.without)
+
+    @property
+    def dealt_by(self) -> int:
+        """The seed by which images were set aside and dealt to clients."""
+        return self.seed if self.split_seed < 0 else self.split_seed
 
     @property
     def recipe(self) -> Recipe:
@@ -88,17 +101,12 @@ class FederateSettings(TrainSettings, Federation):
     """A recipe, what it is applied to, and the federation that applies it."""
 
     epochs: Annotated[int, "a client's passes over its images in a round"] = 1
-    without: Annotated[
-        str, "train without what this request names, such as class:3: what forgetting is measured by"
-    ] = ""
     start: Annotated[str, "go on from this run instead of from new weights; what it has forgotten stays so"] = ""
     threads: Annotated[int, "CPU threads of every client; 0: torch's own choice"] = 0
 
     def __post_init__(self) -> None:
         TrainSettings.__post_init__(self)
         Federation.__post_init__(self)
-        if self.without:
-            ForgetRequest.parse(self.without)
 
     @property
     def federation(self) -> Federation:
@@ -177,7 +185,7 @@ def load_run_data(settings: TrainSettings, data_dir: str = "", progress: Report 
     """The dataset that settings name, with its validation split."""
     at = relocated(settings, data_dir)
     return load_images(
-        at.data, at.data_dir or None, valid=at.valid, seed=at.seed, size=at.image_size, progress=progress
+        at.data, at.data_dir or None, valid=at.valid, seed=at.dealt_by, size=at.image_size, progress=progress
     )
 
 
@@ -252,6 +260,8 @@ def _train_run(
         return open_run(path)
     device = choose_device(settings.device)
     model = _fresh_model(settings, data)
+    if trainer is None and settings.without:
+        data = replace(data, train=ForgetRequest.parse(settings.without).split(data.train)[1])
     check_fit(model, data.train, settings)  # these two refuse before anything is written
     ortho_layers(model, data.train.shape, settings)
     if record is None:
@@ -297,7 +307,7 @@ def _train_centrally(
 
 def _write_split(path: Path, settings: TrainSettings, data: Dataset) -> None:
     rows = data.valid.rows.tolist()
-    write_json(path / "split.json", {"seed": settings.seed, "share": settings.valid, "valid": rows})
+    write_json(path / "split.json", {"seed": settings.dealt_by, "share": settings.valid, "valid": rows})
 
 
 def _fresh_model(settings: TrainSettings, data: Dataset) -> nn.Module:

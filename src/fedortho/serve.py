@@ -19,7 +19,7 @@ from fedortho.observe import Observation
 from fedortho.probe import NOTHING, Probe
 from fedortho.prune import Patch, undo_patch, write_undo
 from fedortho.request import Clients, ForgetRequest
-from fedortho.runs import FederateSettings, Run, open_run
+from fedortho.runs import Run, open_run
 from fedortho.settings import as_mapping
 from fedortho.verify import Verdict, judge
 
@@ -58,7 +58,7 @@ def joined(requests: Sequence[ForgetRequest]) -> ForgetRequest | None:
 
 def kept_out(run: Run) -> ForgetRequest | None:
     """All that a run's model must not know: what it has forgotten, and what it was trained without."""
-    without = run.settings.without if isinstance(run.settings, FederateSettings) else ""
+    without = run.settings.without
     return joined([*earlier_requests(run), *([ForgetRequest.parse(without)] if without else [])])
 
 

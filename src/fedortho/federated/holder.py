@@ -53,7 +53,7 @@ NEW: Note = {"model": "", "gone": [], "left": False, "past": []}  # the state of
 def _shares(settings: FederateSettings) -> tuple[Dataset, dict[int, Tensor]]:
     """The common dataset and who holds what of it; clients of a simulation read it once."""
     data = load_run_data(settings)
-    return data, held_rows(data, settings, settings.seed)
+    return data, held_rows(data, settings, settings.dealt_by)
 
 
 @lru_cache(maxsize=1)

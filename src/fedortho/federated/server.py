@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 remote = logging.getLogger("flwr")  # the log that a SuperLink hands to whoever submitted the job
 Watch = Callable[[News], None]
-LASTING = ("data", "image-size", "valid", "seed", "model", "clients", "split", "least-images")  # from a run to the next
+LASTING = ("data", "image-size", "valid", "seed", "split-seed", "model", "clients", "split", "least-images")
 
 
 @contextmanager
@@ -102,7 +102,7 @@ def train_federation(
 def _check(settings: FederateSettings) -> None:
     """Refuse a partition or a request that cannot be, before anything is written or any client asked."""
     data = load_run_data(settings)
-    rows = held_rows(data, settings, settings.seed)
+    rows = held_rows(data, settings, settings.dealt_by)
     if settings.without:
         ForgetRequest.parse(settings.without).split(data.train, rows)
     _start(settings)
@@ -254,7 +254,7 @@ def _forget(
     model = run.load_model()
     engine.bring_up_to_date(model, patches_of(run))
     clients = (
-        None if any(note["own"] for note in engine.clients.values()) else held_rows(data, federated, federated.seed)
+        None if any(note["own"] for note in engine.clients.values()) else held_rows(data, federated, federated.dealt_by)
     )
     if clients is not None:  # every image is known here, so every id can be looked up before anybody is asked
         for holder in (engine, CentralEngine(data, clients=clients)):

@@ -1,0 +1,81 @@
+"""Retrained models, what forgetting is measured by: found by what they were made from, or trained and kept."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from fedortho.errors import BadCheckpoint, FedOrthoError
+from fedortho.files import read_json
+from fedortho.request import ForgetRequest
+from fedortho.runs import FREE, FederateSettings, Run, TrainSettings, open_run, relocated, train_run
+from fedortho.serve import joined, kept_out
+from fedortho.settings import as_mapping
+from fedortho.train import Watch
+
+IRRELEVANT = (*FREE, "threads", "device", "evaluate-every", "start")  # another value is no other reference
+
+
+def reference_settings(
+    run: Run, request: ForgetRequest, *, seed: int | None = None, plain: bool = False, data_dir: str = ""
+) -> TrainSettings:
+    """How to train a model that never met what the request names, nor what the run had forgotten before.
+
+    By the recipe of the run, on images split as the run's; `plain` leaves orthogonality and alignment out. Another
+    `seed` gives a second reference: how far two models that never met it differ tells what a difference is worth.
+    """
+    settings = relocated(run.settings, data_dir)
+    gone = joined([part for part in (kept_out(run), request) if part is not None])
+    assert gone is not None, "the request is one of them"
+    return replace(
+        settings,
+        without=str(gone.settled(run.record["data"]["classes"])),
+        seed=settings.seed if seed is None else seed,
+        split_seed=settings.dealt_by,
+        ortho=0.0 if plain else settings.ortho,
+        align=0.0 if plain else settings.align,
+    )
+
+
+def find_reference(directory: Path, settings: TrainSettings, data_digest: str) -> Run | None:
+    """The finished run in a directory of runs that was trained by these settings on this data."""
+    for run in finished_runs(directory):
+        if run.record["data"]["digest"] == data_digest and _key(run.settings) == _key(settings):
+            return run
+    return None
+
+
+def finished_runs(directory: Path) -> Iterator[Run]:
+    for path in sorted(directory.iterdir()) if directory.is_dir() else []:
+        if (path / "run.json").is_file() and read_json(path / "run.json").get("status") == "done":
+            yield open_run(path)
+
+
+def _key(settings: TrainSettings) -> dict[str, object]:
+    known = as_mapping(settings) | {"split-seed": settings.dealt_by}
+    return {name: value for name, value in known.items() if name not in IRRELEVANT}
+
+
+def train_reference(directory: Path, name: str, settings: TrainSettings, *, watch: Watch | None = None) -> Run:
+    """Train a reference into a directory of runs; a killed one goes on where it stopped."""
+    if isinstance(settings, FederateSettings):
+        from fedortho.federated.server import train_federation
+
+        return train_federation(directory / name, settings)
+    return train_run(directory / name, settings, watch=watch)
+
+
+def reference_name(run: Run, request: ForgetRequest, settings: TrainSettings) -> str:
+    """A readable directory name; two references of one run differ in it."""
+    words = "".join(sign if sign.isalnum() else "-" for sign in str(request))[:40].strip("-")
+    return f"{run.path.name}-without-{words}{'-plain' if settings.ortho == 0 else ''}-seed{settings.seed}"
+
+
+def check_reference(run: Run, reference: Run, request: ForgetRequest) -> None:
+    """Refuse a reference that saw what must go, or that knows other data or another network."""
+    if reference.record["data"]["digest"] != run.record["data"]["digest"]:
+        raise BadCheckpoint(f"{reference.path} was trained on other data than {run.path}; retrain on the same")
+    if reference.settings.model != run.settings.model:
+        raise BadCheckpoint(f"{reference.path} is a {reference.settings.model}, {run.path} a {run.settings.model}")
+    names, out = run.record["data"]["classes"], kept_out(reference)
+    if out is None or not out.settled(names).covers(request.settled(names)):
+        raise FedOrthoError(f"{reference.path} was trained with what {request} names; give one trained --without it")
