@@ -28,10 +28,10 @@ from fedortho.observe import Observation
 from fedortho.request import ForgetRequest
 from fedortho.results import write_results
 from fedortho.runs import Run, open_run
+from fedortho.scores import accuracy
 from fedortho.serve import joined
 from fedortho.sites import find_sites
 from fedortho.tail import Cut, cut_model, find_cut, repair, run_tail, tail_inputs
-from fedortho.train import accuracy
 from fedortho.verify import judge
 
 HERE = Path(__file__).parent

@@ -11,8 +11,9 @@ BASELINES = {  # none of them imports another
 }
 TIERS = [
     {"errors"},
-    {"files", "settings", "ortho", "models", "structure", "data", "partition", "adapters"},
+    {"files", "settings", "ortho", "models", "structure", "data", "partition", "adapters", "devices"},
     {"weights", "recipe", "results", "decode", "sites", "request", "federation", "lessons"},
+    {"scores"},
     {"sources", "train", "observe", "tail"},
     {"rank", "ledger", "scrub", "verify"},
     {"prune", "runs"},

@@ -14,7 +14,7 @@ from fedortho.references import (
 )
 from fedortho.request import ForgetRequest
 from fedortho.runs import FederateSettings, Run, TrainSettings, load_run_data, open_run, train_run
-from fedortho.train import evaluate
+from fedortho.scores import evaluate
 
 SMALL = TrainSettings(data="digits", model="vgg-mini", epochs=1, batch=256, seed=5, threads=1)
 ASKED = ForgetRequest.parse("class:3")

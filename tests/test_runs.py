@@ -14,12 +14,13 @@ import torch
 from PIL import Image
 
 import fedortho.runs
+from fedortho.devices import choose_device
 from fedortho.errors import BadCheckpoint, BadData, BadSetting, FedOrthoError, UnknownName
 from fedortho.files import file_digest, locked, write_tensors
 from fedortho.models import build_model
-from fedortho.runs import ImportSettings, TrainSettings, choose_device, import_run, open_run, train_run
+from fedortho.runs import ImportSettings, TrainSettings, import_run, open_run, train_run
+from fedortho.scores import accuracy
 from fedortho.sources import load_images
-from fedortho.train import accuracy
 from fedortho.weights import read_weights
 
 KEPT = ["history.json", "ledger.safetensors", "model.safetensors", "run.json", "split.json"]

@@ -14,8 +14,9 @@ from fedortho.errors import BadCheckpoint, BadData, BadSetting, FedOrthoError, U
 from fedortho.files import tensors_digest
 from fedortho.ortho import ortho_penalty
 from fedortho.recipe import Recipe
+from fedortho.scores import accuracy, evaluate
 from fedortho.sources import load_images
-from fedortho.train import Progress, accuracy, evaluate, fit, ortho_layers
+from fedortho.train import Progress, fit, ortho_layers
 
 QUICK = Recipe(epochs=2, batch=32, rate=0.05, crop=1)
 

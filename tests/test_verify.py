@@ -5,7 +5,7 @@ from small import TinyNet
 from fedortho.data import Images, images_from_tensors, make_dataset
 from fedortho.errors import BadData
 from fedortho.request import ForgetRequest
-from fedortho.train import accuracy
+from fedortho.scores import accuracy
 from fedortho.verify import judge
 
 

@@ -11,8 +11,9 @@ from fedortho.partition import partition
 from fedortho.recipe import Recipe
 from fedortho.request import ForgetRequest
 from fedortho.runs import Run, TrainSettings, open_run, train_run
+from fedortho.scores import accuracy, evaluate
 from fedortho.sources import load_images
-from fedortho.train import accuracy, evaluate, fit
+from fedortho.train import fit
 from fedortho.verify import Verdict, judge
 
 __version__ = version("fedortho")

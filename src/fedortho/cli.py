@@ -18,22 +18,15 @@ from rich.markup import escape
 
 from fedortho.calibrate import Refused
 from fedortho.cli_methods import compare_command, tune_command
+from fedortho.devices import choose_device
 from fedortho.errors import FedOrthoError
 from fedortho.federation import held_rows
 from fedortho.methods import preset
 from fedortho.methods.fedortho import ForgetSettings
 from fedortho.models import build_model
 from fedortho.request import ForgetRequest
-from fedortho.runs import (
-    FederateSettings,
-    ImportSettings,
-    Run,
-    TrainSettings,
-    choose_device,
-    import_run,
-    open_run,
-    train_run,
-)
+from fedortho.runs import FederateSettings, ImportSettings, Run, TrainSettings, import_run, open_run, train_run
+from fedortho.scores import evaluate
 from fedortho.screen import (
     bar,
     bars,
@@ -52,7 +45,6 @@ from fedortho.screen import (
 from fedortho.serve import describe, serve_request, undo_run
 from fedortho.settings import field_help, field_types, kebab, make_settings, read_toml
 from fedortho.sites import check_model
-from fedortho.train import evaluate
 from fedortho.verify import Verdict, judge
 
 app = typer.Typer(

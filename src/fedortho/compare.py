@@ -16,6 +16,7 @@ from torch import nn
 from fedortho.calibrate import Refused
 from fedortho.cost import Meter
 from fedortho.data import Dataset
+from fedortho.devices import choose_device, using_threads
 from fedortho.engine import CentralEngine, Engine, Group
 from fedortho.errors import FedOrthoError, unknown
 from fedortho.federated.server import engine_for, in_process, patches_of
@@ -29,7 +30,7 @@ from fedortho.models import build_model
 from fedortho.recipe import Recipe
 from fedortho.request import Clients, ForgetRequest
 from fedortho.results import SCHEMA, environment
-from fedortho.runs import FederateSettings, Run, choose_device, using_threads
+from fedortho.runs import FederateSettings, Run
 from fedortho.serve import earlier_requests, joined
 from fedortho.settings import as_mapping, field_types, make_settings
 from fedortho.verify import judge

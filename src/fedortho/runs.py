@@ -11,8 +11,7 @@ checkpoint.safetensors   only while training
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -22,6 +21,7 @@ from torch import nn
 
 from fedortho.data import Dataset
 from fedortho.decode import Report
+from fedortho.devices import DEVICES, choose_device, using_threads
 from fedortho.errors import BadCheckpoint, BadData, BadSetting, FedOrthoError, unknown
 from fedortho.federation import Federation
 from fedortho.files import locked, read_json, read_tensors, tensors_digest, write_json, write_tensors
@@ -30,14 +30,14 @@ from fedortho.models import build_model, check_output
 from fedortho.recipe import Recipe
 from fedortho.request import ForgetRequest
 from fedortho.results import SCHEMA, environment
+from fedortho.scores import evaluate
 from fedortho.settings import as_mapping, make_settings
 from fedortho.sources import DATASETS, load_images
-from fedortho.train import Epoch, Watch, check_fit, evaluate, fit, ortho_layers
+from fedortho.train import Epoch, Watch, check_fit, fit, ortho_layers
 from fedortho.weights import load_weights, read_weights
 
 logger = logging.getLogger(__name__)
 S = TypeVar("S", bound="Subject")
-DEVICES = ("auto", "cpu", "cuda", "mps")
 FREE = ("data-dir", "timeout", "quorum")  # settings that may differ when a run goes on
 
 
@@ -111,32 +111,6 @@ class FederateSettings(TrainSettings, Federation):
     @property
     def federation(self) -> Federation:
         return Federation(**{field.name: getattr(self, field.name) for field in fields(Federation)})
-
-
-@contextmanager
-def using_threads(number: int) -> Iterator[None]:
-    """Compute with so many CPU threads meanwhile; 0 leaves torch's own choice."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(number or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def choose_device(name: str) -> torch.device:
-    """`auto` is the fastest there is; a device that is not there is refused."""
-    there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if name == "auto":
-        name = next(kind for kind in ("cuda", "mps", "cpu") if there[kind])
-    if not there.get(name.partition(":")[0]):
-        raise BadSetting(
-            f"there is no {name} device here; choose from {', '.join(k for k, yes in there.items() if yes)}"
-        )
-    try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise BadSetting(f"{name!r} names no device; write cpu, cuda or cuda:NUMBER") from error
 
 
 @dataclass(frozen=True)

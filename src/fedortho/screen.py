@@ -13,9 +13,10 @@ from rich.table import Table
 
 from fedortho.calibrate import Trial
 from fedortho.runs import Run
+from fedortho.scores import Evaluation
 from fedortho.serve import Served
 from fedortho.sites import Finding
-from fedortho.train import Epoch, Evaluation, Progress
+from fedortho.train import Epoch, Progress
 from fedortho.verify import Verdict
 
 out = Console(emoji=False)  # class:Dress: is no picture

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from fedortho.data import Augment, Batches, Images, evaluation_batches
-from fedortho.errors import BadCheckpoint, BadData, BadSetting, FedOrthoError
+from fedortho.data import Augment, Images
+from fedortho.errors import BadCheckpoint, BadSetting, FedOrthoError
 from fedortho.files import read_tensors, tensors_digest, write_tensors
 from fedortho.lessons import (
     OPTIMISERS,
@@ -24,7 +23,6 @@ from fedortho.lessons import (
     Manner,
     Rows,
     as_lessons,
-    check_labels,
     check_lessons,
     check_teachers,
     plan_steps,
@@ -34,6 +32,7 @@ from fedortho.lessons import (
 )
 from fedortho.ortho import add_align_gradient, add_ortho_gradient, ortho_penalty
 from fedortho.recipe import Recipe, learning_rate
+from fedortho.scores import accuracy, answers_of
 from fedortho.structure import Layer, select_layers, trace_layers
 
 CHECKPOINT_SECONDS = 30.0
@@ -327,7 +326,7 @@ def _take_step(state: _State, rows: Rows, step: int, steps: int) -> tuple[float,
     inputs, labels = read_step(state.lessons, rows, augment, seed, state.device)
     inputs = inputs.contiguous(memory_format=torch.channels_last)
     with torch.autocast(state.device.type, torch.bfloat16, enabled=recipe.precision == "bfloat16"):
-        outputs = _answers(state.model, inputs)
+        outputs = answers_of(state.model, inputs)
     loss = step_loss(state.lessons, rows, state.manner, inputs, outputs.float(), labels, state.teachers)
     state.optimiser.zero_grad()
     loss.backward()
@@ -361,59 +360,3 @@ def _reproducible() -> Iterator[None]:
     """The caller's random state is given back, and a GPU chooses algorithms that repeat."""
     with torch.random.fork_rng(), torch.backends.cudnn.flags(deterministic=True, benchmark=False):
         yield
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """A model's answers on some images, counted."""
-
-    images: int
-    loss: float
-    accuracy: float
-    confusion: tuple[tuple[int, ...], ...]  # [true label][answer]
-
-    @property
-    def per_class(self) -> tuple[float | None, ...]:
-        """Accuracy on each label; None where there is no image of it."""
-        return tuple(row[label] / sum(row) if sum(row) else None for label, row in enumerate(self.confusion))
-
-
-def evaluate(model: nn.Module, images: Images | Batches, *, device: torch.device | str = "cpu") -> Evaluation:
-    """Count a model's answers, in eval mode and without augmentation; the model keeps its mode."""
-    was_training = model.training
-    model.eval()
-    loss, counts = 0.0, None
-    try:
-        with torch.no_grad():
-            for inputs, labels in evaluation_batches(images, device=device):
-                if not inputs.is_floating_point():
-                    raise BadData(f"images must be floats, normalised as in training, not {inputs.dtype}")
-                outputs = _answers(model, inputs.contiguous(memory_format=torch.channels_last)).float()
-                classes = outputs.shape[1]
-                check_labels(labels, classes)
-                loss += float(functional.cross_entropy(outputs, labels, reduction="sum"))
-                cells = torch.bincount(labels * classes + outputs.argmax(1), minlength=classes**2)
-                counts = cells if counts is None else counts + cells
-    finally:
-        model.train(was_training)
-    if counts is None or not int(counts.sum()):
-        raise BadData("there are no images to evaluate on")
-    table = counts.view(classes, classes)
-    total = int(counts.sum())
-    confusion = tuple(tuple(row) for row in table.tolist())
-    return Evaluation(total, loss / total, int(table.trace()) / total, confusion)
-
-
-def _answers(model: nn.Module, inputs: Tensor) -> Tensor:
-    """A row of numbers for each image; a model that answers otherwise is refused."""
-    outputs = model(inputs)
-    if not isinstance(outputs, Tensor) or outputs.dim() != 2 or len(outputs) != len(inputs):
-        got = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
-        mode = "training" if model.training else "evaluation"
-        raise BadSetting(f"in {mode} the model answers {len(inputs)} images with {got}, not with (images, classes)")
-    return outputs
-
-
-def accuracy(model: nn.Module, images: Images | Batches, *, device: torch.device | str = "cpu") -> float:
-    """The share of images that the model names rightly."""
-    return evaluate(model, images, device=device).accuracy

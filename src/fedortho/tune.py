@@ -10,6 +10,7 @@ from torch import nn
 
 from fedortho.compare import Place, place_of, settings_for
 from fedortho.data import Dataset
+from fedortho.devices import using_threads
 from fedortho.engine import Group, draw
 from fedortho.errors import BadSetting, FedOrthoError
 from fedortho.files import write_json
@@ -17,9 +18,9 @@ from fedortho.methods import METHODS, unlearn
 from fedortho.methods.contract import serves
 from fedortho.request import ForgetRequest
 from fedortho.results import SCHEMA, environment
-from fedortho.runs import Run, using_threads
+from fedortho.runs import Run
+from fedortho.scores import accuracy
 from fedortho.settings import as_mapping, field_types
-from fedortho.train import accuracy
 
 FACTORS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)  # of the published rate
 GRIDS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {  # what is tried; all others: the rate

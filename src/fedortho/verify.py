@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from fedortho.data import Dataset
 from fedortho.errors import BadData
 from fedortho.request import Clients, ForgetRequest
-from fedortho.train import accuracy, evaluate
+from fedortho.scores import accuracy, evaluate
 
 
 @dataclass(frozen=True)

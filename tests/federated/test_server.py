@@ -30,8 +30,8 @@ from fedortho.probe import Probe
 from fedortho.recipe import Recipe
 from fedortho.request import ForgetRequest
 from fedortho.runs import Run, open_run
+from fedortho.scores import evaluate
 from fedortho.serve import undo_run
-from fedortho.train import evaluate
 from fedortho.verify import judge
 
 TRAINED = replace(SETTINGS, model="vgg-mini", rounds=6, epochs=2, split="dirichlet:1", crop=1, timeout=60.0)

@@ -22,8 +22,9 @@ from fedortho.models import build_model
 from fedortho.recipe import Recipe, learning_rate
 from fedortho.request import ForgetRequest
 from fedortho.runs import load_run_data
+from fedortho.scores import evaluate
 from fedortho.settings import field_help
-from fedortho.train import Mask, evaluate
+from fedortho.train import Mask
 
 LABEL = 3
 REQUEST = ForgetRequest.parse(f"class:{LABEL}")

@@ -22,7 +22,7 @@ from fedortho.models import build_model
 from fedortho.recipe import Recipe
 from fedortho.request import ForgetRequest
 from fedortho.runs import load_run_data
-from fedortho.train import accuracy
+from fedortho.scores import accuracy
 
 LEAVING = ForgetRequest.parse("client:2")
 FEDERATION = replace(SETTINGS, model="small:SmallNet", clients=3, split="dirichlet:0.3", least_images=100)

@@ -16,8 +16,8 @@ from fedortho.methods import forget, preset
 from fedortho.methods.fedortho import ForgetSettings, plan_forgetting
 from fedortho.observe import Observation, observe
 from fedortho.request import ForgetRequest
+from fedortho.scores import evaluate
 from fedortho.sites import find_sites
-from fedortho.train import evaluate
 
 MODELS = ("vgg-mini", "resnet-mini")
 

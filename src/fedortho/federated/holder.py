@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fedortho.adapters import attach, base_tensors
 from fedortho.data import Dataset, Images
+from fedortho.devices import choose_device, using_threads
 from fedortho.engine import Course, Group
 from fedortho.errors import BadCheckpoint, BadData, FedOrthoError
 from fedortho.federated.wire import (
@@ -39,7 +40,7 @@ from fedortho.probe import Memory, answer
 from fedortho.prune import unpack_patch
 from fedortho.recipe import Recipe
 from fedortho.request import ForgetRequest
-from fedortho.runs import FederateSettings, choose_device, load_run_data, using_threads
+from fedortho.runs import FederateSettings, load_run_data
 from fedortho.settings import make_settings
 from fedortho.train import Mask, Progress, fit
 from fedortho.weights import load_weights

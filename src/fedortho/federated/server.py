@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from fedortho.data import Dataset
+from fedortho.devices import choose_device
 from fedortho.engine import Ask, CentralEngine, Group
 from fedortho.errors import BadSetting, FedOrthoError
 from fedortho.federated import switch_off
@@ -27,7 +28,8 @@ from fedortho.models import build_model
 from fedortho.probe import Probe
 from fedortho.prune import Patch, bind_patch, load_patch
 from fedortho.request import ForgetRequest
-from fedortho.runs import FederateSettings, Run, choose_device, load_run_data, open_run, relocated, train_run
+from fedortho.runs import FederateSettings, Run, load_run_data, open_run, relocated, train_run
+from fedortho.scores import accuracy
 from fedortho.serve import (
     Served,
     check_places,
@@ -39,7 +41,7 @@ from fedortho.serve import (
     serve_request,
 )
 from fedortho.settings import as_mapping, make_settings
-from fedortho.train import Epoch, Mask, accuracy
+from fedortho.train import Epoch, Mask
 
 if TYPE_CHECKING:
     from flwr.app import Context
