@@ -1,0 +1,1 @@
+"""Attempts to undo forgetting, each read against a model that never knew."""
