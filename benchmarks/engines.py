@@ -24,7 +24,7 @@ import torch
 from fedortho.engine import Ask, Group
 from fedortho.federated.client import client_app
 from fedortho.federated.flower import FlowerEngine
-from fedortho.federated.inprocess import InProcessGrid
+from fedortho.federated.inprocess import InProcessGrid, WorkerGrid
 from fedortho.federated.launch import simulate
 from fedortho.federated.server import engine_for, in_process
 from fedortho.federated.wire import pack, prefixed, unpack
@@ -53,7 +53,7 @@ def main() -> None:
         return
     rows: list[dict[str, Any]] = []
     for what, measure in (("transport", transport), ("training", training)):
-        for engine in ("inprocess", "ray"):
+        for engine in ("inprocess", "ray") if what == "transport" else ("inprocess", "workers", "ray"):
             row = {"what": what, "engine": engine} | measure(engine, arguments.rounds)
             rows.append(row)
             print(row, flush=True)
@@ -91,7 +91,11 @@ def on_engine(engine: str, client: Any, job: Callable[[Any], None]) -> float:
     """Run a job over a grid of this engine; the seconds that the whole took, with start-up."""
     started = time.perf_counter()
     if engine == "inprocess":
-        job(InProcessGrid(client, CLIENTS))
+        job(InProcessGrid(client_app(client) if isinstance(client, dict) else client, CLIENTS))
+    elif engine == "workers":
+        grid = WorkerGrid(client, CLIENTS, {}, workers=2)
+        job(grid)
+        grid.close()
     else:
         from flwr.serverapp import ServerApp
 
@@ -101,7 +105,8 @@ def on_engine(engine: str, client: Any, job: Callable[[Any], None]) -> float:
         def main(grid: Any, context: Any) -> None:
             job(grid)
 
-        simulate(server, client, clients=CLIENTS, threads=1, workers=2)
+        app = client_app(client) if isinstance(client, dict) else client
+        simulate(server, app, clients=CLIENTS, threads=1, workers=2)
     return time.perf_counter() - started
 
 
@@ -140,7 +145,7 @@ def transport(engine: str, rounds: int) -> dict[str, Any]:
 
 
 def training(engine: str, rounds: int) -> dict[str, Any]:
-    """Ten clients train on 486 images each: here with two threads, on Ray two at a time with one thread each."""
+    """Ten clients train on 486 images each: one after the other with two threads, or two at a time with one each."""
     settings = replace(TRAINING, threads=2 if engine == "inprocess" else 1)
     data = load_run_data(settings)
     seconds: list[float] = []
@@ -153,7 +158,7 @@ def training(engine: str, rounds: int) -> dict[str, Any]:
             federation.fit(model, Group(), recipe, local_epochs=1)
             seconds.extend(entry.seconds for entry in federation.history)
 
-        whole = on_engine(engine, client_app({**as_mapping(settings), "store": store}), job)
+        whole = on_engine(engine, {**as_mapping(settings), "store": store}, job)
     return _summary(seconds, whole)
 
 

@@ -159,6 +159,7 @@ def federate(
     out_path: OutPath,
     config: Annotated[Path | None, typer.Option(help="a TOML file of settings; flags win over it")] = None,
     engine: EngineName = "inprocess",
+    workers: Annotated[int, typer.Option(help="inprocess: processes in which clients run at the same time")] = 1,
     deployment: Deployment = None,
     *,
     given: dict[str, Any],
@@ -168,11 +169,13 @@ def federate(
 
     settings = make_settings(FederateSettings, read_toml(config) if config else {}, given)
     check_engine(engine, deployment)
+    if workers < 1 or (workers > 1 and engine != "inprocess"):
+        raise FedOrthoError(f"--workers is at least 1 and belongs to --engine inprocess, not {workers} on {engine}")
     if engine == "inprocess":
         from fedortho.federated.server import train_federation
 
         with bars() as shown:
-            print_run(train_federation(out_path, settings, watch=federation_bar(shown)))
+            print_run(train_federation(out_path, settings, watch=federation_bar(shown), workers=workers))
         return
     train_elsewhere(engine, out_path, settings, deployment, _log_line)
     _print_elsewhere(out_path)

@@ -78,19 +78,24 @@ def read_json(path: Path) -> Any:
         raise BadCheckpoint(f"{path} is not JSON ({error})") from error
 
 
+def savable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same as safetensors takes them: here, contiguous, and none in the memory of another (tied weights)."""
+    plain = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
+    owned: dict[int, str] = {}
+    for name, tensor in plain.items():
+        if owned.setdefault(tensor.data_ptr(), name) != name and tensor.numel():
+            plain[name] = tensor.clone()
+    return plain
+
+
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], note: Mapping[str, Any] | None = None) -> None:
     """Write tensors as safetensors; `note` (JSON) travels in the same file, so the two cannot disagree.
 
     The same tensors and note give the same bytes.
     """
-    plain = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
-    owned: dict[int, str] = {}
-    for name, tensor in plain.items():  # safetensors refuses tensors that share memory (tied weights)
-        if owned.setdefault(tensor.data_ptr(), name) != name and tensor.numel():
-            plain[name] = tensor.clone()
     with replacing(path) as temporary:
         # one key: safetensors writes several in random order
-        save_file(plain, temporary, metadata={"note": json.dumps(note or {}, sort_keys=True)})
+        save_file(savable(tensors), temporary, metadata={"note": json.dumps(note or {}, sort_keys=True)})
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

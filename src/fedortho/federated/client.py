@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedortho.errors import FedOrthoError
-from fedortho.federated.holder import ACTIONS, Holder, act
-from fedortho.federated.wire import pack, unpack
+from fedortho.federated.holder import ACTIONS, Holder, Reply, act
+from fedortho.federated.wire import Note, Tensors, pack, unpack
 from fedortho.runs import FederateSettings
 from fedortho.settings import field_types, make_settings
 
@@ -39,19 +39,23 @@ def _handler(action: str, config: Config | None) -> "Callable[[Message, Context]
     def handle(message: "Message", context: "Context") -> "Message":
         from flwr.app import Message
 
-        try:
-            holder = holder_of(context.node_config, config or context.run_config)
-            tensors, note = act(holder, action, *unpack(message.content))
-        except Exception as error:
-            client = context.node_config.get("partition-id")
-            if isinstance(error, FedOrthoError):  # one line says it all
-                logger.error("client %s, %s: %s", client, action, error)
-            else:
-                logger.exception("client %s: %s failed", client, action)
-            raise ClientFailed("failed; the client's own log says why") from None
-        return Message(pack(tensors, note), reply_to=message)
+        reply = answered(action, context.node_config, config or context.run_config, *unpack(message.content))
+        return Message(pack(*reply), reply_to=message)
 
     return handle
+
+
+def answered(action: str, node: Config, config: Config, tensors: Tensors, note: Note) -> Reply:
+    """What the client that a node's configuration describes answers; the text of an error goes to its own log only."""
+    try:
+        return act(holder_of(node, config), action, tensors, note)
+    except Exception as error:
+        client = node.get("partition-id")
+        if isinstance(error, FedOrthoError):  # one line says it all
+            logger.error("client %s, %s: %s", client, action, error)
+        else:
+            logger.exception("client %s: %s failed", client, action)
+        raise ClientFailed("failed; the client's own log says why") from None
 
 
 def holder_of(node: Config, config: Config) -> Holder:

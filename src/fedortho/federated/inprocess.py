@@ -1,9 +1,11 @@
-"""A Flower grid in this process: clients one after the other, no Ray, no socket; the only private Flower imports."""
+"""A Flower grid on this machine, no Ray, no socket: clients one after the other in this process, or in a few more."""
 
 import copy
 import logging
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from queue import SimpleQueue
 from typing import Any
 
 from flwr.app import Context, Error, Message, RecordDict
@@ -11,6 +13,10 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
+
+from fedortho.federated.client import ClientFailed, client_app
+from fedortho.federated.wire import pack, unpack
+from fedortho.federated.worker import Worker
 
 logger = logging.getLogger(__name__)
 FIRST = 100  # node ids are not client numbers; nobody shall rely on it
@@ -74,3 +80,54 @@ class InProcessGrid(Grid):
         if len(context.state):
             self._states[client] = context.state
         return reply
+
+
+class WorkerGrid(InProcessGrid):
+    """The same with clients in several processes at once; what they compute does not depend on how many these are.
+
+    No more than one message for each process is on its way, so that replies do not pile up here either.
+    """
+
+    def __init__(self, config: Mapping[str, Any], clients: int, node_config: Mapping[str, Any], workers: int) -> None:
+        super().__init__(client_app(config), clients, node_config)
+        self._free: SimpleQueue[Worker] = SimpleQueue()
+        self._workers = [Worker(config, node_config) for _ in range(workers)]
+        for worker in self._workers:
+            self._free.put(worker)
+        self._threads = ThreadPoolExecutor(workers)
+        self._running: dict[str, Future[Message]] = {}
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        """Replies that are there; waits for the first if there is none yet."""
+        names = list(message_ids)
+        self._submit(names)
+        mine = {name: self._running[name] for name in names if name in self._running}
+        if not mine:
+            return []
+        wait(mine.values(), return_when=FIRST_COMPLETED)
+        done = [name for name, future in mine.items() if future.done()]
+        self._submit([name for name in names if name not in done], less=len(done))
+        return [self._running.pop(name).result() for name in done]
+
+    def _submit(self, names: Sequence[str], less: int = 0) -> None:
+        for name in names:
+            if len(self._running) - less >= len(self._workers):
+                return
+            if name in self._waiting:
+                self._running[name] = self._threads.submit(self._elsewhere, self._waiting.pop(name))
+
+    def _elsewhere(self, message: Message) -> Message:
+        worker = self._free.get()
+        try:
+            client, kind = message.metadata.dst_node_id - FIRST, message.metadata.message_type
+            found, note = worker.ask(client, self._clients, kind, *unpack(message.content))
+            return Message(pack(found, note), reply_to=message)
+        except ClientFailed as error:
+            return Message(Error(code=2, reason=type(error).__name__), reply_to=message)
+        finally:
+            self._free.put(worker)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for worker in self._workers:
+            worker.close()

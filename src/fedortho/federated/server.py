@@ -54,12 +54,20 @@ LASTING = ("data", "image-size", "valid", "seed", "split-seed", "model", "client
 
 
 @contextmanager
-def in_process(settings: FederateSettings, store: Path) -> "Iterator[Grid]":
-    """A grid whose clients run here, with what they keep under `store`."""
+def in_process(settings: FederateSettings, store: Path, workers: int = 1) -> "Iterator[Grid]":
+    """A grid whose clients run here, or in so many further processes, with what they keep under `store`."""
     switch_off(os.environ)
-    from fedortho.federated.inprocess import InProcessGrid
+    from fedortho.federated.inprocess import InProcessGrid, WorkerGrid
 
-    yield InProcessGrid(client_app(as_mapping(settings)), settings.clients, {"store": str(store)})
+    config, node = as_mapping(settings), {"store": str(store)}
+    if workers <= 1:
+        yield InProcessGrid(client_app(config), settings.clients, node)
+        return
+    grid = WorkerGrid(config, settings.clients, node, min(workers, settings.clients))
+    try:
+        yield grid
+    finally:
+        grid.close()
 
 
 def engine_for(
@@ -86,14 +94,16 @@ def train_federation(
     *,
     watch: Watch | None = None,
     updates: Path | None = None,
+    workers: int = 1,
 ) -> Run:
     """Train a federation into a run directory; a killed one goes on after its last whole round.
 
-    `updates` is where to keep every update of every client, for FedEraser; without it nobody keeps them.
+    Clients take turns, or run in so many `workers` at once: processes, with the same bytes in the end. `updates` is
+    where to keep every update of every client, for FedEraser; without it nobody keeps them.
     """
     if grid is None:
         _check(settings)
-        with in_process(settings, path / "clients") as here:
+        with in_process(settings, path / "clients", workers) as here:
             return train_federation(path, settings, here, watch=watch, updates=updates)
     start = _start(settings)
     inherited = {"requests": start.record["requests"]} if start and "requests" in start.record else {}
