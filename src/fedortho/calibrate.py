@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedortho.engine import Ask, Engine, Group
 from fedortho.errors import FedOrthoError
-from fedortho.probe import NOTHING, Probe
+from fedortho.probe import NOTHING, Probe, norm_buffers
 from fedortho.prune import Patch, edit_model
 from fedortho.scrub import scrubbed_rows
 
@@ -100,11 +100,7 @@ class Bench:
             probe = replace(self.base, kind=kind, patches=tuple(patches), norms=norms)
             ((pooled,),) = self.engine.measure(self.model, [Ask((self.mending,), probe)])
             for number, patch in enumerate(patches):
-                buffers = dict(patch.replaced)
-                for norm in norms:
-                    mean, square = (pooled.mean(f"{number}:{norm}:{kind}") for kind in ("mean", "square"))
-                    variance = (square - mean.square()).clamp_min(0)
-                    buffers |= {f"{norm}.running_mean": mean.float(), f"{norm}.running_var": variance.float()}
+                buffers = {**patch.replaced, **norm_buffers(pooled, number, norms)}
                 for name, (channels, values) in patch.put.items():
                     if name in buffers:  # a silenced kernel keeps the statistics of nothing
                         buffers[name][channels] = values

@@ -78,7 +78,7 @@ def main() -> None:
     except FedOrthoError as error:
         _refuse(str(error))
     if code == INTERRUPTED:
-        err.print("interrupted; fedortho train goes on where it stopped if it is given again")
+        err.print("interrupted; training goes on where it stopped if the same command is given again")
     sys.exit(code)
 
 
@@ -312,8 +312,9 @@ def forget(
     place = choose_device(device)
     out_dir = out_path or run_path.with_name(f"{run_path.name}-{_file_name(asked)}")
     if engine != "inprocess":
-        if dry_run or keep_undo:
-            raise FedOrthoError(f"--dry-run and --keep-undo work here only, not with --engine {engine}")
+        if dry_run or keep_undo or data_dir or device != "auto":
+            only = "--dry-run, --keep-undo, --data-dir and --device"
+            raise FedOrthoError(f"{only} work here only; with --engine {engine} clients have their own places")
         forget_elsewhere(engine, run, asked, settings, out=out_dir, deployment=deployment, say=_log_line)
         _print_elsewhere(out_dir)
         return
@@ -323,7 +324,8 @@ def forget(
         try:
             places: dict[str, Any] = {"out": None if dry_run else out_dir, "undo": keep_undo}
             if isinstance(run.settings, FederateSettings):
-                served = forget_in_federation(run, asked, settings, data=data, data_dir=data_dir, **places)
+                places |= {"data_dir": data_dir, "device": device}
+                served = forget_in_federation(run, asked, settings, data=data, **places)
             else:
                 served = serve_request(run, data, asked, settings, device=place, **places)
         except Refused as refusal:

@@ -103,6 +103,7 @@ class Tally:
     exchanges: int = 0
     bytes_up: int = 0  # from all clients together
     bytes_down: int = 0
+    withheld: int = 0  # groups that clients did not tell of, because they are too small
 
     def since(self, before: "Tally") -> "Tally":
         return Tally(**{name: value - getattr(before, name) for name, value in asdict(self).items()})

@@ -24,9 +24,9 @@ class Federation:
     fraction: Annotated[float, "share of the clients that train in a round, at least one of them"] = 0.1
     split: Annotated[str, "who holds what: iid, dirichlet:BETA or shards:NUMBER"] = "iid"
     least_images: Annotated[int, "images that each client holds at least"] = 10
-    norms: Annotated[str, "running statistics: fedavg, local (with each client), recalibrate (fedavg, then pooled)"] = (
-        "fedavg"
-    )
+    norms: Annotated[
+        str, "running statistics: fedavg, local (never sent, then pooled), recalibrate (fedavg, then pooled)"
+    ] = "fedavg"
     warmup_contacts: Annotated[int, "contacts of a client without alignment"] = 1
     evaluate_every: Annotated[int, "rounds between two measurements; 0: only at the end"] = 5
     timeout: Annotated[float, "seconds to wait for the clients in an exchange"] = 600.0

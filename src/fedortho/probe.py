@@ -170,6 +170,16 @@ def _right(
     return Observation(sums, torch.bincount(group.labels, minlength=whole.classes))
 
 
+def norm_buffers(pooled: Observation, number: int, norms: Sequence[str]) -> dict[str, Tensor]:
+    """The running statistics of batch norms that pooled moments (`moments`, `layer`) of a candidate give."""
+    buffers = {}
+    for norm in norms:
+        mean, square = (pooled.mean(f"{number}:{norm}:{kind}") for kind in ("mean", "square"))
+        buffers[f"{norm}.running_mean"] = mean.float()
+        buffers[f"{norm}.running_var"] = (square - mean.square()).clamp_min(0).float()
+    return buffers
+
+
 def _moments(
     model: nn.Module, whole: Images, group: Images, probe: Probe, memory: Memory, device: torch.device | str
 ) -> Observation:

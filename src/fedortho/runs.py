@@ -6,6 +6,7 @@ history.json        one entry per epoch
 model.safetensors   the weights; same seed and threads, same bytes
 ledger.safetensors  what the deep kernels answered to each label, for requests to come
 clients/            of a federation simulated here: what each client would keep on its own disk
+updates/            of a federation with --keep-updates: every model that a client sent
 checkpoint.safetensors   only while training
 """
 
@@ -101,6 +102,7 @@ class FederateSettings(TrainSettings, Federation):
     """A recipe, what it is applied to, and the federation that applies it."""
 
     epochs: Annotated[int, "a client's passes over its images in a round"] = 1
+    keep_updates: Annotated[bool, "keep what every client sends in every round, which FedEraser needs"] = False
     start: Annotated[str, "go on from this run instead of from new weights; what it has forgotten stays so"] = ""
     threads: Annotated[int, "CPU threads of every client; 0: torch's own choice"] = 0
 
@@ -311,7 +313,7 @@ def _refuse_occupied(path: Path) -> None:
     """Refuse a file and a directory of other things; what we left there when we were killed is no such thing."""
     if path.exists() and not path.is_dir():
         raise FedOrthoError(f"{path} is a file; choose a directory for --out")
-    begun = {"split.json", "history.json", "ledger.safetensors", "clients"}  # of no use without run.json
+    begun = {"split.json", "history.json", "ledger.safetensors", "clients", "updates"}  # of no use without run.json
     if path.is_dir() and not {file.name for file in path.iterdir() if not _is_left_over(file)} <= begun:
         raise FedOrthoError(f"{path} holds files of something else; choose a new directory for --out")
 

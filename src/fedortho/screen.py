@@ -187,7 +187,9 @@ def round_line(entry: Epoch, rounds: int) -> str:
 
 def wire_line(wire: Mapping[str, Mapping[str, int]]) -> str:
     """What a request sent over the network, all clients together."""
-    total = {key: sum(tally[key] for tally in wire.values()) for key in ("exchanges", "bytes_up", "bytes_down")}
+    keys = ("exchanges", "bytes_up", "bytes_down", "withheld")
+    total = {key: sum(tally[key] for tally in wire.values()) for key in keys}
     up, down = total["bytes_up"] / 1000, total["bytes_down"] / 1000
     number = f"{total['exchanges']} exchange{'s' if total['exchanges'] > 1 else ''} with clients"
-    return f"{number}, {down:,.0f} KB down and {up:,.0f} KB up in all, then the patch"
+    small = f"; {total['withheld']} groups of few images were withheld" if total["withheld"] else ""
+    return f"{number}, {down:,.0f} KB down and {up:,.0f} KB up in all, then the patch{small}"

@@ -63,6 +63,9 @@ class Line:
             if client in found:
                 raise FedOrthoError(f"two nodes call themselves client {client}; give each its own partition-id")
             found[client] = (unknown[place], note)
+            for counted in (exchange.up, exchange.down):
+                counted[client] = counted.pop(place)
+        self.log.append(exchange)
         self.nodes = {client: node for client, (node, _) in sorted(found.items())}
         if not self.nodes:
             raise FedOrthoError(f"none of {len(nodes)} nodes answered within {self.timeout:g} s; see their logs")
@@ -173,3 +176,9 @@ class Line:
 def bytes_of(log: Sequence[Exchange]) -> tuple[int, int]:
     """Bytes up and down over exchanges and clients."""
     return sum(sum(e.up.values()) for e in log), sum(sum(e.down.values()) for e in log)
+
+
+def exchange_of(entry: Note) -> Exchange:
+    """An exchange as it was written to a file, where numbers of clients are words."""
+    by_client = {key: {int(c): v for c, v in entry[key].items()} for key in ("down", "up", "failed")}
+    return Exchange(kind=entry["kind"], seconds=entry["seconds"], **by_client)

@@ -13,7 +13,7 @@ from torch import nn
 from fedortho.adapters import base_tensors
 from fedortho.engine import Ask, Course, Group, Tally, as_course, fresh_model
 from fedortho.errors import BadCheckpoint, FedOrthoError
-from fedortho.federated.exchange import Line, bytes_of
+from fedortho.federated.exchange import Line, bytes_of, exchange_of
 from fedortho.federated.rounds import Order, RunningMean, checked, entry_of
 from fedortho.federated.wire import (
     BadReply,
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 AT_ONCE = 12  # candidates in one exchange
-COUNTERS = "num_batches_tracked"
 
 
 @dataclass(frozen=True)
@@ -92,8 +91,7 @@ class FlowerEngine:
         self.left = frozenset(left)  # by earlier requests: nobody waits for them
         self.build, self.local_epochs = build, local_epochs
         self.line = Line(grid, federation.timeout, federation.quorum)
-        self.withheld = 0  # groups that clients did not tell of, because they are too small
-        self._read = self._trained = 0
+        self._read = self._trained = self._withheld = 0
         self._told = {"names": about.names, "mean": about.mean, "std": about.std}
         self.clients = self.hello()
         self.contacts = dict.fromkeys(range(federation.clients), 0)
@@ -109,7 +107,7 @@ class FlowerEngine:
     @property
     def tally(self) -> Tally:
         up, down = bytes_of(self.line.log)
-        return Tally(self._read, self._trained, len(self.line.log), up, down)
+        return Tally(self._read, self._trained, len(self.line.log), up, down, self._withheld)
 
     def fresh(self, seed: int) -> nn.Module:
         return fresh_model(self.build, seed)
@@ -158,7 +156,7 @@ class FlowerEngine:
         current = copy.deepcopy(model).cpu().eval()
         course = as_course(what)
         passes = local_epochs or course.manner.local_epochs or self.local_epochs
-        order = Order(course, recipe, trainable, passes, _base(model), updates)
+        order = Order(course, recipe, trainable, passes, _base(model), updates, self.federation.norms)
         identity = _identity(model, order, self.federation)
         self.contacts = dict.fromkeys(self.contacts, 0)  # each training begins without alignment
         first, history = self._resume(checkpoint, identity, current)
@@ -166,7 +164,8 @@ class FlowerEngine:
         for turn in range(first, recipe.epochs):
             entry = self._round(current, order, turn, there, history, watch)
             every = self.federation.evaluate_every
-            if score is not None and (turn + 1 == recipe.epochs or (every and (turn + 1) % every == 0)):
+            is_due = self.federation.norms != "local"  # else its statistics are pooled only after the last round
+            if score is not None and is_due and (turn + 1 == recipe.epochs or (every and (turn + 1) % every == 0)):
                 entry = replace(entry, valid=score(current))
             history.append(entry)
             if checkpoint is not None:
@@ -186,30 +185,35 @@ class FlowerEngine:
         history: Sequence[Epoch],
         watch: Callable[[News], None] | None,
     ) -> Epoch:
-        """One round, in place: send, train, average in the order of client numbers."""
-        started = time.monotonic()
-        recipe = order.recipe
-        chosen = sample_clients(there, self.federation, recipe.seed, turn)
-        state = current.state_dict()
-        still = order.still(current)
-        wanted = {name: value for name, value in state.items() if name not in still}
-        course, note = pack_course(order.course)
-        more = course | prefixed("mask.", {n: m for n, m in (order.trainable or {}).items() if n not in still})
-        whole, moving = (pack(prefixed("model.", part) | more, {}) for part in (state, wanted))
-        told_all = {"course": note, "still": still, "share": len(chosen)}
-        contents = {}
-        for client in chosen:
-            has_base = bool(still) and self.clients[client]["model"] == order.base
-            own = self._order(order, turn, client) | told_all | {"base": order.base if has_base else ""}
-            contents[client] = _with_note(moving if has_base else whole, own)
-        mean, told = RunningMean(), []
-        order.keep(turn, -1, state, 0)
+        """One round, in place; if all who were drawn turn out to hold nothing for it, others are drawn."""
+        started, left = time.monotonic(), list(there)
 
         def progress(answered: int, asked: int) -> None:
             if watch is not None:
                 up, down = bytes_of(self.line.log)
-                watch(News(turn, recipe.epochs, answered, asked, up, down, tuple(history)))
+                watch(News(turn, order.recipe.epochs, answered, asked, up, down, tuple(history)))
 
+        while left:
+            chosen = sample_clients(left, self.federation, order.recipe.seed, turn)
+            told = self._averaged(current, order, turn, chosen, progress)
+            if told:
+                return entry_of(turn, told, time.monotonic() - started)
+            left = [client for client in left if client not in chosen]
+        raise FedOrthoError(f"round {turn + 1}: none of the clients {_few(there)} has images to train on")
+
+    def _averaged(
+        self, current: nn.Module, order: Order, turn: int, chosen: Sequence[int], progress: Callable[[int, int], None]
+    ) -> list[Note]:
+        """Send, train, average in the order of client numbers; what those who had images told.
+
+        The mean grows in the tensors of the current model: beside it there is only the message that carries it.
+        """
+        state = current.state_dict()
+        order.keep(turn, -1, state, 0)
+        contents = self._contents(current, order, turn, chosen)
+        still = order.still(current)
+        wanted = {name: value for name, value in state.items() if name not in still}
+        mean, told = RunningMean(wanted), []
         for client, answer, note in self.line.ask("train.local", contents, progress=progress):
             self.contacts[client] += 1
             try:
@@ -217,6 +221,8 @@ class FlowerEngine:
                     continue
                 news = {key: note[key] for key in ("images", "loss", "accuracy", "ortho", "drift", "read", "trained")}
                 mine = checked(below("model.", answer), wanted)
+                if int(note["images"]) < 1:
+                    raise BadReply(f"it trained on {note['images']} images")
                 mean.add(mine, int(note["images"]))
             except (BadReply, KeyError, TypeError, ValueError) as error:
                 self.line.log[-1].reject(client, f"its answer does not fit ({error})")
@@ -224,10 +230,24 @@ class FlowerEngine:
             order.keep(turn, client, mine, news["images"])
             self.add_work(read=int(news["read"]), trained=int(news["trained"]))
             told.append(news)
-        if not mean.weight:
-            raise FedOrthoError(f"round {turn + 1}: none of the clients {_few(chosen)} has images to train on")
-        current.load_state_dict({**state, **mean.state})
-        return entry_of(turn, told, time.monotonic() - started)
+        return told
+
+    def _contents(self, current: nn.Module, order: Order, turn: int, chosen: Sequence[int]) -> dict[int, Any]:
+        """The message to each client; those that have what stays as it is are sent the rest only."""
+        state, still = current.state_dict(), order.still(current)
+        course, note = pack_course(order.course)
+        more = course | prefixed("mask.", {n: m for n, m in (order.trainable or {}).items() if n not in still})
+        told_all = {"course": note, "still": still, "share": len(chosen)}
+        packed: dict[bool, Any] = {}
+        contents = {}
+        for client in chosen:
+            has_base = bool(still) and self.clients[client]["model"] == order.base
+            if has_base not in packed:
+                part = {name: value for name, value in state.items() if not has_base or name not in still}
+                packed[has_base] = pack(prefixed("model.", part) | more, {})
+            own = self._order(order, turn, client) | told_all | {"base": order.base if has_base else ""}
+            contents[client] = _with_note(packed[has_base], own)
+        return contents
 
     def _order(self, order: Order, turn: int, client: int) -> Note:
         """What a client is told to do in a round."""
@@ -243,8 +263,7 @@ class FlowerEngine:
         )
         aligns = self.contacts[client] >= self.federation.warmup_contacts
         about = {"about": self._told, "classes": len(self.names), "channels": self.shape[0]}
-        norms = self.federation.norms
-        return about | {"round": turn, "recipe": as_mapping(local), "align": aligns, "norms": norms}
+        return about | {"round": turn, "recipe": as_mapping(local), "align": aligns}
 
     def _resume(self, path: Path | None, identity: str, current: nn.Module) -> tuple[int, list[Epoch]]:
         if path is None or not path.exists():
@@ -254,11 +273,14 @@ class FlowerEngine:
             raise BadCheckpoint(f"{path} belongs to other settings, clients or weights; remove it to start anew")
         current.load_state_dict({name: value.clone() for name, value in tensors.items()})
         self.contacts = {int(client): number for client, number in note["contacts"].items()}
+        self.line.log += [exchange_of(entry) for entry in note["exchanges"]]
         return note["rounds"], [Epoch(**entry) for entry in note["history"]]
 
     def _save(self, path: Path, identity: str, rounds: int, current: nn.Module, history: Sequence[Epoch]) -> None:
         note: Note = {"belongs_to": identity, "rounds": rounds, "contacts": self.contacts}
-        write_tensors(path, current.state_dict(), note | {"history": [asdict(entry) for entry in history]})
+        note |= {"history": [asdict(entry) for entry in history]}
+        note |= {"exchanges": [asdict(exchange) for exchange in self.line.log if exchange.kind == "train.local"]}
+        write_tensors(path, current.state_dict(), note)
 
     # questions
 
@@ -281,7 +303,7 @@ class FlowerEngine:
             except (FedOrthoError, KeyError, TypeError, ValueError, RuntimeError) as error:
                 exchange.reject(client, f"its sums do not fit ({type(error).__name__})")
                 continue
-            self.withheld += withheld
+            self._withheld += withheld
             self.add_work(read=read, trained=trained)
         if total is None:
             raise FedOrthoError(f"no client has the model {digest[:12]}; send it with fedortho federate")

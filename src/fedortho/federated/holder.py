@@ -1,12 +1,12 @@
 """What a client does with its images when the server asks; plain values in and out, nothing of Flower.
 
 A client keeps under its store: models/DIGEST.safetensors (clients of a simulation share them), and for itself
-client-N/state.json (its model, what it has forgotten), client-N/ledger.safetensors, client-N/norms-ROUND.safetensors.
+client-N/state.json (its model, what it has forgotten) and client-N/ledger.safetensors.
 """
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
@@ -161,23 +161,20 @@ class Holder:
             return {}, {"client": self.client, "images": 0}
         recipe = make_settings(Recipe, note["recipe"])
         model = self._received(below("model.", tensors), course, note)
-        start = self._with_own_norms(model, note)
         last: list[Progress] = []
         trained = fit(
-            start,
+            model,
             lessons,
             recipe,
             reference=model if note["align"] else None,
             device=choose_device(self.settings.device),
             trainable=_mask(model, below("mask.", tensors), note["still"]),
-            watch=lambda news: last.__setitem__(slice(None), [news]),
+            watch=last.append,
             manner=course.manner,
             teachers=course.teachers,
         )
         state = trained.state_dict()
-        if note["norms"] == "local":
-            self._keep_norms(state, note["round"])
-        entry = last[0].history[-1]
+        entry = last[-1].history[-1]
         told: Note = {"client": self.client, "images": own, "loss": entry.loss, "accuracy": entry.accuracy}
         told |= {"ortho": entry.ortho, "drift": _drift(model, trained)}
         seen, taught = count_images(lessons, recipe.batch, recipe.epochs, course.manner)
@@ -198,23 +195,6 @@ class Holder:
             model = attach(model, course.adapters)
         load_weights(model, {**model.state_dict(), **sent}, Path("the server's model"))
         return model
-
-    def _with_own_norms(self, model: nn.Module, note: Note) -> nn.Module:
-        """The model with the running statistics that this client kept from its last round, if it keeps any."""
-        earlier = [path for path in self.place.glob("norms-*.safetensors") if _round_of(path) < note["round"]]
-        if note["norms"] != "local" or not earlier:
-            return model
-        own = build_model(self.settings.model, classes=note["classes"], channels=note["channels"])
-        state = model.state_dict() | read_tensors(max(earlier, key=_round_of))[0]
-        own.load_state_dict(state)
-        return own
-
-    def _keep_norms(self, state: Mapping[str, Tensor], turn: int) -> None:
-        kept = {name: value for name, value in state.items() if name.endswith(("running_mean", "running_var"))}
-        write_tensors(self.place / f"norms-{turn}.safetensors", kept)
-        old = sorted(self.place.glob("norms-*.safetensors"), key=_round_of)[:-2]  # the last two: a round may come again
-        for path in old:
-            path.unlink(missing_ok=True)
 
     def keep(self, tensors: Tensors, note: Note) -> Reply:
         """Take the model that requests will be about; write its ledger, which never leaves this disk."""
@@ -295,8 +275,7 @@ class Holder:
 
     def _leave(self) -> None:
         """Nothing of the federation stays with a client that is gone; may be done again."""
-        for path in [self.place / "ledger.safetensors", *self.place.glob("norms-*.safetensors")]:
-            path.unlink(missing_ok=True)
+        (self.place / "ledger.safetensors").unlink(missing_ok=True)
         if old := self.state["model"]:
             self._write(model="", past=[*self.state["past"], old])
             self._forget_model(old)
@@ -313,10 +292,6 @@ def _mask(model: nn.Module, some: Tensors, still: Sequence[str]) -> Mask | None:
     """Which coordinates may move: of the tensors that stay still none, of some a part, of the others all."""
     none = {name: torch.zeros_like(p, dtype=torch.bool) for name, p in model.named_parameters() if name in still}
     return none | {name: mask.bool() for name, mask in some.items()} or None
-
-
-def _round_of(path: Path) -> int:
-    return int(path.stem.partition("-")[2])
 
 
 def _drift(received: nn.Module, trained: nn.Module) -> float:

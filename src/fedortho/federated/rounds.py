@@ -1,7 +1,7 @@
 """What the rounds of a federation have in common: the order that clients get, the mean of what they send back."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,21 +16,22 @@ from fedortho.train import Epoch, Mask
 
 @dataclass
 class RunningMean:
-    """A weighted mean of models, added one by one: the server never holds more than this and the current one."""
+    """A weighted mean of models, added one by one into tensors that are there: no further model is held."""
 
+    into: Mapping[str, Tensor]
     weight: int = 0
-    state: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, state: Mapping[str, Tensor], weight: int) -> None:
         """Floats are averaged by weight; integers (batch-norm counters) take the largest."""
         self.weight += weight
         for name, value in state.items():
-            if name not in self.state:
-                self.state[name] = value.clone()
+            held = self.into[name]
+            if self.weight == weight:  # the first one
+                held.copy_(value)
             elif value.is_floating_point():
-                self.state[name] += (value - self.state[name]) * (weight / self.weight)
+                held += (value - held) * (weight / self.weight)
             else:
-                self.state[name] = torch.maximum(self.state[name], value)
+                held.copy_(torch.maximum(held, value))
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Order:
     local_epochs: int
     base: str  # digest of the model that it began with, without adapters
     updates: Path | None = None  # where to keep what clients send
+    norms: str = "fedavg"  # the federation's policy for running statistics
 
     def concerns(self, client: int) -> bool:
         """Whether this client may have images for it; one that leaves is not even asked."""
@@ -62,6 +64,8 @@ class Order:
         denied |= {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
         if self.course.manner.norms == "frozen":
             denied |= {name for name, _ in model.named_buffers()}
+        elif self.norms == "local":
+            denied |= {name for name, _ in model.named_buffers() if name.endswith(("running_mean", "running_var"))}
         return [name for name in model.state_dict() if name in denied]
 
 

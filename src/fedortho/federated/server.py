@@ -25,7 +25,7 @@ from fedortho.federation import held_rows
 from fedortho.files import locked, read_json, write_json
 from fedortho.methods.fedortho import ForgetSettings
 from fedortho.models import build_model
-from fedortho.probe import Probe
+from fedortho.probe import Probe, norm_buffers
 from fedortho.prune import Patch, bind_patch, load_patch
 from fedortho.request import ForgetRequest
 from fedortho.runs import FederateSettings, Run, load_run_data, open_run, relocated, train_run
@@ -107,6 +107,7 @@ def train_federation(
             return train_federation(path, settings, here, watch=watch, updates=updates)
     start = _start(settings)
     inherited = {"requests": start.record["requests"]} if start and "requests" in start.record else {}
+    updates = updates or (path / "updates" if settings.keep_updates else None)
     trainer = _Trainer(path, settings, grid, watch, start, updates)
     return train_run(path, settings, trainer=trainer, inherited=inherited)
 
@@ -152,6 +153,8 @@ class _Trainer:
             trainable = silenced(start, model)
             without = joined([request for request in (kept_out(start), without) if request is not None])
             copy_patches(start, self.path, len(gone))
+        if settings.without:
+            engine.check(ForgetRequest.parse(settings.without), None)
         trained = engine.fit(
             model,
             Group("train", None, without),
@@ -185,11 +188,7 @@ def recalibrated(engine: FlowerEngine, model: nn.Module, without: ForgetRequest 
     norms = tuple(name for name, module in model.named_modules() if isinstance(module, nn.BatchNorm2d))
     probe = Probe("moments", layers="all", edit="conv", tap="conv", norms=norms)
     ((pooled,),) = engine.measure(model, [Ask((Group("train", None, without),), probe)])
-    buffers: dict[str, Tensor] = {}
-    for norm in norms:
-        mean, square = (pooled.mean(f"0:{norm}:{kind}") for kind in ("mean", "square"))
-        buffers[f"{norm}.running_mean"] = mean.float()
-        buffers[f"{norm}.running_var"] = (square - mean.square()).clamp_min(0).float()
+    buffers = norm_buffers(pooled, 0, norms)
     patch = bind_patch(Patch("", "", replaced=buffers), model, method="recalibrate")
     engine.send_patch(patch, None)
     return patch.apply(model)
@@ -205,6 +204,7 @@ def forget_in_federation(
     undo: Path | None = None,
     data: Dataset | None = None,
     data_dir: str = "",
+    device: str = "auto",
 ) -> Served:
     """Serve a request in a federation: plan with its clients, write the new run, send the patch.
 
@@ -214,6 +214,7 @@ def forget_in_federation(
     check_places(out, undo)
     assert isinstance(run.settings, FederateSettings), "the caller looked"
     federated = relocated(run.settings, data_dir)
+    federated = federated if device == "auto" else replace(federated, device=device)
     if grid is not None:
         return _forget(run, federated, request, settings, grid, out=out, undo=undo, data=data)
     with copied_clients(run, out) as (store, fresh), in_process(federated, store) as here:

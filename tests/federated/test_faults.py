@@ -1,0 +1,254 @@
+"""The federated engine with clients that fail, come late, lose things or leave."""
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from federations import CLASS, OTHER, PEAKS, RECIPE, grid_of, held, start
+from flwr.app import Message
+from torch import nn
+
+from fedortho.data import Dataset
+from fedortho.engine import Ask, Group
+from fedortho.errors import FedOrthoError
+from fedortho.federated.flower import FlowerEngine
+from fedortho.federated.inprocess import FIRST, InProcessGrid
+from fedortho.federated.wire import pack, unpack
+from fedortho.federation import sample_clients
+from fedortho.files import read_json, tensors_digest
+from fedortho.methods.fedortho import plan_forgetting
+from fedortho.prune import bind_patch, plan_edit
+from fedortho.request import EmptyGroup, ForgetRequest
+from fedortho.sites import find_sites
+
+
+def test_drawn_clients_that_hold_nothing_are_replaced_by_others(make_engine, digits: Dataset) -> None:
+    engine = make_engine(clients=4, fraction=0.25, split="shards:3", rounds=1)
+    one = draws(engine, RECIPE.seed)
+    label = next(n for n in range(10) if not bool((digits.train.labels[held_by(engine, digits, one)] == n).any()))
+    only = Group("train", ForgetRequest.parse(f"class:{label}"))
+    trained = engine.fit(start(), only, replace(RECIPE, epochs=1))
+    assert tensors_digest(trained.state_dict()) != tensors_digest(start().state_dict())
+    first = next(exchange for exchange in engine.line.log if exchange.kind == "train.local")
+    assert list(first.up) == [one]
+    assert engine.history[0].clients == 1
+
+
+def draws(engine: FlowerEngine, seed: int) -> int:
+    return sample_clients(engine.present(), engine.federation, seed, 0)[0]
+
+
+def held_by(engine: FlowerEngine, digits: Dataset, client: int) -> torch.Tensor:
+    return torch.isin(digits.train.rows, held(engine)[client])
+
+
+class Spoiled(InProcessGrid):
+    """Clients that fail in some way."""
+
+    def __init__(self, good: InProcessGrid, bad: dict[int, str]) -> None:
+        self.__dict__.update(good.__dict__)
+        self.bad = bad
+
+    def _answer(self, message: Message) -> Message:
+        client = message.metadata.dst_node_id - FIRST
+        how = self.bad.get(client) if message.metadata.message_type != "query.hello" else None
+        if how == "raises":
+            message = copy.deepcopy(message)  # its record is the others' too
+            message.content["note"]["json"] = "no json"
+            return super()._answer(message)
+        reply = super()._answer(message)
+        tensors, note = unpack(reply.content)
+        if how == "shapes":
+            tensors = {name: value.reshape(-1)[:1] for name, value in tensors.items()}
+        elif how == "nan":
+            tensors = {n: value * float("nan") if value.is_floating_point() else value for n, value in tensors.items()}
+        elif how == "other":
+            note["client"] = client + 1
+        elif how == "layers":
+            tensors.pop(next(iter(tensors)))
+        elif how == "silly":
+            note = {"client": client}
+        return Message(pack(tensors, note), reply_to=message) if how else reply
+
+
+@pytest.mark.parametrize("how", ["raises", "silent", "shapes", "nan", "other"])
+def test_a_client_that_fails_is_named_and_the_others_go_on(
+    make_engine, tiny_digits: nn.Module, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine(timeout=0.3)
+    engine.send_model(tiny_digits)
+    without = FlowerEngine(grid_of(engine), engine.federation, engine.about)
+    engine.line.grid = Spoiled(grid_of(engine), {2: how})
+    if how == "silent":
+        engine.line.grid.silent = {2}
+    asks = [Ask((Group("train", CLASS), Group("train", None, CLASS)), PEAKS)]
+    ((gone, _),) = engine.measure(tiny_digits, asks)
+    without.clients = {client: note for client, note in without.clients.items() if client != 2}
+    ((expected, _),) = without.measure(tiny_digits, asks)
+    assert torch.equal(gone.counts, expected.counts), "nobody is counted twice or for another"
+    assert all(torch.equal(gone.sums[key], value) for key, value in expected.sums.items())
+    assert list(engine.line.log[-1].failed) == [2]
+    assert "client 2" in caplog.text
+    trained = engine.fit(start(), Group(), replace(RECIPE, epochs=1))
+    assert all(bool(torch.isfinite(value).all()) for value in trained.state_dict().values())
+    assert engine.history[0].clients == 3
+
+
+@pytest.mark.parametrize("how", ["shapes", "layers", "silly"])
+def test_the_first_client_does_not_decide_what_fits(make_engine, tiny_digits: nn.Module, how: str) -> None:
+    engine = make_engine()
+    engine.send_model(tiny_digits)
+    asks = [Ask((Group("train", CLASS), Group("train", None, CLASS)), PEAKS)]
+    ((whole, _),) = engine.measure(tiny_digits, asks)
+    engine.line.grid = Spoiled(grid_of(engine), {0: how})
+    ((gone, _),) = engine.measure(tiny_digits, asks)
+    assert list(engine.line.log[-1].failed) == [0]
+    assert 0 < gone.images < whole.images
+    engine.fit(start(), Group(), replace(RECIPE, epochs=1))
+    assert engine.history[0].clients == 3
+
+
+def test_a_client_that_went_away_is_named_and_messages_that_were_not_taken_are_an_error(
+    make_engine, tiny_digits: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    push = engine.line.grid.push_messages  # Flower gives None for a node that is gone, and nothing if all is too large
+    monkeypatch.setattr(engine.line.grid, "push_messages", lambda messages: [None, None, *push(messages)[2:]])
+    assert engine.send_model(tiny_digits) == [2, 3]
+    assert engine.line.log[-1].failed == dict.fromkeys([0, 1], "is no longer connected")
+    monkeypatch.setattr(engine.line.grid, "push_messages", lambda messages: [])
+    with pytest.raises(FedOrthoError, match="did not take 4 messages"):
+        engine.send_model(tiny_digits)
+
+
+def test_too_few_answers_end_the_round_with_a_reason(make_engine, tiny_digits: nn.Module) -> None:
+    engine = make_engine(timeout=0.2, quorum=0.9)
+    engine.line.grid.silent = {0}
+    with pytest.raises(FedOrthoError, match=r"only 3 of 4 clients answered train.local \(client 0: silent"):
+        engine.fit(start(), Group(), RECIPE)
+
+
+def test_an_error_text_never_reaches_the_server(make_engine, caplog: pytest.LogCaptureFixture) -> None:
+    engine = make_engine()
+    grid = grid_of(engine)
+    (name,) = grid.push_messages([Message(pack({}, {"secret": "cat"}), FIRST, "query.observe")])
+    (reply,) = grid.pull_messages([name])
+    assert reply.has_error()
+    assert reply.error.reason == "ClientFailed"
+
+
+def test_nothing_to_train_on_is_refused_and_not_divided_by(make_engine) -> None:
+    engine = make_engine()
+    everything = ForgetRequest(classes=tuple(map(str, range(10))))
+    with pytest.raises(FedOrthoError, match="has images to train on"):
+        engine.fit(start(), Group("train", None, everything), RECIPE)
+
+
+def silencing(model: nn.Module):
+    sites = find_sites(model, (1, 8, 8), "all", "channel", "stream")
+    chosen = {sites[-1].name: (torch.tensor([1, 4]), torch.ones(2, dtype=torch.float64))}
+    return bind_patch(plan_edit(model, sites, chosen, "channel"), model, request="class:3")
+
+
+def test_a_patch_is_applied_once_however_often_it_is_sent_and_a_late_client_gets_it(
+    make_engine, tmp_path: Path, tiny_digits: nn.Module
+) -> None:
+    engine = make_engine(timeout=0.3)
+    engine.send_model(tiny_digits)
+    patch = silencing(tiny_digits)
+    engine.line.grid.silent = {3}
+    assert engine.send_patch(patch, CLASS) == [0, 1, 2]
+    assert engine.send_patch(patch, CLASS, [0, 1, 2]) == [0, 1, 2]
+    engine.line.grid.silent = set()
+    later = FlowerEngine(grid_of(engine), engine.federation, engine.about)
+    assert [note["model"] for note in later.clients.values()] == [patch.after] * 3 + [patch.before]
+    later.bring_up_to_date(patch.apply(tiny_digits), [(patch, CLASS)])
+    assert {note["model"] for note in later.hello().values()} == {patch.after}
+    kinds = [exchange.kind for exchange in later.line.log]
+    assert kinds == ["query.hello", "train.patch", "query.hello"], "the model itself did not travel"
+    states = [read_json(path) for path in sorted((tmp_path / "clients").glob("client-*/state.json"))]
+    assert all(len(state["gone"]) == 1 for state in states)
+    models = list((tmp_path / "clients" / "models").iterdir())
+    assert [path.stem for path in models] == [patch.after], "the model that knew is gone from the disks"
+    with pytest.raises(FedOrthoError, match="patched away"):
+        later.send_model(tiny_digits)
+
+
+def test_holders_drop_what_is_forgotten_and_a_client_that_leaves_takes_no_further_part(
+    make_engine, tmp_path: Path, tiny_digits: nn.Module
+) -> None:
+    engine = make_engine()
+    engine.send_model(tiny_digits)
+    patch = silencing(tiny_digits)
+    request = ForgetRequest.parse("class:3 client:1")
+    engine.send_patch(patch, request)
+    edited = patch.apply(tiny_digits)
+    later = FlowerEngine(grid_of(engine), engine.federation, engine.about)
+    assert later.present() == [0, 2, 3]
+    ((gone, kept),) = later.measure(edited, [Ask((Group("train", CLASS), Group()), PEAKS)])
+    assert gone.images == 0
+    assert kept.images == sum(note["images"] for note in later.clients.values()) > 0
+    assert not (tmp_path / "clients" / "client-1" / "ledger.safetensors").exists()
+    for text, message in (
+        ("client:1", "has left already"),
+        ("client:9", "no client 9; clients run 0 to 3"),
+        ("class:11", "no class '11'"),
+    ):
+        with pytest.raises(FedOrthoError, match=message):
+            plan_forgetting(edited, later, ForgetRequest.parse(text))
+    del later.clients[2]
+    with pytest.raises(FedOrthoError, match="client 2 is not connected"):
+        plan_forgetting(edited, later, ForgetRequest.parse("client:2"))
+    with pytest.raises(EmptyGroup, match="forgotten before"):
+        plan_forgetting(edited, later, CLASS, forgotten=CLASS)
+
+
+def test_a_client_that_missed_its_leaving_and_more_leaves_and_nobody_waits_for_it(
+    make_engine, tmp_path: Path, tiny_digits: nn.Module
+) -> None:
+    engine = make_engine(timeout=0.3)
+    engine.send_model(tiny_digits)
+    leaving = silencing(tiny_digits)
+    once = leaving.apply(tiny_digits)
+    second = bind_patch(
+        plan_edit(once, find_sites(once, (1, 8, 8), "all", "channel", "stream"), OTHER, "channel"), once
+    )
+    engine.line.grid.silent = {1}
+    request = ForgetRequest.parse("client:1")
+    assert engine.send_patch(leaving, request) == [0, 2, 3]
+    assert engine.send_patch(second, CLASS) == [0, 2, 3]
+    engine.line.grid.silent = set()
+    later = FlowerEngine(grid_of(engine), engine.federation, engine.about, left=[1])
+    later.bring_up_to_date(second.apply(once), [(leaving, request), (second, CLASS)])
+    state = read_json(tmp_path / "clients" / "client-1" / "state.json")
+    assert state["left"]
+    assert not state["model"]
+    assert later.present() == [0, 2, 3]
+    with pytest.raises(EmptyGroup, match="client 1 has left already"):
+        later.check(request, None)
+
+
+def test_a_client_that_lost_its_disk_is_told_what_was_forgotten(
+    make_engine, tmp_path: Path, tiny_digits: nn.Module
+) -> None:
+    engine = make_engine()
+    patch = silencing(tiny_digits)
+    engine.bring_up_to_date(patch.apply(tiny_digits), [(patch, CLASS)])
+    states = [read_json(path) for path in (tmp_path / "clients").glob("client-*/state.json")]
+    assert [state["gone"] for state in states] == [[{"classes": ["3"], "clients": [], "samples": []}]] * 4
+    ((gone,),) = engine.measure(patch.apply(tiny_digits), [Ask((Group("train", CLASS),), PEAKS)])
+    assert not gone.images
+
+
+def test_two_nodes_with_one_name_and_no_node_at_all_are_refused(make_engine, monkeypatch) -> None:
+    engine = make_engine()
+    grid = grid_of(engine)
+    monkeypatch.setattr(grid, "get_node_ids", lambda: [FIRST, FIRST + 1, FIRST, FIRST + 2])
+    with pytest.raises(FedOrthoError, match="two nodes call themselves client 0"):
+        FlowerEngine(grid, engine.federation, engine.about)
+    grid.silent = {0, 1, 2, 3}
+    monkeypatch.undo()
+    with pytest.raises(FedOrthoError, match="none of 4 nodes answered"):
+        FlowerEngine(grid, replace(engine.federation, timeout=0.2), engine.about)
