@@ -1,18 +1,22 @@
 """Methods side by side, on one machine and in a federation; a comparison goes on where it stopped."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from small import SETTINGS
+from typer.testing import CliRunner
 
+from fedortho.cli import app
 from fedortho.compare import Row, best, chosen_methods, compare, gaps, read_settings, settings_for, table
-from fedortho.errors import UnknownName
-from fedortho.federated.server import train_federation
+from fedortho.errors import FedOrthoError, UnknownName
+from fedortho.federated.server import patches_of, train_federation
 from fedortho.files import read_json, write_json
 from fedortho.methods.retrain import Retrain
 from fedortho.request import ForgetRequest
-from fedortho.runs import Run, TrainSettings, load_run_data, train_run
+from fedortho.runs import Run, TrainSettings, load_run_data, open_run, train_run
+from fedortho.verify import judge
 
 REQUEST = ForgetRequest.parse("class:3")
 QUICK = {"finetune": {"epochs": 1}}
@@ -50,6 +54,54 @@ def test_a_comparison_writes_each_method_as_it_goes_and_resumes(run: Run, tmp_pa
     assert again[1].weights == "as it was", "it was not run again"
     other = compare(run, data, REQUEST, ["finetune"], tmp_path, settings={"finetune": {"epochs": 2}})
     assert other[0].weights not in ("as it was", first[1].weights), "other settings are another result"
+
+
+def test_retraining_is_done_once_and_every_outcome_is_a_run_of_its_own(run: Run, tmp_path: Path) -> None:
+    data, kept = load_run_data(run.settings), tmp_path / "references"
+    (first,) = compare(run, data, REQUEST, ["retrain-ortho"], tmp_path / "one", references=kept)
+    (reference,) = kept.iterdir()
+    stamp = (reference / "model.safetensors").stat().st_mtime_ns
+    again, masked = compare(run, data, REQUEST, ["retrain-ortho", "logit-mask"], tmp_path / "two", references=kept)
+    assert again.weights == first.weights == open_run(reference).record["model"]["digest"]
+    assert (reference / "model.safetensors").stat().st_mtime_ns == stamp
+    assert first.cost is not None
+    assert first.cost["images_trained"] == 3 * int((data.train.labels != 3).sum())
+    outcome = open_run(tmp_path / "two" / "logit-mask")
+    assert outcome.record["model"]["digest"] == masked.weights
+    assert outcome.record["requests"][-1]["method"] == "logit-mask"
+    assert judge(outcome.load_model(), data, REQUEST).forget == 0.0
+    with pytest.raises(FedOrthoError, match="no patch for each"):
+        patches_of(outcome)
+
+
+def test_the_command_shows_a_table_and_writes_results(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    told = invoke("compare", str(run.path), "class:3", "--methods", "retrain,ssd,logit-mask", "--out", str(out))
+    for word in ("retrain", "ssd", "logit-mask", "gap", "seconds", "controls aside"):
+        assert word in told
+    rows = json.loads(invoke("compare", str(run.path), "class:3", "--methods", "ssd", "--out", str(out), "--json"))
+    assert rows[0]["verdict"]["forget"] == read_json(out / "ssd.json")["verdict"]["forget"]
+    with pytest.raises(FedOrthoError, match="no method 'sdd'"):
+        invoke("compare", str(run.path), "class:3", "--methods", "sdd", "--out", str(out))
+
+
+def test_the_command_tunes_and_what_it_writes_can_be_compared_with(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "tuned.json"
+    told = invoke("tune", "ssd", str(run.path), "class:3", "--out", str(file))
+    assert "budget: trials 6, images 10,000" in told
+    assert "trial 6" in told
+    alpha = read_json(file)["ssd"]["alpha"]
+    invoke(
+        "compare", str(run.path), "class:3", "--methods", "ssd", "--settings", str(file), "--out", str(tmp_path / "o")
+    )
+    assert read_json(tmp_path / "o" / "ssd.json")["settings"]["alpha"] == alpha
+
+
+def invoke(*words: str) -> str:
+    result = CliRunner().invoke(app, list(words))
+    if result.exception is not None:
+        raise result.exception
+    return result.stdout
 
 
 def test_what_a_method_cannot_serve_is_a_line_and_not_the_end(run: Run, tmp_path: Path) -> None:

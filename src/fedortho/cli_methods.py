@@ -25,6 +25,7 @@ def compare_command(
     preset: Annotated[str, typer.Option(help="settings: published, or short (minutes on two cores)")] = "published",
     settings: Annotated[Path | None, typer.Option(help="a JSON file that fedortho tune wrote; wins over it")] = None,
     out_path: Annotated[Path | None, typer.Option("--out", help="directory of results (default: RUN-compared)")] = None,
+    references: Annotated[Path | None, typer.Option(help="directory of retrained runs (default: in --out)")] = None,
     data_dir: DataDir = "",
     as_json: Annotated[bool, typer.Option("--json", help="print JSON for machines")] = False,
 ) -> None:
@@ -41,6 +42,8 @@ def compare_command(
             names,
             place,
             settings=chosen,
+            references=references,
+            data_dir=data_dir,
             watch=lambda name, number, of: shown.update(task, completed=number, total=of, news=name),
         )
     if as_json:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fedortho.calibrate import Refused
-from fedortho.cost import Meter
+from fedortho.cost import Cost, Meter
 from fedortho.data import Dataset
 from fedortho.devices import choose_device, using_threads
 from fedortho.engine import CentralEngine, Engine, Group
@@ -25,13 +25,20 @@ from fedortho.files import read_json, tensors_digest, write_json
 from fedortho.ledger import load_ledger
 from fedortho.methods import METHODS, make_method, unlearn
 from fedortho.methods.contract import CannotServe, Method
-from fedortho.methods.retrain import RetrainOrtho
+from fedortho.methods.retrain import Retrain, RetrainOrtho
 from fedortho.models import build_model
 from fedortho.recipe import Recipe
+from fedortho.references import (
+    find_reference,
+    reference_cost,
+    reference_name,
+    reference_settings,
+    train_reference,
+)
 from fedortho.request import Clients, ForgetRequest
 from fedortho.results import SCHEMA, environment
 from fedortho.runs import FederateSettings, Run
-from fedortho.serve import earlier_requests, joined
+from fedortho.serve import earlier_requests, joined, write_derived
 from fedortho.settings import as_mapping, field_types, make_settings
 from fedortho.verify import judge
 
@@ -60,6 +67,7 @@ class Place:
     clients: Clients | None
     forgotten: ForgetRequest | None
     device: torch.device
+    data_dir: str = ""  # where the run's data lies here, if elsewhere than it says
 
     @contextmanager
     def engine(self) -> Iterator[Engine]:
@@ -84,11 +92,11 @@ class Place:
                 yield engine
 
 
-def place_of(run: Run, data: Dataset) -> Place:
+def place_of(run: Run, data: Dataset, data_dir: str = "") -> Place:
     """A run opened for comparison; what it has forgotten before is no longer part of what is kept."""
     settings = run.settings
     clients = held_rows(data, settings, settings.dealt_by) if isinstance(settings, FederateSettings) else None
-    return Place(run, data, clients, joined(earlier_requests(run)), choose_device(settings.device))
+    return Place(run, data, clients, joined(earlier_requests(run)), choose_device(settings.device), data_dir)
 
 
 def chosen_methods(words: str) -> list[str]:
@@ -147,21 +155,28 @@ def compare(
     out: Path,
     *,
     settings: Mapping[str, Mapping[str, Any]] | None = None,
+    references: Path | None = None,
+    data_dir: str = "",
     watch: Watch | None = None,
 ) -> list[Row]:
-    """Run methods from the same model; each writes a JSON file, and one that is there already is not run again."""
-    place = place_of(run, data)
+    """Run methods from the same model; each writes a JSON file, and one that is there already is not run again.
+
+    Beside it goes a run directory with its model, for audits. Retrained models come from a directory of
+    `references`, and are trained into it if they are not there.
+    """
+    place = place_of(run, data, data_dir)
+    references = references or out / "references"
     rows = []
     with using_threads(run.settings.threads):
         for number, name in enumerate(names):
             if watch is not None:
                 watch(name, number, len(names))
             method = settings_for(run, name, (settings or {}).get(name, {}))
-            rows.append(_row(place, request, method, out / f"{name}.json"))
+            rows.append(_row(place, request, method, out / f"{name}.json", references))
     return rows
 
 
-def _row(place: Place, request: ForgetRequest, method: Method, path: Path) -> Row:
+def _row(place: Place, request: ForgetRequest, method: Method, path: Path, references: Path) -> Row:
     chosen = as_mapping(method)
     identity = {"model": place.run.record["model"]["digest"], "request": str(request)}
     planned = Row(method.name, chosen, identity)
@@ -170,19 +185,42 @@ def _row(place: Place, request: ForgetRequest, method: Method, path: Path) -> Ro
         row = Row(**found)
         if replace(row, verdict=None, cost=None, weights="", refused="") == planned:
             return row
-    model = place.run.load_model().to(place.device)
     try:
-        with place.engine() as engine:
-            meter = Meter(engine, model)
-            forgot = unlearn(model, meter, request, method)
-            cost = meter.cost()  # before anything is measured
+        forgot, cost = _outcome(place, request, method, references)
     except (CannotServe, Refused) as error:
         row = replace(planned, refused=str(error))
     else:
         digest = tensors_digest(forgot.state_dict())
         row = replace(planned, verdict=asdict(_judged(place, forgot, request)), cost=asdict(cost), weights=digest)
+        _keep(place, request, row, forgot, path.with_suffix(""))
     row.save(path, place.device)
     return row
+
+
+def _outcome(place: Place, request: ForgetRequest, method: Method, references: Path) -> tuple[nn.Module, Cost]:
+    """The model that has forgotten, and what that cost, before anything is measured."""
+    if isinstance(method, RetrainOrtho):
+        settings = reference_settings(place.run, request, plain=isinstance(method, Retrain), data_dir=place.data_dir)
+        found = find_reference(references, settings, place.data.digest)
+        run = found or train_reference(references, reference_name(place.run, request, settings), settings)
+        return run.load_model(), reference_cost(run, place.data)
+    model = place.run.load_model().to(place.device)
+    with place.engine() as engine:
+        meter = Meter(engine, model)
+        forgot = unlearn(model, meter, request, method)
+        return forgot, meter.cost()
+
+
+def _keep(place: Place, request: ForgetRequest, row: Row, model: nn.Module, path: Path) -> None:
+    """Write a method's model as a run of its own."""
+    before = asdict(_judged(place, place.run.load_model(), request))
+    assert row.verdict is not None, "it was measured"
+    entry: dict[str, Any] = {"request": str(request), "method": row.method, "settings": row.settings, "before": before}
+    entry |= {"after": row.verdict, "retain-paid": before["retain"] - row.verdict["retain"], "cost": row.cost}
+    changes: dict[str, Any] = {"requests": [*place.run.record.get("requests", []), entry]}
+    changes |= {"result": {"test-accuracy": row.verdict["test"]}}
+    shutil.rmtree(path, ignore_errors=True)
+    write_derived(path, place.run, model, changes, patch=None, ledger=None)
 
 
 def _judged(place: Place, model: nn.Module, request: ForgetRequest) -> Any:

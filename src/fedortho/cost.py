@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from fedortho.engine import Ask, Course, Engine, Group, Tally
+from fedortho.errors import FedOrthoError
 from fedortho.observe import Observation
 from fedortho.recipe import Recipe
 from fedortho.request import ForgetRequest
-from fedortho.train import Mask
+from fedortho.train import Epoch, Mask
 
 
 @dataclass(frozen=True)
@@ -127,3 +128,13 @@ class Meter:
             spent.bytes_up,
             spent.bytes_down,
         )
+
+
+def training_cost(history: Sequence[Epoch], model: nn.Module, shape: tuple[int, int, int], tally: Tally) -> Cost:
+    """What a training has cost by its own record; `tally` holds what travelled."""
+    if any(entry.images is None for entry in history):
+        raise FedOrthoError("this training's history does not tell how many images were read; train it again")
+    images = sum(entry.images or 0 for entry in history)
+    flops = flops_per_image(model, shape)[1] * float(images)
+    seconds = sum(entry.seconds for entry in history)
+    return Cost(seconds, 0, images, flops, tally.exchanges, tally.bytes_up, tally.bytes_down)

@@ -4,7 +4,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from fedortho.cost import Cost, training_cost
+from fedortho.data import Dataset
+from fedortho.engine import Tally
 from fedortho.errors import BadCheckpoint, FedOrthoError
+from fedortho.federated.exchange import bytes_of, exchange_of
 from fedortho.files import read_json
 from fedortho.request import ForgetRequest
 from fedortho.runs import FREE, FederateSettings, Run, TrainSettings, open_run, relocated, train_run
@@ -79,3 +83,15 @@ def check_reference(run: Run, reference: Run, request: ForgetRequest) -> None:
     names, out = run.record["data"]["classes"], kept_out(reference)
     if out is None or not out.settled(names).covers(request.settled(names)):
         raise FedOrthoError(f"{reference.path} was trained with what {request} names; give one trained --without it")
+
+
+def reference_cost(reference: Run, data: Dataset) -> Cost:
+    """What training a reference took, from its own history and its log of exchanges."""
+    log = read_json(reference.path / "wire.json") if (reference.path / "wire.json").exists() else []
+    rounds = [exchange_of(entry) for entry in log if entry["kind"] == "train.local"]
+    up, down = bytes_of(rounds)
+    tally = Tally(exchanges=len(rounds), bytes_up=up, bytes_down=down)
+    history = reference.history()
+    if not isinstance(reference.settings, FederateSettings):  # older ones did not count: each image once an epoch
+        history = [replace(entry, images=entry.images or reference.record["data"]["train"]) for entry in history]
+    return training_cost(history, reference.load_model(), data.train.shape, tally)

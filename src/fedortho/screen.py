@@ -78,7 +78,7 @@ def words_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
     """Words as they are, the first column to the left and the others to the right."""
     table = Table()
     for place, name in enumerate(header):
-        table.add_column(name, justify="right" if place else "left")
+        table.add_column(name, justify="right" if place else "left", no_wrap=not place)
     for line in lines:
         table.add_row(*map(escape, line))
     return table

@@ -52,6 +52,7 @@ class Epoch:
     seconds: float
     clients: int | None = None  # in a federation, whose epochs are rounds: how many trained
     drift: float | None = None  # mean over them of the distance from the received weights
+    images: int | None = None  # trained on, each time counted
 
 
 @dataclass(frozen=True)
@@ -298,9 +299,8 @@ def _run_epoch(state: _State, valid: Images | None, checkpoint: Path | None, wat
             saved = now
     rate = (state.seen - seen_before) / max(time.perf_counter() - started, 1e-9)
     score = accuracy(state.model, valid, device=state.device) if valid is not None and len(valid) else None
-    entry = Epoch(
-        state.epoch, state.loss_sum / state.seen, state.right / state.seen, state.ortho(), score, state.seconds
-    )
+    loss, share = state.loss_sum / state.seen, state.right / state.seen
+    entry = Epoch(state.epoch, loss, share, state.ortho(), score, state.seconds, images=state.seen)
     state.history.append(entry)
     final = _progress(state, len(batches), rate)
     state.epoch, state.step, state.loss_sum, state.right, state.seen, state.seconds = state.epoch + 1, 0, 0.0, 0, 0, 0.0

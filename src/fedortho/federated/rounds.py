@@ -95,4 +95,5 @@ def entry_of(turn: int, told: Sequence[Note], seconds: float) -> Epoch:
     known = [note["ortho"] for note in told if note["ortho"] is not None]
     drift = sum(note["drift"] for note in told) / len(told)
     ortho = sum(known) / len(known) if known else None
-    return Epoch(turn, loss, right, ortho, None, seconds, clients=len(told), drift=drift)
+    trained = sum(int(note["trained"]) for note in told)
+    return Epoch(turn, loss, right, ortho, None, seconds, clients=len(told), drift=drift, images=trained)

@@ -309,8 +309,10 @@ def sync(run: Run, grid: "Grid | None" = None) -> list[int]:
 
 def patches_of(run: Run) -> list[tuple[Patch, ForgetRequest | None]]:
     """The patches that led to a run, oldest first, each with its request."""
-    files = sorted((run.path / "patches").glob("*.safetensors"))
-    return list(zip(map(load_patch, files), earlier_requests(run), strict=True))
+    files, requests = sorted((run.path / "patches").glob("*.safetensors")), earlier_requests(run)
+    if len(files) != len(requests):
+        raise FedOrthoError(f"{run.path} has no patch for each of its requests: clients cannot follow it")
+    return list(zip(map(load_patch, files), requests, strict=True))
 
 
 def write_log(path: Path, engine: FlowerEngine) -> None:

@@ -1,0 +1,111 @@
+"""All methods on the same networks: hyper-parameters found by an equal budget on one class, then compared on another.
+
+    python benchmarks/comparison.py tune --data-dir ../shared/data --model vgg-mini
+    python benchmarks/comparison.py compare --data-dir ../shared/data --model vgg-mini --seed 0
+    python benchmarks/comparison.py federation --data-dir ../shared/data --run RUN --request client:7 --references DIR
+
+Networks are those of benchmarks/manifest.py, which says how the class was drawn. `tune` gives every method six trials
+of 10,000 images and at most two epochs on validation images of seed 0 and another class; `compare` lets each method
+that trains go once over the data (a sixth of retraining), at the rate that tuning found. Both go on where they were
+stopped. Results: benchmarks/results/tuned-MODEL.json (with .trials.json) and comparison.json; models: runs/comparison.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from manifest import REPORTED, RUNS, TUNED_ON, original
+
+from fedortho.compare import chosen_methods, compare, read_settings
+from fedortho.files import locked, read_json
+from fedortho.methods import METHODS
+from fedortho.methods.contract import Schedule, serves
+from fedortho.request import ForgetRequest
+from fedortho.results import write_results
+from fedortho.runs import open_run
+from fedortho.settings import field_types
+from fedortho.tune import FIXED, Attempt, Budget, tune, write_tuning
+
+HERE = Path(__file__).parent
+OUT = HERE / "results" / "comparison.json"
+MODELS = HERE.parent / "runs" / "comparison"
+ORDER = ("engine", "model", "seed", "request")
+LEFT_OUT = {"federaser"}  # serves clients only, and needs the updates of a federation
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("tune", "compare", "federation"))
+    parser.add_argument("--data-dir", default="../shared/data")
+    parser.add_argument("--model", default="vgg-mini")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--run", type=Path, help="federation: the run to forget from")
+    parser.add_argument("--request", default=REPORTED)
+    parser.add_argument("--references", type=Path, default=RUNS)
+    parser.add_argument("--methods", default="all")
+    parser.add_argument("--epochs", type=int, default=1, help="passes (in a federation rounds) of methods that train")
+    arguments = parser.parse_args()
+    if arguments.part == "tune":
+        find_settings(arguments)
+    else:
+        measure(arguments)
+
+
+def find_settings(arguments: Any) -> None:
+    run = original(arguments.model, 0, arguments.data_dir)
+    data, request, budget = run.load_data(arguments.data_dir), ForgetRequest.parse(TUNED_ON), Budget()
+    out = HERE / "results" / f"tuned-{arguments.model}.json"
+    trials = out.with_suffix(".trials.json")
+    found = read_json(trials)["attempts"] if trials.exists() else {}
+    done = {name: [Attempt(**attempt) for attempt in attempts] for name, attempts in found.items()}
+    for name in chosen_methods(arguments.methods):
+        if name in FIXED or name in done or not serves(METHODS[name], request):
+            continue
+        done[name] = tune(run, data, request, name, budget, watch=partial(tell, name))
+        write_tuning(out, run, request, done, budget)
+
+
+def tell(name: str, number: int, trial: Attempt) -> None:
+    print(name, json.dumps(asdict(trial)), file=sys.stderr, flush=True)
+
+
+def measure(arguments: Any) -> None:
+    is_federation = arguments.part == "federation"
+    run = open_run(arguments.run) if is_federation else original(arguments.model, arguments.seed, arguments.data_dir)
+    tuned = HERE / "results" / f"tuned-{run.settings.model}.json"
+    settings = read_settings(tuned, "published")
+    for name, kind in METHODS.items():
+        if issubclass(kind, Schedule):
+            settings[name] = settings.get(name, {}) | {"epochs": arguments.epochs}
+            if is_federation and "batch" in field_types(kind):
+                settings[name] |= {"batch": run.settings.batch}
+    request = ForgetRequest.parse(arguments.request)
+    names = [name for name in chosen_methods(arguments.methods) if name not in LEFT_OUT]
+    about = {"run": run.path.name, "model": run.settings.model, "seed": run.settings.seed, "request": str(request)}
+    about["engine"] = "federation" if is_federation else "central"
+    place = MODELS / f"{run.path.name}-{arguments.request.replace(':', '-')[:30]}"
+    data = run.load_data(arguments.data_dir)
+    where = {"references": arguments.references, "data_dir": arguments.data_dir}
+    for name in names:
+        (row,) = compare(run, data, request, [name], place, settings=settings, **where)
+        add(about | asdict(row))
+
+
+def add(row: dict[str, Any]) -> None:
+    """Add a row, or take the place of the one for the same run, request and method; two processes may do so at once."""
+    with locked(OUT.with_suffix(".writing")):
+        key = ("run", "request", "method")
+        old = json.loads(OUT.read_text())["rows"] if OUT.exists() else []
+        rows = [other for other in old if any(other[name] != row[name] for name in key)] + [row]
+        rows.sort(key=lambda other: [*(other[word] for word in ORDER), list(METHODS).index(other["method"])])
+        command = "python benchmarks/comparison.py compare|federation, with each --model, --seed, --run, --request"
+        write_results(OUT, "methods side by side; test images; costs by what ran", command, rows)
+    print({key: row[key] for key in ("run", "method", "verdict", "refused")}, flush=True)
+
+
+if __name__ == "__main__":
+    main()
