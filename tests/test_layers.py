@@ -13,7 +13,7 @@ TIERS = [
     {"errors"},
     {"files", "settings", "ortho", "models", "structure", "data", "partition", "adapters", "devices"},
     {"weights", "recipe", "results", "decode", "sites", "request", "federation", "lessons"},
-    {"scores"},
+    {"scores", "mia"},
     {"sources", "train", "observe", "tail"},
     {"rank", "ledger", "scrub", "verify"},
     {"prune", "runs"},

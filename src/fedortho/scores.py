@@ -1,5 +1,7 @@
 """A model's answers on some images, counted."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -28,28 +30,49 @@ class Evaluation:
 
 def evaluate(model: nn.Module, images: Images | Batches, *, device: torch.device | str = "cpu") -> Evaluation:
     """Count a model's answers, in eval mode and without augmentation; the model keeps its mode."""
-    was_training = model.training
-    model.eval()
     loss, counts = 0.0, None
-    try:
-        with torch.no_grad():
-            for inputs, labels in evaluation_batches(images, device=device):
-                if not inputs.is_floating_point():
-                    raise BadData(f"images must be floats, normalised as in training, not {inputs.dtype}")
-                outputs = answers_of(model, inputs.contiguous(memory_format=torch.channels_last)).float()
-                classes = outputs.shape[1]
-                check_labels(labels, classes)
-                loss += float(functional.cross_entropy(outputs, labels, reduction="sum"))
-                cells = torch.bincount(labels * classes + outputs.argmax(1), minlength=classes**2)
-                counts = cells if counts is None else counts + cells
-    finally:
-        model.train(was_training)
+    with evaluating(model):
+        for outputs, labels in _answered(model, images, device):
+            classes = outputs.shape[1]
+            check_labels(labels, classes)
+            loss += float(functional.cross_entropy(outputs, labels, reduction="sum"))
+            cells = torch.bincount(labels * classes + outputs.argmax(1), minlength=classes**2)
+            counts = cells if counts is None else counts + cells
     if counts is None or not int(counts.sum()):
         raise BadData("there are no images to evaluate on")
     table = counts.view(classes, classes)
     total = int(counts.sum())
     confusion = tuple(tuple(row) for row in table.tolist())
     return Evaluation(total, loss / total, int(table.trace()) / total, confusion)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode and no gradients meanwhile; afterwards the mode is as it was."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+
+
+def _answered(
+    model: nn.Module, images: Images | Batches, device: torch.device | str
+) -> Iterator[tuple[Tensor, Tensor]]:
+    for inputs, labels in evaluation_batches(images, device=device):
+        if not inputs.is_floating_point():
+            raise BadData(f"images must be floats, normalised as in training, not {inputs.dtype}")
+        yield answers_of(model, inputs.contiguous(memory_format=torch.channels_last)).float(), labels
+
+
+def logits_of(model: nn.Module, images: Images, *, device: torch.device | str = "cpu") -> Tensor:
+    """What a model answers to each image, (n, classes), float64 on the CPU, in the order of the images."""
+    if not len(images):
+        raise BadData("there are no images to answer to")
+    with evaluating(model):
+        return torch.cat([outputs.double().cpu() for outputs, _ in _answered(model, images, device)])
 
 
 def answers_of(model: nn.Module, inputs: Tensor) -> Tensor:
