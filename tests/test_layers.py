@@ -12,7 +12,7 @@ BASELINES = {  # none of them imports another
 TIERS = [
     {"errors"},
     {"files", "settings", "ortho", "models", "structure", "data", "partition", "adapters", "devices"},
-    {"weights", "recipe", "results", "decode", "sites", "request", "federation", "lessons"},
+    {"weights", "recipe", "results", "decode", "sites", "request", "federation", "lessons", "metrics"},
     {"scores", "mia"},
     {"sources", "train", "observe", "tail"},
     {"rank", "ledger", "scrub", "verify"},
@@ -30,6 +30,7 @@ TIERS = [
     {"federated/inprocess"},
     {"federated/server"},
     {"federated/launch", "references", "audits/contract"},
+    {"measure"},
     {"audits/__init__"},
     {"compare"},
     {"federated/deploy", "federated/jobs", "tune"},

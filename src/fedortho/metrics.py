@@ -1,0 +1,205 @@
+"""What every measured number means; none can be shown without its range, direction, ideal and Retrain's value."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fedortho.errors import unknown
+
+DIRECTIONS = ("as retrain", "higher", "lower")
+
+
+@dataclass(frozen=True)
+class Description:
+    """How to read a metric."""
+
+    title: str
+    source: str
+    low: float
+    high: float
+    direction: str  # one of DIRECTIONS: what is better
+    ideal: float | None = None  # None: whatever a retrained model has
+
+    def range_text(self) -> str:
+        return f"{self.low:g} to {'unlimited' if math.isinf(self.high) else f'{self.high:g}'}"
+
+    def ideal_text(self) -> str:
+        return "Retrain's" if self.ideal is None else f"{self.ideal:g}"
+
+
+def _rate(title: str, source: str) -> Description:
+    return Description(title, source, 0.0, 1.0, "as retrain")
+
+
+def _accuracy(title: str, source: str) -> Description:
+    return Description(title, source, 0.0, 1.0, "higher", 1.0)
+
+
+def _gap(title: str, source: str, high: float = 1.0) -> Description:
+    return Description(title, source, 0.0, high, "lower", 0.0)
+
+
+def _change(which: str) -> Description:
+    title = f"change of accuracy on a remaining client's own images, {which}"
+    return Description(title, "fairness between clients (arXiv:2510.07022)", -1.0, 1.0, "as retrain")
+
+
+PAPER = "FedOrtho, section on metrics"
+SONG_MITTAL = "Song and Mittal, USENIX Security 2021"
+GOLATKAR = "Golatkar et al., CVPR 2020"
+METRICS: Mapping[str, Description] = {
+    "forget-accuracy": _rate("forget accuracy", PAPER),
+    "retain-accuracy": _accuracy("retain accuracy", PAPER),
+    "test-accuracy": _accuracy("accuracy on all test images", PAPER),
+    "class-accuracy": _accuracy("test accuracy of the classes that the samples belong to", "fedortho"),
+    "client-change-min": _change("least"),
+    "client-change-q1": _change("first quartile"),
+    "client-change-median": _change("median"),
+    "client-change-q3": _change("third quartile"),
+    "mia-correctness": _rate("forgotten images called members for being named rightly", SONG_MITTAL),
+    "mia-confidence": _rate(
+        "forgotten images called members by confidence (the paper's MIA)", "Song et al., CCS 2019; " + PAPER
+    ),
+    "mia-entropy": _rate("forgotten images called members by entropy", SONG_MITTAL),
+    "mia-modified-entropy": _rate("forgotten images called members by modified entropy", SONG_MITTAL),
+    "mia-svc-confidence": _rate(
+        "forgotten images called members by an SVC on confidence", "SalUn's code, as 1 − its value (arXiv:2310.12508)"
+    ),
+    "mia-loss": _rate("forgotten images called members by logistic regression on the loss", "Yeom et al., CSF 2018"),
+    "loss-separation": Description(
+        "how well the loss tells forgotten images from unseen ones of their kind",
+        "NeurIPS 2023 unlearning challenge, starting kit",
+        *(0.0, 1.0, "as retrain"),
+    ),
+    "average-gap": _gap("mean gap to Retrain of forget, retain, test accuracy and MIA", "SalUn (arXiv:2310.12508)"),
+    "tug-of-war": _accuracy("product of 1 − gap to Retrain, forget × retain × test", "Zhao et al., NeurIPS 2024"),
+    "tug-of-war-mia": _accuracy("the same with MIA in place of forget accuracy", "Zhao et al., NeurIPS 2024"),
+    "output-l2-forget": _gap("mean distance to Retrain's probabilities, forgotten images", GOLATKAR, math.sqrt(2)),
+    "output-l2-retain": _gap("mean distance to Retrain's probabilities, retained images", GOLATKAR, math.sqrt(2)),
+    "output-js-forget": _gap("mean JS divergence (bits) to Retrain's probabilities, forgotten images", GOLATKAR),
+    "output-js-retain": _gap("mean JS divergence (bits) to Retrain's probabilities, retained images", GOLATKAR),
+    "activation-forget": _gap("distance to Retrain's features over their size, forgotten images", GOLATKAR, math.inf),
+    "activation-retain": _gap("distance to Retrain's features over their size, retained images", GOLATKAR, math.inf),
+    "mean-output-tv": _gap("total variation to Retrain's mean probabilities, forgotten images", "fedortho, audit C5"),
+    "zrf": _rate("1 − JS divergence (bits) to an untrained network, forgotten images", "Bad Teacher, AAAI 2023"),
+}
+
+
+@dataclass(frozen=True, repr=False)
+class Metric:
+    """One number with all that is needed to read it; `error` in place of a number that could not be measured."""
+
+    name: str  # one of METRICS
+    value: float | None  # None: an error, or a gap to a Retrain that is not there
+    reference: float | None = None  # the same measurement on a retrained model
+    images: int = 0
+    error: str | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)  # plain JSON values
+
+    def __post_init__(self) -> None:
+        if self.name not in METRICS:
+            raise unknown("metric", self.name, METRICS)
+        if self.error is not None and (self.value is not None or not self.error):
+            raise ValueError(f"{self.name} has both the value {self.value} and the error {self.error!r}")
+        for number in (self.value, self.reference):
+            if number is not None and not self._possible(number):
+                raise ValueError(f"{self.name} is {number}, outside {self.described.range_text()}")
+
+    def _possible(self, number: float) -> bool:
+        slack = 1e-9  # of rounding
+        return self.described.low - slack <= number <= self.described.high + slack  # also False for NaN
+
+    @property
+    def described(self) -> Description:
+        return METRICS[self.name]
+
+    @property
+    def gap(self) -> float | None:
+        """How far from Retrain's value, whichever way."""
+        return None if self.value is None or self.reference is None else abs(self.value - self.reference)
+
+    def text(self) -> str:
+        """One line; the number never comes alone.
+
+        >>> print(Metric("test-accuracy", 0.9, 0.91, images=100))
+        accuracy on all test images: 0.9000 (Retrain 0.9100; 0 to 1, better higher, ideal 1; 100 images; \
+FedOrtho, section on metrics)
+        """
+        known = self.described
+        retrain = "no reference" if self.reference is None else f"Retrain {self.reference:.4f}"
+        better = "best as Retrain" if known.direction == "as retrain" else f"better {known.direction}"
+        parts = [retrain, f"{known.range_text()}, {better}, ideal {known.ideal_text()}"]
+        parts += [f"{self.images} images", *(f"{word} {_plain(value)}" for word, value in self.details.items())]
+        return f"{known.title}: {self._shown()} ({'; '.join([*parts, known.source])})"
+
+    __str__ = __repr__ = text
+
+    def _shown(self) -> str:
+        if self.error is not None:
+            return f"ERROR, {self.error}"
+        return "not measured" if self.value is None else f"{self.value:.4f}"
+
+    def as_mapping(self) -> dict[str, Any]:
+        """For JSON: the number and its description in one mapping; no limit is None."""
+        known = self.described
+        return {
+            "name": self.name,
+            "title": known.title,
+            "source": known.source,
+            "low": known.low,
+            "high": None if math.isinf(known.high) else known.high,
+            "direction": known.direction,
+            "ideal": known.ideal,
+            "value": self.value,
+            "reference": self.reference,
+            "images": self.images,
+            "error": self.error,
+            "details": dict(self.details),
+        }
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_plain(part)}" for key, part in value.items()) or "none"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_plain, value)) or "none"
+    return str(value)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one measurement gives."""
+
+    value: float
+    images: int
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+def measured(name: str, measure: Callable[[], Reading], reference: Callable[[], Reading] | None = None) -> Metric:
+    """Measure, on Retrain too where it is there; whatever goes wrong is the metric's error, and it stays in the list.
+
+    >>> measured("zrf", lambda: Reading(1 / 0, 1)).error
+    'ZeroDivisionError: division by zero'
+    """
+    try:
+        reading = measure()
+    except Exception as error:  # any: a metric that fails is shown, not dropped
+        return Metric(name, None, error=_told(error))
+    try:
+        theirs = None if reference is None else reference().value
+        return Metric(name, reading.value, theirs, reading.images, None, reading.details)
+    except Exception as error:  # likewise; a number without Retrain's would look as if there were none
+        return Metric(name, None, images=reading.images, error=_told(error))
+
+
+def _told(error: Exception) -> str:
+    first = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def render(metrics: Sequence[Metric]) -> str:
+    """One line for each metric."""
+    return "\n".join(metric.text() for metric in metrics)
