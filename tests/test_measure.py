@@ -8,7 +8,7 @@ from torch import nn
 from fedortho.audits.contract import Case
 from fedortho.data import Dataset, Images, make_dataset
 from fedortho.errors import BadSetting
-from fedortho.measure import BESIDE, Groups, Look, js_divergence, measure_all, untrained_like
+from fedortho.measure import BESIDE, Bench, Groups, Look, js_divergence, measure_all, untrained_like
 from fedortho.metrics import METRICS, Metric
 from fedortho.mia import ATTACKS
 from fedortho.request import Clients, ForgetRequest
@@ -218,6 +218,20 @@ def test_each_group_is_passed_once_and_models_stay_as_they_were(data: Dataset) -
     assert case.forgot.training
     assert all(value.equal(before[name]) for name, value in case.forgot.state_dict().items())
     assert not case.forgot.fc._forward_pre_hooks
+
+
+def test_a_bench_passes_the_retrained_model_once_for_several_others(data: Dataset) -> None:
+    case = case_of(data, "class:1")
+    bench = Bench(case)
+    first = bench.measure(case.forgot)
+    calls: list[int] = []
+    assert bench.retrain is not None
+    bench.retrain.model.register_forward_hook(lambda _, given, __: calls.append(len(given[0])))
+    other = bench.measure(net(9))
+    assert not calls
+    assert first == measure_all(case)
+    assert [metric.reference for metric in first] == [metric.reference for metric in other]
+    assert [metric.value for metric in first] != [metric.value for metric in other]
 
 
 def test_groups_are_capped_but_forget_accuracy_of_samples_is_exact(data: Dataset) -> None:

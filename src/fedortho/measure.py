@@ -303,24 +303,36 @@ BESIDE: Mapping[str, Callable[[Look, Look], Reading]] = {  # what is measured on
 }
 
 
-def measure_all(case: Case, *, most: int = MOST) -> list[Metric]:
-    """Every metric that applies to the case; a gap to Retrain has for its reference another Retrain's, or its ideal.
+class Bench:
+    """What a case compares with, looked at once for any number of models that are said to have forgotten."""
 
-    What only concerns one kind of request or a federation is left out elsewhere; what fails is there as an ERROR.
-    """
-    groups = Groups(case, most)
-    forgot, original = Look("the forgotten model", case.forgot, groups), Look("the original", case.original, groups)
-    retrain = None if case.reference is None else Look("the retrained model", case.reference, groups)
-    second = None if case.second is None else Look("the second retrained model", case.second, groups)
-    found = []
-    for name, one in _of_one(groups, original).items():
-        found.append(measured(name, partial(one, forgot), None if retrain is None else partial(one, retrain)))
-    for name, beside in BESIDE.items():
-        if retrain is None:
-            found.append(Metric(name, None))
-            continue
-        usual = retrain if second is None else second
-        metric = measured(name, partial(beside, forgot, retrain), partial(beside, usual, retrain))
-        note = {"Retrain is read against": "itself" if second is None else "one of another seed"}
-        found.append(replace(metric, details={**metric.details, **note}))
-    return found
+    def __init__(self, case: Case, *, most: int = MOST) -> None:
+        self.groups = Groups(case, most)
+        self.original = Look("the original", case.original, self.groups)
+        self.retrain = None if case.reference is None else Look("the retrained model", case.reference, self.groups)
+        self.second = None if case.second is None else Look("the second retrained model", case.second, self.groups)
+        self.of_one = _of_one(self.groups, self.original)
+
+    def measure(self, model: nn.Module) -> list[Metric]:
+        """Every metric that applies; a gap to Retrain has for its reference a second Retrain's, or Retrain's to itself.
+
+        What only concerns one kind of request or a federation is left out elsewhere; what fails is there as an ERROR.
+        """
+        forgot, retrain = Look("the forgotten model", model, self.groups), self.retrain
+        found = []
+        for name, one in self.of_one.items():
+            found.append(measured(name, partial(one, forgot), None if retrain is None else partial(one, retrain)))
+        for name, beside in BESIDE.items():
+            if retrain is None:
+                found.append(Metric(name, None))
+                continue
+            usual = retrain if self.second is None else self.second
+            metric = measured(name, partial(beside, forgot, retrain), partial(beside, usual, retrain))
+            note = {"Retrain is read against": "itself" if self.second is None else "one of another seed"}
+            found.append(replace(metric, details={**metric.details, **note}))
+        return found
+
+
+def measure_all(case: Case, *, most: int = MOST) -> list[Metric]:
+    """Every metric of the case's forgotten model; for several models of one case, a `Bench` spares passes."""
+    return Bench(case, most=most).measure(case.forgot)
