@@ -1,0 +1,136 @@
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedortho.audits.contract import Audit, Case
+from fedortho.audits.membership import audit_membership
+from fedortho.data import Dataset, images_from_tensors, make_dataset
+from fedortho.recipe import Recipe
+from fedortho.request import ForgetRequest
+from fedortho.shadows import ShadowSettings
+from fedortho.train import fit
+
+RECIPE = Recipe(epochs=25, batch=20, rate=0.05, ortho=0.0, crop=0, flip=0.0, decay=0.0)
+SETTINGS = ShadowSettings(models=8, images=120, targets=60, recipe=RECIPE)
+SEEDS = itertools.count(500)
+
+
+class OneKernel(nn.Module):
+    """A convolution as large as the image: learns noise by heart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 48, 8)
+        self.fc = nn.Linear(48, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.conv(x).flatten(1).relu())
+
+
+def build(seed: int) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return OneKernel()
+
+
+def nothing(model: nn.Module, data: Dataset, request: ForgetRequest) -> nn.Module:
+    return model
+
+
+def retrain(model: nn.Module, data: Dataset, request: ForgetRequest) -> nn.Module:
+    seed = next(SEEDS)
+    return fit(build(seed), request.split(data.train)[1], replace(RECIPE, seed=seed))
+
+
+@pytest.fixture(scope="module")
+def noise() -> Dataset:
+    """Images whose labels can only be learnt by heart."""
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (200, 1, 8, 8), dtype=torch.uint8, generator=generator)
+    labels = torch.arange(200) % 4
+    images = images_from_tensors(pixels, labels)
+    return make_dataset(images.subset(range(140)), images.subset(range(140, 200)), valid=0.1)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("shadows")
+
+
+def case_of(data: Dataset, request: str) -> Case:
+    original = fit(build(1), data.train, RECIPE)
+    return Case(original, original, None, None, data, ForgetRequest.parse(request))
+
+
+def samples(data: Dataset) -> str:
+    return "samples:" + ",".join(map(str, data.train.rows[:60].tolist()))
+
+
+@pytest.fixture(scope="module")
+def idle(noise: Dataset, place: Path) -> Audit:
+    """Nothing was unlearned."""
+    return audit_membership(case_of(noise, samples(noise)), nothing, place, SETTINGS, build=build)
+
+
+def test_unlearning_that_does_nothing_is_detected(idle: Audit) -> None:
+    assert idle.outcome == "FAIL"
+    assert idle.forgot == idle.original == idle.details["AUC"] > 0.8
+    low, high = idle.details["AUC, 95 %"]
+    assert 0.6 < low <= idle.details["AUC"] <= high
+    assert 0 < idle.details["true positives at 1 % false"] <= 1
+    assert idle.details["offline LiRA: AUC"]["forgot"] > 0.8
+    assert "ideal 0.5" in idle.says
+    json.dumps(idle.details)
+
+
+def test_retraining_passes_with_the_shadows_that_are_there(idle: Audit, noise: Dataset, place: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in place.rglob("*.safetensors")}
+    assert len(before) == 16
+    audit = audit_membership(case_of(noise, samples(noise)), retrain, place, SETTINGS, build=build)
+    assert {path: path.stat().st_mtime_ns for path in place.rglob("*.safetensors")} == before
+    assert audit.details["AUC"] == pytest.approx(0.5, abs=0.1)
+    assert audit.outcome == "PASS"
+    assert audit.original == idle.original
+    assert audit.value == pytest.approx(abs(audit.details["AUC"] - 0.5))
+    low, high = audit.details["AUC, 95 %"]
+    assert low <= audit.details["AUC"] <= high
+
+
+def test_a_class_has_its_margins_counted_and_going_too_far_fails_too(noise: Dataset, place: Path) -> None:
+    def too_far(model: nn.Module, data: Dataset, request: ForgetRequest) -> nn.Module:
+        assert request == ForgetRequest.parse("class:1")
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        state["fc.bias"][1] -= 100
+        pushed = build(0)
+        pushed.load_state_dict(state)
+        return pushed
+
+    report: list[str] = []
+    audit = audit_membership(
+        case_of(noise, "class:1"),
+        too_far,
+        place,
+        SETTINGS,
+        build=build,
+        report=lambda done, total, name: report.append(f"{done}/{total} {name.split('-')[0]}"),
+    )
+    assert audit.outcome == "FAIL"
+    counts = audit.details["margins"]
+    assert len(counts["edges"]) == 21
+    assert sum(counts["unlearned"]) == sum(counts["without"]) == sum(counts["original"]) == audit.details["scores"][0]
+    middle = {name: sum(i * n for i, n in enumerate(row)) / sum(row) for name, row in counts.items() if name != "edges"}
+    assert middle["unlearned"] < middle["without"] < middle["original"]
+    assert report[0] == "1/16 original"
+    assert report[-1] == "16/16 without"
+
+
+def test_an_attack_without_power_is_no_pass(noise: Dataset, tmp_path: Path) -> None:
+    lazy = replace(SETTINGS, recipe=replace(RECIPE, epochs=0))
+    audit = audit_membership(case_of(noise, samples(noise)), nothing, tmp_path, lazy, build=build)
+    assert audit.outcome == "NOT RUN"
+    assert "no power" in audit.says
