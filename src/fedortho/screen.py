@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -75,8 +76,8 @@ def verdict_table(verdicts: Mapping[str, Verdict]) -> Table:
 
 
 def words_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
-    """Words as they are, the first column to the left and the others to the right."""
-    table = Table()
+    """Words as they are, the first column to the left and the others to the right; narrow, for many columns."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for place, name in enumerate(header):
         table.add_column(name, justify="right" if place else "left", no_wrap=not place)
     for line in lines:
