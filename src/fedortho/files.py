@@ -20,7 +20,7 @@ from fedortho.errors import BadCheckpoint, Busy, FedOrthoError
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, mode: int = 0o644) -> Iterator[Path]:
     """Yield a temporary path beside `path`; on success it takes the place of `path` in one step.
 
     Readers see the old file or the new one, never half of either; a failure leaves the old one.
@@ -34,7 +34,7 @@ def replacing(path: Path) -> Iterator[Path]:
         yield temporary
         with temporary.open("rb+") as stream:
             os.fsync(stream.fileno())
-        temporary.chmod(0o644)
+        temporary.chmod(mode)
         temporary.replace(path)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -65,6 +65,15 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, sort_keys=True) + "\n")
+
+
+def canonical_json(value: Any) -> str:
+    """The one spelling of a value, for digests: sorted keys, no spaces, ASCII; NaN has none and is refused.
+
+    >>> canonical_json({"b": 1.0, "a": ["é", None]})
+    '{"a":["\\\\u00e9",null],"b":1.0}'
+    """
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def read_json(path: Path) -> Any:
