@@ -111,7 +111,7 @@ def serve_request(
         return served
     if undo is not None:
         write_undo(undo, outcome.patch, model)
-    entries = [*run.record.get("requests", []), _entry(served, settings)]
+    entries = [*run.record.get("requests", []), _entry(served, settings, device)]
     changes = {"requests": entries, "result": {"test-accuracy": after.test}}
     bound = None if ledger is None else rebind_ledger(ledger, model, edited, data.train)
     return replace(served, run=write_derived(out, run, edited, changes, patch=outcome.patch, ledger=bound))
@@ -152,9 +152,10 @@ def _retraining(run: Run, data: Dataset, request: ForgetRequest | None, clients:
     return kept * sum(entry.seconds for entry in history)
 
 
-def _entry(served: Served, settings: ForgetSettings) -> dict[str, Any]:
+def _entry(served: Served, settings: ForgetSettings, device: torch.device | str) -> dict[str, Any]:
     paid = served.before.retain - served.after.retain
-    return describe(served) | {"settings": as_mapping(settings), "retain-paid": paid}
+    place = {"threads": torch.get_num_threads(), "device": str(device)}  # float sums depend on them
+    return describe(served) | {"settings": as_mapping(settings), "retain-paid": paid} | place
 
 
 def write_derived(
