@@ -1,0 +1,99 @@
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from fedortho.bundle import open_bundle
+from fedortho.cli_evidence import bundle_app, journal_app
+from fedortho.errors import FedOrthoError
+from fedortho.journal import append_entry, check_journal
+from fedortho.methods.fedortho import ForgetSettings
+from fedortho.request import ForgetRequest
+from fedortho.runs import TrainSettings, train_run
+from fedortho.serve import serve_request
+
+app = typer.Typer()
+app.add_typer(journal_app, name="journal")
+app.add_typer(bundle_app, name="bundle")
+
+
+def told(*words: object) -> str:
+    """What a command prints; what it raises goes on, for the command line to make one line of."""
+    result = CliRunner().invoke(app, list(map(str, words)), catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.output
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a run, the same without class 3, and their journal."""
+    place = tmp_path_factory.mktemp("runs")
+    settings = TrainSettings(data="digits", model="small:TinyNet", epochs=1, batch=64, threads=1, crop=0, flip=0.0)
+    run = train_run(place / "first", settings)
+    request = ForgetRequest.parse("class:3")
+    served = serve_request(run, run.load_data(), request, ForgetSettings(ratio=0.2), out=place / "second")
+    append_entry(place, "received", "first", "class:3", before=run.record["model"]["digest"])
+    patch = served.outcome.patch
+    append_entry(place, "executed", "second", "class:3", before=patch.before, after=patch.after)
+    return place
+
+
+def test_the_journal_is_checked_and_its_head_told(place: Path, tmp_path: Path) -> None:
+    last = check_journal(place).last
+    for where in (place, place / "first"):
+        text = told("journal", "check", where)
+        assert "2 entries, each following from the one before" in text
+        assert f"head: 2 {last.hash}" in text
+        assert "note this hash elsewhere" in text
+    assert "nothing up to there was changed" in told("journal", "check", place, "--head", last.hash)
+    with pytest.raises(FedOrthoError, match="none of its 2 entries has the noted hash 0000"):
+        told("journal", "check", place, "--head", "0" * 64)
+    with pytest.raises(FedOrthoError, match="there is no journal in"):
+        told("journal", "check", tmp_path)
+
+
+def test_the_journal_is_shown(place: Path) -> None:
+    assert "received" in told("journal", "show", place)
+    assert [entry["event"] for entry in json.loads(told("journal", "show", place, "--json"))] == [
+        "received",
+        "executed",
+    ]
+
+
+def test_a_torn_line_is_told(tmp_path: Path) -> None:
+    append_entry(tmp_path, "received", "run", "class:3")
+    head = json.loads((tmp_path / "journal.head").read_text()) | {"announced": "0" * 64}
+    (tmp_path / "journal.head").write_text(json.dumps(head, sort_keys=True, separators=(",", ":")) + "\n")
+    with (tmp_path / "journal.jsonl").open("a") as stream:
+        stream.write('{"after":nu')
+    assert "half a line after the last entry: a crash left it" in told("journal", "check", tmp_path)
+
+
+def test_make_then_check_on_another_machine(place: Path, tmp_path: Path) -> None:
+    text = told("bundle", "key", "-o", tmp_path / "me.pem")
+    assert "readable by you only" in text
+    file = tmp_path / "evidence.zip"
+    text = told("bundle", "make", place / "second", "class:3", "-o", file, "--sign", tmp_path / "me.pem")
+    digest = open_bundle(file).digest
+    assert f"--digest: {digest}" in text
+    assert "proves who, not that it is true" in text
+    text = told("bundle", "check", file)
+    assert [line[:4] for line in text.splitlines()[3:]] == ["yes ", "no  ", "yes ", "no  ", "no  "]
+    model = place / "first" / "model.safetensors"
+    keys = ("--public", tmp_path / "me.pub", "--digest", digest.upper())
+    text = told("bundle", "check", file, "--model", model, "--run", place / "first", *keys)
+    assert [line[:4] for line in text.splitlines()[3:]] == ["yes "] * 5
+    assert "bit for bit" in text
+
+
+def test_a_changed_bundle_fails_and_is_named(place: Path, tmp_path: Path) -> None:
+    told("bundle", "make", place / "second", "class:3", "-o", tmp_path / "x.zip")
+    assert "it is not signed" in told("bundle", "check", tmp_path / "x.zip")
+    text = (tmp_path / "x.zip").read_bytes().replace(b"What it does not show", b"What it does nov show")
+    (tmp_path / "x.zip").write_bytes(text)
+    with pytest.raises(FedOrthoError, match=r"x\.zip: README\.txt was changed"):
+        told("bundle", "check", tmp_path / "x.zip")
+    with pytest.raises(FedOrthoError, match="--data-dir needs --run"):
+        told("bundle", "check", tmp_path / "x.zip", "--data-dir", "there")
