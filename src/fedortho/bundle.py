@@ -114,7 +114,7 @@ def make_bundle(run: Run, request: ForgetRequest, out: Path, *, sign: Path | Non
     listed = {name: _about(data) for name, data in files.items()}
     body = {
         "schema": SCHEMA,
-        "made-by": f"fedortho {metadata.version('fedortho')}",
+        "made-by": f"fedortho {environment()['versions']['fedortho']}",
         "files": listed,
         "signer": None if key is None else public_half(key),
     }

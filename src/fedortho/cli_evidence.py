@@ -90,25 +90,27 @@ def bundle_check(
     say(escape(f"{file}: {bundle.request['request']}, run {bundle.request.get('run')}"))
     say(f"model before {bundle.patch.before}")
     say(f"model after  {bundle.patch.after}")
-    say(f"yes  every digest of {len(bundle.files)} files, every byte of the archive, and the files agree")
-    _tell(digest, "the digest is the one given", f"--digest: compare {bundle.digest} with what its maker told you")
+    say(f"checked: every digest of {len(bundle.files)} files, every byte of the archive, and that the files agree")
+    _tell(digest, "the digest is the one given", f"--digest, compare {bundle.digest} with what its maker says")
     if bundle.signer:
-        known = "the key given" if public else f"the key {bundle.signer}; --public compares it with one you know"
-        say(escape(f"yes  signed by {known}: that proves who, not that it is true"))
+        whose = "the one given" if public else f"{bundle.signer}; --public compares it with one you know"
+        say(escape(f"checked: signed by a key that proves who, not that it is true: {whose}"))
     else:
-        say("no   it is not signed")
+        say("not signed")
     if model:
         reapply_patch(bundle, model)
     _tell(
-        model, "the patch makes the model after of the model before, bit for bit", "--model: the patch was not applied"
+        model,
+        "the patch makes the model after of the model before, bit for bit",
+        "--model, whether the patch gives the model after",
     )
     if run_path:
         rerun_decision(bundle, open_run(run_path), data_dir)
-    _tell(run_path, "decided again with the data: the same patch", "--run: the decision was not made again")
+    _tell(run_path, "decided again with the data: the same patch", "--run, whether the data lead to this patch")
 
 
 def _tell(given: object, done: str, missing: str) -> None:
-    say(escape(f"yes  {done}" if given else f"no   {missing}"))
+    say(escape(f"checked: {done}" if given else f"not checked: {missing}"))
 
 
 def bundle_key(
