@@ -11,8 +11,9 @@ BASELINES = {  # none of them imports another
 }
 TIERS = [
     {"errors"},
-    {"files", "settings", "ortho", "models", "structure", "data", "partition", "adapters", "devices"},
-    {"weights", "recipe", "results", "decode", "sites", "request", "federation", "lessons", "metrics"},
+    {"files", "settings", "ortho", "models", "structure", "data", "partition", "adapters", "devices", "archive"},
+    {"weights", "recipe", "results", "decode", "sites", "request", "federation", "lessons"},
+    {"metrics", "journal", "signature"},
     {"scores", "mia"},
     {"sources", "train", "observe", "tail", "lira"},
     {"rank", "ledger", "scrub", "verify"},
@@ -30,16 +31,16 @@ TIERS = [
     {"federated/inprocess"},
     {"federated/server"},
     {"federated/launch", "references", "audits/contract"},
-    {"measure"},
-    {"audits/membership"},
+    {"measure", "bundle"},
+    {"audits/membership", "replay"},
     {"audits/__init__"},
     {"compare"},
     {"federated/deploy", "federated/jobs", "tune"},
-    {"cli_methods"},
+    {"cli_methods", "cli_evidence"},
     {"__init__", "cli"},
 ]
 PACKAGE = Path(fedortho.__file__).parent
-HEAVY = {"flwr", "matplotlib", "pyarrow", "PIL", "sklearn", "datasets", "torch_pruning"}
+HEAVY = {"flwr", "matplotlib", "pyarrow", "PIL", "sklearn", "datasets", "torch_pruning", "cryptography"}
 
 
 def imports(tree: ast.AST) -> list[str]:
