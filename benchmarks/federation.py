@@ -20,6 +20,7 @@ from filelock import FileLock
 from rich.progress import Progress
 from torch import nn
 
+from fedortho.accuracies import accuracies_of
 from fedortho.data import Dataset
 from fedortho.engine import Group
 from fedortho.errors import FedOrthoError
@@ -30,7 +31,6 @@ from fedortho.methods import preset
 from fedortho.request import ForgetRequest
 from fedortho.results import write_results
 from fedortho.runs import FederateSettings, Run, load_run_data, open_run
-from fedortho.verify import judge
 
 HERE = Path(__file__).parent
 SETTINGS = FederateSettings(
@@ -136,11 +136,13 @@ def compared(kind: str, request: ForgetRequest, original: Run, retrained: Run, d
     assert isinstance(settings, FederateSettings)
     clients = held_rows(data, settings, settings.dealt_by)
     about = {"what": "request", "kind": kind, "images": int(request.mask(data.train, clients).sum())}
-    rows = [about | {"method": "original"} | asdict(judge(original.load_model(), data, request, clients=clients))]
+    rows = [
+        about | {"method": "original"} | asdict(accuracies_of(original.load_model(), data, request, clients=clients))
+    ]
     row = about | {"method": "retrain", "rounds": settings.rounds}
     row["seconds"] = sum(entry.seconds for entry in retrained.history())
     row |= bytes_of(retrained, "train.local")
-    rows.append(row | asdict(judge(retrained.load_model(), data, request, clients=clients)))
+    rows.append(row | asdict(accuracies_of(retrained.load_model(), data, request, clients=clients)))
     rows.append(about | finetuned(original, request, data))
     return rows + [
         about | served(original, request, name, data) for name in ("robust", "robust, exact repair", "paper")
@@ -176,7 +178,7 @@ def finetuned(run: Run, request: ForgetRequest, data: Dataset) -> dict[str, Any]
     started = time.time()
     model, up, down = more_rounds(run, run.load_model(), request, data, FT_ROUNDS, None)
     clients = held_rows(data, run.settings, run.settings.dealt_by)  # type: ignore[arg-type]  # a federation's
-    row = {"method": "ft", "rounds": FT_ROUNDS, **asdict(judge(model, data, request, clients=clients))}
+    row = {"method": "ft", "rounds": FT_ROUNDS, **asdict(accuracies_of(model, data, request, clients=clients))}
     return row | {"seconds": time.time() - started, "exchanges": FT_ROUNDS, "bytes_up": up, "bytes_down": down}
 
 
@@ -204,7 +206,10 @@ def recovery(name: str, run: Run, data: Dataset, runs: Path) -> dict[str, Any]:
     mask = silenced(forgot, model)
     further, _, _ = more_rounds(forgot, model, request, data, FURTHER_ROUNDS, mask or None, passes=1)
     row: dict[str, Any] = {"what": "recovery", "method": name, "rounds": FURTHER_ROUNDS, "masked_tensors": len(mask)}
-    return row | {"before": asdict(judge(model, data, request)), "after": asdict(judge(further, data, request))}
+    return row | {
+        "before": asdict(accuracies_of(model, data, request)),
+        "after": asdict(accuracies_of(further, data, request)),
+    }
 
 
 if __name__ == "__main__":

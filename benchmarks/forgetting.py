@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fedortho.accuracies import accuracies_of
 from fedortho.calibrate import Refused
 from fedortho.data import Dataset, evaluation_batches
 from fedortho.ledger import load_ledger, write_ledger
@@ -32,7 +33,6 @@ from fedortho.scores import accuracy
 from fedortho.serve import joined
 from fedortho.sites import find_sites
 from fedortho.tail import Cut, cut_model, find_cut, repair, run_tail, tail_inputs
-from fedortho.verify import judge
 
 HERE = Path(__file__).parent
 PAPER_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
@@ -116,11 +116,11 @@ def sequence(run: Run, data: Dataset, ledger: Observation) -> list[dict[str, Any
         except Refused as refusal:
             rows.append({"request": str(request), "refused": str(refusal)})
             break
-        start = judge(model, data, request, forgotten=before)
+        start = accuracies_of(model, data, request, forgotten=before)
         model = outcome.patch.apply(model)
-        end = judge(model, data, request, forgotten=before)
+        end = accuracies_of(model, data, request, forgotten=before)
         done.append(request)
-        gone = {str(old): judge(model, data, old).forget for old in done}
+        gone = {str(old): accuracies_of(model, data, old).forget for old in done}
         rows.append({"request": str(request), "retain_before": start.retain, "retain": end.retain, "forgotten": gone})
         print(rows[-1], flush=True)
     return rows
@@ -131,13 +131,13 @@ def samples(run: Run, data: Dataset, ledger: Observation) -> list[dict[str, Any]
     model = run.load_model()
     order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(0))[:100]
     request = ForgetRequest(samples=tuple(str(int(row)) for row in data.train.rows[order]))
-    before, rows = judge(model, data, request), []
+    before, rows = accuracies_of(model, data, request), []
     for contrast in ("retain", "same-class"):
         settings = ForgetSettings(contrast=contrast)
         row: dict[str, Any] = {"contrast": contrast, "forget_before": before.forget, "retain_before": before.retain}
         try:
             outcome = plan_forgetting(model, data, request, settings, ledger=ledger)
-            after = judge(outcome.patch.apply(model), data, request)
+            after = accuracies_of(outcome.patch.apply(model), data, request)
             row |= {"forget": after.forget, "retain": after.retain, "limit": outcome.trials[0].limit} | summary(outcome)
         except Refused as refusal:
             row["refused"] = str(refusal)

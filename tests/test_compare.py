@@ -8,6 +8,7 @@ import pytest
 from small import SETTINGS
 from typer.testing import CliRunner
 
+from fedortho.accuracies import accuracies_of
 from fedortho.cli import app
 from fedortho.compare import Row, best, chosen_methods, compare, gaps, read_settings, settings_for, table
 from fedortho.errors import FedOrthoError, UnknownName
@@ -16,7 +17,6 @@ from fedortho.files import read_json, write_json
 from fedortho.methods.retrain import Retrain
 from fedortho.request import ForgetRequest
 from fedortho.runs import Run, TrainSettings, load_run_data, open_run, train_run
-from fedortho.verify import judge
 
 REQUEST = ForgetRequest.parse("class:3")
 QUICK = {"finetune": {"epochs": 1}}
@@ -69,7 +69,7 @@ def test_retraining_is_done_once_and_every_outcome_is_a_run_of_its_own(run: Run,
     outcome = open_run(tmp_path / "two" / "logit-mask")
     assert outcome.record["model"]["digest"] == masked.weights
     assert outcome.record["requests"][-1]["method"] == "logit-mask"
-    assert judge(outcome.load_model(), data, REQUEST).forget == 0.0
+    assert accuracies_of(outcome.load_model(), data, REQUEST).forget == 0.0
     with pytest.raises(FedOrthoError, match="no patch for each"):
         patches_of(outcome)
 

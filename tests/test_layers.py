@@ -16,7 +16,7 @@ TIERS = [
     {"metrics", "journal", "signature"},
     {"scores", "mia"},
     {"sources", "train", "observe", "tail", "lira"},
-    {"rank", "ledger", "scrub", "verify"},
+    {"rank", "ledger", "scrub", "accuracies"},
     {"prune", "runs"},
     {"probe"},
     {"engine"},

@@ -5,6 +5,7 @@ import torch
 from small import TinyNet
 from torch import nn
 
+from fedortho.accuracies import accuracies_of
 from fedortho.audits.contract import Case
 from fedortho.data import Dataset, Images, make_dataset
 from fedortho.errors import BadSetting
@@ -13,7 +14,6 @@ from fedortho.metrics import METRICS, Metric
 from fedortho.mia import ATTACKS
 from fedortho.request import Clients, ForgetRequest
 from fedortho.scores import accuracy, evaluate, logits_of
-from fedortho.verify import judge
 
 ALONE = {"forget-accuracy", "retain-accuracy", "test-accuracy", "loss-separation", "zrf"} | {
     f"mia-{a}" for a in ATTACKS
@@ -57,7 +57,7 @@ def test_accuracies_are_those_that_judge_measures(data: Dataset) -> None:
         found = by_name(measure_all(case))
         for model, part in ((case.forgot, "value"), (case.reference, "reference")):
             assert model is not None
-            verdict = judge(model, data, request, clients=clients)
+            verdict = accuracies_of(model, data, request, clients=clients)
             assert getattr(found["forget-accuracy"], part) == pytest.approx(verdict.forget)
             assert getattr(found["retain-accuracy"], part) == pytest.approx(verdict.retain)
             assert getattr(found["test-accuracy"], part) == pytest.approx(verdict.test)
@@ -76,7 +76,7 @@ def test_classes_forgotten_before_are_neither_retained_nor_known(data: Dataset) 
     case = Case(net(1), net(2), net(3), None, data, ForgetRequest.parse("class:1"), ForgetRequest.parse("class:3"))
     groups = Groups(case)
     assert set(groups.kept.labels.tolist()) == set(data.test.labels[groups.others].tolist()) == {0, 2}
-    verdict = judge(case.forgot, data, case.request, forgotten=case.forgotten)
+    verdict = accuracies_of(case.forgot, data, case.request, forgotten=case.forgotten)
     assert by_name(measure_all(case))["retain-accuracy"].value == pytest.approx(verdict.retain)
 
 

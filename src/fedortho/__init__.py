@@ -2,6 +2,7 @@
 
 from importlib.metadata import version
 
+from fedortho.accuracies import Accuracies, accuracies_of
 from fedortho.data import Dataset, Images, images_from_tensors, make_dataset
 from fedortho.errors import FedOrthoError
 from fedortho.methods import forget, preset
@@ -14,7 +15,6 @@ from fedortho.runs import Run, TrainSettings, open_run, train_run
 from fedortho.scores import accuracy, evaluate
 from fedortho.sources import load_images
 from fedortho.train import fit
-from fedortho.verify import Verdict, judge
 
 __version__ = version("fedortho")
 
@@ -27,14 +27,12 @@ __all__ = [
     "Recipe",
     "Run",
     "TrainSettings",
-    "Verdict",
     "accuracy",
     "build_model",
     "evaluate",
     "fit",
     "forget",
     "images_from_tensors",
-    "judge",
     "load_images",
     "make_dataset",
     "open_run",

@@ -16,6 +16,7 @@ import typer
 from rich.logging import RichHandler
 from rich.markup import escape
 
+from fedortho.accuracies import Accuracies, accuracies_of
 from fedortho.calibrate import Refused
 from fedortho.cli_methods import compare_command, tune_command
 from fedortho.devices import choose_device
@@ -45,7 +46,6 @@ from fedortho.screen import (
 from fedortho.serve import describe, serve_request, undo_run
 from fedortho.settings import field_help, field_types, kebab, make_settings, read_toml
 from fedortho.sites import check_model
-from fedortho.verify import Verdict, judge
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -265,14 +265,14 @@ def judge_(
 ) -> None:
     """Measure runs side by side by what they still know of a request: the original, one that forgot, one retrained."""
     asked, place = ForgetRequest.parse(request), choose_device(device)
-    verdicts: dict[str, Verdict] = {}
+    verdicts: dict[str, Accuracies] = {}
     for path in run_paths:
         run = open_run(path)
         data = run.load_data(data_dir)
         clients = (
             held_rows(data, run.settings, run.settings.dealt_by) if isinstance(run.settings, FederateSettings) else None
         )
-        verdicts[str(path)] = judge(run.load_model().to(place), data, asked, clients=clients, device=place)
+        verdicts[str(path)] = accuracies_of(run.load_model().to(place), data, asked, clients=clients, device=place)
     if as_json:
         typer.echo(json.dumps({path: dataclasses.asdict(verdict) for path, verdict in verdicts.items()}, indent=2))
     else:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fedortho.accuracies import accuracies_of
 from fedortho.calibrate import Refused
 from fedortho.cost import Cost, Meter
 from fedortho.data import Dataset
@@ -40,7 +41,6 @@ from fedortho.results import SCHEMA, environment
 from fedortho.runs import FederateSettings, Run
 from fedortho.serve import earlier_requests, joined, write_derived
 from fedortho.settings import as_mapping, field_types, make_settings
-from fedortho.verify import judge
 
 logger = logging.getLogger(__name__)
 CONTROLS = ("retrain", "retrain-ortho", "logit-mask")  # measured, never marked as best
@@ -225,7 +225,9 @@ def _keep(place: Place, request: ForgetRequest, row: Row, model: nn.Module, path
 
 def _judged(place: Place, model: nn.Module, request: ForgetRequest) -> Any:
     model = model.to(place.device)
-    return judge(model, place.data, request, forgotten=place.forgotten, clients=place.clients, device=place.device)
+    return accuracies_of(
+        model, place.data, request, forgotten=place.forgotten, clients=place.clients, device=place.device
+    )
 
 
 def gaps(rows: Sequence[Row]) -> dict[str, float]:

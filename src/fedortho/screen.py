@@ -12,13 +12,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bars
 from rich.table import Table
 
+from fedortho.accuracies import Accuracies
 from fedortho.calibrate import Trial
 from fedortho.runs import Run
 from fedortho.scores import Evaluation
 from fedortho.serve import Served
 from fedortho.sites import Finding
 from fedortho.train import Epoch, Progress
-from fedortho.verify import Verdict
 
 out = Console(emoji=False)  # class:Dress: is no picture
 err = Console(stderr=True, emoji=False)
@@ -65,7 +65,7 @@ def frontier_table(frontier: Sequence[Trial]) -> Table:
     return table
 
 
-def verdict_table(verdicts: Mapping[str, Verdict]) -> Table:
+def verdict_table(verdicts: Mapping[str, Accuracies]) -> Table:
     table = Table()
     table.add_column("run", overflow="fold")
     for name in ("forget", "retain", "test"):

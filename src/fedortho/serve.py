@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fedortho.accuracies import Accuracies, accuracies_of
 from fedortho.data import Dataset
 from fedortho.engine import Ask, CentralEngine, Engine, Group
 from fedortho.errors import FedOrthoError
@@ -21,7 +22,6 @@ from fedortho.prune import Patch, undo_patch, write_undo
 from fedortho.request import Clients, ForgetRequest
 from fedortho.runs import Run, open_run
 from fedortho.settings import as_mapping
-from fedortho.verify import Verdict, judge
 
 RETRAIN_AFTER = 0.03  # retain accuracy lost over all requests, past which retraining is advised
 
@@ -32,8 +32,8 @@ class Served:
 
     request: ForgetRequest
     outcome: Outcome
-    before: Verdict
-    after: Verdict
+    before: Accuracies
+    after: Accuracies
     all_forgotten: dict[str, float]  # forget accuracy of each request served so far, this one included
     retain_paid: float  # retain accuracy lost over all of them
     retrain_seconds: float | None  # what retraining without the forgotten images would take, by this run's history
@@ -90,11 +90,11 @@ def serve_request(
     asked = is_afar and request.kind != "class"
     told = _told(engine, model, outcome.patch, request, forgotten, settings) if asked else (None, None)
     before, after = (
-        judge(m, data, request, forgotten=forgotten, clients=clients, device=device, forget=forget)
+        accuracies_of(m, data, request, forgotten=forgotten, clients=clients, device=device, forget=forget)
         for m, forget in zip((model, edited), told, strict=True)
     )
     judged = [r for r in earlier if r.kind == "class" or not is_afar]
-    old = {str(r): judge(edited, data, r, clients=clients, device=device).forget for r in judged}
+    old = {str(r): accuracies_of(edited, data, r, clients=clients, device=device).forget for r in judged}
     scores = old | {str(request): after.forget}
     paid = before.retain - after.retain + sum(entry["retain-paid"] for entry in run.record.get("requests", []))
     served = Served(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from small import SETTINGS, write_images
 
+from fedortho.accuracies import accuracies_of
 from fedortho.data import Dataset
 from fedortho.engine import Ask, Group
 from fedortho.errors import FedOrthoError
@@ -32,7 +33,6 @@ from fedortho.request import ForgetRequest
 from fedortho.runs import Run, open_run
 from fedortho.scores import evaluate
 from fedortho.serve import undo_run
-from fedortho.verify import judge
 
 TRAINED = replace(SETTINGS, model="vgg-mini", rounds=6, epochs=2, split="dirichlet:1", crop=1, timeout=60.0)
 CLASS = ForgetRequest.parse("class:3")
@@ -73,7 +73,7 @@ def test_a_federation_learns_and_leaves_a_run_like_any_other(run: Run, digits: D
 def test_a_class_is_forgotten_the_old_run_stays_and_all_clients_have_the_new_model(
     run: Run, forgot: Run, digits: Dataset
 ) -> None:
-    before, after = (judge(r.load_model(), digits, CLASS) for r in (run, forgot))
+    before, after = (accuracies_of(r.load_model(), digits, CLASS) for r in (run, forgot))
     assert before.forget > 0.9
     assert after.forget <= 0.06
     assert after.retain > before.retain - 0.08
@@ -109,10 +109,10 @@ def test_twenty_more_rounds_do_not_bring_a_silenced_class_back_but_the_papers_ke
     mask = silenced(forgot, model)
     assert mask
     trained = engine_of(forgot, digits).fit(model, Group("train", None, CLASS), recipe, trainable=mask)
-    assert judge(trained, digits, CLASS).forget <= 0.06
+    assert accuracies_of(trained, digits, CLASS).forget <= 0.06
     for name, may_move in mask.items():
         assert not trained.get_parameter(name)[~may_move].any(), "what was silenced stays silent"
-    assert judge(trained, digits, CLASS).retain > 0.9
+    assert accuracies_of(trained, digits, CLASS).retain > 0.9
 
     path = run.path.with_name("paper")
     forget_in_federation(run, CLASS, preset("paper", ratio=0.3), out=path)
@@ -130,7 +130,7 @@ def test_twenty_more_rounds_do_not_bring_a_silenced_class_back_but_the_papers_ke
 def test_training_on_from_a_run_keeps_what_it_forgot(forgot: Run, digits: Dataset, tmp_path: Path) -> None:
     settings = replace(TRAINED, start=str(forgot.path), rounds=1, rate=0.01)
     further = train_federation(tmp_path / "further", settings)
-    assert judge(further.load_model(), digits, CLASS).forget <= 0.06
+    assert accuracies_of(further.load_model(), digits, CLASS).forget <= 0.06
     assert [entry["request"] for entry in further.record["requests"]] == ["class:3"]
     assert silenced(further, further.load_model()).keys() == silenced(forgot, forgot.load_model()).keys()
     engine = engine_of(further, digits)
@@ -138,7 +138,7 @@ def test_training_on_from_a_run_keeps_what_it_forgot(forgot: Run, digits: Datase
     assert not gone.images, "its clients have dropped the class as well"
     more = replace(TRAINED, start=str(further.path), rounds=3)
     again = train_federation(tmp_path / "again", more)
-    assert judge(again.load_model(), digits, CLASS).forget <= 0.06, "nor does the next one learn it anew"
+    assert accuracies_of(again.load_model(), digits, CLASS).forget <= 0.06, "nor does the next one learn it anew"
     for changes, message in (({"split": "iid"}, "has --split dirichlet:1, not iid"), ({"seed": 4}, "has --seed 0")):
         with pytest.raises(FedOrthoError, match=message):
             train_federation(tmp_path / "other", replace(more, **changes))
@@ -210,7 +210,7 @@ def test_a_client_with_images_of_its_own_is_judged_by_itself(run: Run, tmp_path:
 
 def test_training_without_a_request_never_sees_it(digits: Dataset, tmp_path: Path) -> None:
     run = train_federation(tmp_path / "retrained", replace(TRAINED, without="class:3 client:1", rounds=2))
-    assert judge(run.load_model(), digits, CLASS).forget == 0
+    assert accuracies_of(run.load_model(), digits, CLASS).forget == 0
     log = read_json(run.path / "wire.json")
     assert all("1" not in exchange["down"] for exchange in log if exchange["kind"] == "train.local")
 

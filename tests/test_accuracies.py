@@ -2,11 +2,11 @@ import pytest
 import torch
 from small import TinyNet
 
+from fedortho.accuracies import accuracies_of
 from fedortho.data import Images, images_from_tensors, make_dataset
 from fedortho.errors import BadData
 from fedortho.request import ForgetRequest
 from fedortho.scores import accuracy
-from fedortho.verify import judge
 
 
 def test_accuracies_are_those_of_the_right_images(tiny: TinyNet, toy: Images) -> None:
@@ -16,19 +16,19 @@ def test_accuracies_are_those_of_the_right_images(tiny: TinyNet, toy: Images) ->
     def of(chosen: torch.Tensor) -> float:
         return accuracy(tiny, test.subset(chosen))
 
-    by_class = judge(tiny, data, "class:1")
+    by_class = accuracies_of(tiny, data, "class:1")
     assert by_class.forget == pytest.approx(of(test.labels == 1))
     assert by_class.retain == pytest.approx(of(test.labels != 1))
     assert by_class.test == pytest.approx(accuracy(tiny, test))
     rows = data.train.rows[:30]
-    by_sample = judge(tiny, data, ForgetRequest(samples=tuple(map(str, rows.tolist()))))
+    by_sample = accuracies_of(tiny, data, ForgetRequest(samples=tuple(map(str, rows.tolist()))))
     assert by_sample.forget == pytest.approx(accuracy(tiny, data.train.subset(range(30))))
     assert by_sample.retain == by_sample.test
 
 
 def test_classes_forgotten_before_are_not_retained(tiny: TinyNet, toy: Images) -> None:
     data = make_dataset(toy, toy)
-    twice = judge(tiny, data, "class:1", forgotten=ForgetRequest.parse("class:3"))
+    twice = accuracies_of(tiny, data, "class:1", forgotten=ForgetRequest.parse("class:3"))
     kept = (toy.labels != 1) & (toy.labels != 3)
     assert twice.retain == pytest.approx(accuracy(tiny, toy.subset(kept)))
 
@@ -36,4 +36,4 @@ def test_classes_forgotten_before_are_not_retained(tiny: TinyNet, toy: Images) -
 def test_nothing_to_judge_by_is_refused(tiny: TinyNet, toy: Images) -> None:
     test = images_from_tensors(toy.pixels[toy.labels != 2], toy.labels[toy.labels != 2], toy.names)
     with pytest.raises(BadData, match="nothing to judge by"):
-        judge(tiny, make_dataset(toy, test), "class:2")
+        accuracies_of(tiny, make_dataset(toy, test), "class:2")

@@ -12,7 +12,7 @@ from fedortho.scores import accuracy, evaluate
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Accuracies:
     """Accuracies as shares, 0 to 1.
 
     Class requests: test images of the classes that had to go, and of the others. Client and sample requests:
@@ -24,7 +24,7 @@ class Verdict:
     test: float  # all test images
 
 
-def judge(
+def accuracies_of(
     model: nn.Module,
     data: Dataset,
     request: ForgetRequest | str,
@@ -33,7 +33,7 @@ def judge(
     clients: Clients | None = None,
     device: torch.device | str = "cpu",
     forget: float | None = None,
-) -> Verdict:
+) -> Accuracies:
     """Measure a model on the test images; what earlier requests removed (`forgotten`) is not retained either.
 
     `clients` are the rows that each client of a federation holds, for requests about clients; where these images
@@ -49,10 +49,10 @@ def judge(
     retain, test = _share(right[kept], number[kept]), _share(right, number)
     if request.kind == "class":
         asked = request.labels(data.test.names)
-        return Verdict(_share(right[asked], number[asked]), retain, test)
+        return Accuracies(_share(right[asked], number[asked]), retain, test)
     if forget is None:
         forget = accuracy(model, request.split(data.train, clients)[0], device=device)
-    return Verdict(forget, retain, test)
+    return Accuracies(forget, retain, test)
 
 
 def _share(right: Tensor, number: Tensor) -> float:
