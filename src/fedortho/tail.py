@@ -5,7 +5,7 @@ Repair re-estimates the running statistics of batch norms behind the first edit 
 
 import copy
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -129,19 +129,29 @@ def norms_behind(model: nn.Module, sites: Sequence[Site], example: Tensor) -> li
     for layer in (layer for site in sites for layer in site.layers):
         for parameter in silent.get_submodule(layer.norm or layer.name).parameters(recurse=False):
             nn.init.zeros_(parameter)
-    before, after = _norm_inputs(model, example), _norm_inputs(silent, example)
+    norms = batch_norms(model)
+    before, after = received(model, norms, example), received(silent, norms, example)
     return [name for name, given in before.items() if not torch.equal(given, after[name])]
 
 
-def _norm_inputs(model: nn.Module, example: Tensor) -> dict[str, Tensor]:
-    inputs: dict[str, Tensor] = {}
-    norms = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.BatchNorm2d)]
+def batch_norms(model: nn.Module) -> list[str]:
+    """The batch norms of a network, by name."""
+    return [name for name, module in model.named_modules() if isinstance(module, nn.BatchNorm2d)]
+
+
+def received(
+    model: nn.Module, names: Sequence[str], inputs: Tensor, keep: Callable[[Tensor], Tensor] = Tensor.clone
+) -> dict[str, Tensor]:
+    """What each of these modules receives in one forward pass, or what `keep` makes of it at that moment."""
+    found: dict[str, Tensor] = {}
     handles = [
-        module.register_forward_pre_hook(lambda _, given, name=name: inputs.update({name: given[0].clone()}))
-        for name, module in norms
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda _, given, name=name: found.update({name: keep(given[0])})
+        )
+        for name in names
     ]
-    _pass_once(model, example, handles)
-    return inputs
+    _pass_once(model, inputs, handles)
+    return found
 
 
 @contextmanager

@@ -1,0 +1,96 @@
+"""C6: does what was forgotten come back in the copies that are deployed: rounded, folded, exported?"""
+
+import io
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval
+
+from fedortho.audits.contract import Audit, Case
+from fedortho.audits.limits import LIMITS
+from fedortho.audits.sight import Known, compared, forget_accuracy, ready, right, ruled, who_is_there
+from fedortho.data import Images
+from fedortho.structure import trace_layers
+
+
+def deployed_copies(case: Case, known: Known, budget: str) -> Audit:
+    """The largest rise of forget accuracy over the copies; a copy that cannot be made is an error, not a pass."""
+    before = forget_accuracy(case, known, "forgot")
+    found: dict[str, float] = {}
+    failed: dict[str, str] = {}
+    for name, make in COPIES.items():
+        try:
+            found[name] = right(case, make(ready(case, case.forgot), case.judged), case.judged, name)
+        except Exception as error:  # a foreign model in a foreign exporter may fail in any way
+            failed[name] = (str(error).splitlines() or [type(error).__name__])[0]
+    worst = max(found, key=lambda name: found[name], default="")
+    rise = found.get(worst, 0.0) - before
+    measured = {who: forget_accuracy(case, known, who) for who in who_is_there(case)}
+    measured["forgot"] = found.get(worst, before)
+    says = f"of {len(found)} copies ({', '.join(found)}; numbers rounded by simulation) the worst, {worst}, "
+    says += f"gets {compared(measured)} right, {100 * rise:+.1f} points"
+    details = {"accuracies": found, "before": before, "failed": failed, "simulated": ["fp16", "int8", "int4"]}
+    if failed and (not found or rise <= LIMITS["copies"]):
+        name, reason = next(iter(failed.items()))
+        return Audit("C6", "ERROR", f"the copy {name} could not be tested: {reason}", details=details)
+    return ruled("C6", says, case, measured, rise, LIMITS["copies"], details)
+
+
+def halved(twin: nn.Module, images: Images) -> nn.Module:
+    """Weights and statistics rounded to float16 and computed with in float32: simulated."""
+    for tensor in (*twin.parameters(), *twin.buffers()):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.half().to(tensor.dtype)
+    return twin
+
+
+def quantised(twin: nn.Module, bits: int) -> nn.Module:
+    """Weights of convolutions and linear layers on 2^bits − 1 symmetric steps per output channel: simulated."""
+    for module in twin.modules():
+        if isinstance(module, (nn.Conv2d, nn.Linear)):
+            module.weight.data = quantise(module.weight.data, bits)
+    return twin
+
+
+def quantise(weight: Tensor, bits: int) -> Tensor:
+    """Each row rounded to multiples of its largest entry / (2^(bits−1) − 1).
+
+    >>> quantise(torch.tensor([[0.0, 0.4, 7.0]]), 4).tolist()
+    [[0.0, 0.0, 7.0]]
+    """
+    most = 2 ** (bits - 1) - 1
+    step = weight.flatten(1).abs().amax(1).view(-1, *(1,) * (weight.dim() - 1)) / most
+    return torch.where(step > 0, (weight / step).round().clamp(-most, most) * step, weight)
+
+
+def folded(twin: nn.Module, images: Images) -> nn.Module:
+    """Batch norms that read a convolution directly, multiplied into it."""
+    for layer in trace_layers(twin, images.shape):
+        if layer.norm is not None and layer.norm_kind == "BatchNorm2d" and layer.problem is None:
+            conv, norm = twin.get_submodule(layer.name), twin.get_submodule(layer.norm)
+            assert isinstance(conv, nn.Conv2d)
+            assert isinstance(norm, nn.BatchNorm2d)
+            if norm.running_mean is not None:
+                twin.set_submodule(layer.name, fuse_conv_bn_eval(conv, norm))
+                twin.set_submodule(layer.norm, nn.Identity())
+    return twin
+
+
+def exported(twin: nn.Module, images: Images) -> nn.Module:
+    """What `torch.export` makes of it, written and read again; it takes batches of any size."""
+    example = torch.zeros(2, *images.shape, device=next(twin.parameters()).device)
+    program = torch.export.export(twin, (example,), dynamic_shapes=({0: torch.export.Dim("images")},))
+    store = io.BytesIO()
+    torch.export.save(program, store)
+    store.seek(0)
+    return torch.export.load(store).module()
+
+
+COPIES: Mapping[str, Callable[[nn.Module, Images], nn.Module]] = {
+    "fp16": halved,
+    "int8": lambda twin, _: quantised(twin, 8),
+    "int4": lambda twin, _: quantised(twin, 4),
+    "folded": folded,
+    "exported": exported,
+}

@@ -1,0 +1,17 @@
+"""Beside the audits: is the forgotten model still good for what it was meant to keep?"""
+
+from fedortho.audits.contract import Audit, Case
+from fedortho.audits.limits import RETENTION
+from fedortho.audits.sight import Known, compared, each, ready, right
+
+
+def retention(case: Case, budget: float = RETENTION, known: Known | None = None) -> Audit:
+    """Retain accuracy that was lost against the original, on test images; no reference is needed for that."""
+    shares = each(
+        case, known or Known(), "retain", lambda model, who: right(case, ready(case, model), case.kept_test, who)
+    )
+    lost = shares["original"] - shares["forgot"]
+    says = f"retain accuracy is {compared(shares)}, {100 * lost:.1f} points lost of {100 * budget:.1f} allowed"
+    outcome = "PASS" if lost <= budget else "FAIL"
+    reference = shares.get("reference")
+    return Audit("retention", outcome, says, lost, budget, shares["forgot"], shares["original"], reference)
