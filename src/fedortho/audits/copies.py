@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from fedortho.audits.limits import LIMITS
 from fedortho.audits.sight import Known, compared, forget_accuracy, ready, right, ruled, who_is_there
 from fedortho.data import Images
 from fedortho.structure import trace_layers
+from fedortho.tail import batch_norms
 
 
 def deployed_copies(case: Case, known: Known, budget: str) -> Audit:
@@ -30,7 +32,14 @@ def deployed_copies(case: Case, known: Known, budget: str) -> Audit:
     measured["forgot"] = found.get(worst, before)
     says = f"of {len(found)} copies ({', '.join(found)}; numbers rounded by simulation) the worst, {worst}, "
     says += f"gets {compared(measured)} right, {100 * rise:+.1f} points"
-    details = {"accuracies": found, "before": before, "failed": failed, "simulated": ["fp16", "int8", "int4"]}
+    details: dict[str, Any] = {
+        "accuracies": found,
+        "before": before,
+        "failed": failed,
+        "simulated": ["fp16", "int8", "int4"],
+    }
+    details["folded_norms"] = len(foldable(case.forgot, case.judged.shape))
+    details["norms"] = len(batch_norms(case.forgot))
     if failed and (not found or rise <= LIMITS["copies"]):
         name, reason = next(iter(failed.items()))
         return Audit("C6", "ERROR", f"the copy {name} could not be tested: {reason}", details=details)
@@ -65,16 +74,20 @@ def quantise(weight: Tensor, bits: int) -> Tensor:
 
 
 def folded(twin: nn.Module, images: Images) -> nn.Module:
-    """Batch norms that read a convolution directly, multiplied into it."""
-    for layer in trace_layers(twin, images.shape):
-        if layer.norm is not None and layer.norm_kind == "BatchNorm2d" and layer.problem is None:
-            conv, norm = twin.get_submodule(layer.name), twin.get_submodule(layer.norm)
-            assert isinstance(conv, nn.Conv2d)
-            assert isinstance(norm, nn.BatchNorm2d)
-            if norm.running_mean is not None:
-                twin.set_submodule(layer.name, fuse_conv_bn_eval(conv, norm))
-                twin.set_submodule(layer.norm, nn.Identity())
+    """Batch norms that read a convolution directly, multiplied into it; others stay as they are."""
+    for conv, norm in foldable(twin, images.shape):
+        merged = fuse_conv_bn_eval(twin.get_submodule(conv), twin.get_submodule(norm))  # type: ignore[type-var, arg-type]  # chosen by kind
+        twin.set_submodule(conv, merged)
+        twin.set_submodule(norm, nn.Identity())
     return twin
+
+
+def foldable(model: nn.Module, shape: tuple[int, int, int]) -> list[tuple[str, str]]:
+    """Convolutions and the batch norms, with statistics of their own, that can be folded into them."""
+    with torch.enable_grad():  # the structure is traced by gradients
+        layers = [layer for layer in trace_layers(model, shape) if layer.problem is None and layer.norm is not None]
+    pairs = [(layer.name, layer.norm) for layer in layers if layer.norm_kind == "BatchNorm2d" and layer.norm]
+    return [pair for pair in pairs if getattr(model.get_submodule(pair[1]), "running_mean", None) is not None]
 
 
 def exported(twin: nn.Module, images: Images) -> nn.Module:

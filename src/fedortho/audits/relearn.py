@@ -28,10 +28,10 @@ from fedortho.train import fit
 
 SAMPLES = (0, 10, 50)  # of what had to go, mixed with retained images
 STEPS, BATCH, EVERY = 60, 128, 2  # at most, images in each, and how many lie between two looks
-RATE = 0.05  # without momentum, so that a fit cut into pieces is the same fit
+RATE = 0.1  # without momentum, so that a fit cut into pieces is the same fit
 ENOUGH = 0.8  # of the original's forget accuracy
 LOOKED_AT = 500  # judged images, at every look
-SHOTS, DRAWS = 10, 5  # samples of a prototype, and how many prototypes are averaged
+SHOTS, DRAWS = 10, 20  # samples of a prototype, and how many prototypes are averaged
 FALSE_ALARMS = 0.05  # share of retained images that the prototype may take
 
 

@@ -1,0 +1,31 @@
+"""One original and three retrained networks on real images, for a class that a retrained network cannot tell well."""
+
+import pytest
+import torch
+from torch import nn
+from worlds import COAT, World
+
+from fedortho.audits.sight import Known
+from fedortho.data import Dataset, Images, images_from_tensors
+from fedortho.models import build_model
+from fedortho.recipe import Recipe
+from fedortho.sources import load_images
+from fedortho.train import fit
+
+
+@pytest.fixture(scope="session")
+def world() -> World:
+    """3 500 images of 14x14 to train on and 4 500 to test on: about 450 of each class, for little noise."""
+    small = load_images("fashion-mini", size=14)
+    parts: list[Images] = [small.train, small.valid, small.test]
+    pixels = torch.cat([part.pixels[part.rows] for part in parts])
+    whole = images_from_tensors(pixels, torch.cat([part.labels for part in parts]), small.train.names)
+    order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(0))
+    data = Dataset("fashion", whole.subset(order[:3500]), whole.subset([]), whole.subset(order[3500:]), "")
+    kept = data.train.subset(~COAT.mask(data.train))
+
+    def train(images: Images, seed: int) -> nn.Module:
+        model = build_model("small:PooledNet", classes=10, channels=1, seed=seed)
+        return fit(model, images, Recipe(epochs=5, rate=0.1, crop=0, seed=seed))
+
+    return World(data, train(data.train, 0), [train(kept, seed) for seed in (1, 2, 3)], Known())

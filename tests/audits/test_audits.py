@@ -1,0 +1,158 @@
+"""The audits are audited: what only hides must fail, what never knew must pass, what breaks must show."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from worlds import World
+
+from fedortho.audits import AUDITS, label, relearn, run_audits
+from fedortho.audits.contract import Audit
+from fedortho.audits.retention import retention
+from fedortho.engine import CentralEngine
+from fedortho.errors import BadData, UnknownName
+from fedortho.methods import unlearn
+from fedortho.methods.fedortho import Paper
+from fedortho.request import ForgetRequest
+
+
+def by_name(audits: list[Audit]) -> dict[str, Audit]:
+    assert [audit.name for audit in audits] == list(AUDITS)
+    return {audit.name: audit for audit in audits}
+
+
+def without_row(world: World) -> nn.Module:
+    def erase(model: nn.Module) -> None:
+        model.fc.weight[4], model.fc.bias[4] = 0.0, -1e4
+
+    return world.changed(erase)
+
+
+def test_a_retrained_network_leaves_room_for_the_probe_to_tell(world: World) -> None:
+    probed = by_name(run_audits(world.case(world.references[2]), known=world.known))["C1"]
+    assert probed.reference is not None
+    assert probed.reference < 0.8
+
+
+def test_editing_only_the_classifier_row_fails_probe_and_prototype(world: World) -> None:
+    audits = run_audits(world.case(without_row(world)), known=world.known)
+    found = by_name(audits)
+    assert (found["C1"].outcome, found["C3"].outcome) == ("FAIL", "FAIL")
+    assert found["C1"].forgot == found["C1"].original
+    assert label(audits) == "FAILED C1, C3; passed 2 of 6, 2 not run"
+
+
+def test_the_papers_edit_before_batch_norm_fails_the_norm_attacks(world: World) -> None:
+    edited = unlearn(world.original, CentralEngine(world.data), "class:Coat", Paper(ratio=0.3))
+    audit = by_name(run_audits(world.case(edited), known=world.known))["C2"]
+    assert audit.outcome == "FAIL"
+    for recovered in audit.details["attacks"].values():
+        assert recovered["forgot"] == pytest.approx(recovered["original"], abs=0.02)  # the edit is gone
+
+
+def test_another_retrained_network_passes_everything_that_is_run(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relearn, "STEPS", 30)
+    case = world.case(world.references[2], second=True)
+    audits = run_audits(case, "full", membership=lambda _: Audit("C4", "PASS", "not here"), known=world.known)
+    assert label(audits) == "passed 6 of 6", [audit.says for audit in audits]
+    assert set(by_name(audits)["C1"].details["stages"]["forgot"]) == {"features.7", "features.11", "fc"}
+    assert by_name(audits)["C3"].details["relearning"]["0"] == {"forgot": None, "reference": None}
+
+
+def test_the_original_itself_fails_and_relearns_at_once(world: World) -> None:
+    audits = run_audits(world.case(world.original, second=True), "full", only=("C3", "C5"), known=world.known)
+    found = by_name(audits)
+    assert found["C3"].outcome == found["C5"].outcome == "FAIL"
+    assert found["C3"].details["relearning"]["0"]["forgot"] == 0
+    assert found["C5"].value == pytest.approx(1.0)
+
+
+def test_random_noise_on_the_weights_fails_retention_and_a_retrained_network_does_not(world: World) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def disturb(model: nn.Module) -> None:
+        for weight in model.parameters():
+            weight.add_(0.5 * weight.std() * torch.randn(weight.shape, generator=generator))
+
+    assert retention(world.case(world.changed(disturb)), known=world.known).outcome == "FAIL"
+    assert retention(world.case(world.references[2]), known=world.known).outcome == "PASS"
+
+
+def test_without_a_reference_nothing_reads_pass(world: World) -> None:
+    audits = run_audits(world.case(world.references[2], reference=False), "full", only=("C1", "C2", "C5", "C6"))
+    found = by_name(audits)
+    for name in ("C1", "C2", "C5", "C6"):
+        assert found[name].outcome == "NO REFERENCE"
+        assert found[name].value is None
+        assert found[name].forgot is not None
+    assert label(audits) == "no reference, 4 of 6 measured, 2 not run"
+
+
+def test_what_needs_a_class_of_its_own_is_not_run_for_samples(world: World) -> None:
+    rows = world.data.train.rows[:60].tolist()
+    request = ForgetRequest(samples=tuple(map(str, rows)))
+    case = replace(world.case(world.original), request=request, reference=world.original)
+    audits = run_audits(case)
+    assert [audit.outcome for audit in audits] == ["NOT RUN", "PASS", "NOT RUN", "NOT RUN", "NOT RUN", "PASS"]
+    assert "class of its own" in audits[0].says
+    assert "class of its own" in audits[2].says
+
+
+def test_answers_that_are_no_numbers_are_refused_by_name(world: World) -> None:
+    def spoil(model: nn.Module) -> None:
+        model.fc.bias[0] = float("nan")
+
+    with pytest.raises(BadData, match="the forgot model answers 4"):
+        run_audits(world.case(world.changed(spoil)))
+    with pytest.raises(BadData, match="the reference model"):
+        run_audits(replace(world.case(world.original), reference=world.changed(spoil)))
+
+
+def test_probabilities_of_exactly_0_and_1_are_answers_like_others(world: World) -> None:
+    def harden(model: nn.Module) -> None:
+        model.fc.weight *= 1e4
+
+    audits = run_audits(world.case(world.changed(harden), second=True), "full", only=("C5", "C6"))
+    assert {"PASS", "FAIL"} >= {audits[4].outcome, audits[5].outcome}
+    assert 0 <= audits[4].details["total_variation"] <= 1
+
+
+def test_an_audit_that_raises_is_an_error_and_stays_in_the_list(world: World) -> None:
+    class Twisted(nn.Module):
+        """No linear layer at its end, so it has no features."""
+
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * self.inner(x)
+
+    audits = run_audits(world.case(Twisted(world.references[2])), only=("C1", "C6"), known=world.known)
+    assert audits[0].outcome == "ERROR"
+    assert "linear layer" in audits[0].says
+    assert audits[5].outcome == "PASS"
+    assert label(audits).startswith("ERROR in C1; passed 1 of 6")
+
+
+def test_what_is_not_part_of_the_budget_says_so(world: World) -> None:
+    told: list[str] = []
+    audits = run_audits(world.case(world.original), "none", watch=told.append)
+    assert label(audits) == "none of 6 run"
+    assert not told
+    audits = run_audits(world.case(world.references[2]), only=("C6",), watch=told.append)
+    assert told == ["deployed copies"]
+    assert audits[3].says == "only C6 was asked for"
+    with pytest.raises(UnknownName, match="C7"):
+        run_audits(world.case(world.original), only=("C7",))
+    with pytest.raises(UnknownName, match="budget"):
+        run_audits(world.case(world.original), "qick")
+
+
+def test_no_model_of_a_case_is_changed(world: World) -> None:
+    before = [weight.clone() for weight in world.original.state_dict().values()]
+    run_audits(world.case(world.original), only=("C1", "C2", "C6"))
+    after = world.original.state_dict().values()
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(before, after, strict=True))
+    assert not world.original.training
