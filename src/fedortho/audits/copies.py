@@ -10,7 +10,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from fedortho.audits.contract import Audit, Case
 from fedortho.audits.limits import LIMITS
-from fedortho.audits.sight import Known, compared, forget_accuracy, ready, right, ruled, who_is_there
+from fedortho.audits.sight import Known, compared, forget_accuracy, once, ready, right, ruled, who_is_there
 from fedortho.data import Images
 from fedortho.structure import trace_layers
 from fedortho.tail import batch_norms
@@ -19,13 +19,7 @@ from fedortho.tail import batch_norms
 def deployed_copies(case: Case, known: Known, budget: str) -> Audit:
     """The largest rise of forget accuracy over the copies; a copy that cannot be made is an error, not a pass."""
     before = forget_accuracy(case, known, "forgot")
-    found: dict[str, float] = {}
-    failed: dict[str, str] = {}
-    for name, make in COPIES.items():
-        try:
-            found[name] = right(case, make(ready(case, case.forgot), case.judged), case.judged, name)
-        except Exception as error:  # a foreign model in a foreign exporter may fail in any way
-            failed[name] = (str(error).splitlines() or [type(error).__name__])[0]
+    found, failed = once(case, known, "forgot", "copies", lambda model, _: _tried(case, model))
     worst = max(found, key=lambda name: found[name], default="")
     rise = found.get(worst, 0.0) - before
     measured = {who: forget_accuracy(case, known, who) for who in who_is_there(case)}
@@ -44,6 +38,17 @@ def deployed_copies(case: Case, known: Known, budget: str) -> Audit:
         name, reason = next(iter(failed.items()))
         return Audit("C6", "ERROR", f"the copy {name} could not be tested: {reason}", details=details)
     return ruled("C6", says, case, measured, rise, LIMITS["copies"], details)
+
+
+def _tried(case: Case, model: nn.Module) -> tuple[dict[str, float], dict[str, str]]:
+    """Forget accuracy of each copy, and why others could not be tested."""
+    found, failed = {}, {}
+    for name, make in COPIES.items():
+        try:
+            found[name] = right(case, make(ready(case, model), case.judged), case.judged, name)
+        except Exception as error:  # a foreign model in a foreign exporter may fail in any way
+            failed[name] = (str(error).splitlines() or [type(error).__name__])[0]
+    return found, failed
 
 
 def halved(twin: nn.Module, images: Images) -> nn.Module:

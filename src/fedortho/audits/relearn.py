@@ -56,6 +56,7 @@ def relearning(case: Case, known: Known, budget: str) -> Audit:
     says = "; ".join([says, *(entry[4] for entry in found if entry[0] != name)])
     if budget != "full":
         says += "; relearning by training was not run (--audit full)"
+    details["values"] = {entry[0]: entry[1] for entry in found}
     return ruled("C3", says, case, measured, value, limit, details | {"decided_by": name})
 
 
