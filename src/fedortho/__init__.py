@@ -15,10 +15,12 @@ from fedortho.runs import Run, TrainSettings, open_run, train_run
 from fedortho.scores import accuracy, evaluate
 from fedortho.sources import load_images
 from fedortho.train import fit
+from fedortho.verify import Verdict, judge
 
 __version__ = version("fedortho")
 
 __all__ = [
+    "Accuracies",
     "Dataset",
     "FedOrthoError",
     "ForgetRequest",
@@ -27,12 +29,15 @@ __all__ = [
     "Recipe",
     "Run",
     "TrainSettings",
+    "Verdict",
+    "accuracies_of",
     "accuracy",
     "build_model",
     "evaluate",
     "fit",
     "forget",
     "images_from_tensors",
+    "judge",
     "load_images",
     "make_dataset",
     "open_run",

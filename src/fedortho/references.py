@@ -4,11 +4,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
+from fedortho.audits.contract import Case
 from fedortho.cost import Cost, training_cost
 from fedortho.data import Dataset
 from fedortho.engine import Tally
 from fedortho.errors import BadCheckpoint, FedOrthoError
 from fedortho.federated.exchange import bytes_of, exchange_of
+from fedortho.federation import held_rows
 from fedortho.files import read_json
 from fedortho.request import ForgetRequest
 from fedortho.runs import FREE, FederateSettings, Run, TrainSettings, open_run, relocated, train_run
@@ -95,3 +99,37 @@ def reference_cost(reference: Run, data: Dataset) -> Cost:
     if not isinstance(reference.settings, FederateSettings):  # older ones did not count: each image once an epoch
         history = [replace(entry, images=entry.images or reference.record["data"]["train"]) for entry in history]
     return training_cost(history, reference.load_model(), data.train.shape, tally)
+
+
+def case_of(
+    run: Run,
+    request: ForgetRequest,
+    data: Dataset,
+    original: Run,
+    reference: Run | None = None,
+    second: Run | None = None,
+    device: torch.device | str = "cpu",
+) -> Case:
+    """The models of these runs as a case for audits; runs that do not belong together are refused."""
+    for found in (reference, second):
+        if found is not None:
+            check_reference(run, found, request)
+    if original.record["data"]["digest"] != run.record["data"]["digest"]:
+        raise BadCheckpoint(f"{original.path} was trained on other data than {run.path}")
+    names = run.record["data"]["classes"]
+    before = joined([part for part in [kept_out(original)] if part is not None])
+    if before is not None and before.settled(names).covers(request.settled(names)):
+        raise FedOrthoError(f"{original.path} has forgotten {request} before; give the run that had not (--original)")
+    settings = run.settings
+    clients = held_rows(data, settings, settings.dealt_by) if isinstance(settings, FederateSettings) else None
+    retrained, again = (None if found is None else found.load_model() for found in (reference, second))
+    return Case(run.load_model(), original.load_model(), retrained, again, data, request, before, clients, device)
+
+
+def find_original(run: Run) -> Run:
+    """The run that this one was made from, where it still lies beside it."""
+    wanted, name = run.record.get("parent"), run.record.get("parent-run")
+    for path in [run.path.parent / str(name)] if name else []:
+        if (path / "run.json").is_file() and (found := open_run(path)).record["model"]["digest"] == wanted:
+            return found
+    raise FedOrthoError(f"the run that {run.path} was made from is not beside it; give it with --original RUN")

@@ -181,9 +181,13 @@ def write_derived(
     if ledger is not None:
         ledger.save(building / "ledger.safetensors")
     about = run.record["model"] | {"digest": tensors_digest(state)}
-    write_json(building / "run.json", run.record | {"model": about, "parent": run.record["model"]["digest"]} | changes)
+    write_json(building / "run.json", run.record | {"model": about} | _origin(run) | changes)
     building.replace(out)
     return open_run(out)
+
+
+def _origin(run: Run) -> dict[str, str]:
+    return {"parent": run.record["model"]["digest"], "parent-run": run.path.absolute().name}
 
 
 def copy_patches(run: Run, to: Path, number: int) -> None:
