@@ -32,9 +32,6 @@ def test_the_limits_are_those_of_the_calibration_or_else_the_proposals(calibrati
     seeds = set(saved["about"]["references"])
     assert len(seeds) >= 5
     assert len(saved["rows"]) == len(seeds) * (len(seeds) - 1)
-    values = {
-        name: [row["values"][name] for row in saved["rows"] if row["values"][name] is not None] for name in LIMITS
-    }
     assert LIMITS == saved["limits"] == calibration.limits_of(saved["rows"])
 
 
