@@ -37,7 +37,7 @@ TIERS = [
     {"audits/__init__", "compare"},
     {"verify"},
     {"federated/deploy", "federated/jobs", "tune"},
-    {"cli_methods", "cli_evidence"},
+    {"cli_methods", "cli_evidence", "cli_verdict"},
     {"__init__", "cli"},
 ]
 PACKAGE = Path(fedortho.__file__).parent

@@ -16,12 +16,22 @@ import typer
 from rich.logging import RichHandler
 from rich.markup import escape
 
-from fedortho.accuracies import Accuracies, accuracies_of
 from fedortho.calibrate import Refused
+from fedortho.cli_evidence import bundle_app, journal_app
 from fedortho.cli_methods import compare_command, tune_command
+from fedortho.cli_report import report_command
+from fedortho.cli_verdict import (
+    Budget,
+    Reference,
+    References,
+    Retrain,
+    audit_command,
+    judge_command,
+    judged,
+    print_verdict,
+)
 from fedortho.devices import choose_device
 from fedortho.errors import FedOrthoError
-from fedortho.federation import held_rows
 from fedortho.methods import preset
 from fedortho.methods.fedortho import ForgetSettings
 from fedortho.models import build_model
@@ -41,7 +51,6 @@ from fedortho.screen import (
     print_served,
     say,
     training_bar,
-    verdict_table,
 )
 from fedortho.serve import describe, serve_request, undo_run
 from fedortho.settings import field_help, field_types, kebab, make_settings, read_toml
@@ -255,31 +264,6 @@ def evaluate_(
         out.print(class_table(score, images.names))
 
 
-@app.command("judge")
-def judge_(
-    run_paths: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run directories of the same data")],
-    request: Annotated[str, typer.Option(help="what had to be forgotten, such as class:3 or client:4")],
-    data_dir: DataDir = "",
-    device: Device = "auto",
-    as_json: AsJson = False,
-) -> None:
-    """Measure runs side by side by what they still know of a request: the original, one that forgot, one retrained."""
-    asked, place = ForgetRequest.parse(request), choose_device(device)
-    verdicts: dict[str, Accuracies] = {}
-    for path in run_paths:
-        run = open_run(path)
-        data = run.load_data(data_dir)
-        clients = (
-            held_rows(data, run.settings, run.settings.dealt_by) if isinstance(run.settings, FederateSettings) else None
-        )
-        verdicts[str(path)] = accuracies_of(run.load_model().to(place), data, asked, clients=clients, device=place)
-    if as_json:
-        typer.echo(json.dumps({path: dataclasses.asdict(verdict) for path, verdict in verdicts.items()}, indent=2))
-    else:
-        say(escape(f"{asked}: accuracy on what had to go, on what stays, and on all test images"))
-        out.print(verdict_table(verdicts))
-
-
 @app.command()
 @takes_settings(ForgetSettings)
 def forget(
@@ -291,6 +275,10 @@ def forget(
     preset_name: Annotated[str, typer.Option("--preset", help="robust or paper")] = "robust",
     engine: EngineName = "inprocess",
     deployment: Deployment = None,
+    audit: Budget = "quick",
+    reference: Reference = None,
+    references: References = None,
+    retrain: Retrain = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="find the patch and show it; write nothing")] = False,
     keep_undo: Annotated[Path | None, typer.Option(help="keep what is removed in this file, for fedortho undo")] = None,
     data_dir: DataDir = "",
@@ -332,10 +320,17 @@ def forget(
             shown.stop()
             err.print(frontier_table(refusal.frontier))
             raise FedOrthoError(f"{refusal}; {_retrain_advice(run)}") from refusal
+    verdict = None
+    if served.run is not None and audit != "none":
+        known = {"reference": reference, "references": references, "retrain": retrain, "audit": audit}
+        verdict = judged(served.run, asked, data, original=run, data_dir=data_dir, device=device, **known)
     if as_json:
-        typer.echo(json.dumps(describe(served), indent=2))
-    else:
-        print_served(served, run_path)
+        told = describe(served) | ({} if verdict is None else {"verdict": verdict.as_mapping()})
+        typer.echo(json.dumps(told, indent=2))
+        return
+    print_served(served, run_path)
+    if verdict is not None:
+        print_verdict(verdict)
 
 
 def _retrain_advice(run: Run) -> str:
@@ -385,8 +380,13 @@ def check(
         raise typer.Exit(1)
 
 
+app.command("judge")(judge_command)
+app.command("audit")(audit_command)
 app.command("compare")(compare_command)
 app.command("tune")(tune_command)
+app.command("report")(report_command)
+app.add_typer(bundle_app, name="bundle")
+app.add_typer(journal_app, name="journal")
 
 
 if __name__ == "__main__":

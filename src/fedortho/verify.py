@@ -1,4 +1,4 @@
-"""The verdict on one request: what was edited, measured, audited and spent, and what it comes to in a plain sentence."""
+"""The verdict on one request: what was edited, measured, audited and spent, and what it comes to in a sentence."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
