@@ -1,0 +1,336 @@
+"""The paper's figures and some more, from real runs; each is written to benchmarks/figures/NAME.png.
+
+    python benchmarks/figures.py --data-dir ../shared/data [--only gram,frontier] [--references runs]
+
+CIFAR-10 networks come from benchmarks/runs. Where the paper needs orthogonality in other layers, and for the costs of
+methods in a federation, small fashion-mini networks are trained into benchmarks/runs/figures (minutes, kept for the
+next time).
+"""
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fedortho.compare import compare, read_settings
+from fedortho.data import Dataset, Images, evaluation_batches
+from fedortho.engine import draw
+from fedortho.federated.server import train_federation
+from fedortho.figures import activations, costs, kernels, results
+from fedortho.figures.style import finding_of, png
+from fedortho.ledger import load_ledger
+from fedortho.methods.fedortho import ForgetSettings, plan_forgetting, trace_frontier
+from fedortho.observe import Observation
+from fedortho.recipe import Recipe
+from fedortho.references import find_reference, reference_settings
+from fedortho.request import ForgetRequest
+from fedortho.runs import FederateSettings, Run, TrainSettings, open_run, train_run
+from fedortho.scores import accuracy, evaluate
+from fedortho.train import fit
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+HERE = Path(__file__).parent
+REQUEST = ForgetRequest.parse("class:1")  # as benchmarks/manifest.py drew it
+PLACES = {"none": "deep", "shallow": "shallow", "mid": "mid", "deep": "deep"}
+METHODS = ["retrain", "fedortho", "fedortho-paper", "finetune", "not", "fused", "ssd"]
+RELEARN = Recipe(epochs=1, batch=50, rate=0.01, schedule="constant", ortho=0.0, crop=0, flip=0.0)
+
+
+class Bench:
+    """Models, images and what was found of them; each is made when a figure first asks for it."""
+
+    def __init__(self, data_dir: str, runs: Path, references: Path) -> None:
+        self.data_dir, self.runs, self.references = data_dir, runs, references
+        self._forgot: dict[str, tuple[nn.Module, nn.Module]] = {}
+
+    def run(self, model: str, variant: str = "lazy-0.1") -> Run:
+        return open_run(self.runs / f"cifar10-{model}-{variant}-seed0")
+
+    @cached_property
+    def data(self) -> Dataset:
+        return self.run("vgg-mini").load_data(self.data_dir)
+
+    @cached_property
+    def few(self) -> Images:
+        return draw(self.data.test, 1000, seed=0)
+
+    @property
+    def gone(self) -> list[int]:
+        return REQUEST.labels(self.data.test.names)
+
+    @property
+    def what(self) -> str:
+        return self.data.test.names[self.gone[0]]
+
+    @cached_property
+    def forget_test(self) -> Images:
+        return self.data.test.subset(REQUEST.mask(self.data.test))
+
+    def pair(self, model: str, variant: str = "lazy-0.1") -> tuple[nn.Module, nn.Module]:
+        """A model and what forgetting makes of it; twice the usual budget, so that the plain one does not refuse."""
+        key = f"{model} {variant}"
+        if key not in self._forgot:
+            before = self.run(model, variant).load_model()
+            chosen = ForgetSettings(max_retain_drop=0.01 if variant != "none" else 0.1)
+            outcome = plan_forgetting(before, self.data, REQUEST, chosen, ledger=self.ledger(model, variant))
+            self._forgot[key] = before, outcome.patch.apply(before)
+        return self._forgot[key]
+
+    def ledger(self, model: str, variant: str = "lazy-0.1") -> Observation | None:
+        run = self.run(model, variant)
+        path = run.path / "ledger.safetensors"
+        return load_ledger(path, run.load_model()) if path.exists() else None
+
+    @cached_property
+    def roles(self) -> dict[str, nn.Module]:
+        before, after = self.pair("vgg-mini")
+        found = {"original": before, "forgot": after}
+        run = self.run("vgg-mini")
+        settings = reference_settings(run, REQUEST)
+        reference = find_reference(self.references, settings, run.record["data"]["digest"])
+        return found if reference is None else found | {"reference": reference.load_model()}
+
+    @cached_property
+    def placed(self) -> dict[str, Run]:
+        """Fashion networks with orthogonality in other places."""
+        return {
+            f"orthogonal: {place}": train_run(
+                self.runs / "figures" / f"fashion-mini-vgg-mini-ortho-{place}",
+                TrainSettings(
+                    data="fashion-mini",
+                    epochs=4,
+                    threads=1,
+                    ortho=0.0 if place == "none" else 0.1,
+                    ortho_layers=layers,
+                ),
+            )
+            for place, layers in PLACES.items()
+        }
+
+    @cached_property
+    def placed_features(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, str]]:
+        images = draw(next(iter(self.placed.values())).load_data().test, 500, seed=0)
+        models = {name: run.load_model() for name, run in self.placed.items()}
+        depths = kernels.depths_of(next(iter(models.values())), images.shape)
+        return {name: kernels.feature_likeness(m, images, list(depths)) for name, m in models.items()}, depths
+
+
+def gram(bench: Bench) -> "Figure":
+    layer = activations.last_layer(bench.run("resnet-mini").load_model(), bench.data.test.shape)
+    return _gram(bench, "resnet-mini", [layer])
+
+
+def gram_layers(bench: Bench) -> "Figure":
+    depths = kernels.depths_of(bench.run("vgg-mini").load_model(), bench.data.test.shape)
+    last = {depth: layer for layer, depth in depths.items()}
+    return _gram(bench, "vgg-mini", list(dict.fromkeys([next(iter(depths)), *(last[d] for d in kernels.DEPTHS)])))
+
+
+def _gram(bench: Bench, model: str, layers: list[str]) -> "Figure":
+    variants = {"plain": "none", "orthogonal": "lazy-0.1"}
+    return kernels.gram_figure(
+        {
+            name: kernels.kernel_likeness(bench.run(model, variant).load_model(), layers)
+            for name, variant in variants.items()
+        }
+    )
+
+
+def features_by_depth(bench: Bench) -> "Figure":
+    models = {
+        name: bench.run("vgg-mini", variant).load_model()
+        for name, variant in (("plain", "none"), ("orthogonal: deep", "lazy-0.1"))
+    }
+    layers = list(kernels.depths_of(models["plain"], bench.few.shape))
+    found = {name: kernels.feature_likeness(model, bench.few, layers) for name, model in models.items()}
+    return kernels.likeness_by_depth_figure(found)
+
+
+def placed_by_depth(bench: Bench) -> "Figure":
+    return kernels.likeness_by_depth_figure(bench.placed_features[0])
+
+
+def placed_curves(bench: Bench) -> "Figure":
+    return kernels.likeness_curves_figure(*bench.placed_features)
+
+
+def _answers(bench: Bench, choose: Callable[[Tensor], tuple[int, ...]]) -> "Figure":
+    shown = []
+    for name, variant in (("plain", "none"), ("orthogonal", "lazy-0.1")):
+        before, after = bench.pair("resnet-mini", variant)
+        layer = activations.last_layer(before, bench.data.test.shape)
+        old, new = (activations.class_peaks(model, bench.few, layer) for model in (before, after))
+        shown.append(activations.KernelAnswers(name, old, new, choose(old)))
+    return activations.activation_figure(shown, bench.data.test.names, bench.gone)
+
+
+def answers(bench: Bench) -> "Figure":
+    """The kernels that the paper shows, the 3rd and the 8th."""
+    return _answers(bench, lambda _: (2, 7))
+
+
+def answers_strongest(bench: Bench) -> "Figure":
+    """The two kernels that prefer the forgotten class most."""
+
+    def strongest(peaks: Tensor) -> tuple[int, ...]:
+        kept = [label for label in range(len(peaks)) if label not in bench.gone]
+        difference = peaks[bench.gone].mean(0) - peaks[kept].mean(0)
+        return tuple(difference.argsort(descending=True)[:2].tolist())
+
+    return _answers(bench, strongest)
+
+
+def grad_cam(bench: Bench) -> "Figure":
+    pairs = {name: bench.pair(model) for name, model in (("ResNet", "resnet-mini"), ("VGG", "vgg-mini"))}
+    images = activations.recognised_examples([before for before, _ in pairs.values()], bench.few)
+    maps = {}
+    for name, pair in pairs.items():
+        layer = activations.last_layer(pair[0], images.shape)
+        before, after = (activations.grad_cam(model, images, layer) for model in pair)
+        maps[name] = (before, after)
+    return activations.grad_cam_figure(images, maps, bench.gone)
+
+
+def cost(bench: Bench) -> "Figure":
+    place = bench.runs / "figures"
+    settings = FederateSettings(
+        data="fashion-mini", clients=10, fraction=1.0, rounds=8, split="dirichlet:0.3", batch=32, threads=1
+    )
+    run = train_federation(place / "fashion-mini-federation", settings)
+    rows = compare(
+        run,
+        run.load_data(),
+        ForgetRequest.parse("class:3"),
+        METHODS,
+        place / "fashion-mini-compared",
+        settings=read_settings(None, "short"),
+    )
+    return costs.cost_figure({row.method: row.cost for row in rows if row.cost is not None})
+
+
+def frontier(bench: Bench) -> "Figure":
+    model, settings = bench.run("vgg-mini").load_model(), ForgetSettings(scrub=False)
+    ledger = bench.ledger("vgg-mini")
+    trials = trace_frontier(model, bench.data, REQUEST, settings, ledger=ledger)
+    points = [results.Point(t.ratio, t.forget, t.retain) for t in trials if t.ratio]
+    outcome = plan_forgetting(model, bench.data, REQUEST, replace(settings, scrub=True), ledger=ledger)
+    least = None if outcome.retain_before is None else outcome.retain_before - settings.max_retain_drop
+    chosen = next((p for p in points if outcome.chosen is not None and p.ratio == outcome.chosen.ratio), None)
+    return results.frontier_figure(points, chosen, target=settings.target, least=least)
+
+
+def classes(bench: Bench) -> "Figure":
+    scores = {role: evaluate(model, bench.data.test) for role, model in bench.roles.items()}
+    before, after = scores["original"], scores["forgot"]
+    return results.class_accuracy_figure(before, after, bench.data.test.names, bench.gone, scores.get("reference"))
+
+
+def confusion(bench: Bench) -> "Figure":
+    before, after = (evaluate(bench.roles[role], bench.data.test) for role in ("original", "forgot"))
+    return results.confusion_figure(before, after, bench.data.test.names, bench.gone)
+
+
+def confidence(bench: Bench) -> "Figure":
+    found = {role: results.own_confidence(model, bench.forget_test) for role, model in bench.roles.items()}
+    return results.confidence_figure(found, bench.what)
+
+
+def relearn(bench: Bench, forgotten: int = 50, kept: int = 450, turns: int = 8) -> "Figure":
+    """Plain training on 50 forgotten and 450 other images, ten steps a turn."""
+    train = bench.data.train
+    mask = REQUEST.mask(train)
+    gone, others = draw(train.subset(mask), forgotten, seed=0), draw(train.subset(~mask), kept, seed=0)
+    mixed = replace(gone, rows=torch.cat([gone.rows, others.rows]))
+    curves = {}
+    for role, model in bench.roles.items():
+        student, curve = model, [(0, accuracy(model, bench.forget_test))]
+        for turn in range(turns):
+            student = fit(student, mixed, replace(RELEARN, seed=turn))
+            curve.append(((turn + 1) * (forgotten + kept) // RELEARN.batch, accuracy(student, bench.forget_test)))
+        curves[role] = curve
+    return results.relearn_figure(curves, 0.8 * curves["original"][0][1])
+
+
+def probe(bench: Bench) -> "Figure":
+    """Ridge regression on the mean response of each kernel, from 3,000 training images."""
+    train = draw(bench.data.train, 3000, seed=0)
+    layers = list(kernels.depths_of(bench.roles["original"], train.shape))
+    found = {}
+    for role, model in bench.roles.items():
+        taught, asked = (_pooled(model, images, layers) for images in (train, bench.few))
+        found[role] = {name: _recall(taught[name], train, asked[name], bench.few, bench.gone[0]) for name in layers}
+    return results.probe_figure(found)
+
+
+def _pooled(model: nn.Module, images: Images, layers: list[str]) -> Mapping[str, Tensor]:
+    seen: dict[str, list[Tensor]] = {name: [] for name in layers}
+    handles = [
+        model.get_submodule(name).register_forward_hook(
+            lambda _, __, out, name=name: seen[name].append(out.relu().mean((2, 3)).double())
+        )
+        for name in layers
+    ]
+    with torch.no_grad():
+        for inputs, _ in evaluation_batches(images):
+            model(inputs)
+    for handle in handles:
+        handle.remove()
+    return {name: torch.cat(parts) for name, parts in seen.items()}
+
+
+def _recall(taught: Tensor, train: Images, asked: Tensor, test: Images, label: int) -> float:
+    mean, spread = taught.mean(0), taught.std(0).clamp_min(1e-9)
+    rows, columns = (functional.pad((x - mean) / spread, (0, 1), value=1.0) for x in (taught, asked))
+    wanted = functional.one_hot(train.labels, train.classes).double()
+    weights = torch.linalg.solve(rows.T @ rows + torch.eye(rows.shape[1], dtype=torch.float64), rows.T @ wanted)
+    answers = (columns @ weights).argmax(1)
+    return float((answers[test.labels == label] == label).double().mean())
+
+
+def training(bench: Bench) -> "Figure":
+    variants = {"plain": "none", "orthogonal": "lazy-0.1"}
+    histories = {
+        f"{model}, {name}": bench.run(model, variant).history()
+        for model in ("vgg-mini", "resnet-mini")
+        for name, variant in variants.items()
+    }
+    return costs.training_figure(histories, target=0.75)
+
+
+FIGURES = {
+    function.__name__.replace("_", "-"): function
+    for function in (
+        *(gram, gram_layers, features_by_depth, placed_by_depth, placed_curves, answers, answers_strongest),
+        *(grad_cam, cost, frontier, classes, confusion, confidence, relearn, probe, training),
+    )
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", default="../shared/data")
+    parser.add_argument("--runs", type=Path, default=HERE / "runs")
+    parser.add_argument("--references", type=Path, help="where retrained networks lie (default: with the runs)")
+    parser.add_argument("--only", default=",".join(FIGURES))
+    parser.add_argument("--out", type=Path, default=HERE / "figures")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    arguments.out.mkdir(exist_ok=True)
+    bench = Bench(arguments.data_dir, arguments.runs, arguments.references or arguments.runs)
+    for name in arguments.only.split(","):
+        figure = FIGURES[name](bench)
+        picture = png(figure)
+        (arguments.out / f"{name}.png").write_bytes(picture)
+        print(f"{name}: {len(picture) / 1000:.0f} KB: {finding_of(figure)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
