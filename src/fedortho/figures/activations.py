@@ -92,8 +92,8 @@ def _answers_finding(models: Sequence[KernelAnswers], names: Sequence[str], gone
         before, after = (float(x[list(gone), most].mean()) for x in (model.before, model.after))
         left = percent(max(after / before, 0.0)) if before > 0 else "nothing above 0"
         by = standing_out(model.before[:, most], gone)
-        told.append(f"{model.name} (kernel {most + 1}) by {by:.1f} sd, {left} of it left")
-    return f"Of the kernels shown, {what} stands out most in " + "; ".join(told)
+        told.append(f"{by:.1f} sd in the {model.name} model (kernel {most + 1}; of its answer {left} is left)")
+    return f"Among the classes, {what} stands out by at most " + " and ".join(told)
 
 
 def last_layer(model: nn.Module, shape: tuple[int, int, int]) -> str:
@@ -151,7 +151,7 @@ def grad_cam_figure(images: Images, maps: Mapping[str, tuple[Tensor, Tensor]], g
     pictures = as_pictures(images)
     for place, ax in enumerate(axes[0]):
         label = int(images.labels[place])
-        ax.imshow(pictures[place], cmap="gray", interpolation="nearest")
+        ax.imshow(pictures[place].numpy(), cmap="gray", interpolation="nearest")
         weight = "bold" if label in gone else "normal"
         ax.set_title(images.names[label], fontsize=8, fontweight=weight, color=AFTER if label in gone else "black")
     axes[0][0].set_ylabel("image", fontsize=8)
@@ -161,7 +161,7 @@ def grad_cam_figure(images: Images, maps: Mapping[str, tuple[Tensor, Tensor]], g
             row[0].set_ylabel(f"{name}\n{word}", fontsize=8)
             for place, ax in enumerate(row):
                 scale = float(pair[0][place].max()) or 1.0
-                ax.imshow(_grey(pictures[place]), cmap="gray", interpolation="nearest")
+                ax.imshow(_grey(pictures[place]).numpy(), cmap="gray", interpolation="nearest")
                 strength = (heat[place] / scale).clamp(0, 1).numpy()
                 ax.imshow(strength, cmap="inferno", vmin=0, vmax=1, alpha=0.25 + 0.6 * strength)
     for row in axes:

@@ -120,5 +120,5 @@ def _training_finding(histories: Mapping[str, Sequence[Epoch]], target: float | 
     told = []
     for name, history in histories.items():
         count = rounds_to(history, target)
-        told.append(f"{name} {'never' if count is None else count}")
-    return f"{unit.capitalize()}s until {percent(target)} validation accuracy: " + ", ".join(told)
+        told.append(f"{name}: {'never' if count is None else count}")
+    return f"{unit}s until {percent(target)} validation accuracy; " + "; ".join(told)

@@ -27,8 +27,8 @@ def kernel_likeness(model: nn.Module, layers: Sequence[str]) -> dict[str, Tensor
 
     >>> conv = nn.Conv2d(2, 2, 1, bias=False)
     >>> conv.weight.data = torch.tensor([[3.0, 4.0], [4.0, 3.0]]).view(2, 2, 1, 1)
-    >>> kernel_likeness(nn.Sequential(conv), ["0"])["0"][0, 1].item()  # 24 / 25
-    0.9599999785423279
+    >>> round(float(kernel_likeness(nn.Sequential(conv), ["0"])["0"][0, 1]), 6)  # 24 / 25
+    0.96
     """
     found = {}
     for name in layers:
@@ -109,19 +109,21 @@ def gram_figure(models: Mapping[str, Likeness], measure: str = "kernels") -> "Fi
     The first model is what the others are compared with; `measure` says of what the likeness is.
     """
     layers = list(next(iter(models.values())))
-    figure, axes = new_figure(max(2.3 * len(layers), 3.4) + 1.2, 2.35 * len(models) + 0.7, len(models), len(layers))
+    beside = len(layers) == 1  # a single layer: the models stand side by side
+    rows, columns = (1, len(models)) if beside else (len(models), len(layers))
+    figure, axes = new_figure(2.5 * columns + 1.2, 2.35 * rows + 0.8, rows, columns)
     every = torch.cat([pairs(likeness[layer]) for likeness in models.values() for layer in layers])
     most = max(float(torch.quantile(every[:: max(len(every) // 1_000_000, 1)], 0.995)), 1e-6)
     shown = None
-    for row, (name, likeness) in zip(axes, models.items(), strict=True):
-        for ax, layer in zip(row, layers, strict=True):
+    for number, (name, likeness) in enumerate(models.items()):
+        for place, layer in enumerate(layers):
+            ax = axes[0][number] if beside else axes[number][place]
             shown = ax.imshow(likeness[layer].numpy(), cmap="cividis", vmin=0, vmax=most, interpolation="nearest")
-            ax.set_title(f"{layer}: mean {mean_likeness(likeness[layer]):.2g}", fontsize=8)
-            ax.set_xticks([0, len(likeness[layer]) - 1], ["1", str(len(likeness[layer]))])
-            ax.set_yticks([])
-        row[0].set_ylabel(f"{name}\nkernel number", fontsize=9)
-    for ax in axes[-1]:
-        ax.set_xlabel("kernel number", fontsize=8)
+            ax.set_title(f"{name}, {layer}\nmean {mean_likeness(likeness[layer]):.2g}", fontsize=8)
+            ends = [0, len(likeness[layer]) - 1], ["1", str(len(likeness[layer]))]
+            ax.set_xticks(*ends)
+            ax.set_yticks(*ends)
+            ax.set_xlabel("kernel", fontsize=8, labelpad=-6)
     assert shown is not None, "there is at least one layer"
     bar = figure.colorbar(shown, ax=[ax for row in axes for ax in row], shrink=0.8, extend="max")
     bar.set_label(f"|cosine| of two {measure}", fontsize=8)
@@ -137,8 +139,8 @@ def _gram_finding(models: Mapping[str, Likeness], layers: Sequence[str], measure
     name, likeness = others[-1]
     change = {x: mean_likeness(base[1][x]) / max(mean_likeness(likeness[x]), 1e-12) for x in layers}
     most, least = max(change, key=lambda x: change[x]), min(change, key=lambda x: change[x])
-    text = f"{name}: {measure} of {most} {less_alike(change[most])} than {base[0]}"
-    return text + (f", of {least} {less_alike(change[least])}" if most != least else "")
+    text = f"Trained {name}, {measure} of {most} are {less_alike(change[most])} than {base[0]}"
+    return text + (f", those of {least} {less_alike(change[least])}" if most != least else "")
 
 
 def less_alike(ratio: float) -> str:
@@ -160,21 +162,23 @@ def likeness_by_depth_figure(models: Mapping[str, Likeness]) -> "Figure":
         values = [mean_likeness(likeness[layer]) for layer in layers]
         ax.plot(layers, values, color=SERIES[number], marker=MARKERS[number], linestyle=DASHES[number], label=name)
     ax.set_ylim(bottom=0)
-    ax.set_ylabel("mean |cosine| of two response maps", fontsize=9)
+    ax.set_ylabel("mean |cosine| of two maps", fontsize=9)
     ax.set_xlabel("convolution, first to last", fontsize=9)
     ax.tick_params(axis="x", labelrotation=30 if max(map(len, layers)) > 6 else 0)
     grid_lines(ax)
     ax.legend(fontsize=8, frameon=False)
-    name, base = next(iter(models.items()))
-    first, last = mean_likeness(base[layers[0]]), mean_likeness(base[layers[-1]])
-    text = (
-        f"{name}: features {'grow more' if last > first else 'grow less'} alike with depth, {first:.2f} to {last:.2f}"
-    )
-    least = min(models, key=lambda model: mean_likeness(models[model][layers[-1]]))
-    if least != name:
-        text += f"; {least} brings the last layer to {mean_likeness(models[least][layers[-1]]):.2f}"
-    entitle(figure, text)
+    entitle(figure, _depth_finding(models, layers))
     return figure
+
+
+def _depth_finding(models: Mapping[str, Likeness], layers: Sequence[str]) -> str:
+    name, base = next(iter(models.items()))
+    means = {layer: mean_likeness(base[layer]) for layer in layers}
+    most, last = max(means, key=lambda layer: means[layer]), layers[-1]
+    others = [f"{other} {mean_likeness(likeness[last]):.2f}" for other, likeness in models.items() if other != name]
+    text = f"{name}: features are most alike in {most} ({means[most]:.2f}), "
+    text += "the last layer" if most == last else f"and in the last layer {means[last]:.2f}"
+    return text + (f" (with {', '.join(others)})" if others else "")
 
 
 def shares(values: Tensor, bins: int = 40) -> tuple[list[float], list[float]]:

@@ -137,8 +137,7 @@ def _classes_finding(before: Evaluation, after: Evaluation, names: Sequence[str]
         worst = min(kept, key=lambda label: kept[label])
         lost = f"loses {-100 * kept[worst]:.1f} points" if kept[worst] < 0 else f"gains {100 * kept[worst]:.1f} points"
         parts.append(f"of the classes kept, {names[worst]} fares worst and {lost}")
-    text = "; ".join(parts)
-    return text[:1].upper() + text[1:]
+    return "; ".join(parts)
 
 
 def confusion_change(before: Evaluation, after: Evaluation) -> Tensor:
@@ -191,8 +190,7 @@ def _confusion_finding(change: Tensor, names: Sequence[str], gone: Sequence[int]
     kept = [label for label in range(len(names)) if label not in gone]
     stays = float(change[kept].clamp_min(0).sum(1).mean()) if kept else 0.0
     told.append(f"of the other images {percent(stays)} got another answer on balance")
-    text = "; ".join(told)
-    return text[:1].upper() + text[1:]
+    return "; ".join(told)
 
 
 def own_confidence(model: nn.Module, images: Images | Batches, *, device: torch.device | str = "cpu") -> Tensor:

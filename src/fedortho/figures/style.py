@@ -45,7 +45,7 @@ def new_figure(
 
 def entitle(figure: "Figure", finding: str) -> None:
     """State the finding above the figure, wrapped to its width."""
-    lines = textwrap.wrap(finding, int(figure.get_figwidth() * LETTERS_PER_INCH))
+    lines = textwrap.wrap(finding[:1].upper() + finding[1:], int(figure.get_figwidth() * LETTERS_PER_INCH))
     figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=10.5, fontweight="bold")
 
 
@@ -69,10 +69,14 @@ def png(figure: "Figure", dpi: int = 110) -> bytes:
 def percent(share: float) -> str:
     """A share as people read it; what is neither none nor all is not rounded to it.
 
-    >>> percent(0.512), percent(0.0004), percent(1.0), percent(0.9999)
-    ('51 %', '0.0 %', '100 %', '99.99 %')
+    >>> percent(0.512), percent(0.034), percent(0.0), percent(1.0), percent(0.0004), percent(0.9999)
+    ('51 %', '3.4 %', '0 %', '100 %', 'below 0.1 %', 'above 99.9 %')
     """
-    digits = 0 if share in (0, 1) or 0.1 <= abs(share) <= 0.994 else 2 if 0.999 < share < 1 else 1
+    if 0 < share < 0.001:
+        return "below 0.1 %"
+    if 0.999 < share < 1:
+        return "above 99.9 %"
+    digits = 0 if share in (0, 1) or 0.1 <= abs(share) <= 0.99 else 1
     return f"{share:.{digits}%}".replace("%", " %")
 
 
@@ -93,4 +97,4 @@ def percent_axis(ax: "Axes", axis: str = "y") -> None:
     """Shares, 0 to 1, written as percentages."""
     from matplotlib.ticker import PercentFormatter
 
-    (ax.yaxis if axis == "y" else ax.xaxis).set_major_formatter(PercentFormatter(1.0, decimals=0))
+    (ax.yaxis if axis == "y" else ax.xaxis).set_major_formatter(PercentFormatter(1.0, decimals=0, symbol=" %"))
