@@ -102,7 +102,7 @@ class Bench:
     def placed(self) -> dict[str, Run]:
         """Fashion networks with orthogonality in other places."""
         return {
-            f"orthogonal: {place}": train_run(
+            "plain" if place == "none" else f"{place} layers orthogonal": train_run(
                 self.runs / "figures" / f"fashion-mini-vgg-mini-ortho-{place}",
                 TrainSettings(
                     data="fashion-mini",
@@ -147,7 +147,7 @@ def _gram(bench: Bench, model: str, layers: list[str]) -> "Figure":
 def features_by_depth(bench: Bench) -> "Figure":
     models = {
         name: bench.run("vgg-mini", variant).load_model()
-        for name, variant in (("plain", "none"), ("orthogonal: deep", "lazy-0.1"))
+        for name, variant in (("plain", "none"), ("deep layers orthogonal", "lazy-0.1"))
     }
     layers = list(kernels.depths_of(models["plain"], bench.few.shape))
     found = {name: kernels.feature_likeness(model, bench.few, layers) for name, model in models.items()}

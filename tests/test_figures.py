@@ -107,9 +107,8 @@ def test_the_title_names_the_kernel_that_stands_out_and_what_is_left() -> None:
     after[0, 0] = 4.5
     shown = activations.KernelAnswers("orthogonal", before, after, (0, 1))
     figure = activations.activation_figure([shown], ["cat", "dog", "cow"], [0])
-    assert finding_of(figure) == (
-        "Among the classes, cat stands out by at most 7.0 sd in the orthogonal model (kernel 1; of its answer 50 % is left)"
-    )
+    told = "cat stands out by at most 7.0 sd in the orthogonal model (kernel 1; of its answer 50 % is left)"
+    assert finding_of(figure) == f"Among the classes, {told}"
 
 
 def test_grad_cam_equals_its_formula(tiny: TinyNet, toy: Images) -> None:

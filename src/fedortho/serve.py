@@ -219,6 +219,10 @@ def describe(served: Served) -> dict[str, Any]:
             "scrub": chosen.scrub,
             "trial-forget": chosen.forget,
             "trial-retain": chosen.retain,
+            "trials": [
+                {"ratio": trial.ratio, "scrub": trial.scrub, "forget": trial.forget, "retain": trial.retain}
+                for trial in outcome.trials
+            ],
         }
     return value
 

@@ -1,7 +1,7 @@
 """What forgetting came to: frontier, classes, confusion, confidence, relearning, probes, costs and training."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 MOST_CLASSES = 20  # shown one by one; of more, those that changed most
 ROLES = {"original": (BEFORE, "o", "-"), "forgot": (AFTER, "s", "--"), "reference": (REFERENCE, "^", "-.")}
 ROLE_NAMES = {"original": "before", "forgot": "after forgetting", "reference": "retrained without it"}
+ABOVE: Mapping[str, Any] = {"ha": "center", "va": "bottom", "fontsize": 8}  # a number over its bar
 Curve = Sequence[tuple[float, float]]  # step, accuracy
 
 
@@ -253,6 +254,35 @@ def relearn_figure(curves: Mapping[str, Curve], target: float | None = None) -> 
         step = reached(curve, target)
         told.append(f"{ROLE_NAMES[role]} {'not' if step is None else f'{step:g}'}")
     entitle(figure, "Steps until the class is learnt again: " + ", ".join(told))
+    return figure
+
+
+def relearn_steps_figure(steps: Mapping[str, Mapping[str, float | None]], most: int) -> "Figure":
+    """Steps until what had to go is learnt again from so many of its images, by role; None: not within `most`."""
+    figure, ((ax,),) = new_figure(6.2, 3.4)
+    roles = [role for role in ROLES if any(role in found for found in steps.values())]
+    wide = 0.8 / max(len(roles), 1)
+    for number, role in enumerate(roles):
+        colour, hatch = ROLES[role][0], (None, HATCH, "..")[list(ROLES).index(role)]
+        for place, found in enumerate(steps.values()):
+            taken = found.get(role)
+            at = place + (number - (len(roles) - 1) / 2) * wide
+            face = colour if hatch is None else "white"
+            label = ROLE_NAMES[role] if place == 0 else None
+            ax.bar(
+                at, most if taken is None else taken, wide, facecolor=face, edgecolor=colour, hatch=hatch, label=label
+            )
+            ax.text(at, most if taken is None else taken, f"> {most}" if taken is None else f"{taken:g}", **ABOVE)
+    ax.set_xticks(range(len(steps)), [f"{key} forgotten images" for key in steps])
+    ax.set_ylabel("steps of training", fontsize=9)
+    ax.margins(y=0.12)
+    grid_lines(ax)
+    ax.legend(fontsize=8, frameon=False)
+    key, found = list(steps.items())[-1]
+    told = [
+        f"{ROLE_NAMES[r]} {f'over {most}' if found.get(r) is None else f'{found[r]:g}'}" for r in roles if r in found
+    ]
+    entitle(figure, f"Steps until it is learnt again from {key} images: {', '.join(told)}")
     return figure
 
 

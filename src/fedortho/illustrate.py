@@ -1,0 +1,270 @@
+"""The pictures of a report: figures of a run that has forgotten, and images that it still recognises or no longer."""
+
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fedortho.data import Dataset, Images, evaluation_batches
+from fedortho.devices import choose_device
+from fedortho.errors import FedOrthoError
+from fedortho.federation import held_rows
+from fedortho.figures import activations, costs, results
+from fedortho.figures.style import finding_of, png
+from fedortho.references import find_reference, finished_runs, reference_settings
+from fedortho.request import ForgetRequest
+from fedortho.runs import FederateSettings, Run
+from fedortho.scores import Evaluation, answers_of, evaluate
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+DPI, SHOWN_DPI = 150, 96  # drawn finer than shown, for print and fine screens
+MOST_CAMS = 12  # classes beside one another
+EXAMPLES = 12
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure for a page."""
+
+    name: str
+    finding: str
+    about: str  # how to read it
+    data: bytes
+
+    @property
+    def alt(self) -> str:
+        return f"{self.finding}. {self.about}"
+
+
+@dataclass(frozen=True)
+class Example:
+    """An image with what a model calls it."""
+
+    data: bytes
+    truth: str
+    before: str | None  # None: there is no model of before
+    after: str
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """What a report shows, and why something is not shown."""
+
+    pictures: tuple[Picture, ...] = ()
+    lost: tuple[Example, ...] = ()  # recognised before, no longer
+    kept: tuple[Example, ...] = ()  # recognised before and after
+    remarks: tuple[str, ...] = ()
+
+
+def find_original(run: Run) -> Run | None:
+    """The run that this one was made from, if it lies beside it."""
+    parent = run.record.get("parent")
+    beside = finished_runs(run.path.resolve().parent) if parent else iter(())
+    return next((other for other in beside if other.record["model"]["digest"] == parent), None)
+
+
+def find_retrained(run: Run, original: Run | None, request: ForgetRequest) -> Run | None:
+    """A run beside it that was trained by the same recipe without what had to go."""
+    if original is None:
+        return None
+    settings = reference_settings(original, request)
+    return find_reference(run.path.resolve().parent, settings, run.record["data"]["digest"])
+
+
+@dataclass
+class _Scene:
+    """The models by role, the images, and what was answered."""
+
+    models: Mapping[str, nn.Module]  # forgot; original and reference where they are known
+    data: Dataset
+    request: ForgetRequest
+    judged: Images
+    device: torch.device
+    remarks: list[str] = field(default_factory=list)
+
+    @property
+    def gone(self) -> list[int]:
+        return self.request.labels(self.data.test.names)
+
+    def scores(self) -> dict[str, Evaluation]:
+        return {role: evaluate(model, self.data.test, device=self.device) for role, model in self.models.items()}
+
+
+def illustrate(
+    run: Run, data: Dataset, request: ForgetRequest, *, original: Run | None = None, reference: Run | None = None
+) -> Gallery:
+    """Draw what can be drawn; what cannot is said in the remarks."""
+    device = choose_device(run.settings.device)
+    runs = {"original": original, "forgot": run, "reference": reference}
+    models = {role: given.load_model().to(device) for role, given in runs.items() if given is not None}
+    scene = _Scene(models, data, request, _judged(run, data, request), device)
+    if original is None:
+        scene.remarks.append("The model as it was before is not here (--original RUN), so nothing is compared with it.")
+    if reference is None:
+        scene.remarks.append("No model retrained without what had to go is here (--reference RUN) to compare with.")
+    pictures = [
+        *(_score_pictures(scene) if original is not None else []),
+        *_record_pictures(run),
+        *(_cam_pictures(scene) if original is not None and request.kind == "class" else []),
+    ]
+    lost, kept = _examples(scene)
+    return Gallery(tuple(pictures), lost, kept, tuple(scene.remarks))
+
+
+def _judged(run: Run, data: Dataset, request: ForgetRequest) -> Images:
+    """Of a class its test images, of clients and samples their training images."""
+    if request.kind == "class":
+        return data.test.subset(request.mask(data.test))
+    settings = run.settings
+    clients = held_rows(data, settings, settings.dealt_by) if isinstance(settings, FederateSettings) else None
+    return data.train.subset(request.mask(data.train, clients))
+
+
+def picture_of(name: str, figure: "Figure", about: str) -> Picture:
+    return Picture(name, finding_of(figure), about, png(figure, DPI))
+
+
+def _score_pictures(scene: _Scene) -> list[Picture]:
+    scores, names = scene.scores(), scene.data.test.names
+    before, after = scores["original"], scores["forgot"]
+    found = {
+        role: results.own_confidence(model, scene.judged, device=scene.device) for role, model in scene.models.items()
+    }
+    what = " and ".join(names[label] for label in scene.gone) or "the images that had to go"
+    return [
+        picture_of(
+            "classes",
+            results.class_accuracy_figure(before, after, names, scene.gone, scores.get("reference")),
+            "Bars: accuracy on the test images of each class; what had to go stands on grey.",
+        ),
+        picture_of(
+            "confusion",
+            results.confusion_figure(before, after, names, scene.gone),
+            "Rows are true classes, columns answers; numbers are percentage points, after less before.",
+        ),
+        picture_of(
+            "confidence",
+            results.confidence_figure(found, what),
+            "How sure the models are of the right answer on what had to go: best is what the retrained one shows.",
+        ),
+    ]
+
+
+def _record_pictures(run: Run) -> list[Picture]:
+    """What the run has written down: the trials of its last request, and its training."""
+    found = []
+    entry = (run.record.get("requests") or [{}])[-1]
+    points = [
+        results.Point(trial["ratio"], trial["forget"], trial["retain"])
+        for trial in entry.get("trials", [])
+        if trial["ratio"] and not trial["scrub"]
+    ]
+    if len(points) > 1:
+        chosen = results.Point(entry["ratio"], entry["trial-forget"], entry["trial-retain"])
+        figure = results.frontier_figure(points, chosen, target=entry.get("settings", {}).get("target"))
+        found.append(picture_of("frontier", figure, "Trials on images set aside for such choices, not on test images."))
+    if any(epoch.valid is not None for epoch in run.history()):
+        about = "Accuracy on images set aside while the model was trained, before it forgot anything."
+        found.append(picture_of("training", costs.training_figure({run.settings.model: run.history()}), about))
+    return found
+
+
+def _cam_pictures(scene: _Scene) -> list[Picture]:
+    before, after = scene.models["original"].cpu(), scene.models["forgot"].cpu()
+    if scene.data.test.classes > MOST_CAMS:
+        scene.remarks.append(f"Grad-CAM is drawn for up to {MOST_CAMS} classes; here are {scene.data.test.classes}.")
+        return []
+    try:
+        images = activations.recognised_examples([before], scene.data.test)
+        layer = activations.last_layer(before, images.shape)
+        old, new = (activations.grad_cam(model, images, layer) for model in (before, after))
+    except FedOrthoError as error:
+        scene.remarks.append(f"There is no Grad-CAM: {error}.")
+        return []
+    finally:
+        for model in scene.models.values():
+            model.to(scene.device)
+    about = f"Bright: where layer {layer} finds each image's class; before and after share a scale."
+    return [picture_of("grad-cam", activations.grad_cam_figure(images, {"model": (old, new)}, scene.gone), about)]
+
+
+def audit_pictures(audits: list[dict[str, Any]]) -> list[Picture]:
+    """Figures of what audits found layer by layer, or step by step, where their details tell."""
+    found = []
+    for audit in audits:
+        details = audit.get("details") or {}
+        if stages := _by_role(details.get("stages")):
+            about = "Recall of a linear probe on the features, from the first stage to the classifier."
+            found.append(picture_of("probe", results.probe_figure(stages), about))
+        if steps := details.get("relearning"):
+            told = {key: _by_role(value) for key, value in steps.items()}
+            most = int(details.get("steps", 0))
+            about = "Fewer steps than the retrained model needs mean that something was left to build on."
+            found.append(picture_of("relearning", results.relearn_steps_figure(told, most), about))
+    return found
+
+
+def _by_role(value: Any) -> dict[str, Any]:
+    return {role: value[role] for role in results.ROLES if role in value} if isinstance(value, dict) else {}
+
+
+def _examples(scene: _Scene) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
+    """Images that had to go and are no longer recognised; and of the others some that still are, of many classes."""
+    gone = torch.isin(scene.data.test.labels, torch.tensor(scene.gone))
+    others = scene.data.test.subset(~gone)
+    lost, kept = scene.judged, _interleaved(others)
+    sides = []
+    for images, recognised in ((lost, False), (kept, True)):
+        told = {role: _answers(scene, role, images) for role in scene.models if role != "reference"}
+        right = told["forgot"] == images.labels
+        chosen = right if recognised else ~right
+        if "original" in told:
+            chosen &= told["original"] == images.labels
+        sides.append(_cut(images, told, chosen))
+    return sides[0], sides[1]
+
+
+def _answers(scene: _Scene, role: str, images: Images) -> Tensor:
+    model = scene.models[role].eval()
+    with torch.no_grad():
+        batches = evaluation_batches(images, device=scene.device)
+        return torch.cat([answers_of(model, inputs).argmax(1).cpu() for inputs, _ in batches])
+
+
+def _interleaved(images: Images, most: int = 400) -> Images:
+    """The first image of each class, then the second, and so on."""
+    turn = torch.zeros(len(images), dtype=torch.int64)
+    for label in images.labels.unique().tolist():
+        places = (images.labels == label).nonzero().flatten()
+        turn[places] = torch.arange(len(places))
+    return images.subset(turn.argsort(stable=True)[:most])
+
+
+def _cut(images: Images, told: Mapping[str, Tensor], chosen: Tensor) -> tuple[Example, ...]:
+    places = chosen.nonzero().flatten()[:EXAMPLES]
+    pictures, names = activations.as_pictures(images.subset(places)), images.names
+    return tuple(
+        Example(
+            _thumbnail(pictures[number]),
+            names[int(images.labels[place])],
+            names[int(told["original"][place])] if "original" in told else None,
+            names[int(told["forgot"][place])],
+        )
+        for number, place in enumerate(places.tolist())
+    )
+
+
+def _thumbnail(pixels: Tensor, side: int = 64) -> bytes:
+    """A PNG, no larger than so many pixels."""
+    from PIL import Image
+
+    picture = Image.fromarray(pixels.numpy())
+    picture.thumbnail((side, side))
+    out = io.BytesIO()
+    picture.save(out, "PNG", optimize=True)
+    return out.getvalue()
