@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 DPI, SHOWN_DPI = 150, 96  # drawn finer than shown, for print and fine screens
 MOST_CAMS = 12  # classes beside one another
 EXAMPLES = 12
+SEARCHED = 400  # images that stay, to find examples among
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def illustrate(
     pictures = [
         *(_score_pictures(scene) if original is not None else []),
         *_record_pictures(run),
-        *(_cam_pictures(scene) if original is not None and request.kind == "class" else []),
+        *(_cam_pictures(scene, run.settings.model) if original is not None and request.kind == "class" else []),
     ]
     lost, kept = _examples(scene)
     return Gallery(tuple(pictures), lost, kept, tuple(scene.remarks))
@@ -126,7 +127,10 @@ def _judged(run: Run, data: Dataset, request: ForgetRequest) -> Images:
 
 
 def picture_of(name: str, figure: "Figure", about: str) -> Picture:
-    return Picture(name, finding_of(figure), about, png(figure, DPI))
+    """A figure for a page, where its finding is a heading and not part of the picture."""
+    finding = finding_of(figure)
+    figure.suptitle("")
+    return Picture(name, finding, about, png(figure, DPI))
 
 
 def _score_pictures(scene: _Scene) -> list[Picture]:
@@ -174,7 +178,7 @@ def _record_pictures(run: Run) -> list[Picture]:
     return found
 
 
-def _cam_pictures(scene: _Scene) -> list[Picture]:
+def _cam_pictures(scene: _Scene, name: str) -> list[Picture]:
     before, after = scene.models["original"].cpu(), scene.models["forgot"].cpu()
     if scene.data.test.classes > MOST_CAMS:
         scene.remarks.append(f"Grad-CAM is drawn for up to {MOST_CAMS} classes; here are {scene.data.test.classes}.")
@@ -190,7 +194,7 @@ def _cam_pictures(scene: _Scene) -> list[Picture]:
         for model in scene.models.values():
             model.to(scene.device)
     about = f"Bright: where layer {layer} finds each image's class; before and after share a scale."
-    return [picture_of("grad-cam", activations.grad_cam_figure(images, {"model": (old, new)}, scene.gone), about)]
+    return [picture_of("grad-cam", activations.grad_cam_figure(images, {name: (old, new)}, scene.gone), about)]
 
 
 def audit_pictures(audits: list[dict[str, Any]]) -> list[Picture]:
@@ -217,9 +221,8 @@ def _examples(scene: _Scene) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
     """Images that had to go and are no longer recognised; and of the others some that still are, of many classes."""
     gone = torch.isin(scene.data.test.labels, torch.tensor(scene.gone))
     others = scene.data.test.subset(~gone)
-    lost, kept = scene.judged, _interleaved(others)
     sides = []
-    for images, recognised in ((lost, False), (kept, True)):
+    for images, recognised in ((scene.judged, False), (others.subset(_turns(others.labels)[:SEARCHED]), True)):
         told = {role: _answers(scene, role, images) for role in scene.models if role != "reference"}
         right = told["forgot"] == images.labels
         chosen = right if recognised else ~right
@@ -236,17 +239,22 @@ def _answers(scene: _Scene, role: str, images: Images) -> Tensor:
         return torch.cat([answers_of(model, inputs).argmax(1).cpu() for inputs, _ in batches])
 
 
-def _interleaved(images: Images, most: int = 400) -> Images:
-    """The first image of each class, then the second, and so on."""
-    turn = torch.zeros(len(images), dtype=torch.int64)
-    for label in images.labels.unique().tolist():
-        places = (images.labels == label).nonzero().flatten()
+def _turns(labels: Tensor) -> Tensor:
+    """Positions in an order that takes the first image of each class, then the second, and so on.
+
+    >>> _turns(torch.tensor([5, 5, 5, 2, 2])).tolist()
+    [0, 3, 1, 4, 2]
+    """
+    turn = torch.zeros(len(labels), dtype=torch.int64)
+    for label in labels.unique().tolist():
+        places = (labels == label).nonzero().flatten()
         turn[places] = torch.arange(len(places))
-    return images.subset(turn.argsort(stable=True)[:most])
+    return turn.argsort(stable=True)
 
 
 def _cut(images: Images, told: Mapping[str, Tensor], chosen: Tensor) -> tuple[Example, ...]:
-    places = chosen.nonzero().flatten()[:EXAMPLES]
+    places = chosen.nonzero().flatten()
+    places = places[_turns(images.labels[places])[:EXAMPLES]]
     pictures, names = activations.as_pictures(images.subset(places)), images.names
     return tuple(
         Example(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from html import escape
 
 VOID = ("img", "meta", "link", "br")
-LONG = 60  # letters: a cell that needs room
+LONG = 40  # letters: a cell that needs room
 
 
 class Html(str):
@@ -41,7 +41,9 @@ class Cell:
 
 def table(name: str, header: Sequence[str], rows: Sequence[Sequence[str | Cell]]) -> Html:
     """A table that can be sorted by every column; it scrolls in its own box where the page is narrow."""
-    head = tag("tr", *(tag("th", word, scope="col") for word in header))
+    counted = [all(isinstance(cell, Cell) and cell.is_number for cell in column) for column in zip(*rows, strict=True)]
+    heads = zip(header, counted or [False] * len(header), strict=True)
+    head = tag("tr", *(tag("th", word, scope="col", class_="number" if right else None) for word, right in heads))
     body = [tag("tr", *(_cell(cell, place == 0) for place, cell in enumerate(row))) for row in rows]
     inner = tag("table", tag("caption", name), tag("thead", head), tag("tbody", *body), class_="sortable")
     return tag("div", inner, class_="scroll", role="region", aria_label=name, tabindex=0)

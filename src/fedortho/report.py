@@ -69,9 +69,7 @@ def reported_request(run: Run, verdict: Mapping[str, Any] | None) -> ForgetReque
     """What the report is about: the verdict's request, or the last that the run has served."""
     entries = run.record.get("requests", [])
     if verdict is None and not entries:
-        raise FedOrthoError(
-            f"{run.path} has forgotten nothing; make a run that has: fedortho forget {run.path} REQUEST"
-        )
+        raise FedOrthoError(f"{run.path} has forgotten nothing; first: fedortho forget {run.path} REQUEST --out NEW")
     return ForgetRequest.parse(entries[-1]["request"] if verdict is None else verdict["request"])
 
 
@@ -202,19 +200,19 @@ def _numbers(page: Page) -> Html:
 
 def _metric_row(metric: Mapping[str, Any]) -> list[str | Cell]:
     low, high = metric.get("low"), metric.get("high")
+    title, value = str(metric.get("title") or metric["name"]), _figure_cell(metric.get("value"), low, high)
     if metric.get("value") is None and metric.get("error"):
-        value = Cell(f"ERROR: {metric['error']}", None, is_number=True)
-    else:
-        value = _figure_cell(metric.get("value"), low, high)
+        title, value = f"{title}: {metric['error']}", Cell(tag("span", "! ERROR", class_="ERROR"), is_number=True)
     ideal = metric.get("ideal")
-    wanted = _figure_cell(ideal, low, high) if isinstance(ideal, int | float) else Cell(str(ideal or "retrained"))
+    is_number = isinstance(ideal, int | float)
+    wanted = _figure_cell(ideal, low, high) if is_number else Cell(str(ideal or "as retrained"), is_number=True)
     return [
-        str(metric.get("title") or metric["name"]),
+        title,
         value,
         _figure_cell(metric.get("reference"), low, high),
         wanted,
         str(metric.get("direction") or "–"),
-        _figure_cell(metric.get("images")) if isinstance(metric.get("images"), int | float) else "–",
+        _figure_cell(metric.get("images")),
         str(metric.get("source") or "–"),
     ]
 

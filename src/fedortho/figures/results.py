@@ -275,9 +275,9 @@ def relearn_steps_figure(steps: Mapping[str, Mapping[str, float | None]], most: 
             ax.text(at, most if taken is None else taken, f"> {most}" if taken is None else f"{taken:g}", **ABOVE)
     ax.set_xticks(range(len(steps)), [f"{key} forgotten images" for key in steps])
     ax.set_ylabel("steps of training", fontsize=9)
-    ax.margins(y=0.12)
+    ax.margins(y=0.1)
     grid_lines(ax)
-    ax.legend(fontsize=8, frameon=False)
+    ax.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, 1.14), ncols=len(roles))
     key, found = list(steps.items())[-1]
     told = [
         f"{ROLE_NAMES[r]} {f'over {most}' if found.get(r) is None else f'{found[r]:g}'}" for r in roles if r in found
@@ -291,7 +291,7 @@ def probe_figure(recall: Mapping[str, Mapping[str, float]]) -> "Figure":
     figure, ((ax,),) = new_figure(6.2, 3.4)
     _role_lines(ax, {role: (list(layers), list(layers.values())) for role, layers in recall.items()})
     ax.set_xlabel("layer, first to last", fontsize=9)
-    ax.set_ylabel("probe's recall of what had to go", fontsize=9)
+    ax.set_ylabel("recall of what had to go", fontsize=9)
     ax.tick_params(axis="x", labelrotation=30)
     last = [f"{ROLE_NAMES[role]} {percent(list(layers.values())[-1])}" for role, layers in recall.items()]
     entitle(figure, "A linear probe on the last layer still finds: " + ", ".join(last))

@@ -1,0 +1,277 @@
+"""The report of a run that has forgotten: whole without a network, safe with any name, honest about what is missing."""
+
+import io
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from fedortho.cli_report import report_command
+from fedortho.errors import BadCheckpoint, FedOrthoError
+from fedortho.files import read_json, write_json
+from fedortho.illustrate import Example, Gallery, Picture, audit_pictures, find_original, find_retrained
+from fedortho.markup import Cell, Html, image, table, tag
+from fedortho.methods.fedortho import ForgetSettings
+from fedortho.references import reference_settings
+from fedortho.report import SECTIONS, Page, number, read_verdict, render, reported_request
+from fedortho.request import ForgetRequest
+from fedortho.runs import Run, TrainSettings, train_run
+from fedortho.serve import serve_request
+
+EVIL = "<script>alert('x')</script>"
+VERDICT: dict[str, Any] = {
+    "schema": 1,
+    "request": "class:3",
+    "method": "fedortho",
+    "sentence": "The model no longer answers 3.",
+    "label": "passed 1 of 3, 1 not run",
+    "advice": "Retrain: a probe still finds it.",
+    "metrics": [
+        {"name": "forget-accuracy", "title": "forget accuracy", "value": 0.0125, "error": "", "reference": 0.0}
+        | {"ideal": None, "low": 0.0, "high": 1.0, "direction": "as retrain", "source": "paper", "images": 180},
+        {"name": "mia", "title": "membership", "value": None, "error": "too few images", "reference": None}
+        | {"ideal": 0.5, "low": 0.0, "high": 1.0, "direction": "as retrain", "source": "paper", "images": None},
+    ],
+    "audits": [
+        {
+            "name": "probe",
+            "outcome": "FAIL",
+            "says": "a probe recalls 80 %",
+            "value": 0.3,
+            "limit": 0.05,
+            "seconds": 1.5,
+        }
+        | {"forgot": 0.8, "original": 0.9, "reference": 0.5}
+        | {"details": {"stages": {"forgot": {"a": 0.4, "b": 0.8}, "reference": {"a": 0.4, "b": 0.5}}}},
+        {"name": "norms", "outcome": "PASS", "says": "nothing came back", "value": 0.0, "limit": 0.02, "seconds": 0.5},
+        {"name": "relearn", "outcome": "NOT RUN", "says": "ask for it", "value": None, "limit": None, "seconds": 0.0}
+        | {"details": {"steps": 60, "relearning": {"10": {"forgot": 12, "reference": None}}}},
+    ],
+    "cost": {"seconds": 2.0, "images_read": 1500, "images_trained": 0, "flops": 1e9},
+    "not_tested": ["backdoors"],
+    "settings": {"target": 0.01},
+    "environment": {"versions": {"torch": "2"}},
+}
+
+
+class Elements(HTMLParser):
+    """All elements of a page, in order, and which are left open."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str]]] = []
+        self.open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, name: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.found.append((name, {key: value or "" for key, value in attributes}))
+        if name not in ("img", "meta", "link", "br"):
+            self.open.append(name)
+
+    def handle_endtag(self, name: str) -> None:
+        assert self.open.pop() == name
+
+    def all(self, name: str) -> Iterator[dict[str, str]]:
+        return (attributes for found, attributes in self.found if found == name)
+
+
+@pytest.fixture(scope="module")
+def forgot(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run that has forgotten a class, with the one it was made from and a retrained one beside it."""
+    place = tmp_path_factory.mktemp("report")
+    settings = TrainSettings(data="digits", model="small:SmallNet", epochs=3, crop=0, flip=0.0, threads=1, device="cpu")
+    run = train_run(place / "original", settings)
+    request = ForgetRequest.parse("class:3")
+    train_run(place / "retrained", replace(reference_settings(run, request), epochs=3))
+    served = serve_request(
+        run, run.load_data(), request, ForgetSettings(max_retain_drop=0.2, target=0.2), out=place / "forgot"
+    )
+    assert served.run is not None
+    return served.run
+
+
+@pytest.fixture
+def fresh(forgot: Run) -> Iterator[Run]:
+    yield forgot
+    (forgot.path / "verdict.json").unlink(missing_ok=True)
+
+
+@pytest.fixture(scope="module")
+def text(forgot: Run, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The report of that run, with a verdict."""
+    place = tmp_path_factory.mktemp("page") / "report.html"
+    write_json(forgot.path / "verdict.json", VERDICT)
+    report_command(forgot.path, out_path=place)
+    (forgot.path / "verdict.json").unlink()
+    return place.read_text(encoding="utf-8")
+
+
+def small_png() -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(out, "PNG")
+    return out.getvalue()
+
+
+def test_everything_that_is_not_markup_is_escaped() -> None:
+    assert tag("p", EVIL) == "<p>&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt;</p>"
+    assert tag("p", Html("<b>x</b>")) == "<p><b>x</b></p>"
+    assert tag("a", "x", href='"><script>') == '<a href="&quot;&gt;&lt;script&gt;">x</a>'
+    assert EVIL not in table(EVIL, [EVIL], [[EVIL], [Cell(EVIL)]])
+    assert EVIL not in image(small_png(), EVIL, size=(8, 8))
+
+
+def test_a_number_is_sorted_by_its_value_and_none_by_nothing() -> None:
+    shown = table("t", ["a", "b"], [["x", Cell("10.0 %", 0.1, is_number=True)], ["y", Cell("–", None, is_number=True)]])
+    assert '<td data-value="0.1" class="number">10.0 %</td>' in shown
+    assert '<td data-value="" class="number">–</td>' in shown
+    assert '<th scope="col" class="number">b</th>' in shown
+
+
+def test_the_report_of_a_real_run_is_one_small_page_with_all_its_parts(text: str) -> None:
+    assert 50_000 < len(text.encode()) < 5_000_000
+    page = Elements(text)
+    assert page.open == []
+    ids = [attributes["id"] for _, attributes in page.found if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert {"verdict", *SECTIONS} <= set(ids)
+    figures = {f"figure-{name}" for name in ("classes", "confusion", "confidence", "grad-cam", "training", "probe")}
+    assert figures | {"figure-relearning"} <= set(ids)
+    for link in page.all("a"):
+        assert link["href"].removeprefix("#") in ids
+    for picture in page.all("img"):
+        assert picture["src"].startswith("data:image/png;base64,")
+        assert picture["alt"]
+    assert text.index(VERDICT["sentence"]) < text.index("forget accuracy") < text.index('id="settings"')
+    assert "retrained without it" in text, "the retrained run beside it was found"
+
+
+def test_nothing_is_fetched_and_only_our_own_script_may_run(forgot: Run) -> None:
+    text = render(Page(forgot, ForgetRequest.parse("class:3"), VERDICT))
+    page = Elements(text)
+    policy = next(meta["content"] for meta in page.all("meta") if meta.get("http-equiv") == "Content-Security-Policy")
+    assert policy.startswith("default-src 'none'; img-src data:;")
+    assert "unsafe" not in policy
+    assert not re.search(r"(src|href)=\"(?!data:|#)", text)
+    assert not re.search(r"url\(|@import|https?:", text)
+    assert not any("style" in attributes for _, attributes in page.found), "the policy would refuse it"
+
+
+def test_a_class_named_like_a_script_is_shown_and_not_run(forgot: Run) -> None:
+    record = forgot.record | {"data": forgot.record["data"] | {"classes": [EVIL] * 10}}
+    run = replace(forgot, record=record)
+    gallery = Gallery(
+        (Picture("classes", EVIL, EVIL, small_png()),),
+        (Example(small_png(), EVIL, EVIL, "other"),),
+        (Example(small_png(), EVIL, None, EVIL),),
+        (EVIL,),
+    )
+    named = VERDICT | {"sentence": EVIL, "label": EVIL, "advice": EVIL, "not_tested": [EVIL], "settings": {EVIL: EVIL}}
+    named["audits"] = [{"name": EVIL, "outcome": "PASS", "says": EVIL}]
+    named["metrics"] = [{"name": EVIL, "title": EVIL, "value": 1.0, "direction": EVIL, "source": EVIL}]
+    text = render(Page(run, ForgetRequest.parse("class:3"), named, gallery))
+    assert "alert" in text
+    assert EVIL not in text
+    assert text.count("<script") == 1
+
+
+def test_without_a_verdict_the_report_says_what_is_missing(fresh: Run) -> None:
+    assert read_verdict(fresh) is None
+    text = render(Page(fresh, reported_request(fresh, None), None))
+    assert "No audit was run" in text
+    assert "there is no verdict.json in the run" in text
+    before, after = (fresh.record["requests"][-1][when]["forget"] for when in ("before", "after"))
+    assert f"went from {before:.1%} to {after:.1%}" in text
+    assert "No figure could be drawn" in text
+
+
+def test_the_verdict_is_coloured_by_its_worst_audit(forgot: Run) -> None:
+    def kind(*outcomes: str) -> str:
+        audits = [{"name": "a", "outcome": outcome, "says": ""} for outcome in outcomes]
+        page = Elements(render(Page(forgot, ForgetRequest.parse("class:3"), VERDICT | {"audits": audits})))
+        return next(section["class"] for section in page.all("section") if section.get("id") == "verdict")
+
+    assert kind("PASS", "PASS") == "verdict good"
+    assert kind("PASS", "NOT RUN") == "verdict open"
+    assert kind() == "verdict open"
+    assert kind("PASS", "NOT RUN", "FAIL") == "verdict bad"
+    assert kind("ERROR") == "verdict bad"
+
+
+def test_an_error_is_shown_and_never_dropped(forgot: Run) -> None:
+    text = render(Page(forgot, ForgetRequest.parse("class:3"), VERDICT))
+    assert "membership: too few images" in text
+    assert "! ERROR" in text
+    assert "relearn came to no result: ask for it" in text
+
+
+def test_what_cannot_be_reported_is_refused_in_one_line(fresh: Run, tmp_path: Path) -> None:
+    original = find_original(fresh)
+    assert original is not None
+    with pytest.raises(FedOrthoError, match="has forgotten nothing; first: fedortho forget"):
+        report_command(original.path)
+    with pytest.raises(FedOrthoError, match="is a directory; give the file"):
+        report_command(fresh.path, out_path=tmp_path)
+    write_json(fresh.path / "verdict.json", {"schema": 7})
+    with pytest.raises(BadCheckpoint, match="not a verdict of schema 1"):
+        report_command(fresh.path)
+
+
+def test_the_runs_to_compare_with_are_found_beside_or_named(forgot: Run, tmp_path: Path) -> None:
+    original = find_original(forgot)
+    assert original is not None
+    assert original.path.name == "original"
+    request = ForgetRequest.parse("class:3")
+    retrained = find_retrained(forgot, original, request)
+    assert retrained is not None
+    assert retrained.path.name == "retrained"
+    assert find_retrained(forgot, original, ForgetRequest.parse("class:4")) is None
+    with pytest.raises(FedOrthoError, match="was trained with what class:3 names"):
+        report_command(forgot.path, reference=original.path, out_path=tmp_path / "r.html")
+
+
+def test_without_its_parent_a_run_is_reported_alone(forgot: Run, tmp_path: Path) -> None:
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    for name in ("run.json", "split.json", "history.json", "model.safetensors"):
+        (alone / name).write_bytes((forgot.path / name).read_bytes())
+    report_command(alone, out_path=tmp_path / "r.html")
+    text = (tmp_path / "r.html").read_text(encoding="utf-8")
+    assert "The model as it was before is not here" in text
+    assert "figure-training" in text
+    assert "figure-classes" not in text
+
+
+def test_examples_show_what_was_lost_and_what_was_kept(text: str) -> None:
+    page = Elements(text)
+    alts = [picture["alt"] for picture in page.all("img") if "now called" in picture["alt"]]
+    lost = [alt for alt in alts if alt.startswith("3, ")]
+    kept = [alt for alt in alts if not alt.startswith("3, ")]
+    assert lost
+    assert all("now called 3 " not in alt and alt.endswith("(before: 3)") for alt in lost)
+    assert len(kept) == 12
+    assert all(re.fullmatch(r"(\d), now called \1 \(before: \1\)", alt) for alt in kept)
+    assert len({alt[0] for alt in kept[:9]}) == 9, "one of each class before the second of any"
+
+
+def test_a_served_request_records_its_trials(forgot: Run) -> None:
+    entry = read_json(forgot.path / "run.json")["requests"][-1]
+    assert entry["ratio"] in [trial["ratio"] for trial in entry["trials"]]
+    assert set(entry["trials"][0]) == {"ratio", "scrub", "forget", "retain"}
+
+
+def test_audits_without_details_give_no_picture_and_foreign_ones_are_left_alone() -> None:
+    assert audit_pictures([{"name": "a"}, {"name": "b", "details": {"stages": [1, 2]}}]) == []
+    first, second = audit_pictures(VERDICT["audits"])
+    assert (first.name, second.name) == ("probe", "relearning")
+    assert second.finding.endswith("after forgetting 12, retrained without it over 60")
+
+
+def test_numbers_are_written_for_people() -> None:
+    assert number(float("nan")) == "–"
+    assert number(-0.02, -1.0, 1.0) == "-2.0 %"
+    assert number(0.5, 0.0, 2.0) == "0.5"
