@@ -213,7 +213,7 @@ def test_confidence_is_the_probability_of_the_own_class(tiny: TinyNet, toy: Imag
 def test_relearning_and_probes_are_told_by_role() -> None:
     curves = {"forgot": [(0, 0.0), (10, 0.75), (20, 0.9)], "reference": [(0, 0.0), (10, 0.2), (20, 0.4)]}
     told = finding_of(results.relearn_figure(curves, target=0.7))
-    assert told == "Steps until the class is learnt again: after forgetting 10, retrained without it not"
+    assert told == "Steps until the class is learnt again: after forgetting 10, retrained without it over 20"
     told = finding_of(results.probe_figure({"forgot": {"a": 0.2, "b": 0.6}, "reference": {"a": 0.2, "b": 0.5}}))
     assert told.endswith("after forgetting 60 %, retrained without it 50 %")
 

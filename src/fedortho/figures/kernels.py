@@ -181,7 +181,7 @@ def _depth_finding(models: Mapping[str, Likeness], layers: Sequence[str]) -> str
     return text + (f" (with {', '.join(others)})" if others else "")
 
 
-def shares(values: Tensor, bins: int = 40) -> tuple[list[float], list[float]]:
+def shares(values: Tensor, bins: int) -> tuple[list[float], list[float]]:
     """Middles of equal bins over 0 to 1 and the share of values in each.
 
     >>> shares(torch.tensor([0.1, 0.2, 0.9, 0.4]), bins=2)
@@ -191,7 +191,7 @@ def shares(values: Tensor, bins: int = 40) -> tuple[list[float], list[float]]:
     return [(number + 0.5) / bins for number in range(bins)], (counts / len(values)).tolist()
 
 
-def likeness_curves_figure(models: Mapping[str, Likeness], depths: Mapping[str, str], bins: int = 40) -> "Figure":
+def likeness_curves_figure(models: Mapping[str, Likeness], depths: Mapping[str, str], bins: int = 20) -> "Figure":
     """How the likeness of pairs is distributed, a panel for each model and a curve for each layer (paper, appendix)."""
     figure, (axes,) = new_figure(2.6 * len(models) + 0.6, 3.3, 1, len(models), share_y=True)
     for ax, (name, likeness) in zip(axes, models.items(), strict=True):

@@ -252,7 +252,7 @@ def relearn_figure(curves: Mapping[str, Curve], target: float | None = None) -> 
     told = []
     for role, curve in curves.items():
         step = reached(curve, target)
-        told.append(f"{ROLE_NAMES[role]} {'not' if step is None else f'{step:g}'}")
+        told.append(f"{ROLE_NAMES[role]} {f'over {curve[-1][0]:g}' if step is None else f'{step:g}'}")
     entitle(figure, "Steps until the class is learnt again: " + ", ".join(told))
     return figure
 
