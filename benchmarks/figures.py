@@ -75,12 +75,11 @@ class Bench:
         return self.data.test.subset(REQUEST.mask(self.data.test))
 
     def pair(self, model: str, variant: str = "lazy-0.1") -> tuple[nn.Module, nn.Module]:
-        """A model and what forgetting makes of it; twice the usual budget, so that the plain one does not refuse."""
+        """A model and what forgetting makes of it, by the robust preset."""
         key = f"{model} {variant}"
         if key not in self._forgot:
             before = self.run(model, variant).load_model()
-            chosen = ForgetSettings(max_retain_drop=0.01 if variant != "none" else 0.1)
-            outcome = plan_forgetting(before, self.data, REQUEST, chosen, ledger=self.ledger(model, variant))
+            outcome = plan_forgetting(before, self.data, REQUEST, ledger=self.ledger(model, variant))
             self._forgot[key] = before, outcome.patch.apply(before)
         return self._forgot[key]
 

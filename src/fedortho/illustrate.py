@@ -171,7 +171,8 @@ def _record_pictures(run: Run) -> list[Picture]:
     if len(points) > 1:
         chosen = results.Point(entry["ratio"], entry["trial-forget"], entry["trial-retain"])
         figure = results.frontier_figure(points, chosen, target=entry.get("settings", {}).get("target"))
-        found.append(picture_of("frontier", figure, "Trials on images set aside for such choices, not on test images."))
+        about = "Forgetting on training images that had to go, keeping on validation images; no test image was used."
+        found.append(picture_of("frontier", figure, about))
     if any(epoch.valid is not None for epoch in run.history()):
         about = "Accuracy on images set aside while the model was trained, before it forgot anything."
         found.append(picture_of("training", costs.training_figure({run.settings.model: run.history()}), about))
