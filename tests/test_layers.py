@@ -11,7 +11,19 @@ BASELINES = {  # none of them imports another
 }
 TIERS = [
     {"errors"},
-    {"files", "settings", "ortho", "models", "structure", "data", "partition", "adapters", "devices", "archive"},
+    {
+        "files",
+        "settings",
+        "ortho",
+        "models",
+        "structure",
+        "data",
+        "partition",
+        "adapters",
+        "devices",
+        "archive",
+        "markup",
+    },
     {"weights", "recipe", "results", "decode", "sites", "request", "federation", "lessons"},
     {"metrics", "journal", "signature"},
     {"scores", "mia"},
@@ -21,6 +33,9 @@ TIERS = [
     {"probe"},
     {"engine"},
     {"calibrate", "cost", "shadows"},
+    {"figures/style"},
+    {"figures/activations", "figures/costs", "figures/kernels", "figures/results"},
+    {"figures/__init__"},
     {"methods/contract", "methods/fedortho"},
     {f"methods/{name}" for name in BASELINES},
     {"methods/__init__"},
@@ -35,13 +50,25 @@ TIERS = [
     {"audits/probe", "audits/norms", "audits/relearn", "audits/distance", "audits/copies", "audits/retention"},
     {"audits/membership", "replay"},
     {"audits/__init__", "compare"},
-    {"verify"},
+    {"verify", "illustrate"},
+    {"report"},
     {"federated/deploy", "federated/jobs", "tune"},
-    {"cli_methods", "cli_evidence", "cli_verdict"},
+    {"cli_methods", "cli_evidence", "cli_report", "cli_verdict"},
     {"__init__", "cli"},
 ]
 PACKAGE = Path(fedortho.__file__).parent
-HEAVY = {"flwr", "matplotlib", "pyarrow", "PIL", "sklearn", "datasets", "torch_pruning", "cryptography"}
+HEAVY = {
+    "flwr",
+    "matplotlib",
+    "pyarrow",
+    "PIL",
+    "sklearn",
+    "datasets",
+    "torch_pruning",
+    "cryptography",
+    "captum",
+    "selenium",
+}
 
 
 def imports(tree: ast.AST) -> list[str]:

@@ -322,8 +322,18 @@ def forget(
             raise FedOrthoError(f"{refusal}; {_retrain_advice(run)}") from refusal
     verdict = None
     if served.run is not None and audit != "none":
-        known = {"reference": reference, "references": references, "retrain": retrain, "audit": audit}
-        verdict = judged(served.run, asked, data, original=run, data_dir=data_dir, device=device, **known)
+        verdict = judged(
+            served.run,
+            asked,
+            data,
+            original=run,
+            reference=reference,
+            references=references,
+            retrain=retrain,
+            audit=audit,
+            data_dir=data_dir,
+            device=device,
+        )
     if as_json:
         told = describe(served) | ({} if verdict is None else {"verdict": verdict.as_mapping()})
         typer.echo(json.dumps(told, indent=2))

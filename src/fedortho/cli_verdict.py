@@ -220,12 +220,10 @@ def print_verdict(verdict: Verdict) -> None:
     out.print(audit_table(verdict))
     if verdict.cost is not None:
         cost = verdict.cost
-        travelled = (
-            f", {cost.bytes_up / 1e6:.2f} MB up and {cost.bytes_down / 1e6:.2f} MB down" if cost.exchanges else ""
-        )
+        sent = f", {cost.bytes_up / 1e6:.2f} MB up, {cost.bytes_down / 1e6:.2f} MB down" if cost.exchanges else ""
         say(
             f"cost: {cost.seconds:.1f} s, {cost.images_read:,} images read, {cost.images_trained:,} trained on, "
-            f"{cost.flops / 1e9:,.1f} GFLOPs{travelled}"
+            f"{cost.flops / 1e9:,.1f} GFLOPs{sent}"
         )
     say("not tested: " + escape("; ".join(verdict.not_tested)))
 

@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from fedortho.data import Dataset
 from fedortho.engine import Ask, CentralEngine, Engine, Group
 from fedortho.errors import FedOrthoError
 from fedortho.files import tensors_digest, write_json, write_tensors
+from fedortho.journal import append_entry
 from fedortho.ledger import load_ledger, rebind_ledger
 from fedortho.methods.fedortho import ForgetSettings, Outcome, plan_forgetting
 from fedortho.observe import Observation
@@ -79,6 +81,36 @@ def serve_request(
     A federation passes itself as the `engine`, and the rows that its `clients` hold so that it can be judged.
     """
     check_places(out, undo)
+    if out is not None:
+        return _recorded(run, data, request, settings, out, undo, device, engine, clients)
+    return _served(run, data, request, settings, out, undo, device, engine, clients)
+
+
+def _recorded(run: Run, data: Dataset, request: ForgetRequest, *rest: Any) -> Served:
+    """Serve, and tell the journal beside the runs that it was asked for and what became of it."""
+    tell = partial(append_entry, run.path.parent, run=run.path.name, request=str(request))
+    before = run.record["model"]["digest"]
+    tell("received", before=before)
+    try:
+        served = _served(run, data, request, *rest)
+    except FedOrthoError as error:
+        tell("refused", before=before, details={"reason": str(error)})
+        raise
+    tell("executed", before=before, after=served.outcome.patch.after)
+    return served
+
+
+def _served(
+    run: Run,
+    data: Dataset,
+    request: ForgetRequest,
+    settings: ForgetSettings,
+    out: Path | None,
+    undo: Path | None,
+    device: torch.device | str,
+    engine: Engine | None,
+    clients: Clients | None,
+) -> Served:
     earlier = earlier_requests(run)
     forgotten = kept_out(run)
     model = run.load_model().to(device)
@@ -234,7 +266,10 @@ def undo_run(run: Run, undo: Path, out: Path) -> Run:
     if out.exists():
         raise FedOrthoError(f"{out} is there already; choose a new directory for --out")
     restored = undo_patch(undo, run.load_model())
+    digests = {"before": run.record["model"]["digest"], "after": tensors_digest(restored.state_dict())}
     *earlier, last = run.record["requests"]
     undone = [*run.record.get("undone", []), last["request"]]
     changes = {"requests": earlier, "undone": undone, "result": {"test-accuracy": last["before"]["test"]}}
-    return write_derived(out, run, restored, changes, patch=None, ledger=None)
+    derived = write_derived(out, run, restored, changes, patch=None, ledger=None)
+    append_entry(run.path.parent, "undone", run.path.name, last["request"], **digests)
+    return derived
