@@ -13,6 +13,8 @@ from fedortho.recipe import Recipe
 from fedortho.sources import load_images
 from fedortho.train import fit
 
+collect_ignore_glob = ["conftest.py", "*/conftest.py"]  # two of one name cannot both be read for doctests
+
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:

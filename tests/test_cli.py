@@ -200,7 +200,7 @@ def test_an_interrupted_training_says_how_to_go_on(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     told = process.communicate(timeout=60)[1]
     assert process.returncode == 130
-    assert "interrupted; fedortho train goes on where it stopped" in told
+    assert "interrupted; training goes on where it stopped" in told
     assert "Traceback" not in told
 
 
@@ -243,15 +243,15 @@ def test_a_federation_is_trained_asked_to_forget_and_judged(
     told = capsys.readouterr()
     assert "round 1/1  3 clients" in told.err
     assert "MB down" in told.err
-    words = ("--preset", "paper", "--ratio", "0.2", "--out", forgot)
+    words = ("--preset", "paper", "--ratio", "0.2", "--out", forgot, "--audit", "none")
     assert run(monkeypatch, "forget", fed, "client:1", *words) == 0
     assert "1 exchange with clients" in capsys.readouterr().out
-    assert run(monkeypatch, "judge", fed, forgot, "--request", "client:1", "--json") == 0
-    verdicts = json.loads(capsys.readouterr().out)
-    assert set(verdicts) == {str(fed), str(forgot)}
+    assert run(monkeypatch, "judge", forgot, "--audit", "none", "--json") == 0
+    verdict = json.loads(capsys.readouterr().out)
+    assert verdict["subject"] == "client 1"
+    assert {"client-change-min", "mia-confidence"} <= {metric["name"] for metric in verdict["metrics"]}
     digests = {open_run(path).record["model"]["digest"] for path in (fed, forgot)}
-    assert len(digests) == 2
-    assert run(monkeypatch, "judge", fed, "--request", "client:1") == 0
+    assert set(verdict["digests"].values()) == digests
     assert run(monkeypatch, "sync", forgot) == 0
     assert "2 of 3 clients have the model" in capsys.readouterr().out, "one has left"
 

@@ -37,10 +37,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = TrainSettings(data="digits", model="small:TinyNet", epochs=1, batch=64, threads=1, crop=0, flip=0.0)
     run = train_run(place / "first", settings)
     request = ForgetRequest.parse("class:3")
-    served = serve_request(run, run.load_data(), request, ForgetSettings(ratio=0.2), out=place / "second")
-    append_entry(place, "received", "first", "class:3", before=run.record["model"]["digest"])
-    patch = served.outcome.patch
-    append_entry(place, "executed", "second", "class:3", before=patch.before, after=patch.after)
+    serve_request(run, run.load_data(), request, ForgetSettings(ratio=0.2), out=place / "second")
     return place
 
 

@@ -19,10 +19,10 @@ def test_the_five_lines_run(capsys: pytest.CaptureFixture[str]) -> None:
     code = re.search(r"```python\n(.*?)```", README, re.DOTALL)
     assert code is not None
     exec(code[1], {})
-    verdict = re.search(r"forget=([\d.]+), retain=([\d.]+)", capsys.readouterr().out)
-    assert verdict is not None
-    assert float(verdict[1]) <= 0.05
-    assert 0.5 < float(verdict[2]) < 0.95
+    told = capsys.readouterr().out
+    assert "Class Dress is no longer predicted" in told
+    assert "no retrained model to compare with" in told
+    assert "no reference, 4 of 6 measured, 2 not run" in told
 
 
 def test_every_make_target_and_command_that_it_names_exists() -> None:

@@ -14,10 +14,10 @@ from PIL import Image
 from fedortho.cli_report import report_command
 from fedortho.errors import BadCheckpoint, FedOrthoError
 from fedortho.files import read_json, write_json
-from fedortho.illustrate import Example, Gallery, Picture, audit_pictures, find_original, find_retrained
+from fedortho.illustrate import Example, Gallery, Picture, audit_pictures
 from fedortho.markup import Cell, Html, image, table, tag
 from fedortho.methods.fedortho import ForgetSettings
-from fedortho.references import reference_settings
+from fedortho.references import find_original, find_references, reference_settings
 from fedortho.report import SECTIONS, Page, number, read_verdict, render, reported_request
 from fedortho.request import ForgetRequest
 from fedortho.runs import Run, TrainSettings, train_run
@@ -226,10 +226,10 @@ def test_the_runs_to_compare_with_are_found_beside_or_named(forgot: Run, tmp_pat
     assert original is not None
     assert original.path.name == "original"
     request = ForgetRequest.parse("class:3")
-    retrained = find_retrained(forgot, original, request)
+    retrained = next(iter(find_references(original, request)), None)
     assert retrained is not None
     assert retrained.path.name == "retrained"
-    assert find_retrained(forgot, original, ForgetRequest.parse("class:4")) is None
+    assert not find_references(original, ForgetRequest.parse("class:4"))
     with pytest.raises(FedOrthoError, match="was trained with what class:3 names"):
         report_command(forgot.path, reference=original.path, out_path=tmp_path / "r.html")
 

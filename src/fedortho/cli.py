@@ -339,8 +339,9 @@ def forget(
         typer.echo(json.dumps(told, indent=2))
         return
     print_served(served, run_path)
-    if verdict is not None:
-        print_verdict(verdict)
+    if verdict is not None and served.run is not None:
+        print_verdict(verdict, whole=False)
+        say(escape(f"all metrics: fedortho judge {served.run.path}; a page to read: fedortho report {served.run.path}"))
 
 
 def _retrain_advice(run: Run) -> str:

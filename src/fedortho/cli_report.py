@@ -7,8 +7,8 @@ import typer
 
 from fedortho.errors import BadData
 from fedortho.files import write_text
-from fedortho.illustrate import Gallery, audit_pictures, find_original, find_retrained, illustrate
-from fedortho.references import check_reference
+from fedortho.illustrate import Gallery, audit_pictures, illustrate
+from fedortho.references import check_reference, find_original, find_references
 from fedortho.report import Page, check_place, read_verdict, render, reported_request
 from fedortho.request import ForgetRequest
 from fedortho.runs import Run, open_run
@@ -31,7 +31,8 @@ def report_command(
     verdict = read_verdict(run)
     request = reported_request(run, verdict)
     before = open_run(original) if original else find_original(run)
-    never = open_run(reference) if reference else find_retrained(run, before, request)
+    known = find_references(before, request) if before is not None else []
+    never = open_run(reference) if reference else next(iter(known), None)
     if never is not None:
         check_reference(run, never, request)
     with bars() as shown:

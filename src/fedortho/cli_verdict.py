@@ -20,15 +20,15 @@ from fedortho.journal import append_entry
 from fedortho.methods import METHODS, make_method, unlearn
 from fedortho.metrics import Metric
 from fedortho.references import (
-    find_original,
-    find_reference,
+    find_references,
+    original_of,
     reference_name,
     reference_settings,
     train_reference,
 )
 from fedortho.request import ForgetRequest
 from fedortho.runs import Run, open_run
-from fedortho.screen import bars, out, say, training_bar
+from fedortho.screen import bars, out, say, training_bar, words_table
 from fedortho.shadows import ShadowSettings
 from fedortho.verify import Verdict, entry_for, judge_run
 
@@ -66,7 +66,7 @@ def judge_command(
         run,
         _asked(run, request),
         run.load_data(data_dir),
-        original=open_run(original) if original else find_original(run),
+        original=original_of(run, original),
         reference=reference,
         references=references,
         retrain=retrain,
@@ -104,7 +104,7 @@ def audit_command(
         run,
         _asked(run, request),
         run.load_data(data_dir),
-        original=open_run(original) if original else find_original(run),
+        original=original_of(run, original),
         reference=reference,
         references=references,
         retrain=retrain,
@@ -119,7 +119,7 @@ def audit_command(
         typer.echo(json.dumps({key: found[key] for key in ("request", "label", "audits", "retention")}, indent=2))
     else:
         say(escape(f"{run.path}: {verdict.request}: {verdict.label}"))
-        out.print(audit_table(verdict))
+        print_audits(verdict)
 
 
 def _asked(run: Run, words: str) -> ForgetRequest:
@@ -151,7 +151,7 @@ def judged(
     place = choose_device(device)
     kept = references or run.path.parent / "references"
     with bars() as shown, using_threads(original.settings.threads):
-        found = [open_run(reference)] if reference else _references(original, request, kept, data_dir)
+        found = [open_run(reference)] if reference else find_references(original, request, references, data_dir)
         if not found and retrain:
             settings = reference_settings(original, request, data_dir=data_dir)
             name = reference_name(original, request, settings)
@@ -172,7 +172,7 @@ def judged(
             membership=membership,
         )
     append_entry(
-        run.path.parent,
+        run.path.absolute().parent,
         "verified",
         run.path.name,
         str(request),
@@ -181,17 +181,6 @@ def judged(
         details={"label": verdict.label},
     )
     return verdict
-
-
-def _references(original: Run, request: ForgetRequest, kept: Path, data_dir: str) -> list[Run]:
-    """The retrained model of the run's own seed and, if one is there, one of another."""
-    found = []
-    seeds = [original.settings.seed, *(seed for seed in range(10) if seed != original.settings.seed)]
-    for seed in seeds:
-        settings = reference_settings(original, request, seed=seed, data_dir=data_dir)
-        if (run := find_reference(kept, settings, original.record["data"]["digest"])) is not None:
-            found.append(run)
-    return found[:2]
 
 
 def _membership(
@@ -208,52 +197,44 @@ def _membership(
     return lambda case: audit_membership(case, forgetful, kept / "shadows", settings)
 
 
-def print_verdict(verdict: Verdict) -> None:
-    """The verdict as one page."""
-    say(
-        escape(f"[{verdict.label}]"),
-    )
+def print_verdict(verdict: Verdict, *, whole: bool = True) -> None:
+    """The verdict as one page; or, after forgetting, without the metrics."""
+    say("")
     say(f"[bold]{escape(verdict.sentence)}[/]")
+    say(escape(f"audits: {verdict.label}"))
     if verdict.advice:
         say(f"[yellow]{escape(verdict.advice)}[/]")
-    out.print(metric_table(verdict.metrics))
-    out.print(audit_table(verdict))
-    if verdict.cost is not None:
+    if whole:
+        out.print(metric_table(verdict.metrics))
+        say("retrain: the same on a model that never knew; fedortho judge --json tells sources and images")
+    print_audits(verdict)
+    if whole and verdict.cost is not None:
         cost = verdict.cost
         sent = f", {cost.bytes_up / 1e6:.2f} MB up, {cost.bytes_down / 1e6:.2f} MB down" if cost.exchanges else ""
         say(
             f"cost: {cost.seconds:.1f} s, {cost.images_read:,} images read, {cost.images_trained:,} trained on, "
             f"{cost.flops / 1e9:,.1f} GFLOPs{sent}"
         )
-    say("not tested: " + escape("; ".join(verdict.not_tested)))
+    if whole:
+        say("not tested: " + escape("; ".join(verdict.not_tested)))
 
 
 def metric_table(metrics: Sequence[Metric]) -> Table:
     """Every number with Retrain's, its range, what is better and what would be ideal."""
-    table = Table(caption="retrain: the same on a model that never knew; better: which way; source in --json")
-    for name in ("metric", "value", "retrain", "range", "better", "ideal"):
-        table.add_column(name, justify="left" if name in ("metric", "better") else "right", overflow="fold")
+    lines = []
     for metric in metrics:
         known = metric.described
         value = f"ERROR: {metric.error}" if metric.error else "–" if metric.value is None else f"{metric.value:.3f}"
         theirs = "no reference" if metric.reference is None else f"{metric.reference:.3f}"
-        words = (known.title, value, theirs, known.range_text(), known.direction, known.ideal_text())
-        table.add_row(*map(escape, words), style="red" if metric.error else None)
-    return table
+        lines.append((metric.name, value, theirs, known.range_text(), known.direction, known.ideal_text()))
+    return words_table(("metric", "value", "retrain", "range", "better", "ideal"), lines)
 
 
-def audit_table(verdict: Verdict) -> Table:
-    table = Table()
-    table.add_column("audit", no_wrap=True)
-    table.add_column("outcome", no_wrap=True)
-    table.add_column("what it found", overflow="fold")
+def print_audits(verdict: Verdict) -> None:
+    """One line for each audit, with what it found and up to where it would have passed."""
     for audit in [*verdict.audits, *([verdict.retention] if verdict.retention else [])]:
-        title = AUDITS[audit.name].title if audit.name in AUDITS else ""
-        limit = (
-            f" (limit {audit.limit:g}, found {audit.value:.3f})"
-            if audit.limit is not None and audit.value is not None
-            else ""
-        )
-        name = f"{audit.name} {title}".strip()
-        table.add_row(escape(name), f"[{COLOURS[audit.outcome]}]{audit.outcome}[/]", escape(audit.says + limit))
-    return table
+        title = f" {AUDITS[audit.name].title}" if audit.name in AUDITS else ""
+        is_held = audit.limit is not None and audit.value is not None
+        limit = f" ({audit.value:.3f}, limit {audit.limit:g})" if is_held else ""
+        outcome = f"[{COLOURS[audit.outcome]}]{audit.outcome}[/]"
+        say(f"  {outcome} {escape(audit.name + title)}: {escape(audit.says)}{limit}")

@@ -14,7 +14,6 @@ from fedortho.errors import FedOrthoError
 from fedortho.federation import held_rows
 from fedortho.figures import activations, costs, results
 from fedortho.figures.style import finding_of, png
-from fedortho.references import find_reference, finished_runs, reference_settings
 from fedortho.request import ForgetRequest
 from fedortho.runs import FederateSettings, Run
 from fedortho.scores import Evaluation, answers_of, evaluate
@@ -60,21 +59,6 @@ class Gallery:
     lost: tuple[Example, ...] = ()  # recognised before, no longer
     kept: tuple[Example, ...] = ()  # recognised before and after
     remarks: tuple[str, ...] = ()
-
-
-def find_original(run: Run) -> Run | None:
-    """The run that this one was made from, if it lies beside it."""
-    parent = run.record.get("parent")
-    beside = finished_runs(run.path.resolve().parent) if parent else iter(())
-    return next((other for other in beside if other.record["model"]["digest"] == parent), None)
-
-
-def find_retrained(run: Run, original: Run | None, request: ForgetRequest) -> Run | None:
-    """A run beside it that was trained by the same recipe without what had to go."""
-    if original is None:
-        return None
-    settings = reference_settings(original, request)
-    return find_reference(run.path.resolve().parent, settings, run.record["data"]["digest"])
 
 
 @dataclass

@@ -58,8 +58,10 @@ def finished_runs(directory: Path) -> Iterator[Run]:
             yield open_run(path)
 
 
-def _key(settings: TrainSettings) -> dict[str, object]:
+def _key(settings: TrainSettings, seed: int | None = None) -> dict[str, object]:
+    """What makes a reference the same; with a `seed`, as if it had been trained by that one."""
     known = as_mapping(settings) | {"split-seed": settings.dealt_by}
+    known |= {} if seed is None else {"seed": seed}
     return {name: value for name, value in known.items() if name not in IRRELEVANT}
 
 
@@ -126,10 +128,29 @@ def case_of(
     return Case(run.load_model(), original.load_model(), retrained, again, data, request, before, clients, device)
 
 
-def find_original(run: Run) -> Run:
-    """The run that this one was made from, where it still lies beside it."""
-    wanted, name = run.record.get("parent"), run.record.get("parent-run")
-    for path in [run.path.parent / str(name)] if name else []:
-        if (path / "run.json").is_file() and (found := open_run(path)).record["model"]["digest"] == wanted:
-            return found
-    raise FedOrthoError(f"the run that {run.path} was made from is not beside it; give it with --original RUN")
+def find_original(run: Run) -> Run | None:
+    """The run that this one was made from, if it lies beside it."""
+    parent = run.record.get("parent")
+    beside = finished_runs(run.path.resolve().parent) if parent else iter(())
+    return next((other for other in beside if other.record["model"]["digest"] == parent), None)
+
+
+def original_of(run: Run, given: Path | None = None) -> Run:
+    """The run before forgetting: the one that is given, or the one it was made from."""
+    found = open_run(given) if given is not None else find_original(run)
+    if found is None:
+        raise FedOrthoError(f"the run that {run.path} was made from is not beside it; give it with --original RUN")
+    return found
+
+
+def find_references(original: Run, request: ForgetRequest, place: Path | None = None, data_dir: str = "") -> list[Run]:
+    """Retrained models in a directory of runs: of the original's seed first, then of others.
+
+    By default those beside the original, and in the directory `references` there.
+    """
+    beside = original.path.resolve().parent
+    found = [run for where in ([place] if place else [beside, beside / "references"]) for run in finished_runs(where)]
+    wanted = _key(reference_settings(original, request, data_dir=data_dir))
+    digest, seed = original.record["data"]["digest"], original.settings.seed
+    fit = [run for run in found if run.record["data"]["digest"] == digest and _key(run.settings, seed) == wanted]
+    return sorted(fit, key=lambda run: (run.settings.seed != seed, run.settings.seed))

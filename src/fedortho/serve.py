@@ -1,7 +1,7 @@
 """Serve a request on a run: plan, apply, judge, and write a new run that has forgotten; the old one stays."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -81,22 +81,20 @@ def serve_request(
     A federation passes itself as the `engine`, and the rows that its `clients` hold so that it can be judged.
     """
     check_places(out, undo)
-    if out is not None:
-        return _recorded(run, data, request, settings, out, undo, device, engine, clients)
-    return _served(run, data, request, settings, out, undo, device, engine, clients)
+    serve = partial(_served, run, data, request, settings, out, undo, device, engine, clients)
+    return serve() if out is None else _recorded(serve, run, request, out.name)
 
 
-def _recorded(run: Run, data: Dataset, request: ForgetRequest, *rest: Any) -> Served:
+def _recorded(serve: Callable[[], Served], run: Run, request: ForgetRequest, name: str) -> Served:
     """Serve, and tell the journal beside the runs that it was asked for and what became of it."""
-    tell = partial(append_entry, run.path.parent, run=run.path.name, request=str(request))
-    before = run.record["model"]["digest"]
-    tell("received", before=before)
+    place, before = run.path.absolute().parent, run.record["model"]["digest"]
+    append_entry(place, "received", run.path.name, str(request), before=before)
     try:
-        served = _served(run, data, request, *rest)
+        served = serve()
     except FedOrthoError as error:
-        tell("refused", before=before, details={"reason": str(error)})
+        append_entry(place, "refused", run.path.name, str(request), before=before, details={"reason": str(error)})
         raise
-    tell("executed", before=before, after=served.outcome.patch.after)
+    append_entry(place, "executed", name, str(request), before=before, after=served.outcome.patch.after)
     return served
 
 
@@ -213,13 +211,11 @@ def write_derived(
     if ledger is not None:
         ledger.save(building / "ledger.safetensors")
     about = run.record["model"] | {"digest": tensors_digest(state)}
-    write_json(building / "run.json", run.record | {"model": about} | _origin(run) | changes)
+    write_json(
+        building / "run.json", run.record | {"model": about} | {"parent": run.record["model"]["digest"]} | changes
+    )
     building.replace(out)
     return open_run(out)
-
-
-def _origin(run: Run) -> dict[str, str]:
-    return {"parent": run.record["model"]["digest"], "parent-run": run.path.absolute().name}
 
 
 def copy_patches(run: Run, to: Path, number: int) -> None:
@@ -271,5 +267,5 @@ def undo_run(run: Run, undo: Path, out: Path) -> Run:
     undone = [*run.record.get("undone", []), last["request"]]
     changes = {"requests": earlier, "undone": undone, "result": {"test-accuracy": last["before"]["test"]}}
     derived = write_derived(out, run, restored, changes, patch=None, ledger=None)
-    append_entry(run.path.parent, "undone", run.path.name, last["request"], **digests)
+    append_entry(run.path.absolute().parent, "undone", run.path.name, last["request"], **digests)
     return derived

@@ -71,16 +71,20 @@ class Verdict:
         """For a person who reads nothing else."""
         return " ".join(part for part in (self._seen(), self._found(), self._price()) if part)
 
+    @property
+    def _named(self) -> str:
+        return self.subject[:1].upper() + self.subject[1:]
+
     def _seen(self) -> str:
         metric = self.metric("forget-accuracy")
         if metric is None or metric.value is None:
-            return f"{self.subject.capitalize()}: its accuracy could not be measured."
+            return f"{self._named}: its accuracy could not be measured."
         other = "" if metric.reference is None else f" (a retrained model: {metric.reference:.1%})"
         if not self.subject.startswith("class"):
-            return f"{self.subject.capitalize()}: {metric.value:.1%} of the images are still named rightly{other}."
+            return f"{self._named}: {metric.value:.1%} of the images are still named rightly{other}."
         if metric.value <= HIDDEN:
-            return f"{self.subject.capitalize()} is no longer predicted ({metric.value:.1%} of its test images are)."
-        return f"{self.subject.capitalize()} is still named rightly in {metric.value:.1%} of its test images{other}."
+            return f"{self._named} is no longer predicted ({metric.value:.1%} of its test images are)."
+        return f"{self._named} is still named rightly in {metric.value:.1%} of its test images{other}."
 
     def _found(self) -> str:
         probe = next((audit for audit in self.audits if audit.name == "C1"), None)
@@ -89,7 +93,7 @@ class Verdict:
             theirs = "" if probe.reference is None else f", in a retrained model in {probe.reference:.0%}"
             read = f"A linear probe still finds it in {probe.forgot:.0%} of images{theirs}: "
         said = self._conclusion(probe)
-        return f"{read}{said}." if read else f"{said.capitalize()}."
+        return f"{read}{said}." if read else f"{said[:1].upper()}{said[1:]}."
 
     def _conclusion(self, probe: Audit | None) -> str:
         ran = [audit for audit in self.audits if audit.outcome not in ("NOT RUN",)]

@@ -6,11 +6,11 @@ from fedortho.audits.sight import Known, compared, each, ready, right
 
 
 def retention(case: Case, budget: float = RETENTION, known: Known | None = None) -> Audit:
-    """Retain accuracy that was lost against the original, on test images; no reference is needed for that."""
+    """Retain accuracy that was lost on test images: against the original, or a retrained model if that has less."""
     shares = each(
         case, known or Known(), "retain", lambda model, who: right(case, ready(case, model), case.kept_test, who)
     )
-    lost = shares["original"] - shares["forgot"]
+    lost = min(shares["original"], shares.get("reference", 1.0)) - shares["forgot"]
     says = f"retain accuracy is {compared(shares)}, {100 * lost:.1f} points lost of {100 * budget:.1f} allowed"
     outcome = "PASS" if lost <= budget else "FAIL"
     reference = shares.get("reference")
