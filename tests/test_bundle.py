@@ -41,7 +41,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         undo = place / f"{name}.undo"
         run = serve_request(found[parent], data, request, HOW, out=place / name, undo=undo).run
         assert run is not None
-        {"before": found[parent].record["model"]["digest"], "after": run.record["model"]["digest"]}
         found[name] = run
     (place / "second" / "verdict.json").write_text('{"passed": true}\n')
     (place / "second" / "report.html").write_text("<p>report</p>\n")

@@ -58,10 +58,10 @@ def test_a_comparison_writes_each_method_as_it_goes_and_resumes(run: Run, tmp_pa
 
 def test_retraining_is_done_once_and_every_outcome_is_a_run_of_its_own(run: Run, tmp_path: Path) -> None:
     data, kept = load_run_data(run.settings), tmp_path / "references"
-    (first,) = compare(run, data, REQUEST, ["retrain-ortho"], tmp_path / "one", references=kept)
+    (first,) = compare(run, data, REQUEST, ["retrain"], tmp_path / "one", references=kept)
     (reference,) = kept.iterdir()
     stamp = (reference / "model.safetensors").stat().st_mtime_ns
-    again, masked = compare(run, data, REQUEST, ["retrain-ortho", "logit-mask"], tmp_path / "two", references=kept)
+    again, masked = compare(run, data, REQUEST, ["retrain", "logit-mask"], tmp_path / "two", references=kept)
     assert again.weights == first.weights == open_run(reference).record["model"]["digest"]
     assert (reference / "model.safetensors").stat().st_mtime_ns == stamp
     assert first.cost is not None
@@ -133,7 +133,7 @@ def test_the_nearest_to_retraining_is_best_and_less_than_retraining_is_no_win() 
 
 
 def test_retraining_follows_the_run_and_nothing_else(run: Run) -> None:
-    method = settings_for(run, "retrain", {"epochs": 99})
+    method = settings_for(run, "retrain-plain", {"epochs": 99})
     assert isinstance(method, Retrain)
     assert (method.epochs, method.rate, method.ortho, method.align) == (3, run.settings.rate, 0.0, 0.0)
 

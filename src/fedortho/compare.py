@@ -26,7 +26,7 @@ from fedortho.files import read_json, tensors_digest, write_json
 from fedortho.ledger import load_ledger
 from fedortho.methods import METHODS, make_method, unlearn
 from fedortho.methods.contract import CannotServe, Method
-from fedortho.methods.retrain import Retrain, RetrainOrtho
+from fedortho.methods.retrain import Retrain, RetrainPlain
 from fedortho.models import build_model
 from fedortho.recipe import Recipe
 from fedortho.references import (
@@ -43,7 +43,7 @@ from fedortho.serve import earlier_requests, joined, write_derived
 from fedortho.settings import as_mapping, field_types, make_settings
 
 logger = logging.getLogger(__name__)
-CONTROLS = ("retrain", "retrain-ortho", "logit-mask")  # measured, never marked as best
+CONTROLS = ("retrain", "retrain-plain", "logit-mask")  # measured, never marked as best
 # for fashion-mini and vgg-mini, minutes on two cores; set beforehand for short training, not tuned: see `fedortho tune`
 SHORT: Mapping[str, Mapping[str, Any]] = {
     "finetune": {"epochs": 2, "rate": 0.01},
@@ -118,11 +118,11 @@ def settings_for(run: Run, name: str, *more: Mapping[str, Any]) -> Method:
     own: dict[str, Any] = {key: getattr(settings, key) for key in ("crop", "flip", "seed") if key in field_types(kind)}
     if "updates" in field_types(kind):
         own["updates"] = str(run.path / "updates")
-    if issubclass(kind, RetrainOrtho):
+    if issubclass(kind, Retrain):
         own = {field.name: getattr(settings, field.name) for field in fields(Recipe)}
         if isinstance(settings, FederateSettings):
             own["epochs"] = settings.rounds
-        if name == "retrain":
+        if name == "retrain-plain":
             own |= {"ortho": 0.0, "align": 0.0}
         more = ()  # nothing is chosen here: it is the standard
     return make_method(name, own, *more)
@@ -199,8 +199,10 @@ def _row(place: Place, request: ForgetRequest, method: Method, path: Path, refer
 
 def _outcome(place: Place, request: ForgetRequest, method: Method, references: Path) -> tuple[nn.Module, Cost]:
     """The model that has forgotten, and what that cost, before anything is measured."""
-    if isinstance(method, RetrainOrtho):
-        settings = reference_settings(place.run, request, plain=isinstance(method, Retrain), data_dir=place.data_dir)
+    if isinstance(method, Retrain):
+        settings = reference_settings(
+            place.run, request, plain=isinstance(method, RetrainPlain), data_dir=place.data_dir
+        )
         found = find_reference(references, settings, place.data.digest)
         run = found or train_reference(references, reference_name(place.run, request, settings), settings)
         return run.load_model(), reference_cost(run, place.data)

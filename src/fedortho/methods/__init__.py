@@ -19,7 +19,7 @@ from fedortho.methods.fused import Fused
 from fedortho.methods.logit_mask import LogitMask
 from fedortho.methods.negate import Negate
 from fedortho.methods.neggrad import NegGrad
-from fedortho.methods.retrain import Retrain, RetrainOrtho
+from fedortho.methods.retrain import Retrain, RetrainPlain
 from fedortho.methods.salun import Salun
 from fedortho.methods.ssd import Dampen
 from fedortho.methods.unsir import Unsir
@@ -28,7 +28,7 @@ from fedortho.settings import make_settings
 
 METHODS: Mapping[str, type[Method]] = {
     "retrain": Retrain,
-    "retrain-ortho": RetrainOrtho,
+    "retrain-plain": RetrainPlain,
     "fedortho": Robust,
     "fedortho-paper": Paper,
     "finetune": FineTune,

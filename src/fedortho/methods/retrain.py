@@ -12,15 +12,15 @@ from fedortho.request import KINDS, ForgetRequest
 
 
 @dataclass(frozen=True)
-class RetrainOrtho(Recipe):
-    """A fresh network, trained on what stays by the recipe of the original, with its orthogonality penalty.
+class Retrain(Recipe):
+    """A fresh network, trained on what stays by the recipe of the original, penalties and all.
 
-    Beside `Retrain` it tells what the penalty does from what forgetting does. The classifier keeps its outputs:
+    So the gap to it tells what forgetting does, and not what a penalty does. The classifier keeps its outputs:
     that of a forgotten class just never has an image. A federation averages over all clients, each with the
     images that it may keep.
     """
 
-    name: ClassVar[str] = "retrain-ortho"
+    name: ClassVar[str] = "retrain"
     kinds: ClassVar[tuple[str, ...]] = KINDS
     roles: ClassVar[str] = "retain: full training from new weights"
     norms: ClassVar[str] = "new, by training"
@@ -32,9 +32,9 @@ class RetrainOrtho(Recipe):
 
 
 @dataclass(frozen=True)
-class Retrain(RetrainOrtho):
-    """The same without orthogonality and alignment: the plain baseline."""
+class RetrainPlain(Retrain):
+    """The same without orthogonality and alignment: what the penalties do is seen beside it."""
 
-    name: ClassVar[str] = "retrain"
+    name: ClassVar[str] = "retrain-plain"
     ortho: Annotated[float, "weight of the orthogonality penalty; 0: off"] = 0.0
     align: Annotated[float, "weight of the distance to the received model, where there is one"] = 0.0
