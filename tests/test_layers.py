@@ -49,7 +49,7 @@ TIERS = [
     {"audits/limits", "audits/sight", "measure", "bundle", "references"},
     {"audits/probe", "audits/norms", "audits/relearn", "audits/distance", "audits/copies", "audits/retention"},
     {"audits/membership", "replay"},
-    {"audits/__init__", "compare"},
+    {"audits/__init__", "compare", "overview"},
     {"verify", "illustrate"},
     {"report"},
     {"federated/deploy", "federated/jobs", "tune"},

@@ -19,7 +19,7 @@ from rich.markup import escape
 from fedortho.calibrate import Refused
 from fedortho.cli_evidence import bundle_app, journal_app
 from fedortho.cli_methods import compare_command, tune_command
-from fedortho.cli_report import report_command
+from fedortho.cli_report import report_command, results_command
 from fedortho.cli_verdict import (
     Budget,
     Reference,
@@ -396,6 +396,7 @@ app.command("audit")(audit_command)
 app.command("compare")(compare_command)
 app.command("tune")(tune_command)
 app.command("report")(report_command)
+app.command("results")(results_command)
 app.add_typer(bundle_app, name="bundle")
 app.add_typer(journal_app, name="journal")
 

@@ -1,5 +1,7 @@
-"""The command that writes a report."""
+"""The commands that show results: a report of one request, and all runs of a directory."""
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -8,11 +10,12 @@ import typer
 from fedortho.errors import BadData
 from fedortho.files import write_text
 from fedortho.illustrate import Gallery, audit_pictures, illustrate
+from fedortho.overview import COLUMNS, list_runs
 from fedortho.references import check_reference, find_original, find_references
 from fedortho.report import Page, check_place, read_verdict, render, reported_request
 from fedortho.request import ForgetRequest
 from fedortho.runs import Run, open_run
-from fedortho.screen import bars, say
+from fedortho.screen import bars, out, say, words_table
 
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="the directory of a run that has forgotten something")]
 OutPath = Annotated[Path | None, typer.Option("--out", help="the HTML file to write (default: RUN/report.html)")]
@@ -53,3 +56,24 @@ def draw_gallery(run: Run, request: ForgetRequest, before: Run | None, never: Ru
     except BadData as error:
         return Gallery(remarks=(f"There are no figures of images: {error}.",))
     return illustrate(run, data, request, original=before, reference=never)
+
+
+def results_command(
+    place: Annotated[Path, typer.Argument(metavar="DIR", help="a directory of runs")] = Path("runs"),
+    data: Annotated[str, typer.Option(help="only runs on data of this name")] = "",
+    model: Annotated[str, typer.Option(help="only this model")] = "",
+    request: Annotated[str, typer.Option(help="only requests with these words, such as class:3")] = "",
+    method: Annotated[str, typer.Option(help="only this method")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON for machines")] = False,
+) -> None:
+    """List the runs of a directory: what they forgot, what is left, what audits say."""
+    wanted = {"data": data, "model": model, "request": request, "method": method}
+    lines = [line for line in list_runs(place) if line.fits(wanted)]
+    if not lines:
+        given = ", ".join(f"{key} {word}" for key, word in wanted.items() if word)
+        raise BadData(f"no run in {place} fits {given}; leave a filter out")
+    if as_json:
+        typer.echo(json.dumps([asdict(line) for line in lines], indent=2))
+    else:
+        out.print(words_table(COLUMNS, [line.words() for line in lines]))
+        say("forget, retain, test: accuracy; probe: what a linear probe still finds; failed: audits; – not measured")

@@ -48,6 +48,7 @@ class Verdict:
     retrain_seconds: float | None = None  # what retraining took, or would take
     settings: Mapping[str, Any] = field(default_factory=dict)
     digests: Mapping[str, str] = field(default_factory=dict)
+    origin: Mapping[str, Any] = field(default_factory=dict)  # the training's settings, with seeds, and its data
 
     @property
     def label(self) -> str:
@@ -169,6 +170,7 @@ class Verdict:
             "not_tested": self.not_tested,
             "settings": dict(self.settings),
             "digests": dict(self.digests),
+            "origin": dict(self.origin),
             "environment": environment(),
         }
 
@@ -285,6 +287,7 @@ def judge_run(
         cost=_cost(entry, original.load_model(), data),
         retrain_seconds=seconds or None,
         settings=entry.get("settings", {}),
+        origin={"run": run.path.name, "data": run.record["data"], "settings": run.record["settings"]},
         digests={"before": original.record["model"]["digest"], "after": run.record["model"]["digest"]}
         | ({} if reference is None else {"reference": reference.record["model"]["digest"]}),
     )

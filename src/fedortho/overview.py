@@ -1,0 +1,88 @@
+"""The runs of a directory side by side, from what each has left: where a number comes from is a file that is there."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedortho.errors import BadCheckpoint, BadData
+from fedortho.files import read_json
+from fedortho.references import finished_runs
+from fedortho.runs import FederateSettings, Run
+
+COLUMNS = ("run", "what", "forget", "retain", "test", "probe", "failed", "seconds")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One run, or one request that a run has served."""
+
+    run: str
+    data: str
+    model: str
+    seed: int
+    request: str  # empty: a training
+    method: str
+    forget: float | None
+    retain: float | None
+    test: float | None
+    probe: float | None  # recall of a linear probe, from the verdict
+    audits: str  # in one line, from the verdict; empty: not judged
+    failed: str | None  # the audits that were not passed; None: not judged
+    seconds: float | None
+
+    def fits(self, wanted: Mapping[str, str]) -> bool:
+        """Whether each given word occurs where it should."""
+        return all(word.lower() in str(getattr(self, key)).lower() for key, word in wanted.items() if word)
+
+    def words(self) -> tuple[str, ...]:
+        what = f"{self.method} {self.request}".strip() or "trained"
+        shares = (_percent(value) for value in (self.forget, self.retain, self.test, self.probe))
+        seconds = "–" if self.seconds is None else f"{self.seconds:.1f}"
+        failed = "–" if self.failed is None else self.failed or "none"
+        return (self.run, what, *shares, failed, seconds)
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
+
+
+def list_runs(place: Path) -> list[Line]:
+    """A line for each finished run below a directory; damaged ones are an error and not left out."""
+    if not place.is_dir():
+        raise BadData(f"{place} is no directory; give one that holds runs")
+    lines = [line for run in finished_runs(place) for line in _lines(run)]
+    if not lines:
+        raise BadData(f"{place} holds no finished run; make one with fedortho train --out {place / 'first'}")
+    return lines
+
+
+def _lines(run: Run) -> Iterable[Line]:
+    about = (run.path.name, run.record["data"]["name"], run.settings.model, run.settings.seed)
+    requests: Sequence[Mapping[str, Any]] = run.record.get("requests", [])
+    if not requests:
+        kind = "federated " if isinstance(run.settings, FederateSettings) else ""
+        what = f"{kind}without {run.settings.without}" if run.settings.without else f"{kind}trained".strip()
+        seconds = sum(entry.seconds for entry in run.history()) or None
+        test = run.record["result"].get("test-accuracy")
+        yield Line(*about, "", what, None, None, test, None, "", None, seconds)
+        return
+    entry = requests[-1]
+    verdict = _verdict(run, entry["request"])
+    probe = next((audit["forgot"] for audit in verdict.get("audits", []) if audit["name"] == "C1"), None)
+    after, took = entry["after"], entry.get("cost") or {"seconds": sum(entry.get("seconds", {}).values())}
+    accuracies = (after["forget"], after["retain"], after["test"])
+    method = entry.get("method", "fedortho")
+    bad = [audit["name"] for audit in verdict.get("audits", []) if audit["outcome"] in ("FAIL", "ERROR")]
+    told = (verdict["label"], " ".join(bad)) if verdict else ("", None)
+    yield Line(*about, entry["request"], method, *accuracies, probe, *told, took["seconds"])
+
+
+def _verdict(run: Run, request: str) -> Mapping[str, Any]:
+    path = run.path / "verdict.json"
+    if not path.exists():
+        return {}
+    found = read_json(path)
+    if not isinstance(found, dict) or "audits" not in found:
+        raise BadCheckpoint(f"{path} is not a verdict; remove it and judge again: fedortho judge {run.path}")
+    return found if found.get("request") == request else {}

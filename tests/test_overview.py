@@ -1,0 +1,66 @@
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fedortho.cli import app
+from fedortho.errors import BadCheckpoint, BadData
+from fedortho.files import write_json
+from fedortho.overview import list_runs
+from fedortho.runs import TrainSettings, train_run
+
+SETTINGS = TrainSettings(data="digits", model="small:TinyNet", epochs=1, batch=64, threads=1, crop=0, flip=0.0)
+
+
+def told(*words: object) -> str:
+    result = CliRunner().invoke(app, list(map(str, words)), catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("runs")
+    train_run(place / "first", SETTINGS)
+    words = ("--preset", "paper", "--audit", "none", "--out", place / "second")
+    told("forget", place / "first", "class:3", *words)
+    (place / "no-run").mkdir()
+    return place
+
+
+def test_every_run_has_a_line_with_what_it_left(place: Path) -> None:
+    first, second = list_runs(place)
+    assert (first.run, first.request, first.forget, first.audits) == ("first", "", None, "")
+    record = json.loads((place / "second" / "run.json").read_text())["requests"][0]
+    assert (second.forget, second.retain) == (record["after"]["forget"], record["after"]["retain"])
+    verdict = {
+        "request": "class:3",
+        "label": "passed 1 of 6",
+        "audits": [{"name": "C1", "forgot": 0.5, "outcome": "FAIL"}],
+    }
+    write_json(place / "second" / "verdict.json", verdict)
+    second = list_runs(place)[1]
+    assert (second.audits, second.probe, second.failed) == ("passed 1 of 6", 0.5, "C1")
+    write_json(place / "second" / "verdict.json", verdict | {"request": "class:4"})
+    assert list_runs(place)[1].audits == "", "a verdict on another request is none on this one"
+    (place / "second" / "verdict.json").unlink()
+
+
+def test_runs_are_filtered_and_shown_for_people_and_machines(place: Path) -> None:
+    assert "class:3" in told("results", place)
+    only = json.loads(told("results", place, "--request", "class:3", "--json"))
+    assert [line["run"] for line in only] == ["second"]
+    with pytest.raises(BadData, match=r"no run in .* fits model resnet; leave a filter out"):
+        told("results", place, "--model", "resnet")
+
+
+def test_what_holds_no_runs_or_damaged_ones_is_refused(place: Path, tmp_path: Path) -> None:
+    with pytest.raises(BadData, match="holds no finished run"):
+        list_runs(tmp_path)
+    with pytest.raises(BadData, match="is no directory"):
+        list_runs(tmp_path / "nowhere")
+    write_json(place / "second" / "verdict.json", [])
+    with pytest.raises(BadCheckpoint, match="is not a verdict"):
+        list_runs(place)
+    (place / "second" / "verdict.json").unlink()
