@@ -74,8 +74,8 @@ def _lines(run: Run) -> Iterable[Line]:
     accuracies = (after["forget"], after["retain"], after["test"])
     method = entry.get("method", "fedortho")
     bad = [audit["name"] for audit in verdict.get("audits", []) if audit["outcome"] in ("FAIL", "ERROR")]
-    told = (verdict["label"], " ".join(bad)) if verdict else ("", None)
-    yield Line(*about, entry["request"], method, *accuracies, probe, *told, took["seconds"])
+    label, failed = verdict.get("label", ""), " ".join(bad) if verdict else None
+    yield Line(*about, entry["request"], method, *accuracies, probe, label, failed, took["seconds"])
 
 
 def _verdict(run: Run, request: str) -> Mapping[str, Any]:
