@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--request", default=REPORTED)
     parser.add_argument("--references", type=Path, default=RUNS)
     parser.add_argument("--methods", default="all")
+    parser.add_argument("--settings", default="vgg-mini", help="the model whose tuned settings are used")
     parser.add_argument("--epochs", type=int, default=1, help="passes (in a federation rounds) of methods that train")
     arguments = parser.parse_args()
     if arguments.part == "tune":
@@ -76,8 +77,7 @@ def tell(name: str, number: int, trial: Attempt) -> None:
 def measure(arguments: Any) -> None:
     is_federation = arguments.part == "federation"
     run = open_run(arguments.run) if is_federation else original(arguments.model, arguments.seed, arguments.data_dir)
-    tuned = HERE / "results" / f"tuned-{run.settings.model}.json"
-    settings = read_settings(tuned, "published")
+    settings = read_settings(HERE / "results" / f"tuned-{arguments.settings}.json", "published")
     for name, kind in METHODS.items():
         if issubclass(kind, Schedule):
             settings[name] = settings.get(name, {}) | {"epochs": arguments.epochs}

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
@@ -147,6 +147,98 @@ def engines() -> str:
     return grid(header, rows) + memory + origin(result)
 
 
+def comparison() -> str:
+    """Methods side by side; several seeds as mean ± deviation, the gap to Retrain of the same seed."""
+    result = read("comparison")
+    groups: dict[tuple[str, ...], dict[str, dict[int, dict[str, Any]]]] = {}
+    for row in result["rows"]:
+        key = (row["engine"], row["model"], row["request"] if len(row["request"]) < 20 else "samples")
+        groups.setdefault(key, {}).setdefault(row["method"], {})[row["seed"]] = row
+    header = [
+        "engine",
+        "model",
+        "request",
+        "seeds",
+        "method",
+        "forget",
+        "retain",
+        "gap to retrain",
+        "seconds",
+        "TFLOPs",
+    ]
+    rows = []
+    for (engine, model, request), methods in groups.items():
+        for method, seeds in methods.items():
+            served = {seed: row for seed, row in seeds.items() if row["verdict"]}
+            about = [engine, model, request, str(len(seeds)), method]
+            if not served:
+                why = "refused: cannot serve it" if "serves" in next(iter(seeds.values()))["refused"] else "refused"
+                rows.append([*about, why, "–", "–", "–", "–"])
+                continue
+            cells = [spread([100 * row["verdict"][key] for row in served.values()]) for key in ("forget", "retain")]
+            gaps = [
+                50 * sum(abs(row["verdict"][k] - methods["retrain"][seed]["verdict"][k]) for k in ("forget", "retain"))
+                for seed, row in served.items()
+                if seed in methods.get("retrain", {})
+            ]
+            costs = [
+                f"{mean(row['cost']['seconds'] for row in served.values()):.0f}",
+                f"{mean(row['cost']['flops'] for row in served.values()) / 1e12:.2f}",
+            ]
+            rows.append([*about, *cells, spread(gaps), *costs])
+    return grid(header, rows) + origin(result)
+
+
+def spread(values: list[float]) -> str:
+    if not values:
+        return "–"
+    return f"{mean(values):.1f}" + (f" ± {stdev(values):.1f}" if len(values) > 1 else "")
+
+
+def verdicts() -> str:
+    """What audits find: one line for each network and method."""
+    result = read("verdicts")
+    header = [
+        "model",
+        "seed",
+        "method",
+        "forget",
+        "probe",
+        "prototype",
+        "BN attack",
+        "CKA",
+        "copies",
+        "retention",
+        "audits",
+    ]
+    rows = []
+    for row in result["rows"]:
+        audits = row["audits"]
+        cells = []
+        for name in ("C1", "C3", "C2", "C5", "C6"):
+            found = audits[name]
+            mark = {"FAIL": "**✗** ", "PASS": "✓ "}.get(found["outcome"], "")
+            value = found["forgot"] if name not in ("C5",) else found["value"]
+            shown = "–" if value is None or not mark else f"{100 * value:.1f}" if name != "C5" else f"{value:.2f}"
+            cells.append(f"{mark}{shown}")
+        forget, kept = row["forget-accuracy"]["value"], audits["retention"]
+        kept_cell = f"{'✓' if kept['outcome'] == 'PASS' else '**✗**'} {100 * kept['forgot']:.1f}"
+        rows.append(
+            [row["model"], str(row["seed"]), row["method"], f"{100 * forget:.1f}", *cells, kept_cell, row["label"]]
+        )
+    return grid(header, rows) + origin(result)
+
+
+def calibration() -> str:
+    """How far retrained models are from each other, and the limits that follow."""
+    result = read("calibration")
+    rows = []
+    for name, limit in result["limits"].items():
+        values = [row["values"][name] for row in result["rows"] if row["values"][name] is not None]
+        rows.append([name, str(len(values)), f"{mean(values):.3f}", f"{max(values):.3f}", f"{limit:g}"])
+    return grid(["measure", "pairs", "mean", "largest", "limit"], rows) + origin(result)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "orthogonality": orthogonality,
     "overhead": overhead,
@@ -155,6 +247,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "drift": drift,
     "recovery": recovery,
     "engines": engines,
+    "comparison": comparison,
+    "verdicts": verdicts,
+    "calibration": calibration,
 }
 
 

@@ -105,7 +105,7 @@ class Verdict:
         if not self.failed:
             left = len(self.audits) - len(ran)
             told = f"{len(ran)} audits find no more of it than in a retrained model"
-            return told + (f"; {left} were not run" if left else "")
+            return told + (f"; {left} {'was' if left == 1 else 'were'} not run" if left else "")
         if self.failed == ["retention"]:
             return "erased as far as audits tell, but what had to stay has suffered"
         return f"{self._depth(probe)} (failed: {', '.join(self.failed)})"

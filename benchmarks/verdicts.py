@@ -1,0 +1,124 @@
+"""Verdict pages for the outcomes of benchmarks/comparison.py: what audits find in each method's model.
+
+    python benchmarks/verdicts.py --data-dir ../shared/data [--methods fedortho,ssd] [--audit full]
+
+For every network of the manifest and every method: metrics and the quick audits, C5 too where a second reference is
+there, against the reference of the network's own seed. `retrain` is a second retrained model, of another seed. Goes on
+where it was stopped; pages go to benchmarks/verdicts/NETWORK-METHOD.json and .txt, a summary to results/verdicts.json.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from comparison import MODELS
+from manifest import REPORTED, RUNS, SEEDS
+
+from fedortho.audits.sight import Known
+from fedortho.cli_verdict import print_verdict
+from fedortho.cost import Cost
+from fedortho.errors import FedOrthoError
+from fedortho.files import write_json, write_text
+from fedortho.measure import Bench
+from fedortho.references import case_of, find_references, reference_cost
+from fedortho.request import ForgetRequest
+from fedortho.results import write_results
+from fedortho.runs import Run, open_run
+from fedortho.screen import out
+from fedortho.verify import Verdict, entry_for, judge_case
+
+HERE = Path(__file__).parent
+PAGES = HERE / "verdicts"
+METHODS = "fedortho,fedortho-paper,ssd,salun,finetune,logit-mask,retrain"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", default="../shared/data")
+    parser.add_argument("--models", default=",".join(SEEDS))
+    parser.add_argument("--methods", default=METHODS)
+    parser.add_argument("--audit", default="quick", help="quick or full")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    for model in arguments.models.split(","):
+        for seed in SEEDS[model]:
+            network(model, seed, arguments)
+    summarise()
+
+
+def network(model: str, seed: int, arguments: Any) -> None:
+    original, request = open_run(RUNS / f"cifar10-{model}-lazy-0.1-seed{seed}"), ForgetRequest.parse(REPORTED)
+    references = find_references(original, request, RUNS, arguments.data_dir)
+    data, known, bench = original.load_data(arguments.data_dir), Known(), None
+    loaded: dict[str, Any] = {}
+    for method in arguments.methods.split(","):
+        page = PAGES / f"{model}-seed{seed}-{method}.json"
+        forgot = outcome(original, method, references)
+        if page.exists() or forgot is None or not references:
+            continue
+        others = [run for run in references if run.path != forgot.path]
+        case = case_of(forgot, request, data, original, others[0], others[1] if len(others) > 1 else None)
+        for role in ("original", "reference", "second"):  # the same models, so that what is known of them is used again
+            object.__setattr__(case, role, loaded.setdefault(f"{role} {others[0].path}", getattr(case, role)))
+        if bench is None or method == "retrain":
+            bench = Bench(case)
+        only = ["C1", "C2", "C3", "C5", "C6"] if arguments.audit == "quick" and len(others) > 1 else []
+        told = about(original, forgot, others[0], method, data)
+        write(page, judge_case(case, arguments.audit, only=only, bench=bench, known=known, **told))
+
+
+def outcome(original: Run, method: str, references: list[Run]) -> Run | None:
+    """The model of a method; for retraining one of another seed than the reference."""
+    if method == "retrain":
+        return references[1] if len(references) > 1 else None
+    path = MODELS / f"{original.path.name}-{REPORTED.replace(':', '-')}" / method
+    return open_run(path) if (path / "run.json").exists() else None
+
+
+def about(original: Run, forgot: Run, reference: Run, method: str, data: Any) -> dict[str, Any]:
+    digests = {"before": original.record["model"]["digest"], "after": forgot.record["model"]["digest"]}
+    digests["reference"] = reference.record["model"]["digest"]
+    told: dict[str, Any] = {"method": method, "digests": digests}
+    told["origin"] = {"run": forgot.path.name, "data": original.record["data"], "settings": original.record["settings"]}
+    told["retrain_seconds"] = sum(epoch.seconds for epoch in reference.history())
+    if method == "retrain":
+        return told | {"cost": reference_cost(forgot, data)}
+    entry = entry_for(forgot, ForgetRequest.parse(REPORTED))
+    return told | {"settings": entry["settings"], "cost": Cost(**entry["cost"])}
+
+
+def write(page: Path, verdict: Verdict) -> None:
+    write_json(page, verdict.as_mapping())
+    out.width = 110
+    with out.capture() as shown:
+        print_verdict(verdict)
+    write_text(page.with_suffix(".txt"), shown.get())
+    print(page.name, verdict, flush=True)
+
+
+def summarise() -> None:
+    rows = []
+    for page in sorted(PAGES.glob("*.json")):
+        verdict = json.loads(page.read_text())
+        metrics = {metric["name"]: metric for metric in verdict["metrics"]}
+        row: dict[str, Any] = {"page": page.stem, "method": verdict["method"], "label": verdict["label"]}
+        row |= {"model": verdict["origin"]["settings"]["model"], "seed": verdict["origin"]["settings"]["seed"]}
+        for key in ("forget-accuracy", "retain-accuracy", "mia-confidence", "average-gap", "tug-of-war"):
+            row[key] = {"value": metrics[key]["value"], "reference": metrics[key]["reference"]}
+        row["audits"] = {
+            audit["name"]: {key: audit[key] for key in ("outcome", "value", "limit", "forgot", "original", "reference")}
+            for audit in [*verdict["audits"], verdict["retention"]]
+        }
+        rows.append(row)
+    if not rows:
+        raise FedOrthoError("no page was written: run benchmarks/comparison.py compare first")
+    command = "python benchmarks/verdicts.py " + " ".join(sys.argv[1:])
+    what = "audits of methods, CIFAR-10, class 1, against retrained models"
+    write_results(HERE / "results" / "verdicts.json", what, command.strip(), rows)
+
+
+if __name__ == "__main__":
+    main()
