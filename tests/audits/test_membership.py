@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fedortho.audits import AUDITS
 from fedortho.audits.contract import Audit, Case
 from fedortho.audits.membership import audit_membership
 from fedortho.data import Dataset, images_from_tensors, make_dataset
@@ -79,6 +80,7 @@ def idle(noise: Dataset, place: Path) -> Audit:
 
 def test_unlearning_that_does_nothing_is_detected(idle: Audit) -> None:
     assert idle.outcome == "FAIL"
+    assert idle.name in AUDITS, "or a verdict could not be written with it"
     assert idle.forgot == idle.original == idle.details["AUC"] > 0.8
     low, high = idle.details["AUC, 95 %"]
     assert 0.6 < low <= idle.details["AUC"] <= high

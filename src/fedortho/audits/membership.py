@@ -34,7 +34,7 @@ from fedortho.request import ForgetRequest
 from fedortho.scores import logits_of
 from fedortho.shadows import Report, Shadows, ShadowSettings, choose_proxy
 
-NAME = "C4 membership"
+NAME = "C4"
 LIMIT = 0.1  # of |AUC − 0.5|
 BINS = 20
 Forget = Callable[[nn.Module, Dataset, ForgetRequest], nn.Module]
