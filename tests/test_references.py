@@ -77,6 +77,24 @@ def test_what_saw_the_data_or_is_another_network_is_no_reference(original: Run, 
         check_reference(original, foreign, ASKED)
 
 
+def test_an_edited_model_is_no_reference_though_it_claims_to_have_forgotten(original: Run, reference: Run) -> None:
+    claims = {"requests": [{"request": "class:3"}], "parent": original.record["model"]["digest"]}
+    with pytest.raises(FedOrthoError, match="was edited or began with another model"):
+        check_reference(original, replace(original, record=original.record | claims), ASKED)
+    with pytest.raises(FedOrthoError, match="was edited"):
+        check_reference(original, replace(reference, record=reference.record | claims), ASKED)
+
+
+def test_a_reference_of_a_federation_that_went_on_begins_with_new_weights(original: Run) -> None:
+    went_on = replace(original, settings=FederateSettings(data="digits", start="runs/before"))
+    settings = reference_settings(went_on, ASKED)
+    assert isinstance(settings, FederateSettings)
+    assert settings.start == ""
+    warm = replace(original, settings=replace(settings, model=original.settings.model, start="runs/before"))
+    with pytest.raises(FedOrthoError, match="began with another model"):
+        check_reference(original, warm, ASKED)
+
+
 def test_a_second_reference_of_a_federation_deals_the_images_as_the_first() -> None:
     settings = FederateSettings(data="digits", clients=3, seed=1, split="dirichlet:0.5")
     data = load_run_data(settings)

@@ -20,7 +20,7 @@ from fedortho.serve import joined, kept_out
 from fedortho.settings import as_mapping
 from fedortho.train import Watch
 
-IRRELEVANT = (*FREE, "threads", "device", "evaluate-every", "start")  # another value is no other reference
+IRRELEVANT = (*FREE, "threads", "device", "evaluate-every")  # another value is no other reference
 
 
 def reference_settings(
@@ -34,6 +34,8 @@ def reference_settings(
     settings = relocated(run.settings, data_dir)
     gone = joined([part for part in (kept_out(run), request) if part is not None])
     assert gone is not None, "the request is one of them"
+    if isinstance(settings, FederateSettings):
+        settings = replace(settings, start="")  # the weights it went on from knew what must go
     return replace(
         settings,
         without=str(gone.settled(run.record["data"]["classes"])),
@@ -47,9 +49,14 @@ def reference_settings(
 def find_reference(directory: Path, settings: TrainSettings, data_digest: str) -> Run | None:
     """The finished run in a directory of runs that was trained by these settings on this data."""
     for run in finished_runs(directory):
-        if run.record["data"]["digest"] == data_digest and _key(run.settings) == _key(settings):
+        if run.record["data"]["digest"] == data_digest and _key(run.settings) == _key(settings) and _is_whole(run):
             return run
     return None
+
+
+def _is_whole(run: Run) -> bool:
+    """Whether a run's model came out of training as it is: what was edited afterwards is no reference."""
+    return "requests" not in run.record and "parent" not in run.record
 
 
 def finished_runs(directory: Path) -> Iterator[Run]:
@@ -86,6 +93,8 @@ def check_reference(run: Run, reference: Run, request: ForgetRequest) -> None:
         raise BadCheckpoint(f"{reference.path} was trained on other data than {run.path}; retrain on the same")
     if reference.settings.model != run.settings.model:
         raise BadCheckpoint(f"{reference.path} is a {reference.settings.model}, {run.path} a {run.settings.model}")
+    if not _is_whole(reference) or getattr(reference.settings, "start", ""):
+        raise FedOrthoError(f"{reference.path} was edited or began with another model; give one trained --without it")
     names, out = run.record["data"]["classes"], kept_out(reference)
     if out is None or not out.settled(names).covers(request.settled(names)):
         raise FedOrthoError(f"{reference.path} was trained with what {request} names; give one trained --without it")
@@ -144,7 +153,7 @@ def original_of(run: Run, given: Path | None = None) -> Run:
 
 
 def find_references(original: Run, request: ForgetRequest, place: Path | None = None, data_dir: str = "") -> list[Run]:
-    """Retrained models in a directory of runs: of the original's seed first, then of others.
+    """Retrained models in a directory of runs, one of each seed: of the original's seed first, then of others.
 
     By default those beside the original, and in the directory `references` there.
     """
@@ -152,5 +161,6 @@ def find_references(original: Run, request: ForgetRequest, place: Path | None = 
     found = [run for where in ([place] if place else [beside, beside / "references"]) for run in finished_runs(where)]
     wanted = _key(reference_settings(original, request, data_dir=data_dir))
     digest, seed = original.record["data"]["digest"], original.settings.seed
-    fit = [run for run in found if run.record["data"]["digest"] == digest and _key(run.settings, seed) == wanted]
-    return sorted(fit, key=lambda run: (run.settings.seed != seed, run.settings.seed))
+    mine = [run for run in found if run.record["data"]["digest"] == digest and _is_whole(run)]
+    by_seed = {run.settings.seed: run for run in reversed(mine) if _key(run.settings, seed) == wanted}
+    return sorted(by_seed.values(), key=lambda run: (run.settings.seed != seed, run.settings.seed))
