@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 
 from fedortho.cli_report import report_command
 from fedortho.errors import BadCheckpoint, FedOrthoError
+from fedortho.figures.activations import as_pictures
 from fedortho.files import read_json, write_json
-from fedortho.illustrate import Example, Gallery, Picture, audit_pictures
+from fedortho.illustrate import Example, Gallery, Picture, _thumbnail, audit_pictures, illustrate
 from fedortho.markup import Cell, Html, image, table, tag
 from fedortho.methods.fedortho import ForgetSettings
 from fedortho.references import find_original, find_references, reference_settings
@@ -200,6 +202,26 @@ def test_the_verdict_is_coloured_by_its_worst_audit(forgot: Run) -> None:
     assert kind() == "verdict open"
     assert kind("PASS", "NOT RUN", "FAIL") == "verdict bad"
     assert kind("ERROR") == "verdict bad"
+    ruined = {"name": "retention", "outcome": "FAIL", "says": "60 points lost", "value": 0.6, "limit": 0.05}
+    passed = {"audits": [{"name": "a", "outcome": "PASS", "says": ""}], "retention": ruined}
+    text = render(Page(forgot, ForgetRequest.parse("class:3"), VERDICT | passed))
+    assert '"verdict bad"' in text, "a model that lost what it had to keep is no success"
+    assert "60 points lost" in text
+
+
+def test_the_cost_of_another_method_is_the_one_it_recorded(forgot: Run) -> None:
+    entry = {
+        key: value for key, value in forgot.record["requests"][-1].items() if key in ("request", "before", "after")
+    }
+    for more, shown in (({"cost": {"seconds": 12.5}}, ">12.5<"), ({}, "was not recorded")):
+        run = replace(forgot, record=forgot.record | {"requests": [entry | more]})
+        assert shown in render(Page(run, ForgetRequest.parse("class:3"), None))
+
+
+def test_a_verdict_on_another_model_is_refused(fresh: Run) -> None:
+    write_json(fresh.path / "verdict.json", VERDICT | {"digests": {"after": "0" * 64}})
+    with pytest.raises(BadCheckpoint, match="is about another model"):
+        read_verdict(fresh)
 
 
 def test_an_error_is_shown_and_never_dropped(forgot: Run) -> None:
@@ -256,6 +278,19 @@ def test_examples_show_what_was_lost_and_what_was_kept(text: str) -> None:
     assert len(kept) == 12
     assert all(re.fullmatch(r"(\d), now called \1 \(before: \1\)", alt) for alt in kept)
     assert len({alt[0] for alt in kept[:9]}) == 9, "one of each class before the second of any"
+
+
+@pytest.mark.parametrize("words", ["samples:{}", "class:3 samples:{}"])
+def test_images_of_samples_that_had_to_go_are_not_kept_in_the_page(forgot: Run, words: str) -> None:
+    data, original = forgot.load_data(), find_original(forgot)
+    request = ForgetRequest.parse(words.format(",".join(map(str, data.train.rows[:200].tolist()))))
+    gallery = illustrate(forgot, data, request, original=original)
+    assert gallery.lost == ()
+    gone = {_thumbnail(picture) for picture in as_pictures(data.train.subset(torch.arange(200)))}
+    assert not gone & {example.data for example in gallery.kept}
+    assert "none of them is kept in this page" in render(Page(forgot, request, None, gallery))
+    shown = illustrate(forgot, data, ForgetRequest.parse("class:3"), original=original)
+    assert all(example.truth == "3" for example in shown.lost)
 
 
 def test_a_served_request_records_its_trials(forgot: Run) -> None:

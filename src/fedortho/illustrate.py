@@ -203,11 +203,17 @@ def _by_role(value: Any) -> dict[str, Any]:
 
 
 def _examples(scene: _Scene) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
-    """Images that had to go and are no longer recognised; and of the others some that still are, of many classes."""
+    """Images that had to go and are no longer recognised; and of the others some that still are, of many classes.
+
+    All are test images. Those of clients and samples are the very data that had to go: a page must not keep them.
+    """
     gone = torch.isin(scene.data.test.labels, torch.tensor(scene.gone))
-    others = scene.data.test.subset(~gone)
-    sides = []
-    for images, recognised in ((scene.judged, False), (others.subset(_turns(others.labels)[:SEARCHED]), True)):
+    others, lost = scene.data.test.subset(~gone), scene.data.test.subset(gone if scene.request.kind == "class" else [])
+    sides: list[tuple[Example, ...]] = []
+    for images, recognised in ((lost, False), (others.subset(_turns(others.labels)[:SEARCHED]), True)):
+        if not len(images):
+            sides.append(())
+            continue
         told = {role: _answers(scene, role, images) for role in scene.models if role != "reference"}
         right = told["forgot"] == images.labels
         chosen = right if recognised else ~right

@@ -62,6 +62,8 @@ def read_verdict(run: Run) -> dict[str, Any] | None:
     verdict = read_json(path)
     if not isinstance(verdict, dict) or verdict.get("schema") != SCHEMA:
         raise BadCheckpoint(f"{path} is not a verdict of schema {SCHEMA}; write it again")
+    if (verdict.get("digests") or {}).get("after", run.record["model"]["digest"]) != run.record["model"]["digest"]:
+        raise BadCheckpoint(f"{path} is about another model than the one in {run.path}; judge it again: fedortho judge")
     return verdict
 
 
@@ -135,7 +137,7 @@ def _verdict(page: Page) -> Html:
         label = "No audit was run: whether it can be recovered is not known."
         parts = [tag("p", sentence, class_="sentence"), tag("p", label, class_="label")]
         return tag("section", tag("h2", "Verdict"), *parts, id="verdict", class_="verdict open")
-    outcomes = [audit["outcome"] for audit in verdict.get("audits", [])]
+    outcomes = [audit["outcome"] for audit in _judgements(verdict)]
     kind = "bad" if {"FAIL", "ERROR"} & set(outcomes) else "good" if outcomes and set(outcomes) == {"PASS"} else "open"
     parts = [
         tag("p", str(verdict.get("sentence", "")), class_="sentence"),
@@ -144,6 +146,12 @@ def _verdict(page: Page) -> Html:
     if verdict.get("advice"):
         parts.append(tag("p", tag("strong", "Advice: "), str(verdict["advice"])))
     return tag("section", tag("h2", "Verdict"), *parts, id="verdict", class_=f"verdict {kind}")
+
+
+def _judgements(verdict: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    """The audits, and retention beside them where it was measured: a ruined model has forgotten, and is not good."""
+    verdict = verdict or {}
+    return [*verdict.get("audits", []), *([verdict["retention"]] if verdict.get("retention") else [])]
 
 
 def _recorded_sentence(run: Run) -> str:
@@ -237,7 +245,10 @@ def _figure(picture: Picture) -> Html:
 
 def _images(page: Page) -> Html:
     gallery = page.gallery
-    left = _side("No longer recognised", gallery.lost, "None of the images that had to go fits here.")
+    none = "None of the images that had to go fits here."
+    if page.request.kind != "class":
+        none = "Images of clients and samples had to go; none of them is kept in this page."
+    left = _side("No longer recognised", gallery.lost, none)
     right = _side("Still recognised", gallery.kept, "None of the other images fits here.")
     note = "Small images, enlarged without smoothing. Under each: its class, and what the model calls it now."
     return together([tag("p", note, class_="soft"), tag("div", left, right, class_="sides")])
@@ -257,7 +268,7 @@ def _side(title: str, examples: Sequence[Example], empty: str) -> Html:
 
 
 def _audits(page: Page) -> Html:
-    audits = (page.verdict or {}).get("audits", [])
+    audits = _judgements(page.verdict)
     if not audits:
         return tag("p", "No audit was run: nobody has tried to bring back what had to go.")
     header = ["audit", "outcome", "finding", "value", "limit", "forgot", "original", "retrained", "seconds"]
@@ -286,6 +297,10 @@ def _costs(page: Page) -> Html:
 
 def _recorded_cost(run: Run) -> dict[str, float]:
     entry = (run.record.get("requests") or [{}])[-1]
+    if entry.get("cost"):
+        return dict(entry["cost"])
+    if "seconds" not in entry:
+        return {}
     found = {
         "seconds": sum(entry.get("seconds", {}).values()),
         "images_read": sum(entry.get("images-read", {}).values()),
@@ -293,7 +308,7 @@ def _recorded_cost(run: Run) -> dict[str, float]:
     for phase in entry.get("wire", {}).values():
         for key in ("exchanges", "bytes_up", "bytes_down"):
             found[key] = found.get(key, 0) + phase[key]
-    return found if entry else {}
+    return found
 
 
 def _not_tested(page: Page) -> Html:
