@@ -42,7 +42,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         run = serve_request(found[parent], data, request, HOW, out=place / name, undo=undo).run
         assert run is not None
         found[name] = run
-    (place / "second" / "verdict.json").write_text('{"passed": true}\n')
+    about = {"request": "class:3", "digests": {"after": found["second"].record["model"]["digest"]}}
+    (place / "second" / "verdict.json").write_text(json.dumps(about))
     (place / "second" / "report.html").write_text("<p>report</p>\n")
     return found
 
@@ -324,6 +325,19 @@ def test_a_decision_told_falsely_is_found_by_making_it_again(made: Path, runs: R
     bundle = read_bundle(forge(made, {"settings.json": settings, "entry.json": entry}), "x.zip")
     with pytest.raises(BadBundle, match=r"patch\.safetensors is another one"):
         rerun_decision(bundle, runs["first"])
+
+
+def test_a_verdict_on_another_request_or_model_is_no_evidence(made: Path, runs: Runs, tmp_path: Path) -> None:
+    for change in ({"request": "class:5"}, {"digests": {"after": "0" * 64}}, {"digests": None}):
+        verdict = edited(made, "verdict.json", lambda told, change=change: told | change)
+        with pytest.raises(BadBundle, match="disagree about the verdict's"):
+            read_bundle(forge(made, {"verdict.json": verdict}), "x")
+    (runs["third"].path / "verdict.json").write_text('{"request": "class:5"}')
+    try:
+        earlier = make_bundle(runs["third"], REQUEST, tmp_path / "x.zip")
+    finally:
+        (runs["third"].path / "verdict.json").unlink()
+    assert "verdict.json" not in earlier.files, "it is about the last request, and this is the first"
 
 
 def test_an_earlier_request_of_a_run_has_its_own_bundle(runs: Runs, tmp_path: Path) -> None:

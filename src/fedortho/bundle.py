@@ -1,8 +1,8 @@
 """Evidence of one served request in one file, for an auditor who has neither the data nor trust.
 
 A bundle holds the request, digests of the model before and after, the patch, settings, results and environment. It
-holds no images, no ledger, no model and nothing of what was removed. `manifest.json` lists every file with its size
-and SHA-256 and ends in a digest over itself; the archive has one form (`archive.py`), so any other byte shows.
+holds no training images, no ledger, no model and nothing of what was removed. `manifest.json` lists every file with
+its size and SHA-256 and ends in a digest over itself; the archive has one form (`archive.py`), so any other byte shows.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from typing import Any
 
 from fedortho.archive import LARGEST, BadArchive, check_form, pack_files, unpack_files
 from fedortho.errors import FedOrthoError
-from fedortho.files import canonical_json, file_digest, read_tensors, replacing, tensors_digest
+from fedortho.files import canonical_json, file_digest, read_json, read_tensors, replacing, tensors_digest
 from fedortho.journal import parse_entry, read_journal
 from fedortho.prune import Patch, load_patch
 from fedortho.request import ForgetRequest
@@ -30,7 +30,8 @@ NEEDED = (
     *("README.txt", "digests.json", "entry.json", "environment.json"),
     *("patch.safetensors", "request.json", "settings.json"),
 )
-ALLOWED = (*NEEDED, "journal.jsonl", "report.html", "verdict.json")
+EXTRAS = ("verdict.json", "report.html")
+ALLOWED = (*NEEDED, *EXTRAS, "journal.jsonl")
 MANIFEST, SIGNATURE = "manifest.json", "manifest.sig"
 
 README = """\
@@ -51,7 +52,8 @@ What is here
   journal.jsonl, verdict.json, report.html
                      if there were such: the journal's entries of this run, the audits' verdict, the report
   manifest.json      size and SHA-256 of each of these, and a digest over itself; manifest.sig, if it was signed
-Not here: images, sums over images, models, and the values that were removed.
+Not here: training images, sums over images, models, and the values that were removed. report.html shows some small
+test images, those of a forgotten class among them; take it out of the run before the bundle is made if nobody may see.
 
 What can be checked
   fedortho bundle check FILE
@@ -205,6 +207,10 @@ def _agreeing(files: Mapping[str, bytes], manifest: Mapping[str, Any], source: s
         "settings": (settings.get("forgetting"), entry.get("settings")),
         "patch": (digests.get("patch"), _digest(files["patch.safetensors"])),
     }
+    if "verdict.json" in files:
+        verdict = _json(files, "verdict.json", source)
+        told["the verdict's request"] = (entry.get("request"), verdict.get("request"))
+        told["the verdict's model"] = (digests.get("after"), (verdict.get("digests") or {}).get("after"))
     for what, values in told.items():
         if any(value != values[0] for value in values) or not values[0]:
             raise BadBundle(f"{source}: its files disagree about {what}: {', '.join(map(str, values))}"[:300])
@@ -255,10 +261,18 @@ def _collect(run: Run, number: int) -> dict[str, bytes]:
         "environment.json": _spelled(where),
         "patch.safetensors": patch.read_bytes(),
     }
-    for extra in ("verdict.json", "report.html"):
-        if (run.path / extra).is_file():
-            files[extra] = (run.path / extra).read_bytes()
-    return files | ({"journal.jsonl": lines} if lines else {})
+    return files | _extras(run, number) | ({"journal.jsonl": lines} if lines else {})
+
+
+def _extras(run: Run, number: int) -> dict[str, bytes]:
+    """Verdict and report, if they are about this request: a later one's verdict is on another model."""
+    served, verdict = run.record["requests"], run.path / "verdict.json"
+    if number != len(served) - 1:
+        return {}
+    told = read_json(verdict) if verdict.is_file() else None
+    if isinstance(told, dict) and told.get("request") != served[number]["request"]:
+        return {}
+    return {name: (run.path / name).read_bytes() for name in EXTRAS if (run.path / name).is_file()}
 
 
 def _journal(run: Run, entry: Mapping[str, Any]) -> tuple[bytes, dict[str, Any] | None]:
