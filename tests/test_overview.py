@@ -42,6 +42,12 @@ def test_every_run_has_a_line_with_what_it_left(place: Path) -> None:
     write_json(place / "second" / "verdict.json", verdict)
     second = list_runs(place)[1]
     assert (second.audits, second.probe, second.failed) == ("passed 1 of 6", 0.5, "C1")
+    ruined = {"retention": {"name": "retention", "outcome": "FAIL"}}
+    write_json(place / "second" / "verdict.json", verdict | ruined)
+    assert list_runs(place)[1].failed == "C1 retention"
+    idle = {"audits": [{"name": "C1", "forgot": None, "outcome": "NOT RUN"}]}
+    write_json(place / "second" / "verdict.json", verdict | idle)
+    assert list_runs(place)[1].failed is None, "where nothing was tested, nothing failing says nothing"
     write_json(place / "second" / "verdict.json", verdict | {"request": "class:4"})
     assert list_runs(place)[1].audits == "", "a verdict on another request is none on this one"
     (place / "second" / "verdict.json").unlink()
@@ -64,3 +70,8 @@ def test_what_holds_no_runs_or_damaged_ones_is_refused(place: Path, tmp_path: Pa
     with pytest.raises(BadCheckpoint, match="is not a verdict"):
         list_runs(place)
     (place / "second" / "verdict.json").unlink()
+    (place / "broken").mkdir()
+    write_json(place / "broken" / "run.json", [])
+    with pytest.raises(BadCheckpoint, match="is not a run record"):
+        list_runs(place)
+    (place / "broken" / "run.json").unlink()

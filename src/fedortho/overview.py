@@ -28,7 +28,7 @@ class Line:
     test: float | None
     probe: float | None  # recall of a linear probe, from the verdict
     audits: str  # in one line, from the verdict; empty: not judged
-    failed: str | None  # the audits that were not passed; None: not judged
+    failed: str | None  # audits that were not passed, and retention; None: none came to a result
     seconds: float | None
 
     def fits(self, wanted: Mapping[str, str]) -> bool:
@@ -73,8 +73,10 @@ def _lines(run: Run) -> Iterable[Line]:
     after, took = entry["after"], entry.get("cost") or {"seconds": sum(entry.get("seconds", {}).values())}
     accuracies = (after["forget"], after["retain"], after["test"])
     method = entry.get("method", "fedortho")
-    bad = [audit["name"] for audit in verdict.get("audits", []) if audit["outcome"] in ("FAIL", "ERROR")]
-    label, failed = verdict.get("label", ""), " ".join(bad) if verdict else None
+    judged = [*verdict.get("audits", []), *([verdict["retention"]] if verdict.get("retention") else [])]
+    bad = [audit["name"] for audit in judged if audit["outcome"] in ("FAIL", "ERROR")]
+    is_tested = any(audit["outcome"] in ("PASS", "FAIL", "ERROR") for audit in verdict.get("audits", []))
+    label, failed = verdict.get("label", ""), " ".join(bad) if is_tested or bad else None
     yield Line(*about, entry["request"], method, *accuracies, probe, label, failed, took["seconds"])
 
 

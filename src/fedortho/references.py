@@ -61,8 +61,10 @@ def _is_whole(run: Run) -> bool:
 
 def finished_runs(directory: Path) -> Iterator[Run]:
     for path in sorted(directory.iterdir()) if directory.is_dir() else []:
-        if (path / "run.json").is_file() and read_json(path / "run.json").get("status") == "done":
-            yield open_run(path)
+        if (path / "run.json").is_file():
+            record = read_json(path / "run.json")
+            if not isinstance(record, dict) or record.get("status") == "done":
+                yield open_run(path)  # which refuses what is no record
 
 
 def _key(settings: TrainSettings, seed: int | None = None) -> dict[str, object]:
