@@ -105,10 +105,12 @@ def test_no_number_goes_out_without_what_is_needed_to_read_it(runs: Path) -> Non
 
 
 def test_references_are_found_and_a_second_one_serves_the_distance(runs: Path) -> None:
+    (runs / "forgot" / "verdict.json").unlink(missing_ok=True)
     found = json.loads(told("audit", runs / "forgot", "--attack", "C5", "--json"))
     by_name = {audit["name"]: audit for audit in found["audits"]}
     assert "a second retrained one" in by_name["C5"]["says"], "where the features have room, its outcome follows"
     assert by_name["C1"]["outcome"] == "NOT RUN"
+    assert not (runs / "forgot" / "verdict.json").exists(), "one audit is no verdict, and must not replace one"
     with pytest.raises(UnknownName, match="no audit 'C9'"):
         told("audit", runs / "forgot", "--attack", "C9")
 
@@ -150,6 +152,8 @@ def test_what_does_not_belong_together_is_refused(runs: Path, tmp_path: Path) ->
         told("judge", runs / "forgot", "class:4")
     with pytest.raises(FedOrthoError, match="trained with what class:3 names"):
         told("judge", runs / "forgot", "--reference", runs / "original")
+    with pytest.raises(FedOrthoError, match="was edited"):
+        told("judge", runs / "forgot", "--reference", runs / "forgot")
     with pytest.raises(UnknownName, match="no audit budget 'fast'"):
         told("judge", runs / "forgot", "--audit", "fast")
     with pytest.raises(BadSetting, match="belongs to --audit full"):

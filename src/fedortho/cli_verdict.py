@@ -152,6 +152,7 @@ def judged(
     kept = references or run.path.parent / "references"
     with bars() as shown, using_threads(original.settings.threads):
         found = [open_run(reference)] if reference else find_references(original, request, references, data_dir)
+        found = found or find_references(original, request, kept, data_dir)  # where compare and --retrain put them
         if not found and retrain:
             settings = reference_settings(original, request, data_dir=data_dir)
             name = reference_name(original, request, settings)
@@ -188,7 +189,9 @@ def _membership(
 ) -> Membership:
     """The membership audit with shadows that forget by the method, and with the settings, of the run."""
     name = entry.get("method", "fedortho")
-    method = make_method(name if name in METHODS else "fedortho", entry.get("settings", {}))
+    if name not in METHODS:
+        raise unknown("method", name, METHODS)
+    method = make_method(name, entry.get("settings", {}))
 
     def forgetful(model: torch.nn.Module, data: Dataset, request: ForgetRequest) -> torch.nn.Module:
         return unlearn(model, CentralEngine(data, device=place), request, method)

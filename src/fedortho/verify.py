@@ -269,8 +269,12 @@ def judge_run(
     watch: Callable[[str], None] | None = None,
     membership: Membership | None = None,
 ) -> Verdict:
-    """Judge a run that has served a request; the verdict is also written into its directory as verdict.json."""
+    """Judge a run that has served a request; the verdict is also written into its directory as verdict.json.
+
+    Not so if `only` some audits were asked for: they would take the place of a whole verdict.
+    """
     entry = entry_for(run, request)
+    request = ForgetRequest.parse(entry["request"])  # one spelling: verdicts are found by it
     case = case_of(run, request, data, original, reference, second, device)
     seconds = None if reference is None else sum(epoch.seconds for epoch in reference.history())
     if not seconds and (history := original.history()):
@@ -291,7 +295,8 @@ def judge_run(
         digests={"before": original.record["model"]["digest"], "after": run.record["model"]["digest"]}
         | ({} if reference is None else {"reference": reference.record["model"]["digest"]}),
     )
-    write_verdict(run.path, verdict)
+    if not only:
+        write_verdict(run.path, verdict)
     return verdict
 
 
