@@ -47,6 +47,8 @@ def test_a_reference_is_found_by_what_it_was_made_from(original: Run, reference:
     assert find_reference(where, reference_settings(original, spelled, seed=6), digest) is not None
     elsewhere = replace(reference_settings(original, ASKED, seed=6), data_dir="elsewhere", threads=2)
     assert find_reference(where, elsewhere, digest) is not None
+    otherwise = replace(reference_settings(original, ASKED, seed=6), without="class:3,3")
+    assert find_reference(where, otherwise, digest) is not None, "another spelling is no other reference"
     for other in (
         reference_settings(original, ASKED, seed=7),
         reference_settings(original, ASKED, seed=6, plain=True),

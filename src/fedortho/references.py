@@ -1,6 +1,6 @@
 """Retrained models, what forgetting is measured by: found by what they were made from, or trained and kept."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,7 +49,9 @@ def reference_settings(
 def find_reference(directory: Path, settings: TrainSettings, data_digest: str) -> Run | None:
     """The finished run in a directory of runs that was trained by these settings on this data."""
     for run in finished_runs(directory):
-        if run.record["data"]["digest"] == data_digest and _key(run.settings) == _key(settings) and _is_whole(run):
+        names = run.record["data"]["classes"]
+        is_same = run.record["data"]["digest"] == data_digest and _key(run.settings, names) == _key(settings, names)
+        if is_same and _is_whole(run):
             return run
     return None
 
@@ -67,9 +69,11 @@ def finished_runs(directory: Path) -> Iterator[Run]:
                 yield open_run(path)  # which refuses what is no record
 
 
-def _key(settings: TrainSettings, seed: int | None = None) -> dict[str, object]:
-    """What makes a reference the same; with a `seed`, as if it had been trained by that one."""
+def _key(settings: TrainSettings, names: Sequence[str], seed: int | None = None) -> dict[str, object]:
+    """What makes a reference the same, however its request is spelled; with a `seed`, as if trained by that one."""
     known = as_mapping(settings) | {"split-seed": settings.dealt_by}
+    if settings.without:
+        known["without"] = str(ForgetRequest.parse(settings.without).settled(names))
     known |= {} if seed is None else {"seed": seed}
     return {name: value for name, value in known.items() if name not in IRRELEVANT}
 
@@ -161,8 +165,9 @@ def find_references(original: Run, request: ForgetRequest, place: Path | None = 
     """
     beside = original.path.resolve().parent
     found = [run for where in ([place] if place else [beside, beside / "references"]) for run in finished_runs(where)]
-    wanted = _key(reference_settings(original, request, data_dir=data_dir))
+    names = original.record["data"]["classes"]
+    wanted = _key(reference_settings(original, request, data_dir=data_dir), names)
     digest, seed = original.record["data"]["digest"], original.settings.seed
     mine = [run for run in found if run.record["data"]["digest"] == digest and _is_whole(run)]
-    by_seed = {run.settings.seed: run for run in reversed(mine) if _key(run.settings, seed) == wanted}
+    by_seed = {run.settings.seed: run for run in reversed(mine) if _key(run.settings, names, seed) == wanted}
     return sorted(by_seed.values(), key=lambda run: (run.settings.seed != seed, run.settings.seed))
