@@ -99,7 +99,8 @@ def check_reference(run: Run, reference: Run, request: ForgetRequest) -> None:
         raise BadCheckpoint(f"{reference.path} was trained on other data than {run.path}; retrain on the same")
     if reference.settings.model != run.settings.model:
         raise BadCheckpoint(f"{reference.path} is a {reference.settings.model}, {run.path} a {run.settings.model}")
-    if not _is_whole(reference) or getattr(reference.settings, "start", ""):
+    began = reference.settings.start if isinstance(reference.settings, FederateSettings) else ""
+    if began or not _is_whole(reference):
         raise FedOrthoError(f"{reference.path} was edited or began with another model; give one trained --without it")
     names, out = run.record["data"]["classes"], kept_out(reference)
     if out is None or not out.settled(names).covers(request.settled(names)):
