@@ -4,11 +4,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch import nn
 
+import fedortho.tune as tune_module
 from fedortho.compare import read_settings
-from fedortho.errors import BadSetting, FedOrthoError
+from fedortho.engine import Engine
+from fedortho.errors import BadSetting, FedOrthoError, UnknownName
 from fedortho.files import read_json
 from fedortho.methods import METHODS
+from fedortho.methods.contract import Method
 from fedortho.request import ForgetRequest
 from fedortho.runs import Run, TrainSettings, load_run_data, train_run
 from fedortho.tune import FIXED, Budget, candidates, tune, write_tuning
@@ -45,10 +49,29 @@ def test_the_best_attempt_comes_first_and_no_test_image_is_needed(run: Run, tmp_
     assert read_json(tmp_path / "tuned.trials.json")["budget"] == {"trials": 6, "images": 500, "epochs": 2, "seed": 0}
 
 
+def test_an_attempt_that_fails_says_why_and_never_is_the_best(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates, really = [], tune_module.unlearn
+
+    def broken(model: nn.Module, engine: Engine, request: ForgetRequest, method: Method) -> nn.Module:
+        rates.append(method)
+        if len(rates) % 2 or len(rates) > 2:
+            raise FedOrthoError("the loss diverged")
+        return really(model, engine, request, method)
+
+    monkeypatch.setattr(tune_module, "unlearn", broken)
+    data = load_run_data(run.settings)
+    found = tune(run, data, REQUEST, "ssd", Budget(trials=2, images=300))
+    assert [attempt.error for attempt in found] == ["", "the loss diverged"]
+    with pytest.raises(FedOrthoError, match="no settings of ssd worked, so none is best: the loss diverged"):
+        tune(run, data, REQUEST, "ssd", Budget(trials=2, images=300))
+
+
 def test_what_cannot_be_tuned_is_refused(run: Run) -> None:
     data = load_run_data(run.settings)
     with pytest.raises(FedOrthoError, match="retrain has nothing to tune; choose from"):
         tune(run, data, REQUEST, "retrain")
+    with pytest.raises(UnknownName, match="no method 'bogus'"):
+        tune(run, data, REQUEST, "bogus")
     with pytest.raises(FedOrthoError, match="unsir does not serve samples:1"):
         tune(run, data, ForgetRequest.parse("samples:1"), "unsir")
     with pytest.raises(BadSetting, match="must be at least 1"):

@@ -12,7 +12,7 @@ from fedortho.compare import Place, place_of, settings_for
 from fedortho.data import Dataset
 from fedortho.devices import using_threads
 from fedortho.engine import Group, draw
-from fedortho.errors import BadSetting, FedOrthoError
+from fedortho.errors import BadSetting, FedOrthoError, unknown
 from fedortho.files import write_json
 from fedortho.methods import METHODS, unlearn
 from fedortho.methods.contract import serves
@@ -54,6 +54,7 @@ class Attempt:
     forget: float
     retain: float
     score: float  # mean distance from the wanted forget accuracy and from the retain accuracy before; less is better
+    error: str = ""  # why it failed; its numbers are then those of the worst there is, and not measured
 
 
 def candidates(name: str, budget: Budget) -> list[dict[str, Any]]:
@@ -87,7 +88,9 @@ def tune(
     given up by an attempt that failed (a loss that diverged) counts as the worst.
     """
     budget = budget or Budget()
-    if name in METHODS and not serves(METHODS[name], request):
+    if name not in METHODS:
+        raise unknown("method", name, METHODS)
+    if not serves(METHODS[name], request):
         raise FedOrthoError(f"{name} does not serve {request}; see fedortho compare")
     place = place_of(run, data)
     place = replace(place, data=replace(data, train=draw(data.train, budget.images, budget.seed)))
@@ -99,7 +102,9 @@ def tune(
             attempts.append(attempt)
             if watch is not None:
                 watch(number, attempt)
-    return sorted(attempts, key=lambda attempt: attempt.score)
+    if all(attempt.error for attempt in attempts):
+        raise FedOrthoError(f"no settings of {name} worked, so none is best: {attempts[0].error}")
+    return sorted(attempts, key=lambda attempt: (bool(attempt.error), attempt.score))
 
 
 def _baseline(place: Place, request: ForgetRequest) -> tuple[float, float]:
@@ -138,8 +143,8 @@ def _attempt(
         with place.engine() as engine:
             forgot = unlearn(place.run.load_model().to(place.device), engine, request, method)
         gone, kept = _measured(place, forgot, request)
-    except FedOrthoError:
-        gone, kept = 1.0, 0.0
+    except FedOrthoError as error:
+        return Attempt(dict(settings), 1.0, 0.0, 1.0, str(error))
     return Attempt(dict(settings), gone, kept, (abs(gone - wanted) + abs(kept - before)) / 2)
 
 
