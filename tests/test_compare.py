@@ -138,6 +138,21 @@ def test_retraining_follows_the_run_and_nothing_else(run: Run) -> None:
     assert (method.epochs, method.rate, method.ortho, method.align) == (3, run.settings.rate, 0.0, 0.0)
 
 
+def test_what_is_no_result_of_a_comparison_is_neither_read_nor_deleted(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "ssd").mkdir()
+    (tmp_path / "ssd" / "mine.txt").write_text("mine")
+    for text, why in (("[]", "is no result"), ('{"foo": 1}', "is no result"), (None, "is there already")):
+        (tmp_path / "ssd.json").unlink(missing_ok=True)
+        if text is not None:
+            (tmp_path / "ssd.json").write_text(text)
+        with pytest.raises(FedOrthoError, match=why):
+            compare(run, load_run_data(run.settings), ForgetRequest.parse("class:3"), ["ssd"], tmp_path)
+    assert (tmp_path / "ssd" / "mine.txt").read_text() == "mine"
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(FedOrthoError, match="holds no settings by method"):
+        read_settings(tmp_path / "list.json", "published")
+
+
 def test_names_and_files_of_settings_are_checked(tmp_path: Path) -> None:
     assert chosen_methods("all")[0] == "retrain"
     with pytest.raises(UnknownName, match="no method 'sdd'; did you mean 'ssd'"):

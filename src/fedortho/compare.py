@@ -38,7 +38,7 @@ from fedortho.references import (
 )
 from fedortho.request import Clients, ForgetRequest
 from fedortho.results import SCHEMA, environment
-from fedortho.runs import FederateSettings, Run
+from fedortho.runs import FederateSettings, Run, open_run
 from fedortho.serve import earlier_requests, joined, write_derived
 from fedortho.settings import as_mapping, field_types, make_settings
 
@@ -180,11 +180,10 @@ def _row(place: Place, request: ForgetRequest, method: Method, path: Path, refer
     chosen = as_mapping(method)
     identity = {"model": place.run.record["model"]["digest"], "request": str(request)}
     planned = Row(method.name, chosen, identity)
-    if path.exists():
-        found = {k.replace("-", "_"): v for k, v in read_json(path).items() if k not in ("schema", "environment")}
-        row = Row(**found)
-        if replace(row, verdict=None, cost=None, weights="", refused="") == planned:
-            return row
+    row = _read_row(path) if path.exists() else None
+    if row is not None and replace(row, verdict=None, cost=None, weights="", refused="") == planned:
+        return row
+    _refuse_others(path.with_suffix(""))
     try:
         forgot, cost = _outcome(place, request, method, references)
     except (CannotServe, Refused) as error:
@@ -195,6 +194,20 @@ def _row(place: Place, request: ForgetRequest, method: Method, path: Path, refer
         _keep(place, request, row, forgot, path.with_suffix(""))
     row.save(path, place.device)
     return row
+
+
+def _read_row(path: Path) -> Row:
+    found = read_json(path)
+    try:
+        return Row(**{k.replace("-", "_"): v for k, v in found.items() if k not in ("schema", "environment")})
+    except (AttributeError, TypeError) as error:
+        raise FedOrthoError(f"{path} is no result of a comparison; move it away or choose another --out") from error
+
+
+def _refuse_others(path: Path) -> None:
+    """Refuse to replace a directory that is not an earlier outcome: it would be deleted."""
+    if path.exists() and not ((path / "run.json").is_file() and "parent" in open_run(path).record):
+        raise FedOrthoError(f"{path} is there already and no result of a comparison; choose another --out")
 
 
 def _outcome(place: Place, request: ForgetRequest, method: Method, references: Path) -> tuple[nn.Module, Cost]:
@@ -221,7 +234,8 @@ def _keep(place: Place, request: ForgetRequest, row: Row, model: nn.Module, path
     entry |= {"after": row.verdict, "retain-paid": before["retain"] - row.verdict["retain"], "cost": row.cost}
     changes: dict[str, Any] = {"requests": [*place.run.record.get("requests", []), entry]}
     changes |= {"result": {"test-accuracy": row.verdict["test"]}}
-    shutil.rmtree(path, ignore_errors=True)
+    if path.exists():
+        shutil.rmtree(path)
     write_derived(path, place.run, model, changes, patch=None, ledger=None)
 
 
@@ -275,7 +289,10 @@ def read_settings(path: Path | None, preset: str) -> dict[str, dict[str, Any]]:
     if preset not in PRESETS:
         raise unknown("preset", preset, PRESETS)
     chosen = {name: dict(values) for name, values in PRESETS[preset].items()}
-    for name, values in (read_json(path) if path is not None else {}).items():
+    told = read_json(path) if path is not None else {}
+    if not isinstance(told, dict):
+        raise FedOrthoError(f"{path} holds no settings by method; give a file that fedortho tune wrote")
+    for name, values in told.items():
         if name not in METHODS:
             raise unknown("method", name, METHODS)
         if not isinstance(values, dict):
