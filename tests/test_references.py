@@ -6,6 +6,7 @@ import pytest
 from fedortho.errors import BadCheckpoint, FedOrthoError
 from fedortho.federation import held_rows
 from fedortho.references import (
+    case_of,
     check_reference,
     find_reference,
     reference_name,
@@ -95,6 +96,14 @@ def test_a_reference_of_a_federation_that_went_on_begins_with_new_weights(origin
     warm = replace(original, settings=replace(settings, model=original.settings.model, start="runs/before"))
     with pytest.raises(FedOrthoError, match="began with another model"):
         check_reference(original, warm, ASKED)
+
+
+def test_what_went_by_other_requests_is_not_expected_to_have_stayed(original: Run) -> None:
+    served = [{"request": "class:3"}, {"request": "class:5"}]
+    run = replace(original, record=original.record | {"requests": served})
+    case = case_of(run, ASKED, original.load_data(), original)
+    assert set(case.judged.labels.tolist()) == {3}
+    assert set(range(10)) - set(case.kept_test.labels.tolist()) == {3, 5}
 
 
 def test_a_second_reference_of_a_federation_deals_the_images_as_the_first() -> None:

@@ -16,7 +16,7 @@ from fedortho.federation import held_rows
 from fedortho.files import read_json
 from fedortho.request import ForgetRequest
 from fedortho.runs import FREE, FederateSettings, Run, TrainSettings, open_run, relocated, train_run
-from fedortho.serve import joined, kept_out
+from fedortho.serve import earlier_requests, joined, kept_out
 from fedortho.settings import as_mapping
 from fedortho.train import Watch
 
@@ -135,9 +135,11 @@ def case_of(
     if original.record["data"]["digest"] != run.record["data"]["digest"]:
         raise BadCheckpoint(f"{original.path} was trained on other data than {run.path}")
     names = run.record["data"]["classes"]
-    before = joined([part for part in [kept_out(original)] if part is not None])
+    before = kept_out(original)
     if before is not None and before.settled(names).covers(request.settled(names)):
         raise FedOrthoError(f"{original.path} has forgotten {request} before; give the run that had not (--original)")
+    others = [other for other in earlier_requests(run) if other.settled(names) != request.settled(names)]
+    before = joined([*([] if before is None else [before]), *others])  # what had to go otherwise need not have stayed
     settings = run.settings
     clients = held_rows(data, settings, settings.dealt_by) if isinstance(settings, FederateSettings) else None
     retrained, again = (None if found is None else found.load_model() for found in (reference, second))
