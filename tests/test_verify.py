@@ -152,6 +152,8 @@ def test_what_does_not_belong_together_is_refused(runs: Path, tmp_path: Path) ->
         told("judge", runs / "forgot", "class:4")
     with pytest.raises(FedOrthoError, match="trained with what class:3 names"):
         told("judge", runs / "forgot", "--reference", runs / "original")
+    with pytest.raises(FedOrthoError, match="has forgotten nothing; first: fedortho forget"):
+        told("judge", runs / "original")
     with pytest.raises(FedOrthoError, match="was edited"):
         told("judge", runs / "forgot", "--reference", runs / "forgot")
     with pytest.raises(UnknownName, match="no audit budget 'fast'"):

@@ -15,7 +15,7 @@ from fedortho.audits.membership import audit_membership
 from fedortho.data import Dataset
 from fedortho.devices import choose_device, using_threads
 from fedortho.engine import CentralEngine
-from fedortho.errors import BadSetting, unknown
+from fedortho.errors import BadSetting, FedOrthoError, unknown
 from fedortho.journal import append_entry
 from fedortho.methods import METHODS, make_method, unlearn
 from fedortho.metrics import Metric
@@ -124,7 +124,9 @@ def audit_command(
 
 def _asked(run: Run, words: str) -> ForgetRequest:
     served = run.record.get("requests", [])
-    return ForgetRequest.parse(words or (served[-1]["request"] if served else "class:0"))
+    if not served:
+        raise FedOrthoError(f"{run.path} has forgotten nothing; first: fedortho forget {run.path} REQUEST --out NEW")
+    return ForgetRequest.parse(words or served[-1]["request"])
 
 
 def judged(
