@@ -1,0 +1,55 @@
+"""A method of one's own beside those that are there: python examples/compare_methods.py."""
+
+import copy
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+import fedortho as fo
+from fedortho.engine import CentralEngine, Engine
+from fedortho.methods import make_method, unlearn
+from fedortho.methods.contract import Method, begin
+
+
+@dataclass(frozen=True)
+class Deafen:
+    """Turn the classifier's row of the class down: hides, and erases nothing."""
+
+    name: ClassVar[str] = "deafen"
+    kinds: ClassVar[tuple[str, ...]] = ("class",)
+    roles: ClassVar[str] = "none"
+    norms: ClassVar[str] = "untouched"
+    factor: float = 0.0
+
+    def __call__(self, model: nn.Module, engine: Engine, request: fo.ForgetRequest) -> nn.Module:
+        begin(self, engine, request)  # refuses what it cannot serve
+        quiet = copy.deepcopy(model)
+        weight, bias = list(quiet.parameters())[-2:]
+        with torch.no_grad():
+            for label in request.labels(engine.names):
+                weight[label] *= self.factor
+                bias[label] = bias.min() - 10
+        return quiet
+
+
+def main() -> None:
+    data = fo.load_images("digits", valid=0.2)
+    recipe = fo.Recipe(epochs=4, batch=32, crop=0, flip=0.0)
+    fresh = fo.build_model("vgg-mini", classes=10, channels=1)
+    model = fo.fit(fresh, data.train, recipe)
+    request = fo.ForgetRequest.parse("class:3")
+    never = fo.fit(fresh, request.split(data.train)[1], recipe)
+
+    short = {"epochs": 1, "rate": 0.01, "batch": 32, "crop": 0, "flip": 0.0}
+    methods: list[Method] = [Deafen(), make_method("fedortho"), make_method("finetune", short)]
+    for method in methods:
+        forgot = unlearn(model, CentralEngine(data), request, method)
+        verdict = fo.judge(forgot, data, request, original=model, reference=never)
+        found, probe = fo.accuracies_of(forgot, data, request), verdict.audits[0]
+        print(f"{method.name:9} forget {found.forget:.1%}  retain {found.retain:.1%}  {probe.says}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""Forget a class, and ask how much of it is left: python examples/forget_a_class.py."""
+
+import argparse
+
+import fedortho as fo
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", default="fashion-mini", help="fashion-mini (embedded), digits, or a folder of images")
+    parser.add_argument("--forget", default="class:Dress", help="what must go")
+    parser.add_argument("--epochs", type=int, default=2)
+    given = parser.parse_args()
+
+    images = fo.load_images(given.data)
+    recipe = fo.Recipe(epochs=given.epochs, crop=1, flip=0.0)
+    fresh = fo.build_model("vgg-mini", classes=images.train.classes, channels=images.train.shape[0])
+    model = fo.fit(fresh, images.train, recipe)
+    forgot = fo.forget(model, images, given.forget)  # refused, with the reason, if no edit meets target and budget
+
+    # What makes a verdict of it is a model by the same recipe that never saw what must go.
+    _, kept = fo.ForgetRequest.parse(given.forget).split(images.train)
+    never = fo.fit(fresh, kept, recipe)
+
+    for name, one in (("before", model), ("after", forgot), ("retrained", never)):
+        found = fo.accuracies_of(one, images, given.forget)
+        print(f"{name:10} forget {found.forget:.1%}  retain {found.retain:.1%}")
+    verdict = fo.judge(forgot, images, given.forget, original=model, reference=never)
+    print(verdict.sentence)
+    for audit in verdict.audits:
+        print(f"{audit.name} {audit.outcome}: {audit.says}")
+    print(verdict.advice)
+
+
+if __name__ == "__main__":
+    main()

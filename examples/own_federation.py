@@ -1,0 +1,48 @@
+"""A federation in this process, from which a client leaves: python examples/own_federation.py DIRECTORY."""
+
+import argparse
+import json
+from pathlib import Path
+
+import fedortho as fo
+from fedortho.federated.server import forget_in_federation, train_federation
+from fedortho.runs import FederateSettings
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path, help="where the two runs are written")
+    parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
+    given = parser.parse_args()
+
+    settings = FederateSettings(
+        data="digits",  # or a folder of images, of which each client gets a share
+        model="vgg-mini",  # or package.module:function
+        clients=given.clients,
+        rounds=given.rounds,
+        fraction=1.0,  # of the clients, in each round
+        split="dirichlet:0.5",
+        batch=32,
+        crop=0,
+        flip=0.0,
+        valid=0.2,
+        threads=1,
+    )
+    run = train_federation(
+        given.directory / "federation",
+        settings,
+        watch=lambda news: print(f"round {news.round}: {news.answered} of {news.asked} clients answered"),
+    )
+    leaver = fo.ForgetRequest.parse(f"client:{given.clients - 1}")
+    chosen = fo.preset("robust", max_retain_drop=0.05)
+    served = forget_in_federation(run, leaver, chosen, out=given.directory / "left")
+    for name, found in (("before", served.before), ("after", served.after)):
+        print(f"{name:7} forget {found.forget:.1%}  retain {found.retain:.1%}")
+    for exchange in json.loads((given.directory / "left" / "wire.json").read_text()):  # bytes per client
+        down, up = (sum(exchange[way].values()) / 1000 for way in ("down", "up"))
+        print(f"{exchange['kind']:14} {down:9,.1f} kB down  {up:7,.1f} kB up")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""The examples run, on toy data, and what they print is what they promise."""
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+ACCURACIES = re.compile(r"^(\S+) +forget ([\d.]+)%  retain ([\d.]+)%", re.MULTILINE)
+
+
+def told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str, *words: object) -> str:
+    """What an example prints."""
+    path = EXAMPLES / f"{name}.py"
+    monkeypatch.setattr(sys, "argv", [str(path), *map(str, words)])
+    runpy.run_path(str(path), run_name="__main__")
+    return capsys.readouterr().out
+
+
+def numbers(text: str) -> dict[str, tuple[float, float]]:
+    """Forget and retain accuracy in percent, by the name of the line."""
+    return {name: (float(forget), float(retain)) for name, forget, retain in ACCURACIES.findall(text)}
+
+
+def test_there_are_four_and_each_fits_on_a_page() -> None:
+    scripts = sorted(EXAMPLES.glob("*.py"))
+    assert len(scripts) == 4
+    for script in scripts:
+        assert len(script.read_text(encoding="utf-8").splitlines()) <= 60, script.name
+
+
+def test_a_class_is_forgotten_and_the_verdict_says_what_is_left(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = told(capsys, monkeypatch, "forget_a_class", "--data", "digits", "--forget", "class:3", "--epochs", 4)
+    found = numbers(text)
+    assert found["before"][0] > 80
+    assert found["after"][0] < 10
+    assert 80 < found["after"][1] <= 100
+    assert found["retrained"][0] == 0
+    assert "Class 3 is no longer predicted" in text
+    assert re.findall(r"^(C\d) ", text, re.MULTILINE) == ["C1", "C2", "C3", "C4", "C5", "C6"]
+    assert "C4 NOT RUN: needs shadow models" in text
+
+
+def test_an_own_network_on_own_tensors_forgets(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = told(capsys, monkeypatch, "own_model")
+    found = numbers(text)
+    assert found["before"][0] > 80
+    assert found["after"][0] < 10
+    assert 80 < found["after"][1] <= 100
+    assert text.count("can be edited") == 3
+    assert "Net in, Net out" in text
+
+
+def test_a_client_leaves_an_own_federation(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    text = told(capsys, monkeypatch, "own_federation", tmp_path, "--clients", 3, "--rounds", 2)
+    found = numbers(text)
+    assert found["after"][0] <= found["before"][0]
+    assert found["before"][1] - found["after"][1] < 10
+    assert "query.observe" in text
+    assert "train.patch" in text
+    assert (tmp_path / "left" / "model.safetensors").exists()
+    assert not (tmp_path / "left" / "clients" / "client-2" / "ledger.safetensors").exists()
+
+
+def test_an_own_method_is_judged_like_the_others(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = told(capsys, monkeypatch, "compare_methods")
+    found = numbers(text)
+    assert list(found) == ["deafen", "fedortho", "finetune"]
+    assert found["deafen"][0] == 0
+    assert found["fedortho"][0] < 10
+    assert min(retain for _, retain in found.values()) > 80
+    assert text.count("a linear probe on the features recalls") == 3
