@@ -5,8 +5,14 @@ import json
 from pathlib import Path
 
 import fedortho as fo
+from fedortho.federated.flower import News
 from fedortho.federated.server import forget_in_federation, train_federation
 from fedortho.runs import FederateSettings
+
+
+def tell(news: News) -> None:
+    if not news.asked:  # the round is over
+        print(f"round {news.round} of {news.rounds}: accuracy while training {news.history[-1].accuracy:.1%}")
 
 
 def main() -> None:
@@ -29,11 +35,7 @@ def main() -> None:
         valid=0.2,
         threads=1,
     )
-    run = train_federation(
-        given.directory / "federation",
-        settings,
-        watch=lambda news: print(f"round {news.round}: {news.answered} of {news.asked} clients answered"),
-    )
+    run = train_federation(given.directory / "federation", settings, watch=tell)
     leaver = fo.ForgetRequest.parse(f"client:{given.clients - 1}")
     chosen = fo.preset("robust", max_retain_drop=0.05)
     served = forget_in_federation(run, leaver, chosen, out=given.directory / "left")

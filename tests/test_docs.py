@@ -1,0 +1,121 @@
+"""The docs are true to the code: links lead somewhere, commands and functions that are named exist."""
+
+import importlib
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+import typer
+
+from fedortho.cli import app
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+MODULES = {path.stem for path in (ROOT / "src" / "fedortho").iterdir() if path.suffix in (".py", "")}
+FILES = (".md", ".json", ".jsonl", ".safetensors", ".py", ".toml", ".html", ".head", ".torn", ".limits")
+COMMAND = typer.main.get_command(app)
+
+
+def blocks(text: str, language: str = "") -> list[str]:
+    """What stands in fences of this language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """Command lines of fedortho in fences, with or without a prompt and a path, joined over line ends."""
+    for block in blocks(text, "(?:sh)?"):
+        for line in re.sub(r"\\\n\s*", "", block).splitlines():
+            if found := re.match(r"(?:\w*\$ )?(?:\.venv/bin/)?fedortho (.*)", line):
+                yield shlex.split(found[1], comments=True)
+
+
+def resolved(name: str) -> object:
+    """The thing that `module.function` or `package.module.Class.method` names, below fedortho."""
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found: object = importlib.import_module(".".join(["fedortho", *parts[:length]]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[length:]:
+            found = getattr(found, part)
+        return found
+    raise ModuleNotFoundError(name)
+
+
+def named(text: str) -> list[str]:
+    """All names in backticks that begin with one of our modules."""
+    words = re.findall(r"`([a-z_]+(?:\.\w+)+)`", text)
+    return [word for word in words if word.split(".")[0] in MODULES and not word.endswith(FILES)]
+
+
+def anchors(text: str) -> set[str]:
+    """What a link may point to within a page, as GitHub makes it of headings."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if target.startswith(("http://", "https://")):
+            continue
+        place, _, anchor = target.partition("#")
+        file = page.parent / place if place else page
+        assert file.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(file.read_text(encoding="utf-8")), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.name)
+def test_every_command_and_flag_exists(page: Path) -> None:
+    for words in commands(page.read_text(encoding="utf-8")):
+        command: click.Command = COMMAND
+        rest = list(words)
+        while isinstance(command, click.Group):
+            assert rest, f"{page.name}: {shlex.join(words)} names no command"
+            assert rest[0] in command.commands, f"{page.name}: there is no command {rest[0]}"
+            command = command.commands[rest.pop(0)]
+        flags = {flag for param in command.params for flag in (*param.opts, *param.secondary_opts)} | {"--help"}
+        for word in rest:
+            if word.startswith("-"):
+                assert word.partition("=")[0] in flags, f"{page.name}: {command.name} has no {word}"
+
+
+def test_the_tutorial_uses_every_command_that_a_reader_meets() -> None:
+    told = {words[0] for words in commands((ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8"))}
+    assert {"train", "forget", "judge", "audit", "report", "bundle", "journal", "results", "compare", "tune"} <= told
+    assert {"check", "federate", "evaluate", "undo"} <= told
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_function_that_is_named_exists(page: Path) -> None:
+    for name in named(page.read_text(encoding="utf-8")):
+        resolved(name)
+
+
+def test_the_map_of_equations_names_a_function_in_every_line() -> None:
+    text = (ROOT / "docs" / "method.md").read_text(encoding="utf-8")
+    table = text.split("| paper | here | note |")[1].split("\n\n")[0]
+    lines = [line.split(" | ") for line in table.splitlines()[2:]]
+    assert len(lines) >= 15
+    for line in lines:
+        assert named(line[1]), f"no function for {line[0]}"
+
+
+def test_a_name_that_does_not_exist_is_found() -> None:
+    assert named("`rank.rank_kernels` and `log.md`, `verdict.json`, `journal.jsonl`") == ["rank.rank_kernels"]
+    with pytest.raises(AttributeError):
+        resolved("rank.no_such_function")
+
+
+def test_files_that_reproduction_names_are_there() -> None:
+    """But for those that it says are still being computed."""
+    text = (ROOT / "docs" / "reproduction.md").read_text(encoding="utf-8")
+    named_files = set(re.findall(r"`(benchmarks/[\w/.-]+\.(?:py|json|png))`", text))
+    pending = set(re.findall(r"`(benchmarks/[\w/.-]+)` \(not there yet\)", text))
+    assert len(named_files) > 15
+    for file in named_files - pending:
+        assert (ROOT / file).exists(), file
