@@ -15,21 +15,23 @@ from fedortho.cli import app
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 MODULES = {path.stem for path in (ROOT / "src" / "fedortho").iterdir() if path.suffix in (".py", "")}
-FILES = (".md", ".json", ".jsonl", ".safetensors", ".py", ".toml", ".html", ".head", ".torn", ".limits")
+FILES = (".md", ".json", ".jsonl", ".safetensors", ".py", ".toml", ".html", ".head", ".torn")
+ACTIONS = ("train.local", "train.patch")  # of messages to clients
 COMMAND = typer.main.get_command(app)
 
 
-def blocks(text: str, language: str = "") -> list[str]:
-    """What stands in fences of this language."""
-    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-
-
 def commands(text: str) -> Iterator[list[str]]:
-    """Command lines of fedortho in fences, with or without a prompt and a path, joined over line ends."""
-    for block in blocks(text, "(?:sh)?"):
-        for line in re.sub(r"\\\n\s*", "", block).splitlines():
-            if found := re.match(r"(?:\w*\$ )?(?:\.venv/bin/)?fedortho (.*)", line):
-                yield shlex.split(found[1], comments=True)
+    """Command lines of fedortho: in fences, with or without a prompt and a path, and in backticks."""
+    fenced, is_inside = [], False
+    for line in re.sub(r"\\\n\s*", "", text).splitlines():
+        if line.startswith("```"):
+            is_inside = not is_inside
+        elif is_inside:
+            fenced.append(line)
+    inline = re.findall(r"`(fedortho [^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
+    for line in [*fenced, *inline]:
+        if found := re.match(r"(?:\w*\$ )?(?:\.venv/bin/)?fedortho ([a-z].*)", line):
+            yield shlex.split(found[1], comments=True)
 
 
 def resolved(name: str) -> object:
@@ -49,7 +51,7 @@ def resolved(name: str) -> object:
 def named(text: str) -> list[str]:
     """All names in backticks that begin with one of our modules."""
     words = re.findall(r"`([a-z_]+(?:\.\w+)+)`", text)
-    return [word for word in words if word.split(".")[0] in MODULES and not word.endswith(FILES)]
+    return [word for word in words if word.split(".")[0] in MODULES and not word.endswith((*FILES, *ACTIONS))]
 
 
 def anchors(text: str) -> set[str]:
@@ -115,7 +117,7 @@ def test_files_that_reproduction_names_are_there() -> None:
     """But for those that it says are still being computed."""
     text = (ROOT / "docs" / "reproduction.md").read_text(encoding="utf-8")
     named_files = set(re.findall(r"`(benchmarks/[\w/.-]+\.(?:py|json|png))`", text))
-    pending = set(re.findall(r"`(benchmarks/[\w/.-]+)` \(not there yet\)", text))
+    pending = set(re.findall(r"`(benchmarks/[\w/.-]+)` \(being measured\)", text))
     assert len(named_files) > 15
     for file in named_files - pending:
         assert (ROOT / file).exists(), file
