@@ -252,6 +252,15 @@ def test_a_federation_is_trained_asked_to_forget_and_judged(
     assert {"client-change-min", "mia-confidence"} <= {metric["name"] for metric in verdict["metrics"]}
     digests = {open_run(path).record["model"]["digest"] for path in (fed, forgot)}
     assert set(verdict["digests"].values()) == digests
+    words = ("--attack", "C2", "--after-rounds", "1", "--json")
+    assert run(monkeypatch, "audit", forgot, *words) == 0
+    later = json.loads(capsys.readouterr().out)
+    assert set(later) == {"0", "1"}
+    outcomes = {rounds: found["audits"][1]["outcome"] for rounds, found in later.items()}
+    assert outcomes == {"0": "NO REFERENCE", "1": "NO REFERENCE"}
+    assert open_run(tmp_path / "forgot-after-1").record["requests"][-1]["request"] == "client:1"
+    assert run(monkeypatch, "audit", forgot, "--after-rounds", "0") == 2
+    assert "numbers from 1 on" in capsys.readouterr().err
     assert run(monkeypatch, "sync", forgot) == 0
     assert "2 of 3 clients have the model" in capsys.readouterr().out, "one has left"
 

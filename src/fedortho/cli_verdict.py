@@ -16,6 +16,7 @@ from fedortho.data import Dataset
 from fedortho.devices import choose_device, using_threads
 from fedortho.engine import CentralEngine
 from fedortho.errors import BadSetting, FedOrthoError, unknown
+from fedortho.federated.server import train_on
 from fedortho.journal import append_entry
 from fedortho.methods import METHODS, make_method, unlearn
 from fedortho.metrics import Metric
@@ -27,7 +28,7 @@ from fedortho.references import (
     train_reference,
 )
 from fedortho.request import ForgetRequest
-from fedortho.runs import Run, open_run
+from fedortho.runs import FederateSettings, Run, open_run
 from fedortho.screen import bars, out, say, training_bar, words_table
 from fedortho.shadows import ShadowSettings
 from fedortho.verify import Verdict, entry_for, judge_run
@@ -90,6 +91,7 @@ def audit_command(
     references: References = None,
     retrain: Retrain = False,
     original: Original = None,
+    after_rounds: Annotated[str, typer.Option(help="federations: again after so many more rounds: 1,5,20")] = "",
     shadows: Shadows = 0,
     data_dir: DataDir = "",
     device: Device = "auto",
@@ -100,26 +102,42 @@ def audit_command(
     for word in only:
         if word not in AUDITS:
             raise unknown("audit", word, AUDITS)
-    verdict = judged(
-        run,
-        _asked(run, request),
-        run.load_data(data_dir),
-        original=original_of(run, original),
-        reference=reference,
-        references=references,
-        retrain=retrain,
-        audit="full",
-        only=only,
-        shadows=shadows,
-        data_dir=data_dir,
-        device=device,
-    )
+    asked, before, found = _asked(run, request), original_of(run, original), {}
+    for rounds in [0, *_rounds(run, after_rounds)]:
+        audited = train_on(run, rounds) if rounds else run
+        found[rounds] = judged(
+            audited,
+            asked,
+            run.load_data(data_dir),
+            original=before,
+            reference=reference,
+            references=references,
+            retrain=retrain,
+            audit="full",
+            only=only,
+            shadows=shadows,
+            data_dir=data_dir,
+            device=device,
+        )
+        if not as_json:
+            later = f", {rounds} rounds later" if rounds else ""
+            say(escape(f"{run.path}{later}: {found[rounds].request}: {found[rounds].label}"))
+            print_audits(found[rounds])
     if as_json:
-        found = verdict.as_mapping()
-        typer.echo(json.dumps({key: found[key] for key in ("request", "label", "audits", "retention")}, indent=2))
-    else:
-        say(escape(f"{run.path}: {verdict.request}: {verdict.label}"))
-        print_audits(verdict)
+        told = {str(rounds): verdict.as_mapping() for rounds, verdict in found.items()}
+        keys = ("request", "label", "audits", "retention")
+        short = {rounds: {key: verdict[key] for key in keys} for rounds, verdict in told.items()}
+        typer.echo(json.dumps(short if after_rounds else short["0"], indent=2))
+
+
+def _rounds(run: Run, words: str) -> list[int]:
+    """Numbers of further rounds, ascending; only a federation has rounds."""
+    numbers = [word.strip() for word in words.split(",") if word.strip()]
+    if wrong := [word for word in numbers if not word.isdecimal() or not int(word)]:
+        raise BadSetting(f"--after-rounds must be numbers from 1 on with commas between, not {wrong[0]!r}")
+    if numbers and not (isinstance(run.settings, FederateSettings) and (run.path / "clients").is_dir()):
+        raise BadSetting(f"{run.path} is no federation that is simulated here; leave --after-rounds out")
+    return sorted(map(int, numbers))
 
 
 def _asked(run: Run, words: str) -> ForgetRequest:
