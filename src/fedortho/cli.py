@@ -26,6 +26,7 @@ from fedortho.cli_verdict import (
     References,
     Retrain,
     audit_command,
+    check_wishes,
     judge_command,
     judged,
     print_verdict,
@@ -295,6 +296,7 @@ def forget(
     asked = ForgetRequest.parse(shlex.join(request))
     run = open_run(run_path)
     check_engine(engine, deployment)
+    check_wishes(run, asked, audit, reference)
     if engine != "inprocess" and not isinstance(run.settings, FederateSettings):
         raise FedOrthoError(f"{run_path} was not trained by a federation; leave --engine out")
     place = choose_device(device)

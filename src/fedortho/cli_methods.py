@@ -24,14 +24,15 @@ def compare_command(
     methods: Annotated[str, typer.Option(help="all, or names with commas between")] = "all",
     preset: Annotated[str, typer.Option(help="settings: published, or short (minutes on two cores)")] = "published",
     settings: Annotated[Path | None, typer.Option(help="a JSON file that fedortho tune wrote; wins over it")] = None,
-    out_path: Annotated[Path | None, typer.Option("--out", help="directory of results (default: RUN-compared)")] = None,
+    out_path: Annotated[Path | None, typer.Option("--out", help="directory of results (default: beside RUN)")] = None,
     references: Annotated[Path | None, typer.Option(help="directory of retrained runs (default: in --out)")] = None,
     data_dir: DataDir = "",
     as_json: Annotated[bool, typer.Option("--json", help="print JSON for machines")] = False,
 ) -> None:
     """Run methods from the same model, one after the other, and show how far each is from retraining, and its cost."""
     run, asked, names = open_run(run_path), ForgetRequest.parse(request), chosen_methods(methods)
-    place = out_path or run_path.with_name(f"{run_path.name}-compared")
+    words = "".join(sign if sign.isalnum() else "-" for sign in request)[:40].strip("-")
+    place = out_path or run_path.with_name(f"{run_path.name}-compared-{words}")
     chosen = read_settings(settings, preset)
     with bars() as shown:
         task = shown.add_task("comparing", total=len(names), news="")

@@ -21,6 +21,7 @@ from fedortho.journal import append_entry
 from fedortho.methods import METHODS, make_method, unlearn
 from fedortho.metrics import Metric
 from fedortho.references import (
+    check_reference,
     find_references,
     original_of,
     reference_name,
@@ -147,6 +148,14 @@ def _asked(run: Run, words: str) -> ForgetRequest:
     return ForgetRequest.parse(words or served[-1]["request"])
 
 
+def check_wishes(original: Run, request: ForgetRequest, audit: str, reference: Path | None) -> None:
+    """Refuse what cannot be, before anything is done."""
+    if audit not in BUDGETS:
+        raise unknown("audit budget", audit, BUDGETS)
+    if reference is not None:
+        check_reference(original, open_run(reference), request)
+
+
 def judged(
     run: Run,
     request: ForgetRequest,
@@ -163,8 +172,7 @@ def judged(
     device: str = "auto",
 ) -> Verdict:
     """Find or train the references, judge, and tell the journal."""
-    if audit not in BUDGETS:
-        raise unknown("audit budget", audit, BUDGETS)
+    check_wishes(original, request, audit, reference)
     if shadows and audit != "full":
         raise BadSetting(f"--shadows {shadows} belongs to --audit full, not to --audit {audit}")
     entry = entry_for(run, request)
@@ -173,10 +181,12 @@ def judged(
     with bars() as shown, using_threads(original.settings.threads):
         found = [open_run(reference)] if reference else find_references(original, request, references, data_dir)
         found = found or find_references(original, request, kept, data_dir)  # where compare and --retrain put them
-        if not found and retrain:
-            settings = reference_settings(original, request, data_dir=data_dir)
+        while retrain and len(found) < (2 if audit == "full" else 1):  # the distance needs a second one
+            used = {run.settings.seed for run in found}
+            seed = next(n for n in range(original.settings.seed, 10**6) if n not in used)
+            settings = reference_settings(original, request, seed=seed, data_dir=data_dir)
             name = reference_name(original, request, settings)
-            found = [train_reference(kept, name, settings, watch=training_bar(shown))]
+            found.append(train_reference(kept, name, settings, watch=training_bar(shown)))
         task = shown.add_task("judging", total=None, news="")
         membership = _membership(original, request, entry, kept, shadows, place) if shadows else None
         verdict = judge_run(

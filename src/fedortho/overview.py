@@ -51,7 +51,7 @@ def list_runs(place: Path) -> list[Line]:
     """A line for each finished run below a directory; damaged ones are an error and not left out."""
     if not place.is_dir():
         raise BadData(f"{place} is no directory; give one that holds runs")
-    lines = [line for run in finished_runs(place) for line in _lines(run)]
+    lines = [line for run in finished_runs(place, strict=True) for line in _lines(run)]
     if not lines:
         raise BadData(f"{place} holds no finished run; make one with fedortho train --out {place / 'first'}")
     return lines

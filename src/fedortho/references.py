@@ -1,7 +1,8 @@
 """Retrained models, what forgetting is measured by: found by what they were made from, or trained and kept."""
 
+import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
@@ -14,12 +15,14 @@ from fedortho.errors import BadCheckpoint, FedOrthoError
 from fedortho.federated.exchange import bytes_of, exchange_of
 from fedortho.federation import held_rows
 from fedortho.files import read_json
+from fedortho.recipe import Recipe
 from fedortho.request import ForgetRequest
 from fedortho.runs import FREE, FederateSettings, Run, TrainSettings, open_run, relocated, train_run
 from fedortho.serve import earlier_requests, joined, kept_out
 from fedortho.settings import as_mapping
 from fedortho.train import Watch
 
+logger = logging.getLogger(__name__)
 IRRELEVANT = (*FREE, "threads", "device", "evaluate-every")  # another value is no other reference
 
 
@@ -61,12 +64,19 @@ def _is_whole(run: Run) -> bool:
     return "requests" not in run.record and "parent" not in run.record
 
 
-def finished_runs(directory: Path) -> Iterator[Run]:
+def finished_runs(directory: Path, *, strict: bool = False) -> Iterator[Run]:
+    """The finished runs in a directory; a damaged one is told of and passed over, or an error."""
     for path in sorted(directory.iterdir()) if directory.is_dir() else []:
-        if (path / "run.json").is_file():
+        if not (path / "run.json").is_file():
+            continue
+        try:
             record = read_json(path / "run.json")
             if not isinstance(record, dict) or record.get("status") == "done":
                 yield open_run(path)  # which refuses what is no record
+        except FedOrthoError as error:
+            if strict:
+                raise
+            logger.warning("passed over: %s", error)
 
 
 def _key(settings: TrainSettings, names: Sequence[str], seed: int | None = None) -> dict[str, object]:
@@ -105,6 +115,14 @@ def check_reference(run: Run, reference: Run, request: ForgetRequest) -> None:
     names, out = run.record["data"]["classes"], kept_out(reference)
     if out is None or not out.settled(names).covers(request.settled(names)):
         raise FedOrthoError(f"{reference.path} was trained with what {request} names; give one trained --without it")
+    gone = joined([part for part in (kept_out(run), request) if part is not None])
+    assert gone is not None, "the request is one of them"
+    if not gone.settled(names).covers(out.settled(names)):
+        raise FedOrthoError(f"{reference.path} was trained without {out}, which is more than {gone}; it is no standard")
+    mine, theirs = as_mapping(run.settings), as_mapping(reference.settings)
+    recipe = [f.name.replace("_", "-") for f in fields(Recipe) if f.name != "seed"]
+    if other := [f"{key} {theirs[key]}, not {mine[key]}" for key in recipe if theirs[key] != mine[key]]:
+        logger.warning("%s was trained by another recipe (%s): read it with care", reference.path, ", ".join(other))
 
 
 def reference_cost(reference: Run, data: Dataset) -> Cost:

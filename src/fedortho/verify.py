@@ -54,7 +54,9 @@ class Verdict:
     def label(self) -> str:
         """The audits in one line; without a reference it never says passed."""
         kept = "" if self.retention is None or self.retention.outcome == "PASS" else "; FAILED retention"
-        return label(self.audits) + kept
+        told = label(self.audits)
+        lacking = "" if self.has_reference or "no reference" in told else "no reference; "
+        return lacking + told + kept
 
     @property
     def passes(self) -> bool:
@@ -81,7 +83,7 @@ class Verdict:
         if metric is None or metric.value is None:
             return f"{self._named}: its accuracy could not be measured."
         other = "" if metric.reference is None else f" (a retrained model: {metric.reference:.1%})"
-        if not self.subject.startswith("class"):
+        if not self.subject.startswith("class") or " and " in self.subject:
             return f"{self._named}: {metric.value:.1%} of the images are still named rightly{other}."
         if metric.value <= HIDDEN:
             return f"{self._named} is no longer predicted ({metric.value:.1%} of its test images are)."
@@ -112,13 +114,20 @@ class Verdict:
 
     def _depth(self, probe: Audit | None) -> str:
         """How much of the way from the original to a retrained model the probe's recall has gone."""
-        if probe is None or probe.outcome == "PASS":
-            return "hidden, and not beyond recovery"
+        if not any(audit.outcome == "FAIL" for audit in self.audits):
+            return "audits ended in errors, so nothing can be said"
+        seen = self.metric("forget-accuracy")
+        is_class = self.subject.startswith("class") and " and " not in self.subject
+        hidden = "hidden" if is_class and seen is not None and (seen.value or 0.0) <= HIDDEN else "not hidden"
+        if not is_class:
+            return "not as in a model that never knew"
+        if probe is None or probe.outcome != "FAIL":
+            return f"{hidden}, and not beyond recovery"
         if probe.forgot is None or probe.original is None or probe.reference is None:
-            return "hidden, how far erased is not known"
+            return f"{hidden}, how far erased is not known"
         whole = probe.original - probe.reference
         gone = (probe.original - probe.forgot) / whole if whole > 0.01 else 0.0
-        return "hidden, partly erased" if gone > 0.2 else "hidden, not erased"
+        return f"{hidden}, {'partly' if gone > 0.2 else 'not'} erased"
 
     def _price(self) -> str:
         if self.retrain_seconds is None:
@@ -137,7 +146,7 @@ class Verdict:
             return f"To erase it, retrain without it{cost}; --layers mid,deep and --target 0 edit more, at a price."
         if not self.has_reference:
             return f"Give a retrained model to compare with (--reference RUN), or have one trained (--retrain){cost}."
-        return "Run the audits that were left out (--audit full)."
+        return "Run the audits that were left out (--audit full --retrain, and --shadows 16 for membership)."
 
     @property
     def not_tested(self) -> list[str]:

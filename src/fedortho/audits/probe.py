@@ -38,7 +38,7 @@ def linear_probe(case: Case, known: Known, budget: str) -> Audit:
     if budget == "full":
         details["stages"] = each(case, known, "stage probes", lambda model, _: stage_recalls(case, model))
     says = f"a linear probe on the features recalls {compared(measured)} of the class"
-    return ruled("C1", says, case, measured, gap(measured), LIMITS["probe"], details)
+    return ruled("C1", says, case, measured, gap(measured), LIMITS["probe"], details, is_gap=True)
 
 
 def stage_recalls(case: Case, model: nn.Module) -> dict[str, float]:

@@ -20,6 +20,7 @@ from fedortho.audits.sight import (
     right,
     ruled,
     sampled,
+    tells,
     who_is_there,
 )
 from fedortho.engine import draw
@@ -52,12 +53,24 @@ def relearning(case: Case, known: Known, budget: str) -> Audit:
             found.append((f"k = {k}", ratio if "reference" in steps else None, LIMITS["speed-up"], counted, says))
     if not found:
         return Audit("C3", "NOT RUN", "a class of its own is needed for a prototype; relearning: --audit full")
+    details["values"] = {entry[0]: entry[1] for entry in found}
+    telling = [entry for entry in found if entry[1] is None or _tells(entry[0], entry[3], entry[2])]
+    if not telling:
+        says = "; ".join(entry[4] for entry in found)
+        return Audit(
+            "C3", "NOT RUN", f"{says}; the original would pass too, so this tells nothing here", details=details
+        )
+    found = telling
     name, value, limit, measured, says = max(found, key=lambda entry: (entry[1] or 0.0) / entry[2])
     says = "; ".join([says, *(entry[4] for entry in found if entry[0] != name)])
     if budget != "full":
         says += "; relearning by training was not run (--audit full)"
-    details["values"] = {entry[0]: entry[1] for entry in found}
     return ruled("C3", says, case, measured, value, limit, details | {"decided_by": name})
+
+
+def _tells(name: str, measured: Mapping[str, float], limit: float) -> bool:
+    """Whether passing would mean anything: the original is apart from the reference, which needs steps to learn."""
+    return tells(measured, limit) if name == "prototype" else measured["reference"] > 0
 
 
 def prototype_recall(case: Case, known: Known, who: str) -> float:

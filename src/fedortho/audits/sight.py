@@ -138,14 +138,27 @@ def ruled(
     value: float | None,
     limit: float,
     details: Mapping[str, Any],
+    *,
+    is_gap: bool = False,
 ) -> Audit:
-    """The audit that follows: without a reference there is nothing to hold the limit against."""
+    """The audit that follows: without a reference there is nothing to hold the limit against.
+
+    Where the value `is_gap` and the original is as near to the reference as a PASS asks for, passing means nothing.
+    """
     forgot, original, reference = (measured.get(who) for who in ("forgot", "original", "reference"))
     if case.reference is None or value is None:
         says = f"{says}; no retrained reference to read this against"
         return Audit(name, "NO REFERENCE", says, None, None, forgot, original, reference, details=details)
+    if is_gap and not tells(measured, limit):
+        says = f"{says}; the original would pass too, so this tells nothing here"
+        return Audit(name, "NOT RUN", says, value, limit, forgot, original, reference, details=details)
     outcome = "PASS" if value <= limit + ROUNDING else "FAIL"
     return Audit(name, outcome, says, value, limit, forgot, original, reference, details=details)
+
+
+def tells(measured: Mapping[str, float], limit: float) -> bool:
+    """Whether the original is further from the reference than the limit; else one that forgot nothing would pass."""
+    return measured["original"] - measured["reference"] > limit
 
 
 def compared(measured: Mapping[str, float]) -> str:

@@ -19,6 +19,7 @@ from fedortho.federated.wire import pack, unpack
 from fedortho.federated.worker import Worker
 
 logger = logging.getLogger(__name__)
+PATIENCE = 1.0  # seconds to wait for a reply; who asks again decides when it has been too long
 FIRST = 100  # node ids are not client numbers; nobody shall rely on it
 
 
@@ -97,14 +98,22 @@ class WorkerGrid(InProcessGrid):
         self._threads = ThreadPoolExecutor(workers)
         self._running: dict[str, Future[Message]] = {}
 
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        """Take new questions; a process that is still at an older one was given up and is ended."""
+        for worker in self._workers:
+            if self._running and worker.is_busy:
+                worker.kill()
+        self._running.clear()
+        return super().push_messages(messages)
+
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        """Replies that are there; waits for the first if there is none yet."""
+        """Replies that are there; waits a while for the first if there is none yet."""
         names = list(message_ids)
         self._submit(names)
         mine = {name: self._running[name] for name in names if name in self._running}
         if not mine:
             return []
-        wait(mine.values(), return_when=FIRST_COMPLETED)
+        wait(mine.values(), timeout=PATIENCE, return_when=FIRST_COMPLETED)
         done = [name for name, future in mine.items() if future.done()]
         self._submit([name for name in names if name not in done], less=len(done))
         return [self._running.pop(name).result() for name in done]

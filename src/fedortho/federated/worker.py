@@ -28,18 +28,22 @@ class Worker:
     def __init__(self, config: Mapping[str, Any], node: Mapping[str, Any]) -> None:
         self._setup: Note = {"config": dict(config), "node": dict(node)}
         self._process: subprocess.Popen[bytes] | None = None
+        self.is_busy = False
 
     def ask(self, client: int, clients: int, action: str, tensors: Tensors, note: Note) -> tuple[Tensors, Note]:
         """A client's answer; `ClientFailed` if it has none, whatever the reason."""
+        self.is_busy = True
         try:
             pipe = self._started()
             assert pipe.stdin is not None
             assert pipe.stdout is not None
             send(pipe.stdin, {"client": client, "clients": clients, "action": action, "note": note}, tensors)
             told, found = receive(pipe.stdout)
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, ValueError) as error:
             self.close()
             raise ClientFailed("its process ended") from error
+        finally:
+            self.is_busy = False
         if "failed" in told:
             raise ClientFailed(told["failed"])
         return found, told["note"]
@@ -52,15 +56,20 @@ class Worker:
             send(self._process.stdin, self._setup, {})
         return self._process
 
+    def kill(self) -> None:
+        """End the process from another thread; who waits for its answer finds the pipe closed."""
+        if (process := self._process) is not None:
+            process.kill()
+
     def close(self) -> None:
         """End the process; there is nothing in it that is not on the disk."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            for pipe in filter(None, (self._process.stdin, self._process.stdout)):
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            for pipe in filter(None, (process.stdin, process.stdout)):
                 with suppress(OSError):  # what was not yet written has no reader any more
                     pipe.close()
-            self._process = None
 
 
 def send(pipe: IO[bytes], note: Note, tensors: Tensors) -> None:
