@@ -9,7 +9,7 @@ where it was stopped; pages go to benchmarks/verdicts/NETWORK-METHOD.json and .t
 
 import argparse
 import json
-import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,14 @@ import torch
 from comparison import MODELS
 from manifest import REPORTED, RUNS, SEEDS
 
+from fedortho.audits.contract import Audit
 from fedortho.audits.sight import Known
 from fedortho.cli_verdict import print_verdict
 from fedortho.cost import Cost
 from fedortho.errors import FedOrthoError
 from fedortho.files import write_json, write_text
 from fedortho.measure import Bench
+from fedortho.metrics import Metric
 from fedortho.references import case_of, find_references, reference_cost
 from fedortho.request import ForgetRequest
 from fedortho.results import write_results
@@ -43,9 +45,11 @@ def main() -> None:
     parser.add_argument("--audit", default="quick", help="quick or full")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    for model in arguments.models.split(","):
+    for model in arguments.models.split(",") if arguments.models else []:
         for seed in SEEDS[model]:
             network(model, seed, arguments)
+    for page in sorted(PAGES.glob("*.json")):
+        write(page, read(page))  # in the words of today
     summarise()
 
 
@@ -90,13 +94,36 @@ def about(original: Run, forgot: Run, reference: Run, method: str, data: Any) ->
     return told | {"settings": entry["settings"], "cost": Cost(**entry["cost"])}
 
 
+def read(page: Path) -> Verdict:
+    """A verdict as it was written, with the numbers that were measured."""
+    found = json.loads(page.read_text())
+    metrics = [Metric(**{f.name: entry[f.name] for f in fields(Metric)}) for entry in found["metrics"]]
+    judged = [*found["audits"], *([found["retention"]] if found["retention"] else [])]
+    audits = [Audit(**{f.name: entry[f.name] for f in fields(Audit)}) for entry in judged]
+    return Verdict(
+        found["request"],
+        found["subject"],
+        found["method"],
+        tuple(metrics),
+        tuple(audit for audit in audits if audit.name != "retention"),
+        next((audit for audit in audits if audit.name == "retention"), None),
+        found["has-reference"],
+        found["edited"],
+        Cost(**found["cost"]) if found["cost"] else None,
+        found["retrain-seconds"],
+        found["settings"],
+        found["digests"],
+        found["origin"],
+    )
+
+
 def write(page: Path, verdict: Verdict) -> None:
     write_json(page, verdict.as_mapping())
     out.width = 110
     with out.capture() as shown:
         print_verdict(verdict)
     write_text(page.with_suffix(".txt"), shown.get())
-    print(page.name, verdict, flush=True)
+    print(page.name, verdict.label, flush=True)
 
 
 def summarise() -> None:
@@ -115,7 +142,7 @@ def summarise() -> None:
         rows.append(row)
     if not rows:
         raise FedOrthoError("no page was written: run benchmarks/comparison.py compare first")
-    command = "python benchmarks/verdicts.py " + " ".join(sys.argv[1:])
+    command = "python benchmarks/verdicts.py --data-dir ../shared/data"
     what = "audits of methods, CIFAR-10, class 1, against retrained models"
     write_results(HERE / "results" / "verdicts.json", what, command.strip(), rows)
 
