@@ -31,7 +31,7 @@ REQUEST = ForgetRequest.parse(f"class:{LABEL}")
 PLAIN = {"crop": 0, "flip": 0.0}
 SMALL = {  # for 20,000 weights and 1,150 images; published values are for millions of weights
     "retrain": {"epochs": 5, "batch": 32, "rate": 0.1} | PLAIN,
-    "retrain-ortho": {"epochs": 5, "batch": 32, "rate": 0.1} | PLAIN,
+    "retrain-plain": {"epochs": 5, "batch": 32, "rate": 0.1} | PLAIN,
     "fedortho": {"max_retain_drop": 0.05, "target": 0.05},
     "fedortho-paper": {"ratio": 0.2, "alpha": 1.0},
     "finetune": {"epochs": 8, "rate": 0.1} | PLAIN,
@@ -48,7 +48,7 @@ SMALL = {  # for 20,000 weights and 1,150 images; published values are for milli
 FALL = {"fedortho-paper": 0.05, "finetune": 0.15, "fused": 0.15}  # weak by design; all others: by half
 OTHER_IN_A_FEDERATION = {
     "fedortho": "it tries twelve ratios in an exchange, where one machine bisects over all",
-    "retrain-ortho": "clients are drawn to the model that they received, and one machine receives none",
+    "retrain-plain": "clients are drawn to the model that they received, and one machine receives none",
 }
 
 
