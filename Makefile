@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-FEDERATION := --data fashion-mini --clients 10 --split dirichlet:0.3 --fraction 1 --rounds 8 --batch 32 --threads 1 --workers 2
+FEDERATION := --data fashion-mini --clients 10 --split dirichlet:0.3 --fraction 1 --rounds 6 --batch 32 --threads 1 --workers 2
 
 .PHONY: help demo test test-slow benchmark clean
 
@@ -33,7 +33,7 @@ demo: $(STAMP)  ## forget a class and prove it, then a class and a client in a f
 	$(BIN)/fedortho forget runs/demo-federation class:Dress --max-retain-drop 0.03 --audit none --out runs/demo-federation-forgot
 	@echo "5. Compare with a federation that never saw a Dress"
 	$(BIN)/fedortho federate $(FEDERATION) --without class:Dress --out runs/demo-federation-retrained
-	$(BIN)/fedortho judge runs/demo-federation-forgot --reference runs/demo-federation-retrained
+	$(BIN)/fedortho judge runs/demo-federation-forgot --reference runs/demo-federation-retrained --audit none
 	@echo "6. A client leaves, and what it brought is forgotten"
 	$(BIN)/fedortho forget runs/demo-federation-forgot client:4 --max-retain-drop 0.03 --audit none --out runs/demo-federation-left
 	@echo "All requests are in the journal: fedortho journal show runs. The report: runs/demo-forgot/report.html"

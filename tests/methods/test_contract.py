@@ -48,7 +48,7 @@ SMALL = {  # for 20,000 weights and 1,150 images; published values are for milli
 FALL = {"fedortho-paper": 0.05, "finetune": 0.15, "fused": 0.15}  # weak by design; all others: by half
 OTHER_IN_A_FEDERATION = {
     "fedortho": "it tries twelve ratios in an exchange, where one machine bisects over all",
-    "retrain-plain": "clients are drawn to the model that they received, and one machine receives none",
+    "retrain": "clients are drawn to the model that they received, and one machine receives none",
 }
 
 
