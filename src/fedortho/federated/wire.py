@@ -43,7 +43,7 @@ def unpack(content: "RecordDict") -> tuple[dict[str, Tensor], Note]:
     """What was packed; anything else is refused."""
     try:
         note = json.loads(str(content["note"]["json"]))
-        tensors = {name: torch.from_numpy(array.numpy().copy()) for name, array in content["tensors"].items()}  # type: ignore[union-attr]  # an ArrayRecord, or it fails here
+        tensors = {name: torch.from_numpy(array.numpy()) for name, array in content["tensors"].items()}  # type: ignore[union-attr]  # an ArrayRecord, or it fails here
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BadReply(f"the record is not one of ours ({type(error).__name__})") from error
     if not isinstance(note, dict):
