@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--request", default=REPORTED)
     parser.add_argument("--references", type=Path, default=RUNS)
     parser.add_argument("--methods", default="all")
-    parser.add_argument("--settings", default="vgg-mini", help="the model whose tuned settings are used")
+    parser.add_argument("--settings", help="the model whose tuned settings are used (default: its own)")
     parser.add_argument("--epochs", type=int, default=1, help="passes (in a federation rounds) of methods that train")
     arguments = parser.parse_args()
     if arguments.part == "tune":
@@ -61,13 +61,17 @@ def find_settings(arguments: Any) -> None:
     data, request, budget = run.load_data(arguments.data_dir), ForgetRequest.parse(TUNED_ON), Budget()
     out = HERE / "results" / f"tuned-{arguments.model}.json"
     trials = out.with_suffix(".trials.json")
-    found = read_json(trials)["attempts"] if trials.exists() else {}
-    done = {name: [Attempt(**attempt) for attempt in attempts] for name, attempts in found.items()}
     for name in chosen_methods(arguments.methods):
-        if name in FIXED or name in done or not serves(METHODS[name], request):
+        if name in FIXED or name in attempts_in(trials) or not serves(METHODS[name], request):
             continue
-        done[name] = tune(run, data, request, name, budget, watch=partial(tell, name))
-        write_tuning(out, run, request, done, budget)
+        found = tune(run, data, request, name, budget, watch=partial(tell, name))
+        with locked(out.with_suffix(".writing")):  # two processes may tune different methods
+            write_tuning(out, run, request, attempts_in(trials) | {name: found}, budget)
+
+
+def attempts_in(trials: Path) -> dict[str, list[Attempt]]:
+    found = read_json(trials)["attempts"] if trials.exists() else {}
+    return {name: [Attempt(**attempt) for attempt in attempts] for name, attempts in found.items()}
 
 
 def tell(name: str, number: int, trial: Attempt) -> None:
@@ -77,7 +81,7 @@ def tell(name: str, number: int, trial: Attempt) -> None:
 def measure(arguments: Any) -> None:
     is_federation = arguments.part == "federation"
     run = open_run(arguments.run) if is_federation else original(arguments.model, arguments.seed, arguments.data_dir)
-    settings = read_settings(HERE / "results" / f"tuned-{arguments.settings}.json", "published")
+    settings = read_settings(HERE / "results" / f"tuned-{arguments.settings or run.settings.model}.json", "published")
     for name, kind in METHODS.items():
         if issubclass(kind, Schedule):
             settings[name] = settings.get(name, {}) | {"epochs": arguments.epochs}
@@ -87,7 +91,7 @@ def measure(arguments: Any) -> None:
     names = [name for name in chosen_methods(arguments.methods) if name not in LEFT_OUT]
     about = {"run": run.path.name, "model": run.settings.model, "seed": run.settings.seed, "request": str(request)}
     about["engine"] = "federation" if is_federation else "central"
-    place = MODELS / f"{run.path.name}-{arguments.request.replace(':', '-')[:30]}"
+    place = MODELS / f"{run.path.name}-{request.word}"
     data = run.load_data(arguments.data_dir)
     where = {"references": arguments.references, "data_dir": arguments.data_dir}
     for name in names:

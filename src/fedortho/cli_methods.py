@@ -31,8 +31,7 @@ def compare_command(
 ) -> None:
     """Run methods from the same model, one after the other, and show how far each is from retraining, and its cost."""
     run, asked, names = open_run(run_path), ForgetRequest.parse(request), chosen_methods(methods)
-    words = "".join(sign if sign.isalnum() else "-" for sign in request)[:40].strip("-")
-    place = out_path or run_path.with_name(f"{run_path.name}-compared-{words}")
+    place = out_path or run_path.with_name(f"{run_path.name}-compared-{asked.word}")
     chosen = read_settings(settings, preset)
     with bars() as shown:
         task = shown.add_task("comparing", total=len(names), news="")

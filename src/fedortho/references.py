@@ -99,8 +99,7 @@ def train_reference(directory: Path, name: str, settings: TrainSettings, *, watc
 
 def reference_name(run: Run, request: ForgetRequest, settings: TrainSettings) -> str:
     """A readable directory name; two references of one run differ in it."""
-    words = "".join(sign if sign.isalnum() else "-" for sign in str(request))[:40].strip("-")
-    return f"{run.path.name}-without-{words}{'-plain' if settings.ortho == 0 else ''}-seed{settings.seed}"
+    return f"{run.path.name}-without-{request.word}{'-plain' if settings.ortho == 0 else ''}-seed{settings.seed}"
 
 
 def check_reference(run: Run, reference: Run, request: ForgetRequest) -> None:

@@ -66,6 +66,15 @@ class ForgetRequest:
         return shlex.join(f"{kind}:{','.join(words)}" for kind, words in parts if words)
 
     @property
+    def word(self) -> str:
+        """A short word for names of files; long requests may share it.
+
+        >>> ForgetRequest.parse("class:3,cat client:12").word
+        'class-3-cat-client-12'
+        """
+        return "".join(sign if sign.isalnum() else "-" for sign in str(self))[:40].strip("-")
+
+    @property
     def kind(self) -> str:
         """`class`, `client` or `samples`; `mixed` if it asks for more than one of them."""
         kinds = [k for k, words in zip(KINDS, (self.classes, self.clients, self.samples), strict=True) if words]
