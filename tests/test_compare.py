@@ -5,11 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from commands import told
 from small import SETTINGS
-from typer.testing import CliRunner
 
 from fedortho.accuracies import accuracies_of
-from fedortho.cli import app
 from fedortho.compare import Row, best, chosen_methods, compare, gaps, read_settings, settings_for, table
 from fedortho.errors import FedOrthoError, UnknownName
 from fedortho.federated.server import patches_of, train_federation
@@ -76,32 +75,23 @@ def test_retraining_is_done_once_and_every_outcome_is_a_run_of_its_own(run: Run,
 
 def test_the_command_shows_a_table_and_writes_results(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    told = invoke("compare", str(run.path), "class:3", "--methods", "retrain,ssd,logit-mask", "--out", str(out))
+    shown = told("compare", str(run.path), "class:3", "--methods", "retrain,ssd,logit-mask", "--out", str(out))
     for word in ("retrain", "ssd", "logit-mask", "gap", "seconds", "controls aside"):
-        assert word in told
-    rows = json.loads(invoke("compare", str(run.path), "class:3", "--methods", "ssd", "--out", str(out), "--json"))
+        assert word in shown
+    rows = json.loads(told("compare", str(run.path), "class:3", "--methods", "ssd", "--out", str(out), "--json"))
     assert rows[0]["verdict"]["forget"] == read_json(out / "ssd.json")["verdict"]["forget"]
     with pytest.raises(FedOrthoError, match="no method 'sdd'"):
-        invoke("compare", str(run.path), "class:3", "--methods", "sdd", "--out", str(out))
+        told("compare", str(run.path), "class:3", "--methods", "sdd", "--out", str(out))
 
 
 def test_the_command_tunes_and_what_it_writes_can_be_compared_with(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "tuned.json"
-    told = invoke("tune", "ssd", str(run.path), "class:3", "--out", str(file))
-    assert "budget: trials 6, images 10,000" in told
-    assert "trial 6" in told
+    shown = told("tune", "ssd", str(run.path), "class:3", "--out", str(file))
+    assert "budget: trials 6, images 10,000" in shown
+    assert "trial 6" in shown
     alpha = read_json(file)["ssd"]["alpha"]
-    invoke(
-        "compare", str(run.path), "class:3", "--methods", "ssd", "--settings", str(file), "--out", str(tmp_path / "o")
-    )
+    told("compare", str(run.path), "class:3", "--methods", "ssd", "--settings", str(file), "--out", str(tmp_path / "o"))
     assert read_json(tmp_path / "o" / "ssd.json")["settings"]["alpha"] == alpha
-
-
-def invoke(*words: str) -> str:
-    result = CliRunner().invoke(app, list(words))
-    if result.exception is not None:
-        raise result.exception
-    return result.stdout
 
 
 def test_what_a_method_cannot_serve_is_a_line_and_not_the_end(run: Run, tmp_path: Path) -> None:

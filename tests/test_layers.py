@@ -41,6 +41,7 @@ TIERS = [
     {"methods/__init__"},
     {"serve", "federated/__init__", "federated/wire"},
     {"federated/holder", "federated/exchange", "federated/rounds", "screen"},
+    {"federated/members"},
     {"federated/client", "federated/flower"},
     {"federated/worker"},
     {"federated/inprocess"},
@@ -53,7 +54,9 @@ TIERS = [
     {"verify", "illustrate"},
     {"report"},
     {"federated/deploy", "federated/jobs", "tune"},
-    {"cli_methods", "cli_evidence", "cli_report", "cli_verdict"},
+    {"cli_flags"},
+    {"cli_methods", "cli_evidence", "cli_report", "cli_verdict", "cli_federation"},
+    {"cli_forget"},
     {"__init__", "cli"},
 ]
 PACKAGE = Path(fedortho.__file__).parent

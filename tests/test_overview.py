@@ -2,21 +2,14 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from commands import told
 
-from fedortho.cli import app
 from fedortho.errors import BadCheckpoint, BadData
 from fedortho.files import write_json
 from fedortho.overview import list_runs
 from fedortho.runs import TrainSettings, train_run
 
 SETTINGS = TrainSettings(data="digits", model="small:TinyNet", epochs=1, batch=64, threads=1, crop=0, flip=0.0)
-
-
-def told(*words: object) -> str:
-    result = CliRunner().invoke(app, list(map(str, words)), catch_exceptions=False)
-    assert result.exit_code == 0
-    return result.stdout
 
 
 @pytest.fixture(scope="module")

@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from commands import told
 
 import fedortho as fo
 from fedortho.audits.contract import Audit
-from fedortho.cli import app
 from fedortho.errors import BadSetting, FedOrthoError, UnknownName
 from fedortho.files import read_json
 from fedortho.journal import check_journal
@@ -18,12 +17,6 @@ from fedortho.verify import NEVER_TESTED, Verdict, subject_of
 
 SETTINGS = TrainSettings(data="digits", model="small:SmallNet", epochs=6, crop=0, flip=0.0, threads=1, device="cpu")
 NAMES = ("C1", "C2", "C3", "C4", "C5", "C6")
-
-
-def told(*words: object) -> str:
-    result = CliRunner().invoke(app, list(map(str, words)), catch_exceptions=False)
-    assert result.exit_code == 0
-    return result.stdout
 
 
 @pytest.fixture(scope="module")

@@ -7,15 +7,12 @@ from typing import Annotated
 
 import typer
 
+from fedortho.cli_flags import AsJson, Asked, DataDir, RunPath
 from fedortho.compare import chosen_methods, compare, read_settings, table
 from fedortho.request import ForgetRequest
 from fedortho.runs import open_run
 from fedortho.screen import bars, out, say, words_table
 from fedortho.tune import Budget, tune, write_tuning
-
-RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="a run directory")]
-Asked = Annotated[str, typer.Argument(metavar="REQUEST", help="class:3, client:4, samples:FILE")]
-DataDir = Annotated[str, typer.Option("--data-dir", help="where the run's data lies on this machine")]
 
 
 def compare_command(
@@ -27,7 +24,7 @@ def compare_command(
     out_path: Annotated[Path | None, typer.Option("--out", help="directory of results (default: beside RUN)")] = None,
     references: Annotated[Path | None, typer.Option(help="directory of retrained runs (default: in --out)")] = None,
     data_dir: DataDir = "",
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON for machines")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run methods from the same model, one after the other, and show how far each is from retraining, and its cost."""
     run, asked, names = open_run(run_path), ForgetRequest.parse(request), chosen_methods(methods)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +13,7 @@ from rich.table import Table
 
 from fedortho.audits import AUDITS, BUDGETS, Membership
 from fedortho.audits.membership import audit_membership
+from fedortho.cli_flags import AsJson, DataDir, Device, RunPath
 from fedortho.data import Dataset
 from fedortho.devices import choose_device, using_threads
 from fedortho.engine import CentralEngine
@@ -32,26 +34,37 @@ from fedortho.request import ForgetRequest
 from fedortho.runs import FederateSettings, Run, open_run
 from fedortho.screen import bars, out, say, training_bar, words_table
 from fedortho.shadows import ShadowSettings
+from fedortho.train import Watch
 from fedortho.verify import Verdict, entry_for, judge_run
 
 COLOURS = {"PASS": "green", "FAIL": "bold red", "ERROR": "bold red", "NOT RUN": "yellow", "NO REFERENCE": "yellow"}
 
-RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="a run that has forgotten")]
-Asked = Annotated[str, typer.Argument(metavar="REQUEST", help="what it has forgotten (default: its last request)")]
+Judged = Annotated[str, typer.Argument(metavar="REQUEST", help="what it has forgotten (default: its last request)")]
 Budget = Annotated[str, typer.Option("--audit", help="quick (under a minute for small models), full or none")]
 Reference = Annotated[Path | None, typer.Option(help="a run that was trained --without what had to go")]
 References = Annotated[Path | None, typer.Option(help="directory of such runs (default: references beside RUN)")]
 Retrain = Annotated[bool, typer.Option("--retrain", help="train a reference if none is there, and keep it")]
 Original = Annotated[Path | None, typer.Option(help="the run before forgetting (default: where RUN came from)")]
 Shadows = Annotated[int, typer.Option(help="shadow models for the membership audit, 8 to 64; 0: leave it out")]
-DataDir = Annotated[str, typer.Option("--data-dir", help="where the run's data lies on this machine")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps")]
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON for machines")]
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """How a run is to be judged."""
+
+    audit: str = "quick"
+    reference: Path | None = None
+    references: Path | None = None
+    retrain: bool = False
+    only: tuple[str, ...] = ()  # audits
+    shadows: int = 0
+    data_dir: str = ""
+    device: str = "auto"
 
 
 def judge_command(
     run_path: RunPath,
-    request: Asked = "",
+    request: Judged = "",
     audit: Budget = "quick",
     reference: Reference = None,
     references: References = None,
@@ -64,19 +77,8 @@ def judge_command(
 ) -> None:
     """Judge a run that has forgotten: accuracies, membership, audits against a retrained model; writes verdict.json."""
     run = open_run(run_path)
-    verdict = judged(
-        run,
-        _asked(run, request),
-        run.load_data(data_dir),
-        original=original_of(run, original),
-        reference=reference,
-        references=references,
-        retrain=retrain,
-        audit=audit,
-        shadows=shadows,
-        data_dir=data_dir,
-        device=device,
-    )
+    wishes = Wishes(audit, reference, references, retrain, (), shadows, data_dir, device)
+    verdict = judged(run, _asked(run, request), run.load_data(data_dir), original_of(run, original), wishes)
     if as_json:
         typer.echo(json.dumps(verdict.as_mapping(), indent=2))
     else:
@@ -86,7 +88,7 @@ def judge_command(
 
 def audit_command(
     run_path: RunPath,
-    request: Asked = "",
+    request: Judged = "",
     attack: Annotated[str, typer.Option(help=f"one or several of {', '.join(AUDITS)}, with commas; empty: all")] = "",
     reference: Reference = None,
     references: References = None,
@@ -103,23 +105,11 @@ def audit_command(
     for word in only:
         if word not in AUDITS:
             raise unknown("audit", word, AUDITS)
+    wishes = Wishes("full", reference, references, retrain, tuple(only), shadows, data_dir, device)
     asked, before, found = _asked(run, request), original_of(run, original), {}
     for rounds in [0, *_rounds(run, after_rounds)]:
         audited = train_on(run, rounds) if rounds else run
-        found[rounds] = judged(
-            audited,
-            asked,
-            run.load_data(data_dir),
-            original=before,
-            reference=reference,
-            references=references,
-            retrain=retrain,
-            audit="full",
-            only=only,
-            shadows=shadows,
-            data_dir=data_dir,
-            device=device,
-        )
+        found[rounds] = judged(audited, asked, run.load_data(data_dir), before, wishes)
         if not as_json:
             later = f", {rounds} rounds later" if rounds else ""
             say(escape(f"{run.path}{later}: {found[rounds].request}: {found[rounds].label}"))
@@ -148,47 +138,26 @@ def _asked(run: Run, words: str) -> ForgetRequest:
     return ForgetRequest.parse(words or served[-1]["request"])
 
 
-def check_wishes(original: Run, request: ForgetRequest, audit: str, reference: Path | None) -> None:
+def check_wishes(original: Run, request: ForgetRequest, wishes: Wishes) -> None:
     """Refuse what cannot be, before anything is done."""
-    if audit not in BUDGETS:
-        raise unknown("audit budget", audit, BUDGETS)
-    if reference is not None:
-        check_reference(original, open_run(reference), request)
+    if wishes.audit not in BUDGETS:
+        raise unknown("audit budget", wishes.audit, BUDGETS)
+    if wishes.shadows and wishes.audit != "full":
+        raise BadSetting(f"--shadows {wishes.shadows} belongs to --audit full, not to --audit {wishes.audit}")
+    if wishes.reference is not None:
+        check_reference(original, open_run(wishes.reference), request)
 
 
-def judged(
-    run: Run,
-    request: ForgetRequest,
-    data: Dataset,
-    *,
-    original: Run,
-    reference: Path | None = None,
-    references: Path | None = None,
-    retrain: bool = False,
-    audit: str = "quick",
-    only: Sequence[str] = (),
-    shadows: int = 0,
-    data_dir: str = "",
-    device: str = "auto",
-) -> Verdict:
+def judged(run: Run, request: ForgetRequest, data: Dataset, original: Run, wishes: Wishes) -> Verdict:
     """Find or train the references, judge, and tell the journal."""
-    check_wishes(original, request, audit, reference)
-    if shadows and audit != "full":
-        raise BadSetting(f"--shadows {shadows} belongs to --audit full, not to --audit {audit}")
+    check_wishes(original, request, wishes)
     entry = entry_for(run, request)
-    place = choose_device(device)
-    kept = references or run.path.parent / "references"
+    place = choose_device(wishes.device)
+    kept = wishes.references or run.path.parent / "references"
     with bars() as shown, using_threads(original.settings.threads):
-        found = [open_run(reference)] if reference else find_references(original, request, references, data_dir)
-        found = found or find_references(original, request, kept, data_dir)  # where compare and --retrain put them
-        while retrain and len(found) < (2 if audit == "full" else 1):  # the distance needs a second one
-            used = {run.settings.seed for run in found}
-            seed = next(n for n in range(original.settings.seed, 10**6) if n not in used)
-            settings = reference_settings(original, request, seed=seed, data_dir=data_dir)
-            name = reference_name(original, request, settings)
-            found.append(train_reference(kept, name, settings, watch=training_bar(shown)))
+        found = _references(original, request, kept, wishes, training_bar(shown))
         task = shown.add_task("judging", total=None, news="")
-        membership = _membership(original, request, entry, kept, shadows, place) if shadows else None
+        membership = _membership(original, request, entry, kept, wishes.shadows, place) if wishes.shadows else None
         verdict = judge_run(
             run,
             request,
@@ -196,8 +165,8 @@ def judged(
             original,
             reference=found[0] if found else None,
             second=found[1] if len(found) > 1 else None,
-            audit=audit,
-            only=only,
+            audit=wishes.audit,
+            only=wishes.only,
             device=place,
             watch=lambda title: shown.update(task, description=f"judging: {title}"),
             membership=membership,
@@ -212,6 +181,21 @@ def judged(
         details={"label": verdict.label},
     )
     return verdict
+
+
+def _references(original: Run, request: ForgetRequest, kept: Path, wishes: Wishes, watch: Watch) -> list[Run]:
+    """The retrained models to judge by; if wished, trained: one, or two for the full audits' distance."""
+    if wishes.reference is not None:
+        found = [open_run(wishes.reference)]
+    else:  # where the user says, or else beside the original and where compare and --retrain put them
+        found = find_references(original, request, wishes.references, wishes.data_dir)
+        found = found or find_references(original, request, kept, wishes.data_dir)
+    while wishes.retrain and len(found) < (2 if wishes.audit == "full" else 1):
+        used = {run.settings.seed for run in found}
+        seed = next(n for n in range(original.settings.seed, 10**6) if n not in used)
+        settings = reference_settings(original, request, seed=seed, data_dir=wishes.data_dir)
+        found.append(train_reference(kept, reference_name(original, request, settings), settings, watch=watch))
+    return found
 
 
 def _membership(

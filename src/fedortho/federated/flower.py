@@ -3,7 +3,7 @@
 import copy
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,8 @@ from torch import nn
 from fedortho.adapters import base_tensors
 from fedortho.engine import Ask, Course, Group, Tally, as_course, fresh_model
 from fedortho.errors import BadCheckpoint, FedOrthoError
-from fedortho.federated.exchange import Line, bytes_of, exchange_of
+from fedortho.federated.exchange import bytes_of, exchange_of
+from fedortho.federated.members import About, Members, few
 from fedortho.federated.rounds import Order, RunningMean, checked, entry_of
 from fedortho.federated.wire import (
     BadReply,
@@ -32,10 +33,7 @@ from fedortho.federation import Federation, sample_clients
 from fedortho.files import read_tensors, tensors_digest, write_tensors
 from fedortho.lessons import step_seed
 from fedortho.observe import Observation
-from fedortho.prune import Patch
 from fedortho.recipe import Recipe, learning_rate
-from fedortho.request import EmptyGroup, ForgetRequest
-from fedortho.serve import joined
 from fedortho.settings import as_mapping
 from fedortho.train import Epoch, Mask
 
@@ -44,16 +42,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 AT_ONCE = 12  # candidates in one exchange
-
-
-@dataclass(frozen=True)
-class About:
-    """What clients need to know of the common task."""
-
-    names: tuple[str, ...]
-    shape: tuple[int, int, int]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -69,7 +57,7 @@ class News:
     history: tuple[Epoch, ...]
 
 
-class FlowerEngine:
+class FlowerEngine(Members):
     """An engine whose images lie with clients."""
 
     at_once = AT_ONCE
@@ -87,27 +75,16 @@ class FlowerEngine:
         build: Callable[[int], nn.Module] | None = None,
         local_epochs: int = 1,
     ) -> None:
-        self.federation, self.about, self.seed = federation, about, seed
-        self.left = frozenset(left)  # by earlier requests: nobody waits for them
-        self.build, self.local_epochs = build, local_epochs
-        self.line = Line(grid, federation.timeout, federation.quorum)
+        super().__init__(grid, federation, about, left)
+        self.seed, self.build, self.local_epochs = seed, build, local_epochs
         self._read = self._trained = self._withheld = 0
-        self._told = {"names": about.names, "mean": about.mean, "std": about.std}
-        self.clients = self.hello()
+        self._tail_flops = 0.0
         self.contacts = dict.fromkeys(range(federation.clients), 0)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.about.names
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        return self.about.shape
 
     @property
     def tally(self) -> Tally:
         up, down = bytes_of(self.line.log)
-        return Tally(self._read, self._trained, len(self.line.log), up, down, self._withheld)
+        return Tally(self._read, self._trained, len(self.line.log), up, down, self._tail_flops, self._withheld)
 
     def fresh(self, seed: int) -> nn.Module:
         return fresh_model(self.build, seed)
@@ -115,21 +92,6 @@ class FlowerEngine:
     def add_work(self, *, read: int = 0, trained: int = 0) -> None:
         self._read += read
         self._trained += trained
-
-    def hello(self) -> dict[int, Note]:
-        """Who is there, by client number."""
-        expected = set(range(self.federation.clients)) - self.left
-        found = self.line.gather("query.hello", pack({}, {"about": self._told}), len(expected))
-        strange = [client for client in found if not 0 <= client < self.federation.clients]
-        if strange:
-            raise FedOrthoError(f"client {strange[0]} is none of the {self.federation.clients} of this federation")
-        if missing := sorted(expected - found.keys()):
-            logger.warning("%d of %d clients are not there: %s", len(missing), self.federation.clients, _few(missing))
-        return found
-
-    def present(self) -> list[int]:
-        """Clients that are there and have not left."""
-        return [client for client, note in self.clients.items() if not note["left"] and client not in self.left]
 
     # training
 
@@ -199,7 +161,7 @@ class FlowerEngine:
             if told:
                 return entry_of(turn, told, time.monotonic() - started)
             left = [client for client in left if client not in chosen]
-        raise FedOrthoError(f"round {turn + 1}: none of the clients {_few(there)} has images to train on")
+        raise FedOrthoError(f"round {turn + 1}: none of the clients {few(there)} has images to train on")
 
     def _averaged(
         self, current: nn.Module, order: Order, turn: int, chosen: Sequence[int], progress: Callable[[int, int], None]
@@ -262,7 +224,7 @@ class FlowerEngine:
             seed=seed,
         )
         aligns = self.contacts[client] >= self.federation.warmup_contacts
-        about = {"about": self._told, "classes": len(self.names), "channels": self.shape[0]}
+        about = {"about": self.told, "classes": len(self.names), "channels": self.shape[0]}
         return about | {"round": turn, "recipe": as_mapping(local), "align": aligns}
 
     def _resume(self, path: Path | None, identity: str, current: nn.Module) -> tuple[int, list[Epoch]]:
@@ -289,7 +251,7 @@ class FlowerEngine:
         digest = tensors_digest(model.state_dict())
         there = self.present()
         tensors, notes = pack_asks(asks)
-        order = {"model": digest, "asks": notes, "share": max(len(there), 1), "about": self._told}
+        order = {"model": digest, "asks": notes, "share": max(len(there), 1), "about": self.told}
         content = pack(tensors, order | {"least-group": self.federation.least_group})
         blank, total = blank_observations(model, self.about.shape, self.names, asks), None
         for client, answer, note in self.line.ask("query.observe", dict.fromkeys(there, content)):
@@ -299,92 +261,17 @@ class FlowerEngine:
                 continue
             try:
                 withheld, read, trained = (int(note[key]) for key in ("withheld", "read", "trained"))
+                tried = float(note["tail-flops"])
                 total = add_observations(blank if total is None else total, unpack_observations(answer, asks))
             except (FedOrthoError, KeyError, TypeError, ValueError, RuntimeError) as error:
                 exchange.reject(client, f"its sums do not fit ({type(error).__name__})")
                 continue
             self._withheld += withheld
+            self._tail_flops += tried
             self.add_work(read=read, trained=trained)
         if total is None:
             raise FedOrthoError(f"no client has the model {digest[:12]}; send it with fedortho federate")
         return total
-
-    def check(self, request: ForgetRequest, forgotten: ForgetRequest | None) -> None:
-        request.labels(self.names)
-        for client in request.clients:
-            if not 0 <= client < self.federation.clients:
-                raise FedOrthoError(f"no client {client}; clients run 0 to {self.federation.clients - 1}")
-            if client in self.left or self.clients.get(client, {}).get("left"):
-                raise EmptyGroup(f"client {client} has left already; there is nothing to forget")
-            if client not in self.clients:
-                raise FedOrthoError(
-                    f"client {client} is not connected, and what it contributed is known only on its own disk; "
-                    "start its node, or retrain without it"
-                )
-        own = any(note["own"] for note in self.clients.values())
-        if own and any("/" not in word for word in request.samples):
-            raise FedOrthoError("clients have images of their own: name samples as client/row, such as 3/17")
-        if again := [w for w in request.classes if forgotten is not None and w in forgotten.classes]:
-            raise EmptyGroup(f"class:{again[0]} selects none of the images: it was forgotten before")
-
-    # models and patches
-
-    def send_model(
-        self,
-        model: nn.Module,
-        clients: Sequence[int] | None = None,
-        *,
-        ledger: bool = True,
-        gone: ForgetRequest | None = None,
-    ) -> list[int]:
-        """Give clients the model that requests will be about, and what it forgot; returns those that have it."""
-        chosen = self.present() if clients is None else list(clients)
-        note = {"ledger": ledger, "about": self._told, "gone": None if gone is None else asdict(gone)}
-        content = pack(prefixed("model.", model.state_dict()), note)
-        digest = tensors_digest(model.state_dict())
-        return self._confirmed("train.keep", dict.fromkeys(chosen, content), digest)
-
-    def send_patch(
-        self, patch: Patch, request: ForgetRequest | None, clients: Sequence[int] | None = None
-    ) -> list[int]:
-        """Have clients apply a patch and drop what it is about; returns those that did."""
-        chosen = self.present() if clients is None else list(clients)
-        tensors, note = replace(patch, note={}).packed()
-        content = pack(tensors, {"patch": note, "request": None if request is None else asdict(request)})
-        done = self._confirmed("train.patch", dict.fromkeys(chosen, content), patch.after)
-        for client in done:
-            self.clients[client]["left"] = request is not None and client in request.clients
-        return done
-
-    def _confirmed(self, kind: str, contents: Mapping[int, Any], digest: str) -> list[int]:
-        done = []
-        for client, _, note in self.line.ask(kind, contents):
-            if note.get("model") == digest:
-                done.append(client)
-                self.clients[client]["model"] = digest
-            else:
-                self.line.log[-1].reject(client, _refusal(note, digest))
-        return done
-
-    def bring_up_to_date(
-        self, model: nn.Module, patches: Sequence[tuple[Patch, ForgetRequest | None]], *, ledger: bool = True
-    ) -> None:
-        """Find clients with an older model by its digest and send what they missed; unknown ones get the model."""
-        digest = tensors_digest(model.state_dict())
-        for patch, request in patches:
-            late = [c for c, note in self.clients.items() if note["model"] == patch.before and not note["left"]]
-            if late:
-                logger.warning("clients %s missed a patch: it is sent again", _few(late))
-                self.send_patch(patch, request, late)
-        strangers = [client for client in self.present() if self.clients[client]["model"] != digest]
-        if strangers:
-            gone = joined([request for _, request in patches if request is not None])
-            self.send_model(model, strangers, ledger=ledger, gone=gone)
-
-
-def _refusal(note: Note, digest: str) -> str:
-    told = {"past": f"will not take {digest[:12]} back: it was patched away", "left": "has left"}
-    return told.get(note.get("status", ""), f"has the model {str(note.get('model'))[:12]}, not {digest[:12]}")
 
 
 def _with_note(shared: Any, note: Note) -> Any:
@@ -406,7 +293,3 @@ def _identity(model: nn.Module, order: Order, federation: Federation) -> str:
     what = str(pack_group(group) if order.course == as_course(group) else note)
     parts = [tensors_digest(model.state_dict()), what, str(order.recipe), str(lasting), str(order.local_epochs)]
     return "|".join(parts + [tensors_digest(held) for held in (tensors, order.trainable) if held])
-
-
-def _few(clients: Sequence[int]) -> str:
-    return ", ".join(map(str, clients[:5])) + (" …" if len(clients) > 5 else "")

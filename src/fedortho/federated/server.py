@@ -20,7 +20,8 @@ from fedortho.engine import Ask, CentralEngine, Group
 from fedortho.errors import BadSetting, FedOrthoError
 from fedortho.federated import switch_off
 from fedortho.federated.client import client_app, federate_settings
-from fedortho.federated.flower import About, FlowerEngine, News
+from fedortho.federated.flower import FlowerEngine, News
+from fedortho.federated.members import About
 from fedortho.federation import held_rows
 from fedortho.files import locked, read_json, write_json
 from fedortho.methods.fedortho import ForgetSettings
