@@ -11,7 +11,7 @@ from fedortho.data import Dataset
 from fedortho.engine import Ask, CentralEngine, Course, Group, Part
 from fedortho.lessons import Aim, Manner
 from fedortho.methods.unsir import Unsir
-from fedortho.probe import Probe
+from fedortho.probe import NOTHING, Probe
 from fedortho.recipe import Recipe
 from fedortho.request import ForgetRequest
 
@@ -51,6 +51,18 @@ def test_probes_are_counted_as_passes_of_their_kind(digits: Dataset) -> None:
     assert (meter.cost().images_read, meter.cost().images_trained) == (0, len(digits.train))
     meter.measure(model, [Ask((Group(),), Probe("peaks"))])
     assert (meter.cost().images_read, meter.cost().images_trained) == (len(digits.train), len(digits.train))
+
+
+def test_candidates_cost_a_pass_through_the_tail_each(digits: Dataset) -> None:
+    model = TinyNet(classes=10)
+    meter, number = Meter(CentralEngine(digits), model), len(digits.valid)
+    meter.measure(model, [Ask((Group("valid"),), Probe("right", patches=(NOTHING,) * 3))])
+    side = SHAPE[1] * SHAPE[2]
+    tail = 2 * 12 * 8 * 9 * side + 2 * 12 * 10  # the last convolution and the classifier
+    assert meter.cost().flops == number * (flops_per_image(model, SHAPE)[0] + 3 * tail)
+    meter.measure(model, [Ask((Group("valid"),), Probe("right", patches=(NOTHING,) * 2))])
+    assert meter.cost().images_read == number, "what the tail receives is remembered"
+    assert meter.cost().flops == number * (flops_per_image(model, SHAPE)[0] + 5 * tail)
 
 
 def test_noise_that_a_method_makes_by_itself_is_counted_too(digits: Dataset) -> None:

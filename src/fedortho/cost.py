@@ -4,10 +4,12 @@ import copy
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
 
+from fedortho.devices import flops_of
 from fedortho.engine import Ask, Course, Engine, Group, Tally
 from fedortho.errors import FedOrthoError
 from fedortho.observe import Observation
@@ -35,25 +37,24 @@ def flops_per_image(model: nn.Module, shape: tuple[int, int, int]) -> tuple[int,
     >>> flops_per_image(nn.Sequential(nn.Conv2d(1, 2, 3, bias=False)), (1, 5, 5))
     (324, 648)
     """
-    from torch.utils.flop_counter import FlopCounterMode
-
     twin = copy.deepcopy(model).cpu().eval()
     inputs = torch.zeros(2, *shape)
-    counts = []
-    for backward in (False, True):
-        with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(backward):
+
+    def work(backward: bool) -> None:
+        with torch.set_grad_enabled(backward):
             outputs = twin(inputs)
-            if backward and outputs.requires_grad:
+            if outputs.requires_grad:
                 outputs.sum().backward()
-        counts.append(counter.get_total_flops() // len(inputs))
-    return counts[0], counts[1]
+
+    forward, both = (flops_of(partial(work, backward)) // len(inputs) for backward in (False, True))
+    return forward, both
 
 
 class Meter:
     """An engine that passes everything on to another and adds up what it took.
 
-    FLOPs are those of one step per network, times the images of the steps that ran. Trials of candidates on what
-    the front of a network has computed before are part of the pass that computed it.
+    FLOPs are those of one step per network, times the images of the steps that ran; a candidate that is tried on what
+    the front of a network has computed before counts with the rest of it only.
     """
 
     def __init__(self, engine: Engine, model: nn.Module) -> None:
@@ -113,7 +114,7 @@ class Meter:
     def _count(self, model: nn.Module, before: Tally) -> None:
         spent = self.engine.tally.since(before)
         forward, step = flops_per_image(model, self.shape)
-        self.flops += forward * spent.images_read + step * spent.images_trained
+        self.flops += forward * spent.images_read + step * spent.images_trained + spent.tail_flops
 
     def cost(self) -> Cost:
         """What it came to since the meter was made."""

@@ -103,6 +103,7 @@ class Tally:
     exchanges: int = 0
     bytes_up: int = 0  # from all clients together
     bytes_down: int = 0
+    tail_flops: float = 0.0  # of candidates, which run only the tail of a network
     withheld: int = 0  # groups that clients did not tell of, because they are too small
 
     def since(self, before: "Tally") -> "Tally":
@@ -215,13 +216,14 @@ class CentralEngine:
 
     def measure(self, model: nn.Module, asks: Sequence[Ask]) -> list[list[Observation]]:
         model, memory = self._remembered(model)
-        read, trained = memory.images_read, memory.images_trained
+        read, trained, tried = memory.images_read, memory.images_trained, memory.tail_flops
         found = []
         for ask in asks:
             groups = [self._images(group) for group in ask.groups]
             probe = replace(ask.probe, by_label=ask.probe.by_label or ask.probe.kind == "peaks")  # nobody to protect
             found.append(answer(model, self.data.train, groups, probe, memory=memory, device=self.device))
         self.add_work(read=memory.images_read - read, trained=memory.images_trained - trained)
+        self.tally.tail_flops += memory.tail_flops - tried
         return found
 
     def check(self, request: ForgetRequest, forgotten: ForgetRequest | None) -> None:

@@ -6,7 +6,7 @@ receives, which is computed once.
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedortho.data import Images, evaluation_batches
+from fedortho.devices import flops_of
 from fedortho.errors import BadData, unknown
 from fedortho.observe import Observation, key_of, observe
 from fedortho.prune import Patch, edit_in_place
@@ -55,10 +56,20 @@ class Memory:
     """What a holder has computed for one model and need not compute again."""
 
     ledger: Observation | None = None
-    tails: dict[tuple[object, ...], tuple[Cut, Tensor]] | None = None  # None: nothing is remembered
+    tails: dict[tuple[object, ...], "Tail"] | None = None  # None: nothing is remembered
     looked: dict[tuple[object, ...], Observation] | None = None
     images_read: int = 0  # forward passes
     images_trained: int = 0  # forward and backward passes
+    tail_flops: float = 0.0  # of candidates, behind the cut
+
+
+@dataclass(frozen=True)
+class Tail:
+    """What candidates are tried on: the cut, what these images are there, and what a pass from there on costs."""
+
+    cut: Cut
+    inputs: Tensor
+    flops: float
 
 
 def answer(
@@ -136,10 +147,8 @@ def _inputs(images: Images, device: torch.device | str) -> Tensor:
     return images.normalise(images.pixels[images.rows].to(device))
 
 
-def _tail(
-    model: nn.Module, images: Images, probe: Probe, memory: Memory, device: torch.device | str
-) -> tuple[Cut, Tensor]:
-    """Where the network is cut before the first kernel that candidates edit, and what these images are there."""
+def _tail(model: nn.Module, images: Images, probe: Probe, memory: Memory, device: torch.device | str) -> Tail:
+    """The network is cut before the first kernel that candidates edit."""
     key = (probe.layers, probe.edit, probe.tap, images.rows.numpy().tobytes())
     if memory.tails is not None and key in memory.tails:
         return memory.tails[key]
@@ -148,11 +157,24 @@ def _tail(
     sites = find_sites(model, images.shape, probe.layers, probe.edit, probe.tap)
     inputs = _inputs(images, device)
     cut = find_cut(model, sites, inputs[:2])
-    found = cut, tail_inputs(model, cut, inputs)
+    remembered = tail_inputs(model, cut, inputs)
+    with torch.no_grad():
+        of_one = flops_of(lambda: run_tail(cut_model(model, cut), cut, remembered[:1]))
+    found = Tail(cut, remembered, float(of_one * len(images)))
     memory.images_read += len(images)
     if memory.tails is not None:
         memory.tails[key] = found
     return found
+
+
+def _tried(
+    model: nn.Module, images: Images, probe: Probe, memory: Memory, device: torch.device | str
+) -> Iterator[tuple[int, nn.Module, Tail]]:
+    """Every candidate by number, as a cut model of its own, with what it is tried on."""
+    for number, patch in enumerate(probe.patches):
+        tail = _tail(model, images, probe, memory, device)
+        memory.tail_flops += tail.flops
+        yield number, edit_in_place(cut_model(model, tail.cut), patch), tail
 
 
 def _right(
@@ -161,10 +183,9 @@ def _right(
     """How many answers of each candidate are right, by label."""
     sums = {f"{number}": torch.zeros(whole.classes, 1, dtype=torch.float64) for number in range(len(probe.patches))}
     if len(group):
-        cut, remembered = _tail(model, group, probe, memory, device)
-        for number, patch in enumerate(probe.patches):
+        for number, twin, tail in _tried(model, group, probe, memory, device):
             with torch.no_grad():
-                answers = run_tail(edit_in_place(cut_model(model, cut), patch), cut, remembered).argmax(1).cpu()
+                answers = run_tail(twin, tail.cut, tail.inputs).argmax(1).cpu()
             right = group.labels[answers == group.labels]
             sums[f"{number}"] = torch.bincount(right, minlength=whole.classes).double().unsqueeze(1)
     return Observation(sums, torch.bincount(group.labels, minlength=whole.classes))
@@ -184,23 +205,25 @@ def _moments(
     model: nn.Module, whole: Images, group: Images, probe: Probe, memory: Memory, device: torch.device | str
 ) -> Observation:
     """First and second moments of batch-norm inputs, as each candidate's own batch statistics give them."""
-    sums, count = {}, 0
-    usable = len(group) > 1  # batch statistics of one image are no statistics
-    for number, patch in enumerate(probe.patches):
-        means, variances = {}, {}
-        if usable:
-            cut, remembered = _tail(model, group, probe, memory, device)
-            twin = edit_in_place(cut_model(model, cut), patch)
-            buffers, count = repair(twin, cut, probe.norms, remembered)
-            means = {n: buffers[f"{n}.running_mean"].double().cpu() for n in probe.norms}
-            variances = {n: buffers[f"{n}.running_var"].double().cpu() for n in probe.norms}
-        for norm in probe.norms:
-            width = model.get_buffer(f"{norm}.running_mean").numel()
-            mean = means.get(norm, torch.zeros(width, dtype=torch.float64))
-            square = variances.get(norm, torch.zeros(width, dtype=torch.float64)) + mean.square()
-            sums[f"{number}:{norm}:mean"] = count * mean.unsqueeze(0)
-            sums[f"{number}:{norm}:square"] = count * square.unsqueeze(0)
+    widths = {norm: model.get_buffer(f"{norm}.running_mean").numel() for norm in probe.norms}
+    sums, count = _no_moments(widths, probe), 0
+    if len(group) > 1:  # batch statistics of one image are no statistics
+        for number, twin, tail in _tried(model, group, probe, memory, device):
+            buffers, count = repair(twin, tail.cut, probe.norms, tail.inputs)
+            for norm in probe.norms:
+                mean, variance = (buffers[f"{norm}.running_{kind}"].double().cpu() for kind in ("mean", "var"))
+                sums[f"{number}:{norm}:mean"] = count * mean.unsqueeze(0)
+                sums[f"{number}:{norm}:square"] = count * (variance + mean.square()).unsqueeze(0)
     return Observation(sums, torch.tensor([count]))
+
+
+def _no_moments(widths: Mapping[str, int], probe: Probe) -> dict[str, Tensor]:
+    return {
+        f"{number}:{norm}:{kind}": torch.zeros(1, width, dtype=torch.float64)
+        for number in range(len(probe.patches))
+        for norm, width in widths.items()
+        for kind in ("mean", "square")
+    }
 
 
 def _layer(
@@ -208,15 +231,11 @@ def _layer(
 ) -> Observation:
     """Sums of one batch norm's inputs and of their squares, by each candidate as it is; exact on any partition."""
     (norm,) = probe.norms
-    width = model.get_buffer(f"{norm}.running_mean").numel()
-    sums: dict[str, Tensor] = {}
-    count = 0
-    for number, patch in enumerate(probe.patches):
-        total = torch.zeros(2, width, dtype=torch.float64)
-        if len(group):
-            cut, remembered = _tail(model, group, probe, memory, device)
-            total, count = norm_sums(edit_in_place(cut_model(model, cut), patch), cut, norm, remembered)
-        sums |= {f"{number}:{norm}:mean": total[:1], f"{number}:{norm}:square": total[1:]}
+    sums, count = _no_moments({norm: model.get_buffer(f"{norm}.running_mean").numel()}, probe), 0
+    if len(group):
+        for number, twin, tail in _tried(model, group, probe, memory, device):
+            total, count = norm_sums(twin, tail.cut, norm, tail.inputs)
+            sums |= {f"{number}:{norm}:mean": total[:1], f"{number}:{norm}:square": total[1:]}
     return Observation(sums, torch.tensor([count]))
 
 
@@ -224,17 +243,15 @@ def _classifier(
     model: nn.Module, whole: Images, group: Images, probe: Probe, memory: Memory, device: torch.device | str
 ) -> Observation:
     """Sums of the classifier's inputs and of their squares, for each candidate."""
-    sums = {}
     linear = model.get_submodule(probe.classifier)
     assert isinstance(linear, nn.Linear)
-    for number, patch in enumerate(probe.patches):
-        given = torch.zeros(0, linear.in_features, dtype=torch.float64)
-        if len(group):
-            cut, remembered = _tail(model, group, probe, memory, device)
-            twin = edit_in_place(cut_model(model, cut), patch)
-            given = classifier_inputs(twin, cut, probe.classifier, remembered).cpu()
-        sums[f"{number}:sum"] = given.sum(0, keepdim=True)
-        sums[f"{number}:square"] = given.square().sum(0, keepdim=True)
+    nothing = torch.zeros(1, linear.in_features, dtype=torch.float64)
+    sums = {f"{number}:{kind}": nothing for number in range(len(probe.patches)) for kind in ("sum", "square")}
+    if len(group):
+        for number, twin, tail in _tried(model, group, probe, memory, device):
+            given = classifier_inputs(twin, tail.cut, probe.classifier, tail.inputs).cpu()
+            sums[f"{number}:sum"] = given.sum(0, keepdim=True)
+            sums[f"{number}:square"] = given.square().sum(0, keepdim=True)
     return Observation(sums, torch.tensor([len(group)]))
 
 

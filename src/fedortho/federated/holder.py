@@ -233,8 +233,8 @@ class Holder:
             withheld += sum(small)
             groups = [g.subset([]) if few else g for g, few in zip(groups, small, strict=True)]
             found.append(answer(model, held[0], groups, ask.probe, memory=memory, device=device))
-        told = {"client": self.client, "withheld": withheld}
-        told |= {"read": memory.images_read, "trained": memory.images_trained}
+        told: Note = {"client": self.client, "withheld": withheld}
+        told |= {"read": memory.images_read, "trained": memory.images_trained, "tail-flops": memory.tail_flops}
         return pack_observations(found, asks), told
 
     def patch(self, tensors: Tensors, note: Note) -> Reply:
