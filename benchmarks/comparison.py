@@ -7,28 +7,28 @@
 Networks are those of benchmarks/manifest.py, which says how the class was drawn. `tune` gives every method six trials
 of 10,000 images and at most two epochs on validation images of seed 0 and another class; `compare` lets each method
 that trains go once over the data (a sixth of retraining), at the rate that tuning found. Both go on where they were
-stopped. Results: benchmarks/results/tuned-MODEL.json (with .trials.json) and comparison.json; models: runs/comparison.
+stopped. Settings go to src/fedortho/tuned, results to benchmarks/results/comparison.json, models to runs/comparison.
 """
 
 import argparse
 import json
 import sys
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from manifest import REPORTED, RUNS, TUNED_ON, original
 
-from fedortho.compare import chosen_methods, compare, read_settings
-from fedortho.files import locked, read_json
+from fedortho.compare import chosen_methods, compare
+from fedortho.files import locked
 from fedortho.methods import METHODS
-from fedortho.methods.contract import Schedule, serves
+from fedortho.methods.contract import Schedule
+from fedortho.presets import TUNED, read_settings
 from fedortho.request import ForgetRequest
 from fedortho.results import write_results
 from fedortho.runs import open_run
 from fedortho.settings import field_types
-from fedortho.tune import FIXED, Attempt, Budget, tune, write_tuning
+from fedortho.tune import Attempt, tune_all
 
 HERE = Path(__file__).parent
 OUT = HERE / "results" / "comparison.json"
@@ -47,7 +47,6 @@ def main() -> None:
     parser.add_argument("--request", default=REPORTED)
     parser.add_argument("--references", type=Path, default=RUNS)
     parser.add_argument("--methods", default="all")
-    parser.add_argument("--settings", help="the model whose tuned settings are used (default: its own)")
     parser.add_argument("--epochs", type=int, default=1, help="passes (in a federation rounds) of methods that train")
     arguments = parser.parse_args()
     if arguments.part == "tune":
@@ -58,20 +57,8 @@ def main() -> None:
 
 def find_settings(arguments: Any) -> None:
     run = original(arguments.model, 0, arguments.data_dir)
-    data, request, budget = run.load_data(arguments.data_dir), ForgetRequest.parse(TUNED_ON), Budget()
-    out = HERE / "results" / f"tuned-{arguments.model}.json"
-    trials = out.with_suffix(".trials.json")
-    for name in chosen_methods(arguments.methods):
-        if name in FIXED or name in attempts_in(trials) or not serves(METHODS[name], request):
-            continue
-        found = tune(run, data, request, name, budget, watch=partial(tell, name))
-        with locked(out.with_suffix(".writing")):  # two processes may tune different methods
-            write_tuning(out, run, request, attempts_in(trials) | {name: found}, budget)
-
-
-def attempts_in(trials: Path) -> dict[str, list[Attempt]]:
-    found = read_json(trials)["attempts"] if trials.exists() else {}
-    return {name: [Attempt(**attempt) for attempt in attempts] for name, attempts in found.items()}
+    out, request = TUNED / f"cifar10-{arguments.model}.json", ForgetRequest.parse(TUNED_ON)
+    tune_all(run, run.load_data(arguments.data_dir), request, chosen_methods(arguments.methods), out, watch=tell)
 
 
 def tell(name: str, number: int, trial: Attempt) -> None:
@@ -81,7 +68,7 @@ def tell(name: str, number: int, trial: Attempt) -> None:
 def measure(arguments: Any) -> None:
     is_federation = arguments.part == "federation"
     run = open_run(arguments.run) if is_federation else original(arguments.model, arguments.seed, arguments.data_dir)
-    settings = read_settings(HERE / "results" / f"tuned-{arguments.settings or run.settings.model}.json", "published")
+    settings = read_settings(run, "tuned")
     for name, kind in METHODS.items():
         if issubclass(kind, Schedule):
             settings[name] = settings.get(name, {}) | {"epochs": arguments.epochs}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fedortho.compare import compare, read_settings
+from fedortho.compare import compare
 from fedortho.data import Dataset, Images, evaluation_batches
 from fedortho.engine import draw
 from fedortho.federated.server import train_federation
@@ -27,6 +27,7 @@ from fedortho.figures.style import finding_of, png
 from fedortho.ledger import load_ledger
 from fedortho.methods.fedortho import ForgetSettings, plan_forgetting, trace_frontier
 from fedortho.observe import Observation
+from fedortho.presets import read_settings
 from fedortho.recipe import Recipe
 from fedortho.references import find_reference, reference_settings
 from fedortho.request import ForgetRequest
@@ -210,7 +211,7 @@ def cost(bench: Bench) -> "Figure":
         ForgetRequest.parse("class:3"),
         METHODS,
         place / "fashion-mini-compared",
-        settings=read_settings(None, "short"),
+        settings=read_settings(run, "short"),
     )
     return costs.cost_figure({row.method: row.cost for row in rows if row.cost is not None})
 

@@ -1,10 +1,12 @@
 """Verdict pages for the outcomes of benchmarks/comparison.py: what audits find in each method's model.
 
-    python benchmarks/verdicts.py --data-dir ../shared/data [--methods fedortho,ssd] [--audit full]
+    python benchmarks/verdicts.py --data-dir ../shared/data
+    python benchmarks/verdicts.py --data-dir ../shared/data --audit full --shadows 16 --models vgg-mini --seeds 0
 
 For every network of the manifest and every method: metrics and the quick audits, C5 too where a second reference is
 there, against the reference of the network's own seed. `retrain` is a second retrained model, of another seed. Goes on
-where it was stopped; pages go to benchmarks/verdicts/NETWORK-METHOD.json and .txt, a summary to results/verdicts.json.
+where it was stopped; pages go to benchmarks/verdicts/NETWORK-METHOD.json and .txt (those of the full audits end in
+-full), a summary to results/verdicts.json.
 """
 
 import argparse
@@ -19,7 +21,7 @@ from manifest import REPORTED, RUNS, SEEDS
 
 from fedortho.audits.contract import Audit
 from fedortho.audits.sight import Known
-from fedortho.cli_verdict import print_verdict
+from fedortho.cli_verdict import print_verdict, shadowed
 from fedortho.cost import Cost
 from fedortho.errors import FedOrthoError
 from fedortho.files import write_json, write_text
@@ -42,12 +44,15 @@ def main() -> None:
     parser.add_argument("--data-dir", default="../shared/data")
     parser.add_argument("--models", default=",".join(SEEDS))
     parser.add_argument("--methods", default=METHODS)
+    parser.add_argument("--seeds", default="0,1,2", help="of the originals")
     parser.add_argument("--audit", default="quick", help="quick or full")
+    parser.add_argument("--shadows", type=int, default=0, help="full: shadow models for the membership audit")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     for model in arguments.models.split(",") if arguments.models else []:
         for seed in SEEDS[model]:
-            network(model, seed, arguments)
+            if str(seed) in arguments.seeds.split(","):
+                network(model, seed, arguments)
     for page in sorted(PAGES.glob("*.json")):
         write(page, read(page))  # in the words of today
     summarise()
@@ -59,7 +64,7 @@ def network(model: str, seed: int, arguments: Any) -> None:
     data, known, bench = original.load_data(arguments.data_dir), Known(), None
     loaded: dict[str, Any] = {}
     for method in arguments.methods.split(","):
-        page = PAGES / f"{model}-seed{seed}-{method}.json"
+        page = PAGES / f"{model}-seed{seed}-{method}{'-full' if arguments.audit == 'full' else ''}.json"
         forgot = outcome(original, method, references)
         if page.exists() or forgot is None or not references:
             continue
@@ -71,6 +76,9 @@ def network(model: str, seed: int, arguments: Any) -> None:
             bench = Bench(case)
         only = ["C1", "C2", "C3", "C5", "C6"] if arguments.audit == "quick" and len(others) > 1 else []
         told = about(original, forgot, others[0], method, data)
+        if arguments.shadows and method != "retrain":
+            entry = entry_for(forgot, request)
+            told["membership"] = shadowed(entry, MODELS.parent / "shadows", arguments.shadows, torch.device("cpu"))
         write(page, judge_case(case, arguments.audit, only=only, bench=bench, known=known, **told))
 
 
@@ -139,6 +147,8 @@ def summarise() -> None:
             audit["name"]: {key: audit[key] for key in ("outcome", "value", "limit", "forgot", "original", "reference")}
             for audit in [*verdict["audits"], verdict["retention"]]
         }
+        if page.stem.endswith("-full"):
+            row["details"] = {audit["name"]: audit["details"] for audit in verdict["audits"]}
         rows.append(row)
     if not rows:
         raise FedOrthoError("no page was written: run benchmarks/comparison.py compare first")

@@ -9,7 +9,7 @@ from commands import told
 from small import SETTINGS
 
 from fedortho.accuracies import accuracies_of
-from fedortho.compare import Row, best, chosen_methods, compare, gaps, read_settings, settings_for, table
+from fedortho.compare import Row, best, chosen_methods, compare, gaps, settings_for, table
 from fedortho.errors import FedOrthoError, UnknownName
 from fedortho.federated.server import patches_of, train_federation
 from fedortho.files import read_json, write_json
@@ -138,19 +138,9 @@ def test_what_is_no_result_of_a_comparison_is_neither_read_nor_deleted(run: Run,
         with pytest.raises(FedOrthoError, match=why):
             compare(run, load_run_data(run.settings), ForgetRequest.parse("class:3"), ["ssd"], tmp_path)
     assert (tmp_path / "ssd" / "mine.txt").read_text() == "mine"
-    (tmp_path / "list.json").write_text("[]")
-    with pytest.raises(FedOrthoError, match="holds no settings by method"):
-        read_settings(tmp_path / "list.json", "published")
 
 
-def test_names_and_files_of_settings_are_checked(tmp_path: Path) -> None:
+def test_names_of_methods_are_checked() -> None:
     assert chosen_methods("all")[0] == "retrain"
     with pytest.raises(UnknownName, match="no method 'sdd'; did you mean 'ssd'"):
         chosen_methods("retrain,sdd")
-    write_json(tmp_path / "tuned.json", {"salun": {"rate": 0.5}})
-    assert read_settings(tmp_path / "tuned.json", "short")["salun"] == {"epochs": 2, "batch": 64, "rate": 0.5}
-    write_json(tmp_path / "tuned.json", {"salun": {"rates": 0.5}})
-    with pytest.raises(UnknownName, match="no setting 'rates'"):
-        read_settings(tmp_path / "tuned.json", "published")
-    with pytest.raises(UnknownName, match="no preset 'fast'"):
-        read_settings(None, "fast")

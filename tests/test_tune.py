@@ -7,15 +7,15 @@ import pytest
 from torch import nn
 
 import fedortho.tune as tune_module
-from fedortho.compare import read_settings
 from fedortho.engine import Engine
 from fedortho.errors import BadSetting, FedOrthoError, UnknownName
 from fedortho.files import read_json
 from fedortho.methods import METHODS
 from fedortho.methods.contract import Method
+from fedortho.presets import read_settings
 from fedortho.request import ForgetRequest
 from fedortho.runs import Run, TrainSettings, load_run_data, train_run
-from fedortho.tune import FIXED, Budget, candidates, tune, write_tuning
+from fedortho.tune import FIXED, Attempt, Budget, candidates, tune, tune_all
 
 REQUEST = ForgetRequest.parse("class:3")
 
@@ -44,9 +44,27 @@ def test_the_best_attempt_comes_first_and_no_test_image_is_needed(run: Run, tmp_
     best = found[0]
     assert 0 <= best.score < 0.2
     assert best.forget <= 2 * best.score, "half of the score is how far the class is from being gone"
-    write_tuning(tmp_path / "tuned.json", run, REQUEST, {"ssd": found}, Budget(images=500))
-    assert read_settings(tmp_path / "tuned.json", "published") == {"ssd": dict(best.settings)}
-    assert read_json(tmp_path / "tuned.trials.json")["budget"] == {"trials": 6, "images": 500, "epochs": 2, "seed": 0}
+
+
+def test_all_that_can_be_tuned_is_and_what_was_is_not_tuned_again(run: Run, tmp_path: Path) -> None:
+    data, file, budget, seen = load_run_data(run.settings), tmp_path / "tuned.json", Budget(2, 300), []
+
+    def go(names: list[str]) -> dict[str, list[Attempt]]:
+        told = lambda name, number, _: seen.append((name, number))  # noqa: E731
+        return tune_all(run, data, REQUEST, names, file, budget, base={"finetune": {"batch": 32}}, watch=told)
+
+    first = go(["retrain", "ssd", "logit-mask"])
+    assert seen == [("ssd", 0), ("ssd", 1)], "a standard and a control have nothing to tune"
+    found = go(["ssd", "finetune"])
+    assert seen[2:] == [("finetune", 0), ("finetune", 1)]
+    assert found["ssd"] == first["ssd"]
+    assert all(attempt.settings["batch"] == 32 for attempt in found["finetune"])
+    best = {name: dict(attempts[0].settings) for name, attempts in found.items()}
+    assert read_settings(run, "published", file) == best
+    told = read_json(tmp_path / "tuned.trials.json")
+    assert told["budget"] == {"trials": 2, "images": 300, "epochs": 2, "seed": 0}
+    with pytest.raises(FedOrthoError, match="about another model, request or budget"):
+        tune_all(run, data, ForgetRequest.parse("class:4"), ["ssd"], file, budget)
 
 
 def test_an_attempt_that_fails_says_why_and_never_is_the_best(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,25 +1,33 @@
 """The commands about methods side by side: compare and tune."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from fedortho.cli_flags import AsJson, Asked, DataDir, RunPath
-from fedortho.compare import chosen_methods, compare, read_settings, table
+from fedortho.compare import chosen_methods, compare, table
+from fedortho.errors import FedOrthoError
+from fedortho.methods import METHODS
+from fedortho.methods.contract import serves
+from fedortho.presets import read_settings
 from fedortho.request import ForgetRequest
 from fedortho.runs import open_run
 from fedortho.screen import bars, out, say, words_table
-from fedortho.tune import Budget, tune, write_tuning
+from fedortho.tune import Budget, candidates, tune_all
 
 
 def compare_command(
     run_path: RunPath,
     request: Asked,
     methods: Annotated[str, typer.Option(help="all, or names with commas between")] = "all",
-    preset: Annotated[str, typer.Option(help="settings: published, or short (minutes on two cores)")] = "published",
+    preset: Annotated[
+        str, typer.Option(help="published, short (few steps), or tuned (for this data and model)")
+    ] = "published",
     settings: Annotated[Path | None, typer.Option(help="a JSON file that fedortho tune wrote; wins over it")] = None,
     out_path: Annotated[Path | None, typer.Option("--out", help="directory of results (default: beside RUN)")] = None,
     references: Annotated[Path | None, typer.Option(help="directory of retrained runs (default: in --out)")] = None,
@@ -29,7 +37,7 @@ def compare_command(
     """Run methods from the same model, one after the other, and show how far each is from retraining, and its cost."""
     run, asked, names = open_run(run_path), ForgetRequest.parse(request), chosen_methods(methods)
     place = out_path or run_path.with_name(f"{run_path.name}-compared-{asked.word}")
-    chosen = read_settings(settings, preset)
+    chosen = read_settings(run, preset, settings)
     with bars() as shown:
         task = shown.add_task("comparing", total=len(names), news="")
         rows = compare(
@@ -55,24 +63,39 @@ def compare_command(
 
 
 def tune_command(
-    method: Annotated[str, typer.Argument(help="a method's name")],
+    methods: Annotated[str, typer.Argument(metavar="METHODS", help="all, or names with commas between")],
     run_path: RunPath,
     request: Asked,
     out_path: Annotated[Path, typer.Option("--out", help="the JSON file to write, for compare --settings")],
+    preset: Annotated[str, typer.Option(help="what settings to begin with: published or short")] = "published",
     data_dir: DataDir = "",
 ) -> None:
-    """Search a method's settings on validation images, within a budget that is the same for every method."""
-    run, asked, budget = open_run(run_path), ForgetRequest.parse(request), Budget()
-    say(f"budget: {', '.join(f'{key} {value:,}' for key, value in asdict(budget).items())}")
-    found = tune(
+    """Search settings of methods on validation images, within a budget that is the same for every method."""
+    run, asked, budget, names = open_run(run_path), ForgetRequest.parse(request), Budget(), chosen_methods(methods)
+    if methods != "all":
+        for name in names:
+            candidates(name, budget)  # refuses what has nothing to tune
+            if not serves(METHODS[name], asked):
+                raise FedOrthoError(f"{name} does not serve {asked}; leave it out")
+    say(f"budget: {', '.join(f'{key} {value:,}' for key, value in asdict(budget).items())}; the same for each method")
+    found = tune_all(
         run,
         run.load_data(data_dir),
         asked,
-        method,
+        names,
+        out_path,
         budget,
-        watch=lambda number, attempt: say(
-            f"trial {number + 1}: {dict(attempt.settings)}  forget {attempt.forget:.1%}  retain {attempt.retain:.1%}"
+        base=read_settings(run, preset),
+        watch=lambda name, number, attempt: say(
+            f"{name}, trial {number + 1}: {_words(attempt.settings)}: "
+            f"forget {attempt.forget:.1%}  retain {attempt.retain:.1%}{'  ' * bool(attempt.error)}{attempt.error}"
         ),
     )
-    write_tuning(out_path, run, asked, {method: found}, budget)
-    say(f"best: {dict(found[0].settings)}; written to {out_path}")
+    for name in names:
+        if name in found:
+            say(f"best for {name}: {_words(found[name][0].settings)}")
+    say(escape(f"written to {out_path}; all trials: {out_path.with_suffix('.trials.json')}"))
+
+
+def _words(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in settings.items())

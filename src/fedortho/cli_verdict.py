@@ -1,7 +1,7 @@
 """The commands about the verdict: judge and audit, and what forget shows of it."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -157,7 +157,7 @@ def judged(run: Run, request: ForgetRequest, data: Dataset, original: Run, wishe
     with bars() as shown, using_threads(original.settings.threads):
         found = _references(original, request, kept, wishes, training_bar(shown))
         task = shown.add_task("judging", total=None, news="")
-        membership = _membership(original, request, entry, kept, wishes.shadows, place) if wishes.shadows else None
+        membership = shadowed(entry, kept / "shadows", wishes.shadows, place) if wishes.shadows else None
         verdict = judge_run(
             run,
             request,
@@ -198,9 +198,7 @@ def _references(original: Run, request: ForgetRequest, kept: Path, wishes: Wishe
     return found
 
 
-def _membership(
-    original: Run, request: ForgetRequest, entry: Any, kept: Path, shadows: int, place: torch.device
-) -> Membership:
+def shadowed(entry: Mapping[str, Any], kept: Path, shadows: int, place: torch.device) -> Membership:
     """The membership audit with shadows that forget by the method, and with the settings, of the run."""
     name = entry.get("method", "fedortho")
     if name not in METHODS:
@@ -211,7 +209,7 @@ def _membership(
         return unlearn(model, CentralEngine(data, device=place), request, method)
 
     settings = ShadowSettings(models=shadows)
-    return lambda case: audit_membership(case, forgetful, kept / "shadows", settings)
+    return lambda case: audit_membership(case, forgetful, kept, settings)
 
 
 def print_verdict(verdict: Verdict, *, whole: bool = True) -> None:

@@ -40,22 +40,10 @@ from fedortho.request import Clients, ForgetRequest
 from fedortho.results import SCHEMA, environment
 from fedortho.runs import FederateSettings, Run, open_run
 from fedortho.serve import earlier_requests, joined, write_derived
-from fedortho.settings import as_mapping, field_types, make_settings
+from fedortho.settings import as_mapping, field_types
 
 logger = logging.getLogger(__name__)
 CONTROLS = ("retrain", "retrain-plain", "logit-mask")  # measured, never marked as best
-# for fashion-mini and vgg-mini, minutes on two cores; set beforehand for short training, not tuned: see `fedortho tune`
-SHORT: Mapping[str, Mapping[str, Any]] = {
-    "finetune": {"epochs": 2, "rate": 0.01},
-    "not": {"epochs": 2, "rate": 0.02},
-    "fused": {"epochs": 2, "rate": 0.02},
-    "salun": {"epochs": 2, "batch": 64},
-    "unsir": {"rate": 0.002, "repair_rate": 0.001, "batch": 64, "noise_images": 64, "noise_copies": 4},
-    "bad-teacher": {"rate": 1e-3, "batch": 64},
-    "class-pruning": {"epochs": 2},
-    "neggrad": {"epochs": 1},
-}
-PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {"published": {}, "short": SHORT}
 
 
 @dataclass(frozen=True)
@@ -282,21 +270,3 @@ def table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
         numbers = (cost["seconds"], cost["flops"] / 1e9, cost["bytes_up"] / 1e6, cost["bytes_down"] / 1e6)
         lines.append((row.method, *shares, gap, *(f"{number:.1f}" for number in numbers)))
     return lines
-
-
-def read_settings(path: Path | None, preset: str) -> dict[str, dict[str, Any]]:
-    """A preset's settings by method, with those of a JSON file over them, as `fedortho tune` writes it."""
-    if preset not in PRESETS:
-        raise unknown("preset", preset, PRESETS)
-    chosen = {name: dict(values) for name, values in PRESETS[preset].items()}
-    told = read_json(path) if path is not None else {}
-    if not isinstance(told, dict):
-        raise FedOrthoError(f"{path} holds no settings by method; give a file that fedortho tune wrote")
-    for name, values in told.items():
-        if name not in METHODS:
-            raise unknown("method", name, METHODS)
-        if not isinstance(values, dict):
-            raise FedOrthoError(f"{path}: {name} must have a mapping of settings, not {type(values).__name__}")
-        make_settings(METHODS[name], values)
-        chosen[name] = chosen.get(name, {}) | values
-    return chosen

@@ -14,6 +14,7 @@ from torch import Tensor
 from fedortho.data import split_stratified
 from fedortho.errors import BadData
 from fedortho.lessons import check_labels
+from fedortho.scores import refuse_broken
 
 TINY = 1e-30  # logs of less are logs of this
 LEAST = 10  # known images of a class, on either side, for a threshold of its own
@@ -52,13 +53,7 @@ def answers_from(logits: Tensor, labels: Tensor, what: str) -> Answers:
     if logits.dim() != 2 or labels.shape != logits.shape[:1]:
         raise BadData(f"{what}: {tuple(labels.shape)} labels for answers of shape {tuple(logits.shape)}")
     check_labels(labels, logits.shape[1])
-    bad = (~torch.isfinite(logits)).any(1)
-    if bool(bad.any()):
-        first = int(bad.nonzero()[0])
-        raise BadData(
-            f"{what}: {int(bad.sum())} of {len(logits)} answers are not finite (the first to image {first}: "
-            f"{float(logits[first][~torch.isfinite(logits[first])][0])}); the model is broken, retrain or restore it"
-        )
+    refuse_broken(logits, what)
     return Answers(logits.double().softmax(1), labels)
 
 

@@ -75,6 +75,17 @@ def logits_of(model: nn.Module, images: Images, *, device: torch.device | str = 
         return torch.cat([outputs.double().cpu() for outputs, _ in _answered(model, images, device)])
 
 
+def refuse_broken(logits: Tensor, what: str) -> None:
+    """Refuse answers that are no finite numbers, naming whose they are."""
+    bad = (~torch.isfinite(logits)).any(1)
+    if bool(bad.any()):
+        first = int(bad.nonzero()[0])
+        raise BadData(
+            f"{what}: {int(bad.sum())} of {len(logits)} answers are not finite (the first to image {first}: "
+            f"{float(logits[first][~torch.isfinite(logits[first])][0])}); the model is broken, retrain or restore it"
+        )
+
+
 def answers_of(model: nn.Module, inputs: Tensor) -> Tensor:
     """A row of numbers for each image; a model that answers otherwise is refused."""
     outputs = model(inputs)

@@ -1,7 +1,8 @@
 """Hyper-parameters by an equal budget for every method, chosen on validation images and never on test images."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from fedortho.data import Dataset
 from fedortho.devices import using_threads
 from fedortho.engine import Group, draw
 from fedortho.errors import BadSetting, FedOrthoError, unknown
-from fedortho.files import write_json
+from fedortho.files import locked, read_json, write_json
 from fedortho.methods import METHODS, unlearn
 from fedortho.methods.contract import serves
 from fedortho.request import ForgetRequest
@@ -80,9 +81,10 @@ def tune(
     name: str,
     budget: Budget | None = None,
     *,
+    base: Mapping[str, Any] | None = None,
     watch: Callable[[int, Attempt], None] | None = None,
 ) -> list[Attempt]:
-    """All attempts, best first.
+    """All attempts, best first; what is tried goes over the settings of `base`.
 
     A class is to be answered never, samples and clients no better than images that were not trained on. What was
     given up by an attempt that failed (a loss that diverged) counts as the worst.
@@ -98,7 +100,7 @@ def tune(
     with using_threads(run.settings.threads):
         before, wanted = _baseline(place, request)
         for number, settings in enumerate(candidates(name, budget)):
-            attempt = _attempt(place, request, name, settings, budget, before, wanted)
+            attempt = _attempt(place, request, name, {**(base or {}), **settings}, budget, before, wanted)
             attempts.append(attempt)
             if watch is not None:
                 watch(number, attempt)
@@ -148,12 +150,44 @@ def _attempt(
     return Attempt(dict(settings), gone, kept, (abs(gone - wanted) + abs(kept - before)) / 2)
 
 
-def write_tuning(
-    path: Path, run: Run, request: ForgetRequest, found: Mapping[str, list[Attempt]], budget: Budget
-) -> None:
-    """The best settings by method, as `fedortho compare --settings` reads them, and beside them how they were found."""
-    write_json(path, {name: dict(attempts[0].settings) for name, attempts in found.items()})
-    about = {"schema": SCHEMA, "environment": environment(), "budget": asdict(budget), "request": str(request)}
-    about |= {"model": run.record["model"]["digest"]}
-    tried = {name: [asdict(attempt) for attempt in attempts] for name, attempts in found.items()}
-    write_json(path.with_suffix(".trials.json"), about | {"attempts": tried})
+def tune_all(
+    run: Run,
+    data: Dataset,
+    request: ForgetRequest,
+    names: Sequence[str],
+    out: Path,
+    budget: Budget | None = None,
+    *,
+    base: Mapping[str, Mapping[str, Any]] | None = None,
+    watch: Callable[[str, int, Attempt], None] | None = None,
+) -> dict[str, list[Attempt]]:
+    """Tune those of these methods that can be; what the file holds already is not tuned again.
+
+    The file holds the best settings by method, as `fedortho compare --settings` reads them, and FILE.trials.json all
+    attempts. Two processes may tune different methods into the same file.
+    """
+    budget = budget or Budget()
+    trials = out.with_suffix(".trials.json")
+    about: dict[str, Any] = {"budget": asdict(budget), "request": str(request), "model": run.record["model"]["digest"]}
+    for name in names:
+        if name in FIXED or not serves(METHODS[name], request) or name in _attempts(trials, about):
+            continue
+        told = None if watch is None else partial(watch, name)
+        found = tune(run, data, request, name, budget, base=(base or {}).get(name), watch=told)
+        with locked(out.with_suffix(".writing")):
+            done = _attempts(trials, about) | {name: found}
+            origin = {"schema": SCHEMA, "environment": environment()}
+            tried = {method: [asdict(attempt) for attempt in attempts] for method, attempts in done.items()}
+            write_json(trials, origin | about | {"attempts": tried})
+            write_json(out, {method: dict(attempts[0].settings) for method, attempts in done.items()})
+    return _attempts(trials, about)
+
+
+def _attempts(trials: Path, about: Mapping[str, Any]) -> dict[str, list[Attempt]]:
+    """What was found before; a file about another model, request or budget is refused."""
+    if not trials.exists():
+        return {}
+    found = read_json(trials)
+    if {key: found.get(key) for key in about} != about:
+        raise FedOrthoError(f"{trials} is about another model, request or budget; choose another --out")
+    return {name: [Attempt(**attempt) for attempt in attempts] for name, attempts in found["attempts"].items()}

@@ -11,7 +11,7 @@ from fedortho.audits.contract import Audit, Case
 from fedortho.data import Images, evaluation_batches
 from fedortho.engine import draw
 from fedortho.errors import BadData, BadSetting
-from fedortho.scores import answers_of
+from fedortho.scores import answers_of, refuse_broken
 from fedortho.scrub import find_classifier
 from fedortho.tail import received
 
@@ -40,7 +40,7 @@ def ready(case: Case, model: nn.Module) -> nn.Module:
 
 
 def answers(case: Case, model: nn.Module, images: Images, who: str) -> Tensor:
-    """The logits of these images, (n, classes) on the CPU; what is no probability is refused, naming the model."""
+    """The logits of these images, (n, classes) on the CPU; what is no number is refused, naming the model."""
     parts = []
     with torch.no_grad():
         for inputs, _ in evaluation_batches(images, device=case.device):
@@ -48,9 +48,7 @@ def answers(case: Case, model: nn.Module, images: Images, who: str) -> Tensor:
     if not parts:
         raise BadData("there are no images to audit on")
     logits = torch.cat(parts)
-    bad = int(logits.softmax(1).isnan().any(1).sum())
-    if bad:
-        raise BadData(f"the {who} model answers {bad} of {len(logits)} images with NaN or infinity; it is broken")
+    refuse_broken(logits, f"the {who} model")
     return logits
 
 
