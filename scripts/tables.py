@@ -147,11 +147,11 @@ def engines() -> str:
     return grid(header, rows) + memory + origin(result)
 
 
-def comparison() -> str:
+def comparison(kinds: tuple[str, ...] = ("class",)) -> str:
     """Methods side by side; several seeds as mean ± deviation, the gap to Retrain of the same seed."""
     result = read("comparison")
     groups: dict[tuple[str, ...], dict[str, dict[int, dict[str, Any]]]] = {}
-    for row in result["rows"]:
+    for row in (row for row in result["rows"] if row["request"].partition(":")[0] in kinds):
         key = (row["engine"], row["model"], row["request"] if len(row["request"]) < 20 else "samples")
         groups.setdefault(key, {}).setdefault(row["method"], {})[row["seed"]] = row
     header = [
@@ -195,22 +195,32 @@ def spread(values: list[float]) -> str:
     return f"{mean(values):.1f}" + (f" ± {stdev(values):.1f}" if len(values) > 1 else "")
 
 
+AUDITED = ["forget", "probe", "prototype", "BN attack", "CKA", "copies", "retention"]
+
+
 def verdicts() -> str:
-    """What audits find: one line for each network and method."""
+    """What audits find: one line for each network and method, the mean over seeds, and how many of them fail."""
     result = read("verdicts")
-    header = [
-        "model",
-        "seed",
-        "method",
-        "forget",
-        "probe",
-        "prototype",
-        "BN attack",
-        "CKA",
-        "copies",
-        "retention",
-        "audits",
-    ]
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in result["rows"]:
+        if "details" not in row:
+            groups.setdefault((row["model"], row["method"]), []).append(row)
+    rows = []
+    for (model, method), found in groups.items():
+        cells = [f"{mean(100 * row['forget-accuracy']['value'] for row in found):.1f}"]
+        for name in ("C1", "C3", "C2", "C5", "C6", "retention"):
+            audits = [row["audits"][name] for row in found if row["audits"][name]["outcome"] in ("PASS", "FAIL")]
+            failed = sum(audit["outcome"] == "FAIL" for audit in audits)
+            values = [audit["value"] if name == "C5" else 100 * audit["forgot"] for audit in audits]
+            mark = f"**✗** {failed}/{len(audits)}" if failed else "✓"
+            cells.append(f"{mean(values):.{2 if name == 'C5' else 1}f} {mark}" if audits else "–")
+        rows.append([model, str(len(found)), method, *cells])
+    return grid(["model", "seeds", "method", *AUDITED], rows) + origin(result)
+
+
+def verdicts_each() -> str:
+    """The same for each seed."""
+    result = read("verdicts")
     rows = []
     for row in result["rows"]:
         if "details" in row:
@@ -228,7 +238,7 @@ def verdicts() -> str:
         rows.append(
             [row["model"], str(row["seed"]), row["method"], f"{100 * forget:.1f}", *cells, kept_cell, row["label"]]
         )
-    return grid(header, rows) + origin(result)
+    return grid(["model", "seed", "method", *AUDITED, "audits"], rows) + origin(result)
 
 
 def calibration() -> str:
@@ -250,7 +260,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "recovery": recovery,
     "engines": engines,
     "comparison": comparison,
+    "comparison-others": lambda: comparison(("client", "samples")),
     "verdicts": verdicts,
+    "verdicts-each": verdicts_each,
     "calibration": calibration,
 }
 
