@@ -1,3 +1,4 @@
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -5,9 +6,11 @@ import pytest
 
 from fedortho.errors import BadCheckpoint, FedOrthoError
 from fedortho.federation import held_rows
+from fedortho.files import read_json, write_json
 from fedortho.references import (
     case_of,
     check_reference,
+    find_original,
     find_reference,
     reference_name,
     reference_settings,
@@ -48,6 +51,8 @@ def test_a_reference_is_found_by_what_it_was_made_from(original: Run, reference:
     assert find_reference(where, reference_settings(original, spelled, seed=6), digest) is not None
     elsewhere = replace(reference_settings(original, ASKED, seed=6), data_dir="elsewhere", threads=2)
     assert find_reference(where, elsewhere, digest) is not None
+    moved = replace(reference_settings(original, ASKED, seed=6), data="moved/photos")
+    assert find_reference(where, moved, digest) is not None, "the digest says that these are the same images"
     otherwise = replace(reference_settings(original, ASKED, seed=6), without="class:3,3")
     assert find_reference(where, otherwise, digest) is not None, "another spelling is no other reference"
     for other in (
@@ -59,6 +64,19 @@ def test_a_reference_is_found_by_what_it_was_made_from(original: Run, reference:
         assert find_reference(where, other, digest) is None
     assert find_reference(where, reference_settings(original, ASKED, seed=6), "0" * 64) is None
     assert find_reference(where / "nowhere", reference_settings(original, ASKED, seed=6), digest) is None
+
+
+def test_an_imported_copy_of_the_weights_is_not_taken_for_the_original(original: Run, tmp_path: Path) -> None:
+    for name in ("a-copy", "original", "forgot"):
+        shutil.copytree(original.path, tmp_path / name)
+    record = read_json(tmp_path / "a-copy" / "run.json")
+    write_json(tmp_path / "a-copy" / "run.json", record | {"settings": record["settings"] | {"epochs": 9}})
+    other = {"model": record["model"] | {"digest": "0" * 64}, "parent": record["model"]["digest"]}
+    write_json(tmp_path / "forgot" / "run.json", record | other)
+    found = find_original(open_run(tmp_path / "forgot"))
+    assert found is not None
+    assert found.path.name == "original"
+    assert find_original(found) is None, "it was made from none"
 
 
 def test_references_of_one_run_have_different_names(original: Run) -> None:

@@ -41,6 +41,12 @@ def test_samples_come_from_a_file_or_inline_and_may_name_a_client(toy: Images, t
     assert request.split(toy, CLIENTS)[0].rows.tolist() == [5, 7, 102]
 
 
+def test_a_sample_of_a_client_that_was_set_aside_is_refused_with_that_reason(toy: Images) -> None:
+    rest = toy.subset(torch.arange(240) != 102)
+    with pytest.raises(EmptyGroup, match="id 1/2: that image was set aside for validation, or is forgotten already"):
+        ForgetRequest.parse("samples:1/2").split(rest, CLIENTS)
+
+
 def test_several_kinds_at_once_are_joined(toy: Images) -> None:
     request = ForgetRequest.parse("class:0") + ForgetRequest.parse("client:1 samples:1")
     assert request.kind == "mixed"

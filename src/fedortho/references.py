@@ -23,7 +23,7 @@ from fedortho.settings import as_mapping
 from fedortho.train import Watch
 
 logger = logging.getLogger(__name__)
-IRRELEVANT = (*FREE, "threads", "device", "evaluate-every")  # another value is no other reference
+IRRELEVANT = (*FREE, "data", "threads", "device", "evaluate-every")  # another value is no other reference
 
 
 def reference_settings(
@@ -164,10 +164,11 @@ def case_of(
 
 
 def find_original(run: Run) -> Run | None:
-    """The run that this one was made from, if it lies beside it."""
+    """The run that this one was made from, if it lies beside it; of several with its weights the one set as this is."""
     parent = run.record.get("parent")
     beside = finished_runs(run.path.resolve().parent) if parent else iter(())
-    return next((other for other in beside if other.record["model"]["digest"] == parent), None)
+    found = [other for other in beside if other.record["model"]["digest"] == parent]
+    return min(found, key=lambda other: as_mapping(other.settings) != as_mapping(run.settings), default=None)
 
 
 def original_of(run: Run, given: Path | None = None) -> Run:

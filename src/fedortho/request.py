@@ -139,9 +139,11 @@ class ForgetRequest:
             missing = [word for word in self.samples if _row(word, clients) not in there]
             if missing:
                 more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+                what = f"no training image has the id {', '.join(missing[:3])}{more}"
+                if "/" in missing[0]:
+                    raise EmptyGroup(f"{what}: that image was set aside for validation, or is forgotten already")
                 raise EmptyGroup(
-                    f"no training image has the id {', '.join(missing[:3])}{more}; ids are rows "
-                    f"{int(images.rows.min())} to {int(images.rows.max())}, less those set aside"
+                    f"{what}; ids are rows {int(images.rows.min())} to {int(images.rows.max())}, less those set aside"
                 )
         chosen = self.mask(images, clients)
         if not chosen.any():
