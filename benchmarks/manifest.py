@@ -7,7 +7,9 @@ benchmarks/runs/manifest.json. Several processes share the work: each takes what
 
 The class of the comparison was drawn before any of its networks was trained, from those that no choice of ours was made
 on (0 and 3 served as examples): `random.Random("fedortho comparison 2026-11-16").sample([1, 2, 4, 5, 6, 7, 8, 9], 2)`
-gave [1, 6]; 1 (automobile) is reported, hyper-parameters are found on 6 (frog) of seed 0.
+gave [1, 6]; 1 (automobile) is reported, hyper-parameters are found on 6 (frog) of seed 0. The sample request,
+benchmarks/samples.txt, was drawn beforehand from the training rows (in order) of vgg-mini, seed 0:
+`random.Random("fedortho comparison samples 2026-11-16").sample(rows, 100)`.
 """
 
 import argparse
@@ -27,7 +29,10 @@ from fedortho.runs import Run, TrainSettings, train_run
 RUNS = Path(__file__).parent / "runs"
 REPORTED, TUNED_ON = "class:1", "class:6"
 SEEDS = {"vgg-mini": (0, 1, 2), "resnet-mini": (0,)}  # of originals
-MORE_REFERENCES = {"vgg-mini": (1, 2, 3, 4), "resnet-mini": (1,)}  # further seeds, for the original of seed 0
+MORE_REFERENCES = {  # of other seeds, by the seed of the original
+    "vgg-mini": {0: (1, 2, 3, 4), 1: (2,), 2: (1,)},
+    "resnet-mini": {0: (1,)},
+}
 PLAIN: dict[str, tuple[int, ...]] = {"vgg-mini": (0,), "resnet-mini": ()}  # retrained without orthogonality
 
 
@@ -55,8 +60,9 @@ def jobs(models: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
             yield model, {"original": seed}
             yield model, {"original": seed, "reference": seed}
     for model in models:
-        for seed in MORE_REFERENCES[model]:
-            yield model, {"original": 0, "reference": seed}
+        for first, seeds in MORE_REFERENCES[model].items():
+            for seed in seeds:
+                yield model, {"original": first, "reference": seed}
         for seed in PLAIN[model]:
             yield model, {"original": seed, "reference": seed, "plain": True}
 
