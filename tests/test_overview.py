@@ -28,6 +28,7 @@ def test_every_run_has_a_line_with_what_it_left(place: Path) -> None:
     record = json.loads((place / "second" / "run.json").read_text())["requests"][0]
     assert (second.forget, second.retain) == (record["after"]["forget"], record["after"]["retain"])
     verdict = {
+        "schema": 1,
         "request": "class:3",
         "label": "passed 1 of 6",
         "audits": [{"name": "C1", "forgot": 0.5, "outcome": "FAIL"}],

@@ -1,5 +1,6 @@
 """The report of a run that has forgotten: whole without a network, safe with any name, honest about what is missing."""
 
+import base64
 import io
 import re
 from collections.abc import Iterator
@@ -12,15 +13,15 @@ import pytest
 import torch
 from PIL import Image
 
-from fedortho.cli_report import report_command
+from fedortho.cli_report import original_for, report_command
 from fedortho.errors import BadCheckpoint, FedOrthoError
 from fedortho.figures.activations import as_pictures
 from fedortho.files import read_json, write_json
 from fedortho.illustrate import Example, Gallery, Picture, _thumbnail, audit_pictures, illustrate
-from fedortho.markup import Cell, Html, image, table, tag
+from fedortho.markup import LEFT_OUT, Cell, Html, image, table, tag, without_images
 from fedortho.methods.fedortho import ForgetSettings
 from fedortho.references import find_original, find_references, reference_settings
-from fedortho.report import SECTIONS, Page, number, read_verdict, render, reported_request
+from fedortho.report import SECTIONS, Page, number, render, reported_request, verdict_of
 from fedortho.request import ForgetRequest
 from fedortho.runs import Run, TrainSettings, train_run
 from fedortho.serve import serve_request
@@ -113,6 +114,12 @@ def text(forgot: Run, tmp_path_factory: pytest.TempPathFactory) -> str:
     return place.read_text(encoding="utf-8")
 
 
+def serving(run: Run, *others: dict[str, Any]) -> Run:
+    """The run as if it had served these requests too, after its own."""
+    own = run.record["requests"]
+    return replace(run, record=run.record | {"requests": [*own, *(own[-1] | other for other in others)]})
+
+
 def small_png() -> bytes:
     out = io.BytesIO()
     Image.new("RGB", (8, 8)).save(out, "PNG")
@@ -182,7 +189,7 @@ def test_a_class_named_like_a_script_is_shown_and_not_run(forgot: Run) -> None:
 
 
 def test_without_a_verdict_the_report_says_what_is_missing(fresh: Run) -> None:
-    assert read_verdict(fresh) is None
+    assert verdict_of(fresh) is None
     text = render(Page(fresh, reported_request(fresh, None), None))
     assert "No audit was run" in text
     assert "there is no verdict.json in the run" in text
@@ -213,6 +220,7 @@ def test_the_cost_of_another_method_is_the_one_it_recorded(forgot: Run) -> None:
     entry = {
         key: value for key, value in forgot.record["requests"][-1].items() if key in ("request", "before", "after")
     }
+    entry["request"] = "class:3"
     for more, shown in (({"cost": {"seconds": 12.5}}, ">12.5<"), ({}, "was not recorded")):
         run = replace(forgot, record=forgot.record | {"requests": [entry | more]})
         assert shown in render(Page(run, ForgetRequest.parse("class:3"), None))
@@ -221,7 +229,7 @@ def test_the_cost_of_another_method_is_the_one_it_recorded(forgot: Run) -> None:
 def test_a_verdict_on_another_model_is_refused(fresh: Run) -> None:
     write_json(fresh.path / "verdict.json", VERDICT | {"digests": {"after": "0" * 64}})
     with pytest.raises(BadCheckpoint, match="is about another model"):
-        read_verdict(fresh)
+        verdict_of(fresh)
 
 
 def test_an_error_is_shown_and_never_dropped(forgot: Run) -> None:
@@ -252,6 +260,14 @@ def test_the_runs_to_compare_with_are_found_beside_or_named(forgot: Run, tmp_pat
     assert retrained is not None
     assert retrained.path.name == "retrained"
     assert not find_references(original, ForgetRequest.parse("class:4"))
+    since = serving(forgot, {"request": "class:5"})
+    assert original_for(since, request) is not None
+    parent = forgot.record["model"]["digest"]  # as if class 5 had been forgotten after class 3
+    later = replace(since, record=since.record | {"parent": parent})
+    for asked, name in ((request, "original"), (ForgetRequest.parse("class:5"), "forgot")):
+        before = original_for(later, asked)
+        assert before is not None
+        assert before.path.name == name, "the run that still knew what this request names"
     with pytest.raises(FedOrthoError, match="was trained with what class:3 names"):
         report_command(forgot.path, reference=original.path, out_path=tmp_path / "r.html")
 
@@ -284,13 +300,71 @@ def test_examples_show_what_was_lost_and_what_was_kept(text: str) -> None:
 def test_images_of_samples_that_had_to_go_are_not_kept_in_the_page(forgot: Run, words: str) -> None:
     data, original = forgot.load_data(), find_original(forgot)
     request = ForgetRequest.parse(words.format(",".join(map(str, data.train.rows[:200].tolist()))))
-    gallery = illustrate(forgot, data, request, original=original)
+    run = serving(forgot, {"request": str(request)})
+    gallery = illustrate(run, data, request, original=original)
     assert gallery.lost == ()
     gone = {_thumbnail(picture) for picture in as_pictures(data.train.subset(torch.arange(200)))}
     assert not gone & {example.data for example in gallery.kept}
-    assert "none of them is kept in this page" in render(Page(forgot, request, None, gallery))
+    assert "none of them is kept in this page" in render(Page(run, request, None, gallery))
     shown = illustrate(forgot, data, ForgetRequest.parse("class:3"), original=original)
     assert all(example.truth == "3" for example in shown.lost)
+
+
+def test_numbers_and_trials_are_those_of_the_reported_request_and_not_of_the_last(forgot: Run) -> None:
+    other = {
+        "request": "class:5",
+        "before": {"forget": 0.111, "retain": 0.222, "test": 0.333},
+        "after": {"forget": 0.0444, "retain": 0.0555, "test": 0.0666},
+        "seconds": {"all": 98765.0},
+        "settings": {"target": 0.987},
+        "digests": {"before": "5" * 64},
+        "ratio": 0.5,
+        "trial-forget": 0.44,
+        "trial-retain": 0.77,
+        "trials": [{"ratio": r, "scrub": 0.0, "forget": 0.44, "retain": 0.77} for r in (0.1, 0.5)],
+    }
+    run, own = serving(forgot, other), forgot.record["requests"][-1]
+    data = run.load_data()
+    for words, is_other in (("class:3", False), ("class:5", True)):
+        request = ForgetRequest.parse(words)
+        gallery = illustrate(run, data, request, images=False)
+        findings = [picture.finding for picture in gallery.pictures if picture.name == "frontier"]
+        assert any("leaves 44 % forget accuracy" in finding for finding in findings) == is_other
+        text = render(Page(run, request, None, gallery))
+        for sign in ("from 11.1% to 4.4%", "98,765", "0.987", "5" * 64):
+            assert (sign in text) == is_other, sign
+    text = render(Page(run, ForgetRequest.parse("class:3"), None))
+    assert f"from {own['before']['forget']:.1%} to {own['after']['forget']:.1%}" in text
+
+
+def test_images_can_be_left_out_and_the_page_says_so(forgot: Run, tmp_path: Path) -> None:
+    pages = {}
+    for images in (True, False):
+        report_command(forgot.path, out_path=tmp_path / "r.html", images=images, device="cpu")
+        pages[images] = (tmp_path / "r.html").read_text(encoding="utf-8")
+    assert "figure-grad-cam" in pages[True]
+    assert LEFT_OUT not in pages[True]
+    assert len(embedded(pages[True]) & data_pngs(forgot)) > 12
+    for page in (pages[False], without_images(pages[True]), without_images(pages[False])):
+        assert LEFT_OUT in page
+        assert Elements(page).open == []
+        assert not embedded(page) & data_pngs(forgot)
+        assert "figure-grad-cam" not in page
+        assert "figure-classes" in page, "figures of numbers stay"
+        assert all(name in page for name in SECTIONS)
+    with pytest.raises(FedOrthoError, match="images of data are not marked in it"):
+        without_images("<p>some other page</p>")
+
+
+def embedded(page: str) -> set[bytes]:
+    """The pictures of a page, as files."""
+    return {base64.b64decode(found) for found in re.findall(r"data:image/png;base64,([^\"]+)", page)}
+
+
+def data_pngs(run: Run) -> set[bytes]:
+    """All images of the run's data, as the page would show them."""
+    data = run.load_data()
+    return {_thumbnail(picture) for part in (data.train, data.valid, data.test) for picture in as_pictures(part)}
 
 
 def test_a_served_request_records_its_trials(forgot: Run) -> None:

@@ -119,7 +119,7 @@ def place_of(browser: Any, caption: str) -> int:
 
 
 def test_it_opens_from_disk_without_a_complaint_and_without_the_network(opened: Any) -> None:
-    assert opened.title.startswith("Forgetting <script>"), "shown as it is"
+    assert opened.title.startswith("Forgetting class <script>"), "shown as it is"
     assert opened.get_log("browser") == []
     asked = [entry["message"] for entry in opened.get_log("performance")]
     asked = [message for message in asked if '"Network.requestWillBeSent"' in message]

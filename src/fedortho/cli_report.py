@@ -3,19 +3,21 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from fedortho.devices import choose_device
 from fedortho.errors import BadData
 from fedortho.files import write_text
 from fedortho.illustrate import Gallery, audit_pictures, illustrate
 from fedortho.overview import COLUMNS, list_runs
 from fedortho.references import check_reference, find_original, find_references
-from fedortho.report import Page, check_place, read_verdict, render, reported_request
+from fedortho.report import Page, check_place, render, reported_request, verdict_of
 from fedortho.request import ForgetRequest
 from fedortho.runs import Run, open_run
 from fedortho.screen import bars, out, say, words_table
+from fedortho.serve import earlier_requests
 
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="the directory of a run that has forgotten something")]
 OutPath = Annotated[Path | None, typer.Option("--out", help="the HTML file to write (default: RUN/report.html)")]
@@ -26,21 +28,26 @@ def report_command(
     out_path: OutPath = None,
     original: Annotated[Path | None, typer.Option(help="the run before it forgot (default: found beside RUN)")] = None,
     reference: Annotated[Path | None, typer.Option(help="a run trained without it (default: found beside RUN)")] = None,
+    images: Annotated[
+        bool, typer.Option(help="show images of the data: test images, those of a forgotten class too")
+    ] = True,
     data_dir: Annotated[str, typer.Option("--data-dir", help="where the run's data lies on this machine")] = "",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps")] = "auto",
 ) -> None:
     """Write one HTML page that opens anywhere: verdict, numbers, figures, images, audits, costs, what is untested."""
-    run, place = open_run(run_path), out_path or run_path / "report.html"
+    run, place, where = open_run(run_path), out_path or run_path / "report.html", choose_device(device)
     check_place(place)
-    verdict = read_verdict(run)
+    verdict = verdict_of(run)
     request = reported_request(run, verdict)
-    before = open_run(original) if original else find_original(run)
+    before = open_run(original) if original else original_for(run, request)
     known = find_references(before, request) if before is not None else []
     never = open_run(reference) if reference else next(iter(known), None)
     if never is not None:
         check_reference(run, never, request)
     with bars() as shown:
         shown.add_task("drawing", total=None, news="")
-        gallery = draw_gallery(run, request, before, never, data_dir)
+        how = {"original": before, "reference": never, "device": where}
+        gallery = draw_gallery(run, request, data_dir, images=images, **how)
         found = tuple(audit_pictures((verdict or {}).get("audits", [])))
     text = render(Page(run, request, verdict, gallery, found))
     write_text(place, text)
@@ -49,13 +56,22 @@ def report_command(
     say(f"written to {place} ({len(text.encode()) / 1e6:.1f} MB); open it in any browser")
 
 
-def draw_gallery(run: Run, request: ForgetRequest, before: Run | None, never: Run | None, data_dir: str) -> Gallery:
+def original_for(run: Run, request: ForgetRequest) -> Run | None:
+    """The run before it served this request: its parent, or that one's if more was forgotten since."""
+    names, before = run.record["data"]["classes"], find_original(run)
+    asked = request.settled(names)
+    while before is not None and asked in [other.settled(names) for other in earlier_requests(before)]:
+        before = find_original(before)
+    return before
+
+
+def draw_gallery(run: Run, request: ForgetRequest, data_dir: str, *, images: bool, **how: Any) -> Gallery:
     """The pictures; without the images that a run was trained on there are none, and the report says so."""
     try:
         data = run.load_data(data_dir)
     except BadData as error:
-        return Gallery(remarks=(f"There are no figures of images: {error}.",))
-    return illustrate(run, data, request, original=before, reference=never)
+        return Gallery(remarks=(f"There are no figures of images: {error}.",), has_images=images)
+    return illustrate(run, data, request, images=images, **how)
 
 
 def results_command(

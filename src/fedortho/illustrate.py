@@ -2,14 +2,14 @@
 
 import io
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from fedortho.audits.contract import Case
 from fedortho.data import Dataset, Images, evaluation_batches
-from fedortho.devices import choose_device
 from fedortho.errors import FedOrthoError
 from fedortho.federation import held_rows
 from fedortho.figures import activations, costs, results
@@ -17,6 +17,8 @@ from fedortho.figures.style import finding_of, png
 from fedortho.request import ForgetRequest
 from fedortho.runs import FederateSettings, Run
 from fedortho.scores import Evaluation, answers_of, evaluate
+from fedortho.serve import earlier_requests, joined
+from fedortho.verify import entry_for
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,6 +37,7 @@ class Picture:
     finding: str
     about: str  # how to read it
     data: bytes
+    shows_images: bool = False  # whether images of the data can be seen in it
 
     @property
     def alt(self) -> str:
@@ -59,6 +62,7 @@ class Gallery:
     lost: tuple[Example, ...] = ()  # recognised before, no longer
     kept: tuple[Example, ...] = ()  # recognised before and after
     remarks: tuple[str, ...] = ()
+    has_images: bool = True  # False: images of the data were left out on purpose
 
 
 @dataclass
@@ -66,48 +70,68 @@ class _Scene:
     """The models by role, the images, and what was answered."""
 
     models: Mapping[str, nn.Module]  # forgot; original and reference where they are known
-    data: Dataset
-    request: ForgetRequest
-    judged: Images
-    device: torch.device
+    case: Case
     remarks: list[str] = field(default_factory=list)
 
     @property
+    def names(self) -> tuple[str, ...]:
+        return self.case.data.test.names
+
+    @property
     def gone(self) -> list[int]:
-        return self.request.labels(self.data.test.names)
+        return self.case.request.labels(self.names)
+
+    @property
+    def shown(self) -> Images:
+        """Test images, but for classes that other requests had forgotten."""
+        test, others = self.case.data.test, self.case.forgotten
+        return test.subset(~ForgetRequest(others.classes).mask(test)) if others is not None else test
 
     def scores(self) -> dict[str, Evaluation]:
-        return {role: evaluate(model, self.data.test, device=self.device) for role, model in self.models.items()}
+        case = self.case
+        return {role: evaluate(model, case.data.test, device=case.device) for role, model in self.models.items()}
 
 
 def illustrate(
-    run: Run, data: Dataset, request: ForgetRequest, *, original: Run | None = None, reference: Run | None = None
+    run: Run,
+    data: Dataset,
+    request: ForgetRequest,
+    *,
+    original: Run | None = None,
+    reference: Run | None = None,
+    device: torch.device | str = "cpu",
+    images: bool = True,
 ) -> Gallery:
-    """Draw what can be drawn; what cannot is said in the remarks."""
-    device = choose_device(run.settings.device)
+    """Draw what can be drawn; what cannot is said in the remarks. Without `images` none of the data can be seen."""
+    entry = entry_for(run, request)
     runs = {"original": original, "forgot": run, "reference": reference}
     models = {role: given.load_model().to(device) for role, given in runs.items() if given is not None}
-    scene = _Scene(models, data, request, _judged(run, data, request), device)
+    scene = _Scene(models, _case(run, data, request, models, device))
     if original is None:
         scene.remarks.append("The model as it was before is not here (--original RUN), so nothing is compared with it.")
     if reference is None:
         scene.remarks.append("No model retrained without what had to go is here (--reference RUN) to compare with.")
     pictures = [
         *(_score_pictures(scene) if original is not None else []),
-        *_record_pictures(run),
-        *(_cam_pictures(scene, run.settings.model) if original is not None and request.kind == "class" else []),
+        *_record_pictures(run, entry),
     ]
+    if not images:
+        return Gallery(tuple(pictures), remarks=tuple(scene.remarks), has_images=False)
+    if original is not None and request.kind == "class":
+        pictures += _cam_pictures(scene, run.settings.model)
     lost, kept = _examples(scene)
     return Gallery(tuple(pictures), lost, kept, tuple(scene.remarks))
 
 
-def _judged(run: Run, data: Dataset, request: ForgetRequest) -> Images:
-    """Of a class its test images, of clients and samples their training images."""
-    if request.kind == "class":
-        return data.test.subset(request.mask(data.test))
-    settings = run.settings
+def _case(
+    run: Run, data: Dataset, request: ForgetRequest, models: Mapping[str, nn.Module], device: torch.device | str
+) -> Case:
+    """What is shown in the words of the audits, which know best what had to go and what stays."""
+    settings, names = run.settings, run.record["data"]["classes"]
     clients = held_rows(data, settings, settings.dealt_by) if isinstance(settings, FederateSettings) else None
-    return data.train.subset(request.mask(data.train, clients))
+    others = [other for other in earlier_requests(run) if other.settled(names) != request.settled(names)]
+    before = models.get("original", models["forgot"])  # without one nothing is compared with it
+    return Case(models["forgot"], before, None, None, data, request, joined(others), clients, device)
 
 
 def picture_of(name: str, figure: "Figure", about: str) -> Picture:
@@ -118,10 +142,10 @@ def picture_of(name: str, figure: "Figure", about: str) -> Picture:
 
 
 def _score_pictures(scene: _Scene) -> list[Picture]:
-    scores, names = scene.scores(), scene.data.test.names
+    scores, names, case = scene.scores(), scene.names, scene.case
     before, after = scores["original"], scores["forgot"]
     found = {
-        role: results.own_confidence(model, scene.judged, device=scene.device) for role, model in scene.models.items()
+        role: results.own_confidence(model, case.judged, device=case.device) for role, model in scene.models.items()
     }
     what = " and ".join(names[label] for label in scene.gone) or "the images that had to go"
     return [
@@ -143,10 +167,9 @@ def _score_pictures(scene: _Scene) -> list[Picture]:
     ]
 
 
-def _record_pictures(run: Run) -> list[Picture]:
-    """What the run has written down: the trials of its last request, and its training."""
+def _record_pictures(run: Run, entry: Mapping[str, Any]) -> list[Picture]:
+    """What the run has written down: the trials of the request, and its training."""
     found = []
-    entry = (run.record.get("requests") or [{}])[-1]
     points = [
         results.Point(trial["ratio"], trial["forget"], trial["retain"])
         for trial in entry.get("trials", [])
@@ -165,11 +188,11 @@ def _record_pictures(run: Run) -> list[Picture]:
 
 def _cam_pictures(scene: _Scene, name: str) -> list[Picture]:
     before, after = scene.models["original"].cpu(), scene.models["forgot"].cpu()
-    if scene.data.test.classes > MOST_CAMS:
-        scene.remarks.append(f"Grad-CAM is drawn for up to {MOST_CAMS} classes; here are {scene.data.test.classes}.")
+    if (number := len(scene.names)) > MOST_CAMS:
+        scene.remarks.append(f"Grad-CAM is drawn for up to {MOST_CAMS} classes; here are {number}.")
         return []
     try:
-        images = activations.recognised_examples([before], scene.data.test)
+        images = activations.recognised_examples([before], scene.shown)
         layer = activations.last_layer(before, images.shape)
         old, new = (activations.grad_cam(model, images, layer) for model in (before, after))
     except FedOrthoError as error:
@@ -177,9 +200,10 @@ def _cam_pictures(scene: _Scene, name: str) -> list[Picture]:
         return []
     finally:
         for model in scene.models.values():
-            model.to(scene.device)
+            model.to(scene.case.device)
     about = f"Bright: where layer {layer} finds each image's class; before and after share a scale."
-    return [picture_of("grad-cam", activations.grad_cam_figure(images, {name: (old, new)}, scene.gone), about)]
+    drawn = picture_of("grad-cam", activations.grad_cam_figure(images, {name: (old, new)}, scene.gone), about)
+    return [replace(drawn, shows_images=True)]
 
 
 def audit_pictures(audits: list[dict[str, Any]]) -> list[Picture]:
@@ -207,8 +231,8 @@ def _examples(scene: _Scene) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
 
     All are test images. Those of clients and samples are the very data that had to go: a page must not keep them.
     """
-    gone = torch.isin(scene.data.test.labels, torch.tensor(scene.gone))
-    others, lost = scene.data.test.subset(~gone), scene.data.test.subset(gone if scene.request.kind == "class" else [])
+    case = scene.case
+    others, lost = case.kept_test, case.judged if case.request.kind == "class" else case.data.test.subset([])
     sides: list[tuple[Example, ...]] = []
     for images, recognised in ((lost, False), (others.subset(_turns(others.labels)[:SEARCHED]), True)):
         if not len(images):
@@ -226,7 +250,7 @@ def _examples(scene: _Scene) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
 def _answers(scene: _Scene, role: str, images: Images) -> Tensor:
     model = scene.models[role].eval()
     with torch.no_grad():
-        batches = evaluation_batches(images, device=scene.device)
+        batches = evaluation_batches(images, device=scene.case.device)
         return torch.cat([answers_of(model, inputs).argmax(1).cpu() for inputs, _ in batches])
 
 

@@ -1,12 +1,18 @@
 """HTML from plain values: whatever is not markup already is escaped, so a class may be named as it likes."""
 
 import base64
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from fedortho.errors import FedOrthoError
+
 VOID = ("img", "meta", "link", "br")
 LONG = 40  # letters: a cell that needs room
+MARKED = "<!-- images of data are marked in this page -->"
+FROM, TO = "<!-- images of data from here -->", "<!-- to here -->"  # no text can say this: it would be escaped
+LEFT_OUT = "Images of data were left out of this page on purpose: there are no examples and no Grad-CAM pictures."
 
 
 class Html(str):
@@ -63,3 +69,15 @@ def image(png: bytes, alt: str, *, size: tuple[int, int], class_: str | None = N
     assert alt, "every picture has a text that stands for it"
     data = f"data:image/png;base64,{base64.b64encode(png).decode()}"
     return tag("img", src=data, alt=alt, width=size[0], height=size[1], class_=class_)
+
+
+def showing_images(part: Html) -> Html:
+    """Markup in which images of the data can be seen, marked so that `without_images` finds it."""
+    return Html(f"{FROM}{part}{TO}")
+
+
+def without_images(page: str) -> str:
+    """A page without the parts in which images of the data can be seen; where each was, it says so."""
+    if MARKED not in page:
+        raise FedOrthoError("images of data are not marked in it, as this version of fedortho report does")
+    return re.sub(f"{re.escape(FROM)}.*?{re.escape(TO)}", tag("p", LEFT_OUT, class_="soft"), page, flags=re.DOTALL)

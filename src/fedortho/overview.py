@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedortho.errors import BadCheckpoint, BadData
-from fedortho.files import read_json
+from fedortho.errors import BadData
 from fedortho.references import finished_runs
+from fedortho.results import judgements, read_verdict
 from fedortho.runs import FederateSettings, Run
 
 COLUMNS = ("run", "what", "forget", "retain", "test", "probe", "failed", "seconds")
@@ -68,23 +68,13 @@ def _lines(run: Run) -> Iterable[Line]:
         yield Line(*about, "", what, None, None, test, None, "", None, seconds)
         return
     entry = requests[-1]
-    verdict = _verdict(run, entry["request"])
+    told = read_verdict(run.path) or {}
+    verdict = told if told.get("request") == entry["request"] else {}  # one on another request is none on this
     probe = next((audit["forgot"] for audit in verdict.get("audits", []) if audit["name"] == "C1"), None)
     after, took = entry["after"], entry.get("cost") or {"seconds": sum(entry.get("seconds", {}).values())}
     accuracies = (after["forget"], after["retain"], after["test"])
     method = entry.get("method", "fedortho")
-    judged = [*verdict.get("audits", []), *([verdict["retention"]] if verdict.get("retention") else [])]
-    bad = [audit["name"] for audit in judged if audit["outcome"] in ("FAIL", "ERROR")]
+    bad = [audit["name"] for audit in judgements(verdict) if audit["outcome"] in ("FAIL", "ERROR")]
     is_tested = any(audit["outcome"] in ("PASS", "FAIL", "ERROR") for audit in verdict.get("audits", []))
     label, failed = verdict.get("label", ""), " ".join(bad) if is_tested or bad else None
     yield Line(*about, entry["request"], method, *accuracies, probe, label, failed, took["seconds"])
-
-
-def _verdict(run: Run, request: str) -> Mapping[str, Any]:
-    path = run.path / "verdict.json"
-    if not path.exists():
-        return {}
-    found = read_json(path)
-    if not isinstance(found, dict) or "audits" not in found:
-        raise BadCheckpoint(f"{path} is not a verdict; remove it and judge again: fedortho judge {run.path}")
-    return found if found.get("request") == request else {}

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from fedortho.errors import BadCheckpoint, FedOrthoError
-from fedortho.files import read_json
 from fedortho.illustrate import DPI, SHOWN_DPI, Example, Gallery, Picture
-from fedortho.markup import Cell, Html, image, table, tag, together
+from fedortho.markup import LEFT_OUT, MARKED, Cell, Html, image, showing_images, table, tag, together
 from fedortho.request import ForgetRequest
+from fedortho.results import judgements, read_verdict
 from fedortho.runs import Run
 from fedortho.settings import as_mapping
+from fedortho.verify import entry_for, subject_of
 
-SCHEMA = 1  # of verdict.json
 SECTIONS = {
     "numbers": "Numbers",
     "figures": "Figures",
@@ -53,16 +53,21 @@ class Page:
     gallery: Gallery = field(default_factory=Gallery)
     audit_pictures: tuple[Picture, ...] = ()
 
+    @property
+    def entry(self) -> Mapping[str, Any]:
+        """What the run recorded of this request; empty if it has served none."""
+        return entry_for(self.run, self.request) if self.run.record.get("requests") else {}
 
-def read_verdict(run: Run) -> dict[str, Any] | None:
-    """The verdict.json of a run; None if none was written."""
-    path = run.path / "verdict.json"
-    if not path.exists():
-        return None
-    verdict = read_json(path)
-    if not isinstance(verdict, dict) or verdict.get("schema") != SCHEMA:
-        raise BadCheckpoint(f"{path} is not a verdict of schema {SCHEMA}; write it again")
-    if (verdict.get("digests") or {}).get("after", run.record["model"]["digest"]) != run.record["model"]["digest"]:
+    @property
+    def subject(self) -> str:
+        return subject_of(self.request, self.run.record["data"]["classes"])
+
+
+def verdict_of(run: Run) -> dict[str, Any] | None:
+    """The verdict on a run, if there is one; one on another model is refused."""
+    verdict, mine = read_verdict(run.path), run.record["model"]["digest"]
+    if verdict is not None and (verdict.get("digests") or {}).get("after", mine) != mine:
+        path = run.path / "verdict.json"
         raise BadCheckpoint(f"{path} is about another model than the one in {run.path}; judge it again: fedortho judge")
     return verdict
 
@@ -86,7 +91,7 @@ def render(page: Page) -> str:
             *(f"style-src {_hash(style)}", f"script-src {_hash(script)}"),
         )
     )
-    title = f"Forgetting {_what(page)}: {page.run.path.name}"
+    title = f"Forgetting {page.subject}: {page.run.path.name}"
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -104,28 +109,18 @@ def render(page: Page) -> str:
         tag("footer", tag("p", "This page is evidence, not a legal finding. Made by fedortho.", class_="soft")),
         tag("script", Html(script)),
     )
-    return f"<!DOCTYPE html>\n{tag('html', head, body, lang='en')}\n"
+    return f"<!DOCTYPE html>\n{MARKED}\n{tag('html', head, body, lang='en')}\n"
 
 
 def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _what(page: Page) -> str:
-    """What had to go, with the names of classes."""
-    names = page.run.record["data"]["classes"]
-    parts = [names[label] for label in page.request.labels(names)]
-    parts += [f"client {client}" for client in page.request.clients]
-    if number := len(page.request.samples):
-        parts.append(f"{number} sample{'s' if number > 1 else ''}")
-    return ", ".join(parts)
-
-
 def _top(page: Page) -> Html:
     links = [tag("li", tag("a", title, href=f"#{name}")) for name, title in SECTIONS.items()]
     return tag(
         "header",
-        tag("h1", f"Did the model forget {_what(page)}?"),
+        tag("h1", f"Did the model forget {page.subject}?"),
         tag("nav", tag("ul", *links), aria_label="Contents"),
     )
 
@@ -133,11 +128,11 @@ def _top(page: Page) -> Html:
 def _verdict(page: Page) -> Html:
     verdict = page.verdict
     if verdict is None:
-        sentence = _recorded_sentence(page.run)
+        sentence = _recorded_sentence(page.entry)
         label = "No audit was run: whether it can be recovered is not known."
         parts = [tag("p", sentence, class_="sentence"), tag("p", label, class_="label")]
         return tag("section", tag("h2", "Verdict"), *parts, id="verdict", class_="verdict open")
-    outcomes = [audit["outcome"] for audit in _judgements(verdict)]
+    outcomes = [audit["outcome"] for audit in judgements(verdict)]
     kind = "bad" if {"FAIL", "ERROR"} & set(outcomes) else "good" if outcomes and set(outcomes) == {"PASS"} else "open"
     parts = [
         tag("p", str(verdict.get("sentence", "")), class_="sentence"),
@@ -148,14 +143,7 @@ def _verdict(page: Page) -> Html:
     return tag("section", tag("h2", "Verdict"), *parts, id="verdict", class_=f"verdict {kind}")
 
 
-def _judgements(verdict: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    """The audits, and retention beside them where it was measured: a ruined model has forgotten, and is not good."""
-    verdict = verdict or {}
-    return [*verdict.get("audits", []), *([verdict["retention"]] if verdict.get("retention") else [])]
-
-
-def _recorded_sentence(run: Run) -> str:
-    entry = run.record["requests"][-1]
+def _recorded_sentence(entry: Mapping[str, Any]) -> str:
     gone, kept = ([entry[when][key] for when in ("before", "after")] for key in ("forget", "retain"))
     text = f"Accuracy on what had to go went from {gone[0]:.1%} to {gone[1]:.1%}, on the rest from {kept[0]:.1%}"
     return f"{text} to {kept[1]:.1%}."
@@ -194,9 +182,8 @@ def _figure_cell(value: float | None, low: float | None = None, high: float | No
 def _numbers(page: Page) -> Html:
     if page.verdict is None or not page.verdict.get("metrics"):
         rows: list[list[str | Cell]] = []
-        entry = (page.run.record.get("requests") or [{"before": {}, "after": {}}])[-1]
-        for key in entry["before"]:
-            before, after = (float(entry[when][key]) for when in ("before", "after"))
+        for key in page.entry.get("before", {}):
+            before, after = (float(page.entry[when][key]) for when in ("before", "after"))
             rows.append([f"{key} accuracy", _figure_cell(before, 0, 1), _figure_cell(after, 0, 1)])
         shown = table("Accuracy before and after", ["accuracy", "before", "after"], rows)
         return together([tag("p", "No metrics were measured; this is what the run recorded.", class_="soft"), shown])
@@ -240,18 +227,22 @@ def _figure(picture: Picture) -> Html:
         wide, high = (round(side * SHOWN_DPI / DPI) for side in opened.size)
     drawn = image(picture.data, picture.alt, size=(wide, high))
     box = tag("div", drawn, class_="scroll", role="region", aria_label=picture.finding, tabindex=0)
-    return tag("figure", tag("h3", picture.finding), box, tag("figcaption", picture.about), id=f"figure-{picture.name}")
+    inside = (tag("h3", picture.finding), box, tag("figcaption", picture.about))
+    figure = tag("figure", *inside, id=f"figure-{picture.name}")
+    return showing_images(figure) if picture.shows_images else figure
 
 
 def _images(page: Page) -> Html:
     gallery = page.gallery
+    if not gallery.has_images:
+        return tag("p", LEFT_OUT)
     none = "None of the images that had to go fits here."
     if page.request.kind != "class":
         none = "Images of clients and samples had to go; none of them is kept in this page."
     left = _side("No longer recognised", gallery.lost, none)
     right = _side("Still recognised", gallery.kept, "None of the other images fits here.")
     note = "Small images, enlarged without smoothing. Under each: its class, and what the model calls it now."
-    return together([tag("p", note, class_="soft"), tag("div", left, right, class_="sides")])
+    return showing_images(together([tag("p", note, class_="soft"), tag("div", left, right, class_="sides")]))
 
 
 def _side(title: str, examples: Sequence[Example], empty: str) -> Html:
@@ -268,7 +259,7 @@ def _side(title: str, examples: Sequence[Example], empty: str) -> Html:
 
 
 def _audits(page: Page) -> Html:
-    audits = _judgements(page.verdict)
+    audits = judgements(page.verdict)
     if not audits:
         return tag("p", "No audit was run: nobody has tried to bring back what had to go.")
     header = ["audit", "outcome", "finding", "value", "limit", "forgot", "original", "retrained", "seconds"]
@@ -284,7 +275,7 @@ def _audits(page: Page) -> Html:
 
 
 def _costs(page: Page) -> Html:
-    cost = (page.verdict or {}).get("cost") or _recorded_cost(page.run)
+    cost = (page.verdict or {}).get("cost") or _recorded_cost(page.entry)
     if not cost:
         return tag("p", "What this cost was not recorded.")
     rows: list[list[str | Cell]] = [
@@ -295,8 +286,7 @@ def _costs(page: Page) -> Html:
     return table("What forgetting took", ["of what", "how much"], rows)
 
 
-def _recorded_cost(run: Run) -> dict[str, float]:
-    entry = (run.record.get("requests") or [{}])[-1]
+def _recorded_cost(entry: Mapping[str, Any]) -> dict[str, float]:
     if entry.get("cost"):
         return dict(entry["cost"])
     if "seconds" not in entry:
@@ -325,20 +315,20 @@ def _not_tested(page: Page) -> Html:
 
 
 def _settings(page: Page) -> Html:
-    verdict, record = page.verdict or {}, page.run.record
-    entries = record.get("requests", [])
+    verdict, record, entry = page.verdict or {}, page.run.record, page.entry
+    before = (entry.get("digests") or {}).get("before") or record.get("parent")
     about = {
         "run": str(page.run.path),
         "request": str(page.request),
-        "method": str(verdict.get("method") or "fedortho"),
+        "method": str(verdict.get("method") or entry.get("method") or "fedortho"),
         "model digest": record["model"]["digest"],
-        "digest of the model before": str(record.get("parent") or "–"),
+        "digest of the model before": str(before or "–"),
         "data digest": record["data"]["digest"],
-        "all requests served": "; ".join(entry["request"] for entry in entries) or "–",
+        "all requests served": "; ".join(other["request"] for other in record.get("requests", [])) or "–",
     }
     groups = {
         "What this is about": about,
-        "Settings of the request": verdict.get("settings") or (entries[-1].get("settings", {}) if entries else {}),
+        "Settings of the request": verdict.get("settings") or entry.get("settings", {}),
         "Settings of the training": as_mapping(page.run.settings),
         "Environment": _flat(verdict.get("environment") or record.get("environment", {})),
     }

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from fedortho.files import write_json
+from fedortho.errors import BadCheckpoint
+from fedortho.files import read_json, write_json
 
-SCHEMA = 1
+SCHEMA = 1  # of all that is measured: run.json, verdict.json, rows of comparisons and benchmarks
 LIBRARIES = ("fedortho", "torch", "numpy", "safetensors", "torch-pruning")
 
 
@@ -47,3 +48,20 @@ def write_results(path: Path, what: str, command: str, rows: Sequence[Mapping[st
     """Write rows of a benchmark with where they come from; rewritten after each row, so nothing is lost."""
     value = {"schema": SCHEMA, "what": what, "command": command, "environment": environment(), "rows": list(rows)}
     write_json(path, value | more)
+
+
+def read_verdict(directory: Path) -> dict[str, Any] | None:
+    """The verdict.json of a run; None if none was written."""
+    path = directory / "verdict.json"
+    if not path.exists():
+        return None
+    verdict = read_json(path)
+    if not isinstance(verdict, dict) or verdict.get("schema") != SCHEMA or "request" not in verdict:
+        raise BadCheckpoint(f"{path} is not a verdict of schema {SCHEMA}; judge again: fedortho judge {directory}")
+    return verdict
+
+
+def judgements(verdict: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    """The audits, and retention beside them where it was measured: a ruined model has forgotten, and is not good."""
+    told = verdict or {}
+    return [*told.get("audits", []), *([told["retention"]] if told.get("retention") else [])]

@@ -117,16 +117,17 @@ def grad_cam(model: nn.Module, images: Images, layer: str) -> Tensor:
 
 
 def recognised_examples(models: Sequence[nn.Module], images: Images) -> Images:
-    """Of each class the first image that all models name rightly; a class without one is refused."""
+    """Of each class that has images the first that all models name rightly; a class without such a one is refused."""
     right = torch.ones(len(images), dtype=torch.bool)
     for model in models:
         right &= torch.cat(
             [answers_of(model, inputs).argmax(1) == labels for inputs, labels in evaluation_batches(images)]
         )
     chosen = []
-    for label, name in enumerate(images.names):
+    for label in images.labels.unique().tolist():
         found = (right & (images.labels == label)).nonzero().flatten()
         if not len(found):
+            name = images.names[label]
             raise BadSetting(f"no image of {name} is named rightly by every model; show fewer classes or other models")
         chosen.append(int(found[0]))
     return images.subset(chosen)
