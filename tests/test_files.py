@@ -6,7 +6,24 @@ import pytest
 import torch
 
 from fedortho.errors import BadCheckpoint, FedOrthoError
-from fedortho.files import file_digest, read_json, read_tensors, replacing, tensors_digest, write_json, write_tensors
+from fedortho.files import (
+    check_writable,
+    file_digest,
+    read_json,
+    read_tensors,
+    replacing,
+    tensors_digest,
+    write_json,
+    write_tensors,
+)
+
+
+def test_a_place_that_cannot_be_written_is_told_before_the_work(tmp_path: Path) -> None:
+    check_writable(tmp_path)
+    assert os.listdir(tmp_path) == [], "trying leaves nothing behind"
+    for place in (tmp_path / "none", Path("/proc")):  # not even root writes there
+        with pytest.raises(FedOrthoError, match=f"{place} cannot be written: .*; copy it to where you may write"):
+            check_writable(place)
 
 
 def test_tensors_and_their_note_survive_the_round_trip(tmp_path: Path) -> None:

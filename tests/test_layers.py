@@ -56,7 +56,7 @@ TIERS = [
     {"illustrate"},
     {"report"},
     {"federated/deploy", "federated/jobs", "tune"},
-    {"cli_flags"},
+    {"cli_flags", "board"},
     {"cli_methods", "cli_evidence", "cli_report", "cli_verdict", "cli_federation"},
     {"cli_forget"},
     {"__init__", "cli"},
@@ -73,6 +73,7 @@ HEAVY = {
     "cryptography",
     "captum",
     "selenium",
+    "tensorboard",
 }
 
 

@@ -13,9 +13,10 @@ import typer
 from rich.logging import RichHandler
 from rich.markup import escape
 
+from fedortho.board import board
 from fedortho.cli_evidence import bundle_app, journal_app
 from fedortho.cli_federation import deploy_command, federate_command, sync_command
-from fedortho.cli_flags import AsJson, Config, DataDir, Device, OutPath, RunPath, takes_settings
+from fedortho.cli_flags import AsJson, Board, Config, DataDir, Device, OutPath, RunPath, takes_settings
 from fedortho.cli_forget import forget_command, undo_command
 from fedortho.cli_methods import compare_command, tune_command
 from fedortho.cli_report import report_command, results_command
@@ -68,15 +69,16 @@ def _refuse(message: str) -> NoReturn:
 def train(
     out_path: OutPath,
     config: Config = None,
+    tensorboard: Board = None,
     *,
     given: dict[str, Any],
 ) -> None:
     """Train a model with orthogonal kernels; a killed run goes on where it stopped."""
     settings = make_settings(TrainSettings, read_toml(config) if config else {}, given)
-    with bars() as shown:
+    with bars() as shown, board(tensorboard, out_path, settings, training_bar(shown)) as watch:
         observing = bar(shown, "writing the ledger")
         decoding = bar(shown, "decoding images")
-        run = train_run(out_path, settings, watch=training_bar(shown), progress=decoding, observing=observing)
+        run = train_run(out_path, settings, watch=watch, progress=decoding, observing=observing)
     print_run(run)
 
 

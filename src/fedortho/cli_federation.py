@@ -6,7 +6,8 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from fedortho.cli_flags import Config, Deployment, EngineName, OutPath, RunPath, takes_settings
+from fedortho.board import board
+from fedortho.cli_flags import Board, Config, Deployment, EngineName, OutPath, RunPath, takes_settings
 from fedortho.errors import FedOrthoError
 from fedortho.runs import FederateSettings, open_run
 from fedortho.screen import bars, err, federation_bar, print_run, say
@@ -17,6 +18,7 @@ from fedortho.settings import make_settings, read_toml
 def federate_command(
     out_path: OutPath,
     config: Config = None,
+    tensorboard: Board = None,
     engine: EngineName = "inprocess",
     workers: Annotated[int, typer.Option(help="inprocess: processes in which clients run at the same time")] = 1,
     deployment: Deployment = None,
@@ -33,9 +35,11 @@ def federate_command(
     if engine == "inprocess":
         from fedortho.federated.server import train_federation
 
-        with bars() as shown:
-            print_run(train_federation(out_path, settings, watch=federation_bar(shown), workers=workers))
+        with bars() as shown, board(tensorboard, out_path, settings, federation_bar(shown)) as watch:
+            print_run(train_federation(out_path, settings, watch=watch, workers=workers))
         return
+    if tensorboard is not None:
+        raise FedOrthoError(f"--tensorboard belongs to --engine inprocess; on {engine} rounds are not told here")
     train_elsewhere(engine, out_path, settings, deployment, log_line)
     print_elsewhere(out_path)
 

@@ -16,6 +16,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="print JSON for machines")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps")]
 DataDir = Annotated[str, typer.Option("--data-dir", help="where the run's data lies on this machine")]
 Config = Annotated[Path | None, typer.Option(help="a TOML file of settings; flags win over it")]
+Board = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="also write loss, accuracy, rate and seconds for TensorBoard there")
+]
 EngineName = Annotated[str, typer.Option("--engine", help="where clients run: inprocess, ray or superlink")]
 Deployment = Annotated[Path | None, typer.Option(help="for superlink: the folder that fedortho deploy wrote")]
 

@@ -58,6 +58,16 @@ def locked(path: Path) -> Iterator[None]:
         raise Busy(f"another process is working on {path}; wait for it or choose another directory") from error
 
 
+def check_writable(directory: Path) -> None:
+    """Refuse a directory that cannot be written to, before long work whose outcome belongs there."""
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        reason = error.strerror or error
+        raise FedOrthoError(f"{directory} cannot be written: {reason}; copy it to where you may write") from error
+
+
 def write_text(path: Path, text: str) -> None:
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
