@@ -1,17 +1,24 @@
+import contextlib
+import errno
 import json
+import shutil
+import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
+from fedortho import cli_verdict
 from fedortho.bundle import open_bundle
 from fedortho.cli_evidence import bundle_app, journal_app
+from fedortho.cli_verdict import Wishes, judged
 from fedortho.errors import FedOrthoError
 from fedortho.journal import append_entry, check_journal
 from fedortho.methods.fedortho import ForgetSettings
 from fedortho.request import ForgetRequest
-from fedortho.runs import TrainSettings, train_run
+from fedortho.runs import TrainSettings, open_run, train_run
 from fedortho.serve import serve_request
 
 app = typer.Typer()
@@ -61,6 +68,57 @@ def test_the_journal_is_shown(place: Path) -> None:
         "received",
         "executed",
     ]
+
+
+def test_all_about_a_request_stands_in_the_journal_beside_the_run_it_was_asked_of(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "first", tmp_path / "runs" / "first")
+    run, out = open_run(tmp_path / "runs" / "first"), tmp_path / "elsewhere" / "out"
+    request = ForgetRequest.parse("class:3")
+    made = serve_request(run, run.load_data(), request, ForgetSettings(ratio=0.2), out=out).run
+    assert made is not None
+    judged(made, request, run.load_data(), run, Wishes("none"))
+    journal = check_journal(tmp_path / "runs")
+    assert [(entry.event, entry.run) for entry in journal.entries] == [
+        ("received", "first"),
+        ("executed", "out"),
+        ("judged", "out"),
+    ]
+    assert not (out.parent / "journal.jsonl").exists()
+    assert "without journal.jsonl" in told("bundle", "make", out, "class:3", "-o", tmp_path / "bare.zip")
+    told("bundle", "make", out, "class:3", "-o", tmp_path / "x.zip", "--journal", tmp_path / "runs")
+    assert open_bundle(tmp_path / "x.zip").files["journal.jsonl"] == (tmp_path / "runs/journal.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize(("passes", "event"), [(True, "verified"), (False, "judged")])
+def test_verified_means_that_every_audit_passed(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passes: bool, event: str
+) -> None:
+    for name in ("first", "second"):
+        shutil.copytree(place / name, tmp_path / name)
+    digests = {"before": "a" * 64, "after": "b" * 64}
+    verdict = SimpleNamespace(digests=digests, label="as it came out", passes=passes)
+    monkeypatch.setattr(cli_verdict, "judge_run", lambda *_, **__: verdict)
+    first, second = open_run(tmp_path / "first"), open_run(tmp_path / "second")
+    judged(second, ForgetRequest.parse("class:3"), first.load_data(), first, Wishes())
+    (entry,) = check_journal(tmp_path).entries
+    assert (entry.event, entry.details) == (event, {"label": "as it came out", "passes": passes})
+
+
+def test_where_no_verdict_can_be_written_none_is_worked_out(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(dir: Path) -> contextlib.nullcontext[None]:  # as tempfile names it
+        assert dir in (place, place / "second")
+        if dir == place / "second":
+            raise OSError(errno.EROFS, "Read-only file system")
+        return contextlib.nullcontext()
+
+    def too_late(*_: object, **__: object) -> None:
+        raise AssertionError("nothing may be judged yet")
+
+    monkeypatch.setattr(cli_verdict, "judge_run", too_late)
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    first, second = open_run(place / "first"), open_run(place / "second")
+    with pytest.raises(FedOrthoError, match="second cannot be written: Read-only file system; copy it to where"):
+        judged(second, ForgetRequest.parse("class:3"), first.load_data(), first, Wishes())
 
 
 def test_a_torn_line_is_told(tmp_path: Path) -> None:

@@ -68,6 +68,15 @@ def test_an_unknown_event_is_refused(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+def test_an_old_journal_in_which_verified_meant_judged_is_whole_and_goes_on(tmp_path: Path) -> None:
+    old = {"label": "FAILED C1; passed 3 of 6"}  # as it was written before there was an event of this name
+    append_entry(tmp_path, "verified", "one", "class:3", details=old)
+    append_entry(tmp_path, "judged", "one", "class:3", details=old | {"passes": False})
+    journal = check_journal(tmp_path)
+    assert [entry.event for entry in journal.entries] == ["verified", "judged"]
+    assert "passes" not in journal.entries[0].details
+
+
 def test_a_directory_without_a_journal_is_told(tmp_path: Path) -> None:
     with pytest.raises(BadJournal, match="there is no journal in"):
         check_journal(tmp_path)

@@ -164,7 +164,7 @@ def test_forgetting_audits_by_default_and_the_journal_tells_all_of_it(runs: Path
     assert "retention" in text
     assert (runs / "again" / "verdict.json").exists()
     events = [entry.event for entry in check_journal(runs).entries if entry.run in ("original", "again")]
-    assert events[-3:] == ["received", "executed", "verified"]
+    assert events[-3:] == ["received", "executed", "judged"]
     with pytest.raises(FedOrthoError, match="no training image has the id 99999"):
         told("forget", runs / "original", "samples:99999", "--out", tmp_path / "x")
     assert check_journal(runs).entries[-1].event == "refused"

@@ -19,6 +19,7 @@ from fedortho.devices import choose_device, using_threads
 from fedortho.engine import CentralEngine
 from fedortho.errors import BadSetting, FedOrthoError, unknown
 from fedortho.federated.server import train_on
+from fedortho.files import check_writable
 from fedortho.journal import append_entry
 from fedortho.methods import METHODS, make_method, unlearn
 from fedortho.metrics import Metric
@@ -152,7 +153,9 @@ def judged(run: Run, request: ForgetRequest, data: Dataset, original: Run, wishe
     """Find or train the references, judge, and tell the journal."""
     check_wishes(original, request, wishes)
     entry = entry_for(run, request)
-    place = choose_device(wishes.device)
+    place, asked = choose_device(wishes.device), original.path.absolute().parent  # whose journal tells of the request
+    for needed in [asked, *([] if wishes.only else [run.path])]:
+        check_writable(needed)
     kept = wishes.references or run.path.parent / "references"
     with bars() as shown, using_threads(original.settings.threads):
         found = _references(original, request, kept, wishes, training_bar(shown))
@@ -172,13 +175,13 @@ def judged(run: Run, request: ForgetRequest, data: Dataset, original: Run, wishe
             membership=membership,
         )
     append_entry(
-        run.path.absolute().parent,
-        "verified",
+        asked,
+        "verified" if verdict.passes else "judged",
         run.path.name,
         str(request),
         before=verdict.digests["before"],
         after=verdict.digests["after"],
-        details={"label": verdict.label},
+        details={"label": verdict.label, "passes": verdict.passes},
     )
     return verdict
 

@@ -5,6 +5,9 @@ journal.head    number and hash of the last entry, and while one is being append
 journal.torn    half lines that crashes left behind
 
 The chain shows any change, removal, insertion or reordering of entries; the head shows a tail that was cut off.
+All that becomes of a request stands in the journal of the directory that holds the run it was asked of, wherever the
+new run was written (`--out`); an undo is asked of the run that it undoes.
+
 It holds against accidents and against whoever edits the journal alone. Whoever can rewrite both files can recompute
 all hashes from any entry on, or cut the tail and set the head back, and nothing here would show it. So note the
 head's hash elsewhere from time to time (`fedortho journal check` prints it; mail it, print it, have it signed): a
@@ -28,7 +31,14 @@ from fedortho.errors import Busy, FedOrthoError, unknown
 from fedortho.files import canonical_json, write_text
 
 logger = logging.getLogger(__name__)
-EVENTS = ("received", "executed", "verified", "refused", "undone")
+EVENTS = {
+    "received": "somebody asked",
+    "executed": "a run was written that has forgotten",
+    "judged": "it was measured; details tell what the audits came to",
+    "verified": "it was judged, and every audit was run against a retrained model and passed",
+    "refused": "nothing was done; details tell why",
+    "undone": "what was forgotten was restored from an undo file",
+}  # before there was judged, verified was written whatever the audits came to: only with `passes` it means this
 START = "0" * 64  # what the first entry follows
 PATIENCE = 30.0  # seconds that a writer waits for others
 
