@@ -1,3 +1,4 @@
+import base64
 import json
 import os
 import random
@@ -10,18 +11,23 @@ from typing import Any
 
 import pytest
 import torch
+from test_report import data_pngs, embedded
 
 from fedortho.archive import BadArchive, pack_files
 from fedortho.bundle import BadBundle, _spelled, make_bundle, open_bundle, read_bundle
+from fedortho.cli_report import report_command
 from fedortho.errors import FedOrthoError
+from fedortho.figures.activations import as_pictures
 from fedortho.files import canonical_json, tensors_digest, write_tensors
+from fedortho.illustrate import _thumbnail
 from fedortho.journal import BadJournal, append_entry
+from fedortho.markup import LEFT_OUT, MARKED
 from fedortho.methods.fedortho import ForgetSettings
 from fedortho.prune import load_patch
 from fedortho.replay import reapply_patch, rerun_decision
 from fedortho.request import ForgetRequest
 from fedortho.runs import Run, TrainSettings, open_run, train_run
-from fedortho.serve import serve_request
+from fedortho.serve import serve_request, write_derived
 from fedortho.signature import BadSignature, load_key, load_public, make_key
 
 TRAINED = TrainSettings(data="digits", model="vgg-mini", epochs=2, batch=64, rate=0.05, threads=1, crop=0, flip=0.0)
@@ -42,9 +48,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         run = serve_request(found[parent], data, request, HOW, out=place / name, undo=undo).run
         assert run is not None
         found[name] = run
-    about = {"request": "class:3", "digests": {"after": found["second"].record["model"]["digest"]}}
+    about = {"schema": 1, "request": "class:3", "sentence": '3 is "gone".', "label": "none run"}
+    about["digests"] = {"after": found["second"].record["model"]["digest"]}
     (place / "second" / "verdict.json").write_text(json.dumps(about))
-    (place / "second" / "report.html").write_text("<p>report</p>\n")
+    report_command(place / "second", device="cpu")
     return found
 
 
@@ -129,9 +136,64 @@ def test_no_file_holds_removed_weights_or_images(made: Path, runs: Runs) -> None
     assert silenced > 10, "there were kernels to look for"
     for name, value in bundle.patch.replaced.items():
         assert torch.equal(value, after[name]), "what took the place, not what was there"
-    pictures = [image.numpy().tobytes() for image in data.train.pixels[:200]]
+    pictures = [image.numpy().tobytes() for image in data.train.pixels]
     assert not any(picture in file for file in bundle.files.values() for picture in pictures)
+    shown, handed_out = (runs["second"].path / "report.html").read_text(), bundle.files["report.html"].decode()
+    assert len(embedded(shown) & data_pngs(runs["second"])) > 12, "there were images to look for"
+    assert "figure-grad-cam" in shown
+    assert not embedded(handed_out) & data_pngs(runs["second"])
+    assert "figure-grad-cam" not in handed_out
+    assert LEFT_OUT in handed_out
+    assert embedded(handed_out) < embedded(shown), "the figures of numbers stay"
     assert made.stat().st_size < (runs["first"].path / "model.safetensors").stat().st_size / 4
+
+
+def test_no_file_holds_a_picture_of_a_sample_that_had_to_go(runs: Runs, tmp_path: Path) -> None:
+    shutil.copytree(runs["first"].path, tmp_path / "first")
+    before = open_run(tmp_path / "first")
+    data = before.load_data()
+    gone = data.train.subset(range(100))
+    request = ForgetRequest.parse("samples:" + ",".join(map(str, gone.rows.tolist())))
+    run = serve_request(before, data, request, HOW, out=tmp_path / "left").run
+    assert run is not None
+    report_command(run.path, device="cpu")
+    files = make_bundle(run, request, tmp_path / "x.zip").files
+    assert "report.html" in files
+    pixels = [image.numpy().tobytes() for image in gone.pixels[gone.rows]]
+    pngs = [_thumbnail(picture) for picture in as_pictures(gone)]
+    assert len({*pixels}) > 90
+    assert not embedded(files["report.html"].decode()) & {*pngs}
+    for raw in (*pixels, *pngs):
+        for spelled in (raw, base64.b64encode(raw), raw.hex().encode()):
+            assert not any(spelled in file for file in files.values())
+
+
+def test_a_report_of_something_else_or_with_images_that_cannot_be_found_is_no_evidence(
+    runs: Runs, tmp_path: Path
+) -> None:
+    copy = tmp_path / "second"
+    shutil.copytree(runs["second"].path, copy)
+    page = (copy / "report.html").read_text()
+    for wrong, told in (
+        (page.replace(MARKED, ""), "images of data are not marked in it"),
+        (page.replace("3 is &quot;gone&quot;.", "3 is not gone."), "about another model or an older verdict"),
+        (page.replace(runs["second"].record["model"]["digest"], "0" * 64), "about another model or an older verdict"),
+    ):
+        assert wrong != page
+        (copy / "report.html").write_text(wrong)
+        with pytest.raises(FedOrthoError, match=f"{told}.*write it again: fedortho report"):
+            make_bundle(open_run(copy), REQUEST, tmp_path / "x.zip")
+    (copy / "report.html").unlink()
+    assert "report.html" not in make_bundle(open_run(copy), REQUEST, tmp_path / "x.zip").files
+
+
+def test_what_a_method_came_to_in_a_comparison_has_no_bundle(runs: Runs, tmp_path: Path) -> None:
+    entry = {"request": "class:3", "method": "ssd", "settings": {}, "before": {}, "after": {}}
+    made = write_derived(
+        tmp_path / "ssd", runs["first"], runs["first"].load_model(), {"requests": [entry]}, patch=None, ledger=None
+    )
+    with pytest.raises(FedOrthoError, match=r"ssd is what ssd came to in a comparison, and has no patch; give a run"):
+        make_bundle(made, REQUEST, tmp_path / "x.zip")
 
 
 def test_the_same_run_gives_the_same_bytes_and_evidence_is_not_overwritten(
@@ -332,7 +394,7 @@ def test_a_verdict_on_another_request_or_model_is_no_evidence(made: Path, runs: 
         verdict = edited(made, "verdict.json", lambda told, change=change: told | change)
         with pytest.raises(BadBundle, match="disagree about the verdict's"):
             read_bundle(forge(made, {"verdict.json": verdict}), "x")
-    (runs["third"].path / "verdict.json").write_text('{"request": "class:5"}')
+    (runs["third"].path / "verdict.json").write_text('{"schema": 1, "request": "class:5"}')
     try:
         earlier = make_bundle(runs["third"], REQUEST, tmp_path / "x.zip")
     finally:

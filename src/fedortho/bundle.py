@@ -1,31 +1,33 @@
 """Evidence of one served request in one file, for an auditor who has neither the data nor trust.
 
 A bundle holds the request, digests of the model before and after, the patch, settings, results and environment. It
-holds no training images, no ledger, no model and nothing of what was removed. `manifest.json` lists every file with
+holds no image of the data, no ledger, no model and nothing of what was removed. `manifest.json` lists every file with
 its size and SHA-256 and ends in a digest over itself; the archive has one form (`archive.py`), so any other byte shows.
 """
 
 import hashlib
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from html import escape
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from fedortho.archive import LARGEST, BadArchive, check_form, pack_files, unpack_files
 from fedortho.errors import FedOrthoError
-from fedortho.files import canonical_json, file_digest, read_json, read_tensors, replacing, tensors_digest
+from fedortho.files import canonical_json, file_digest, read_tensors, replacing, tensors_digest
 from fedortho.journal import parse_entry, read_journal
+from fedortho.markup import without_images
 from fedortho.prune import Patch, load_patch
 from fedortho.request import ForgetRequest
-from fedortho.results import environment
+from fedortho.results import environment, read_verdict
 from fedortho.runs import Run
 from fedortho.serve import earlier_requests
 from fedortho.signature import BadSignature, check_signature, load_key, load_public, public_half
 
-SCHEMA = 1
+BUNDLE_SCHEMA = 1
 NEEDED = (
     *("README.txt", "digests.json", "entry.json", "environment.json"),
     *("patch.safetensors", "request.json", "settings.json"),
@@ -50,10 +52,10 @@ What is here
   patch.safetensors  what was changed: which kernels, by which factors, and what took the place of other tensors
   environment.json   versions, machine and installed packages where this file was made; versions where it was trained
   journal.jsonl, verdict.json, report.html
-                     if there were such: the journal's entries of this run, the audits' verdict, the report
+                     if there were such: the journal's entries of this run, the audits' verdict, and the report, in
+                     which images of data are left out
   manifest.json      size and SHA-256 of each of these, and a digest over itself; manifest.sig, if it was signed
-Not here: training images, sums over images, models, and the values that were removed. report.html shows some small
-test images, those of a forgotten class among them; take it out of the run before the bundle is made if nobody may see.
+Not here: images of the data, whether trained or tested on, sums over images, models, and the values that were removed.
 
 What can be checked
   fedortho bundle check FILE
@@ -107,15 +109,20 @@ class Bundle:
         return signer
 
 
-def make_bundle(run: Run, request: ForgetRequest, out: Path, *, sign: Path | None = None) -> Bundle:
-    """Write the evidence of one of a run's served requests; the same run gives the same bytes on the same machine."""
+def make_bundle(
+    run: Run, request: ForgetRequest, out: Path, *, sign: Path | None = None, journal: Path | None = None
+) -> Bundle:
+    """Write the evidence of one of a run's served requests; the same run gives the same bytes on the same machine.
+
+    `journal` is the directory with the journal that tells of the request, if that is not the one beside the run.
+    """
     if out.exists():
         raise FedOrthoError(f"{out} is there already; evidence is never overwritten: choose another -o")
-    files = _collect(run, _number(run, request))
+    files = _collect(run, _number(run, request), journal or run.path.resolve().parent)
     key = None if sign is None else load_key(sign)
     listed = {name: _about(data) for name, data in files.items()}
     body = {
-        "schema": SCHEMA,
+        "schema": BUNDLE_SCHEMA,
         "made-by": f"fedortho {environment()['versions']['fedortho']}",
         "files": listed,
         "signer": None if key is None else public_half(key),
@@ -168,8 +175,10 @@ def _read_manifest(files: Mapping[str, bytes], source: str) -> dict[str, Any]:
     body = {key: value for key, value in manifest.items() if key != "digest"}
     if _spelled(manifest) != files[MANIFEST] or manifest.get("digest") != _digest(canonical_json(body).encode()):
         raise BadBundle(f"{source}: {MANIFEST} was changed: its digest is not that of what it says")
-    if manifest.get("schema") != SCHEMA:
-        raise BadBundle(f"{source}: {MANIFEST} is of schema {manifest.get('schema')}; this version reads {SCHEMA}")
+    if manifest.get("schema") != BUNDLE_SCHEMA:
+        raise BadBundle(
+            f"{source}: {MANIFEST} is of schema {manifest.get('schema')}; this version reads {BUNDLE_SCHEMA}"
+        )
     listed = manifest.get("files")
     if not isinstance(listed, dict) or not isinstance(manifest.get("signer", 0), str | None):
         raise BadBundle(f"{source}: {MANIFEST} does not list files and signer")
@@ -234,11 +243,14 @@ def _number(run: Run, request: ForgetRequest) -> int:
     return same[-1]
 
 
-def _collect(run: Run, number: int) -> dict[str, bytes]:
+def _collect(run: Run, number: int, beside: Path) -> dict[str, bytes]:
     """The files of a bundle, but for the manifest; these and no others are ever taken."""
     record, name = run.record, run.path.resolve().name
     entry, patch = record["requests"][number], run.path / "patches" / f"{number:04}.safetensors"
     run.load_model()  # refuses weights that are not those of run.json
+    if "digests" not in entry:
+        how = f"{run.path} is what {entry.get('method', 'a method')} came to in a comparison, and has no patch"
+        raise FedOrthoError(f"{how}; give a run that fedortho forget wrote")
     if not patch.is_file():
         raise FedOrthoError(f"there is no {patch}: the run's directory is not whole")
     earlier = [other["request"] for other in record["requests"][:number]]
@@ -249,7 +261,7 @@ def _collect(run: Run, number: int) -> dict[str, bytes]:
         "data": record["data"]["digest"],
         "ledger": ledger_digest(run.path / "ledger.safetensors"),
     }
-    lines, head = _journal(run, entry)
+    lines, head = _journal(run, entry, beside)
     texts = {"request": entry["request"], "run": name} | entry["digests"]
     where = {"here": environment(), "packages": _packages(), "run": record["environment"]}
     files = {
@@ -266,18 +278,32 @@ def _collect(run: Run, number: int) -> dict[str, bytes]:
 
 def _extras(run: Run, number: int) -> dict[str, bytes]:
     """Verdict and report, if they are about this request: a later one's verdict is on another model."""
-    served, verdict = run.record["requests"], run.path / "verdict.json"
-    if number != len(served) - 1:
+    entry, verdict = run.record["requests"][number], read_verdict(run.path)
+    if number != len(run.record["requests"]) - 1 or (verdict and verdict["request"] != entry["request"]):
         return {}
-    told = read_json(verdict) if verdict.is_file() else None
-    if isinstance(told, dict) and told.get("request") != served[number]["request"]:
-        return {}
-    return {name: (run.path / name).read_bytes() for name in EXTRAS if (run.path / name).is_file()}
+    found, report = {}, run.path / "report.html"
+    if verdict:
+        found["verdict.json"] = (run.path / "verdict.json").read_bytes()
+    if report.is_file():
+        found["report.html"] = _report(report, [entry["digests"]["after"], (verdict or {}).get("sentence", "")])
+    return found
 
 
-def _journal(run: Run, entry: Mapping[str, Any]) -> tuple[bytes, dict[str, Any] | None]:
+def _report(path: Path, tells: Sequence[str]) -> bytes:
+    """The report as it is handed out, without images of data, if it tells of this model and verdict."""
+    page = path.read_text(encoding="utf-8")
+    again = f"write it again: fedortho report {path.parent}"
+    if not all(escape(words) in page for words in tells):
+        raise FedOrthoError(f"{path} is about another model or an older verdict; {again}")
+    try:
+        return without_images(page).encode()
+    except FedOrthoError as error:
+        raise FedOrthoError(f"{path}: {error}; {again}") from error
+
+
+def _journal(run: Run, entry: Mapping[str, Any], beside: Path) -> tuple[bytes, dict[str, Any] | None]:
     """The journal's lines about a run and about the request where it was still that of another, and where it ends."""
-    journal = read_journal(run.path.resolve().parent)
+    journal = read_journal(beside)
     if not journal.entries:
         return b"", None
     asked = (entry["request"], entry["digests"]["before"])

@@ -65,10 +65,18 @@ def bundle_make(
     request: Annotated[str, typer.Argument(metavar="REQUEST", help="which of its requests, such as class:3")],
     out_path: Annotated[Path, typer.Option("--out", "-o", help="the zip file to write")],
     sign: Annotated[Path | None, typer.Option(help="sign with this Ed25519 private key (PEM)")] = None,
+    journal: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="where the journal lies, if not beside RUN: beside the run before"),
+    ] = None,
 ) -> None:
-    """Put the evidence of a served request into one file: no images, no weights that were removed."""
-    bundle = make_bundle(open_run(run_path), ForgetRequest.parse(request), out_path, sign=sign)
+    """Put the evidence of a served request into one file: no images of data, no weights that were removed."""
+    bundle = make_bundle(open_run(run_path), ForgetRequest.parse(request), out_path, sign=sign, journal=journal)
     say(escape(f"{out_path}: {bundle.request['request']}, {len(bundle.files)} files"))
+    for name, command in (("journal.jsonl", ""), ("verdict.json", "judge"), ("report.html", "report")):
+        if name not in bundle.files:
+            fix = f"fedortho {command} {run_path} writes one" if command else "--journal DIR says where one lies"
+            say(escape(f"without {name}, of which there was none about it: {fix}"))
     if bundle.signer:
         say(f"signed by the key {bundle.signer}; a signature proves who, not that it is true")
     say(f"SHA-256 of the file: {file_digest(out_path)}")

@@ -5,12 +5,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fedortho.bundle import BadBundle, Bundle, ledger_digest
+from fedortho.data import Dataset
 from fedortho.devices import choose_device, using_threads
 from fedortho.engine import CentralEngine
 from fedortho.errors import FedOrthoError
+from fedortho.federated.server import forget_in_federation
 from fedortho.files import read_tensors, tensors_digest
 from fedortho.ledger import load_ledger
 from fedortho.methods.fedortho import ForgetSettings, plan_forgetting
@@ -67,10 +70,13 @@ def rerun_decision(bundle: Bundle, run: Run, data_dir: str = "") -> None:
         device = choose_device(str(bundle.entry.get("device", "cpu")))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BadBundle(f"{bundle.source} does not tell how the decision was made ({error})") from error
-    data, model, ledger = run.load_data(data_dir), run.load_model().to(device), run.path / "ledger.safetensors"
+    data = run.load_data(data_dir)
     with using_threads(threads):
-        engine = CentralEngine(data, load_ledger(ledger, model) if ledger.exists() else None, device=device)
-        patch = plan_forgetting(model, engine, request, settings, forgotten=kept_out(run)).patch
+        if isinstance(run.settings, FederateSettings):
+            how: dict[str, Any] = {"data": data, "data_dir": data_dir, "device": str(device)}
+            patch = forget_in_federation(run, request, settings, out=None, **how).outcome.patch
+        else:
+            patch = _decide(run, data, request, settings, device)
     if _saved(patch) != bundle.files["patch.safetensors"]:
         raise BadBundle(
             f"{bundle.source}: decided again with {run.path}, patch.safetensors is another one (it gives the model "
@@ -79,9 +85,16 @@ def rerun_decision(bundle: Bundle, run: Run, data_dir: str = "") -> None:
         )
 
 
+def _decide(run: Run, data: Dataset, request: ForgetRequest, settings: ForgetSettings, device: torch.device) -> Patch:
+    model, ledger = run.load_model().to(device), run.path / "ledger.safetensors"
+    engine = CentralEngine(data, load_ledger(ledger, model) if ledger.exists() else None, device=device)
+    return plan_forgetting(model, engine, request, settings, forgotten=kept_out(run)).patch
+
+
 def _check_run(bundle: Bundle, run: Run) -> None:
-    if isinstance(run.settings, FederateSettings):
-        raise FedOrthoError(f"{run.path} was trained by a federation: its clients decided; that cannot be re-run here")
+    if isinstance(run.settings, FederateSettings) and not (run.path / "clients").is_dir():
+        how = "its clients decided, on machines of their own"
+        raise FedOrthoError(f"{run.path} was trained by a federation: {how}; that cannot be re-run here")
     mine, told = run.record["model"]["digest"], bundle.patch.before
     if mine != told:
         raise FedOrthoError(f"{run.path} is the model {mine[:16]}; give the run of before the request, {told[:16]}")
