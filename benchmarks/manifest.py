@@ -29,7 +29,7 @@ from fedortho.runs import Run, TrainSettings, train_run
 RUNS = Path(__file__).parent / "runs"
 REPORTED, TUNED_ON = "class:1", "class:6"
 SEEDS = {"vgg-mini": (0, 1, 2), "resnet-mini": (0,)}  # of originals
-MORE_REFERENCES = {  # of other seeds, by the seed of the original
+MORE_REFERENCES: dict[str, dict[int, tuple[int, ...]]] = {  # of other seeds, by the seed of the original
     "vgg-mini": {0: (1, 2, 3, 4), 1: (2,), 2: (1,)},
     "resnet-mini": {0: (1,)},
 }
