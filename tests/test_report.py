@@ -226,6 +226,17 @@ def test_the_cost_of_another_method_is_the_one_it_recorded(forgot: Run) -> None:
         assert shown in render(Page(run, ForgetRequest.parse("class:3"), None))
 
 
+def test_costs_come_in_the_order_of_their_weight_and_audits_with_their_titles(forgot: Run) -> None:
+    cost = dict(sorted({"seconds": 2.0, "flops": 1e9, "bytes_up": 7.0, "other_thing": 3.0}.items()))
+    audits = [VERDICT["audits"][0] | {"title": "linear probe", "says": "recalls 80 % of it"}]
+    text = render(Page(forgot, ForgetRequest.parse("class:3"), VERDICT | {"cost": cost, "audits": audits}))
+    shown = text.split('id="costs"')[1].split("</section>")[0]
+    places = [shown.index(word) for word in (">seconds<", "floating-point", "bytes from", "other thing")]
+    assert places == sorted(places)
+    assert ">probe linear probe<" in text
+    assert "80\N{NO-BREAK SPACE}% of it" in text
+
+
 def test_a_verdict_on_another_model_is_refused(fresh: Run) -> None:
     write_json(fresh.path / "verdict.json", VERDICT | {"digests": {"after": "0" * 64}})
     with pytest.raises(BadCheckpoint, match="is about another model"):
@@ -237,6 +248,8 @@ def test_an_error_is_shown_and_never_dropped(forgot: Run) -> None:
     assert "membership: too few images" in text
     assert "! ERROR" in text
     assert "relearn came to no result: ask for it" in text
+    told = VERDICT | {"not_tested": ["relearn, in full: ask for it"]}
+    assert "came to no result" not in render(Page(forgot, ForgetRequest.parse("class:3"), told)), "once is enough"
 
 
 def test_what_cannot_be_reported_is_refused_in_one_line(fresh: Run, tmp_path: Path) -> None:

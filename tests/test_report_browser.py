@@ -176,6 +176,21 @@ def test_the_page_itself_never_scrolls_sideways(browser: Any, page: Path, width:
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
 
 
+def test_a_figure_fits_a_phone_and_a_tap_enlarges_it(browser: Any, page: Path) -> None:
+    show(browser, page, 390)
+    widths = (
+        "return [...document.querySelectorAll('figure img')].map((i) => [i.clientWidth, i.parentElement.clientWidth])"
+    )
+    assert len(browser.execute_script(widths)) == 2
+    assert all(image <= box for image, box in browser.execute_script(widths))
+    browser.execute_script("document.querySelector('figure img').click()")
+    image, box = browser.execute_script(widths)[0]
+    assert image > 1.5 * box, "its box scrolls, and not the page"
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
+    rows = browser.execute_script("return [...document.querySelectorAll('tbody th')].map((h) => h.clientWidth)")
+    assert min(rows[:5]) >= 150, "names of metrics are not squeezed into one word a line"
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_all_text_has_enough_contrast(browser: Any, page: Path, scheme: str) -> None:
     show(browser, page, scheme=scheme)
@@ -187,5 +202,11 @@ def test_all_text_has_enough_contrast(browser: Any, page: Path, scheme: str) -> 
 
 
 def test_it_prints(opened: Any) -> None:
+    opened.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    heights = opened.execute_script("return [...document.querySelectorAll('figure img')].map((i) => i.clientHeight)")
+    assert all(0 < height < 290 for height in heights), "at least three fit on a page"
+    shown = opened.execute_script("return getComputedStyle(document.querySelector('th button')).display")
+    assert shown == "contents", "a button is not painted in the heads that are repeated on every page"
+    opened.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
     printed = opened.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})
     assert len(printed["data"]) > 20_000

@@ -175,6 +175,15 @@ def number(value: float | None, low: float | None = None, high: float | None = N
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
+def unbroken(text: str) -> str:
+    """The same with every number on the line of its sign.
+
+    >>> unbroken("5 % of it")
+    '5\\xa0% of it'
+    """
+    return text.replace(" %", "\N{NO-BREAK SPACE}%")
+
+
 def _figure_cell(value: float | None, low: float | None = None, high: float | None = None, more: str = "") -> Cell:
     return Cell(number(value, low, high) + more, value, is_number=True)
 
@@ -227,8 +236,9 @@ def _figure(picture: Picture) -> Html:
         wide, high = (round(side * SHOWN_DPI / DPI) for side in opened.size)
     drawn = image(picture.data, picture.alt, size=(wide, high))
     box = tag("div", drawn, class_="scroll", role="region", aria_label=picture.finding, tabindex=0)
-    inside = (tag("h3", picture.finding), box, tag("figcaption", picture.about))
-    figure = tag("figure", *inside, id=f"figure-{picture.name}")
+    inside = (tag("h3", unbroken(picture.finding)), box, tag("figcaption", picture.about))
+    shape = "tall" if high > 0.7 * wide else None
+    figure = tag("figure", *inside, id=f"figure-{picture.name}", class_=shape)
     return showing_images(figure) if picture.shows_images else figure
 
 
@@ -269,7 +279,8 @@ def _audits(page: Page) -> Html:
         badge = tag("span", f"{SIGNS.get(outcome, '')} {outcome}".strip(), class_=outcome.replace(" ", "-"))
         measured = [_figure_cell(audit.get(key)) for key in ("value", "limit", "forgot", "original", "reference")]
         took = _figure_cell(audit.get("seconds"))
-        rows.append([str(audit["name"]), Cell(badge), str(audit.get("says", "")), *measured, took])
+        name = f"{audit['name']} {audit.get('title') or ''}".strip()
+        rows.append([name, Cell(badge), unbroken(str(audit.get("says", ""))), *measured, took])
     note = "Each audit tries to undo the forgetting, or to tell it from never having known. PASS: up to the limit."
     return together([tag("p", note, class_="soft"), table("Audits", header, rows), *map(_figure, page.audit_pictures)])
 
@@ -278,10 +289,11 @@ def _costs(page: Page) -> Html:
     cost = (page.verdict or {}).get("cost") or _recorded_cost(page.entry)
     if not cost:
         return tag("p", "What this cost was not recorded.")
+    known = [*(key for key in UNITS if key in cost), *(key for key in cost if key not in UNITS)]
     rows: list[list[str | Cell]] = [
-        [UNITS.get(key, key.replace("_", " ")), _figure_cell(float(value))]
-        for key, value in cost.items()
-        if value is not None
+        [UNITS.get(key, key.replace("_", " ")), _figure_cell(float(cost[key]))]
+        for key in known
+        if cost[key] is not None
     ]
     return table("What forgetting took", ["of what", "how much"], rows)
 
@@ -308,7 +320,11 @@ def _not_tested(page: Page) -> Html:
     else:
         skipped = [audit for audit in verdict.get("audits", []) if audit["outcome"] not in ("PASS", "FAIL")]
         untested = [str(text) for text in verdict.get("not_tested", [])]
-        untested += [f"{audit['name']} came to no result: {audit.get('says', '')}" for audit in skipped]
+        untested += [
+            f"{audit['name']} came to no result: {audit.get('says', '')}"
+            for audit in skipped
+            if not any(text.startswith(f"{audit['name']},") for text in untested)
+        ]
     if not untested:
         return tag("p", "The verdict names nothing that was left out; that is no proof that nothing was.")
     return tag("ul", *(tag("li", text) for text in dict.fromkeys(untested)))

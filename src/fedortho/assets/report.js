@@ -9,6 +9,10 @@ for (const table of document.querySelectorAll("table.sortable")) {
     button.addEventListener("click", () => sort(table, heads, column));
   });
 }
+for (const figure of document.querySelectorAll("figure")) {
+  figure.classList.add("zoomable");
+  for (const image of figure.querySelectorAll("img")) image.addEventListener("click", () => image.classList.toggle("large"));
+}
 function sort(table, heads, column) {
   const down = heads[column].getAttribute("aria-sort") === "ascending";
   for (const head of heads) head.removeAttribute("aria-sort");
