@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from small import SETTINGS
 from test_report import data_pngs, embedded
 
 from fedortho.archive import BadArchive, pack_files
 from fedortho.bundle import BadBundle, _spelled, make_bundle, open_bundle, read_bundle
 from fedortho.cli_report import report_command
 from fedortho.errors import FedOrthoError
+from fedortho.federated.server import forget_in_federation, train_federation
 from fedortho.figures.activations import as_pictures
 from fedortho.files import canonical_json, tensors_digest, write_tensors
 from fedortho.illustrate import _thumbnail
@@ -378,6 +380,20 @@ def test_the_decision_made_again_gives_the_same_patch(made: Path, runs: Runs, tm
     rerun_decision(bundle, runs["second"])
     with pytest.raises(FedOrthoError, match="give the run of before the request"):
         rerun_decision(bundle, runs["first"])
+
+
+def test_the_decision_of_a_federation_that_is_simulated_here_is_made_again(tmp_path: Path) -> None:
+    run = train_federation(tmp_path / "fed", SETTINGS)
+    forget_in_federation(run, REQUEST, ForgetSettings(ratio=0.25), out=tmp_path / "forgot")
+    bundle = make_bundle(open_run(tmp_path / "forgot"), REQUEST, tmp_path / "x.zip")
+    reapply_patch(bundle, tmp_path / "fed" / "model.safetensors")
+    rerun_decision(bundle, run)
+    other = bundle.settings["forgetting"] | {"ratio": 0.5}
+    settings = edited(tmp_path / "x.zip", "settings.json", lambda v: v | {"forgetting": other})
+    entry = edited(tmp_path / "x.zip", "entry.json", lambda v: v | {"settings": other})
+    forged = read_bundle(forge(tmp_path / "x.zip", {"settings.json": settings, "entry.json": entry}), "x.zip")
+    with pytest.raises(BadBundle, match=r"patch\.safetensors is another one"):
+        rerun_decision(forged, run)
 
 
 def test_a_decision_told_falsely_is_found_by_making_it_again(made: Path, runs: Runs) -> None:

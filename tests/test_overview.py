@@ -1,12 +1,14 @@
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from commands import told
 
-from fedortho.errors import BadCheckpoint, BadData
+from fedortho.errors import BadCheckpoint, BadData, UnknownName
 from fedortho.files import write_json
-from fedortho.overview import list_runs
+from fedortho.overview import list_runs, ordered
 from fedortho.runs import TrainSettings, train_run
 
 SETTINGS = TrainSettings(data="digits", model="small:TinyNet", epochs=1, batch=64, threads=1, crop=0, flip=0.0)
@@ -53,6 +55,37 @@ def test_runs_are_filtered_and_shown_for_people_and_machines(place: Path) -> Non
     assert [line["run"] for line in only] == ["second"]
     with pytest.raises(BadData, match=r"no run in .* fits model resnet; leave a filter out"):
         told("results", place, "--model", "resnet")
+
+
+def test_runs_of_directories_below_are_listed_under_their_directory(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "first", tmp_path / "first")
+    shutil.copytree(place / "second", tmp_path / "comparisons" / "a-very-long-name-of-a-comparison" / "second")
+    lines = list_runs(tmp_path)
+    assert [line.run for line in lines] == ["first", "comparisons/a-very-long-name-of-a-comparison/second"]
+    text = told("results", tmp_path).splitlines()
+    heading = text.index("comparisons/a-very-long-name-of-a-comparison:")
+    assert any(line.split()[:3] == ["second", "fedortho", "class:3"] for line in text[heading:])
+    assert not (tmp_path / "first" / "clients").exists()
+    with pytest.raises(BadData, match="is a run; give the directory that holds it"):
+        list_runs(tmp_path / "first")
+
+
+def test_runs_are_sorted_and_what_is_not_known_comes_last(place: Path) -> None:
+    first, second = list_runs(place)
+    lines = [replace(second, run="b", forget=0.5), first, replace(second, run="a", forget=0.25)]
+    assert [line.run for line in ordered(lines, "forget")] == ["a", "b", "first"]
+    assert [line.run for line in ordered(lines, "run")] == ["a", "b", "first"]
+    assert ordered(lines, "") == lines
+    with pytest.raises(UnknownName, match="no column 'size'; choose from forget"):
+        told("results", place, "--sort", "size")
+
+
+def test_a_file_gets_every_name_and_number_whole(place: Path, tmp_path: Path) -> None:
+    name = "a-name-" + "that-goes-on-" * 12
+    shutil.copytree(place / "second", tmp_path / name)
+    (line,) = [line for line in told("results", tmp_path).splitlines() if name in line]
+    assert "class:3" in line
+    assert line.count("%") == 3
 
 
 def test_what_holds_no_runs_or_damaged_ones_is_refused(place: Path, tmp_path: Path) -> None:

@@ -1,17 +1,20 @@
 """The commands that show results: a report of one request, and all runs of a directory."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.markup import escape
 
 from fedortho.devices import choose_device
 from fedortho.errors import BadData
 from fedortho.files import write_text
 from fedortho.illustrate import Gallery, audit_pictures, illustrate
-from fedortho.overview import COLUMNS, list_runs
+from fedortho.overview import COLUMNS, SORTED_BY, by_directory, list_runs, ordered
 from fedortho.references import check_reference, find_original, find_references
 from fedortho.report import Page, check_place, render, reported_request, verdict_of
 from fedortho.request import ForgetRequest
@@ -79,17 +82,29 @@ def results_command(
     data: Annotated[str, typer.Option(help="only runs on data of this name")] = "",
     model: Annotated[str, typer.Option(help="only this model")] = "",
     request: Annotated[str, typer.Option(help="only requests with these words, such as class:3")] = "",
-    method: Annotated[str, typer.Option(help="only this method")] = "",
+    method: Annotated[str, typer.Option(help="only this method; without class:3: retrained ones")] = "",
+    sort: Annotated[str, typer.Option(help=f"order by {', '.join(SORTED_BY)}; smallest first")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="print JSON for machines")] = False,
 ) -> None:
     """List the runs of a directory: what they forgot, what is left, what audits say."""
     wanted = {"data": data, "model": model, "request": request, "method": method}
-    lines = [line for line in list_runs(place) if line.fits(wanted)]
+    lines = ordered([line for line in list_runs(place) if line.fits(wanted)], sort)
     if not lines:
         given = ", ".join(f"{key} {word}" for key, word in wanted.items() if word)
         raise BadData(f"no run in {place} fits {given}; leave a filter out")
     if as_json:
         typer.echo(json.dumps([asdict(line) for line in lines], indent=2))
     else:
-        out.print(words_table(COLUMNS, [line.words() for line in lines]))
+        for directory, found in ({"": lines} if sort else by_directory(lines)).items():
+            if directory:
+                say(escape(f"{directory}:"))
+            print_lines([line.words() for line in found])
         say("forget, retain, test: accuracy; probe: what a linear probe still finds; failed: audits; – not measured")
+
+
+def print_lines(lines: Sequence[Sequence[str]]) -> None:
+    """Runs in a table: on a narrow screen names are folded and numbers stay whole; a file gets all in one line."""
+    table = words_table(COLUMNS, lines)
+    for place, column in enumerate(table.columns):
+        column.no_wrap, column.overflow = place > 1, "fold"
+    (out if out.is_terminal else Console(emoji=False, width=1000)).print(table)

@@ -1,16 +1,17 @@
 """The runs of a directory side by side, from what each has left: where a number comes from is a file that is there."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fedortho.errors import BadData
+from fedortho.errors import BadData, unknown
 from fedortho.references import finished_runs
 from fedortho.results import judgements, read_verdict
 from fedortho.runs import FederateSettings, Run
 
 COLUMNS = ("run", "what", "forget", "retain", "test", "probe", "failed", "seconds")
+SORTED_BY = ("run", "method", "forget", "retain", "test", "probe", "seconds")
 
 
 @dataclass(frozen=True)
@@ -48,25 +49,53 @@ def _percent(value: float | None) -> str:
 
 
 def list_runs(place: Path) -> list[Line]:
-    """A line for each finished run below a directory; damaged ones are an error and not left out."""
+    """A line for each finished run below a directory, named by its path from there; damaged ones are an error."""
     if not place.is_dir():
         raise BadData(f"{place} is no directory; give one that holds runs")
-    lines = [line for run in finished_runs(place, strict=True) for line in _lines(run)]
+    if (place / "run.json").exists():
+        raise BadData(f"{place} is a run; give the directory that holds it, {place.absolute().parent}")
+    lines = [_line(run, run.path.relative_to(place).as_posix()) for run in _runs_below(place)]
     if not lines:
         raise BadData(f"{place} holds no finished run; make one with fedortho train --out {place / 'first'}")
     return lines
 
 
-def _lines(run: Run) -> Iterable[Line]:
-    about = (run.path.name, run.record["data"]["name"], run.settings.model, run.settings.seed)
+def _runs_below(place: Path) -> Iterator[Run]:
+    """The runs of a directory, then those of directories in it, such as of comparisons and references."""
+    yield from finished_runs(place, strict=True)
+    for inner in sorted(place.iterdir()):
+        if inner.is_dir() and not inner.name.startswith(".") and not (inner / "run.json").exists():
+            yield from _runs_below(inner)
+
+
+def ordered(lines: Sequence[Line], by: str) -> list[Line]:
+    """The lines by one of their columns, small values first and what was not measured last; by nothing, as they are."""
+    if not by:
+        return list(lines)
+    if by not in SORTED_BY:
+        raise unknown("column", by, SORTED_BY)
+    known = [line for line in lines if getattr(line, by) is not None]
+    return sorted(known, key=lambda line: getattr(line, by)) + [line for line in lines if getattr(line, by) is None]
+
+
+def by_directory(lines: Sequence[Line]) -> dict[str, list[Line]]:
+    """The lines by the directory that holds the run, in which its name alone tells which it is."""
+    found: dict[str, list[Line]] = {}
+    for line in lines:
+        directory, _, name = line.run.rpartition("/")
+        found.setdefault(directory, []).append(replace(line, run=name))
+    return found
+
+
+def _line(run: Run, name: str) -> Line:
+    about = (name, run.record["data"]["name"], run.settings.model, run.settings.seed)
     requests: Sequence[Mapping[str, Any]] = run.record.get("requests", [])
     if not requests:
         kind = "federated " if isinstance(run.settings, FederateSettings) else ""
         what = f"{kind}without {run.settings.without}" if run.settings.without else f"{kind}trained".strip()
         seconds = sum(entry.seconds for entry in run.history()) or None
         test = run.record["result"].get("test-accuracy")
-        yield Line(*about, "", what, None, None, test, None, "", None, seconds)
-        return
+        return Line(*about, "", what, None, None, test, None, "", None, seconds)
     entry = requests[-1]
     told = read_verdict(run.path) or {}
     verdict = told if told.get("request") == entry["request"] else {}  # one on another request is none on this
@@ -77,4 +106,4 @@ def _lines(run: Run) -> Iterable[Line]:
     bad = [audit["name"] for audit in judgements(verdict) if audit["outcome"] in ("FAIL", "ERROR")]
     is_tested = any(audit["outcome"] in ("PASS", "FAIL", "ERROR") for audit in verdict.get("audits", []))
     label, failed = verdict.get("label", ""), " ".join(bad) if is_tested or bad else None
-    yield Line(*about, entry["request"], method, *accuracies, probe, label, failed, took["seconds"])
+    return Line(*about, entry["request"], method, *accuracies, probe, label, failed, took["seconds"])
