@@ -31,6 +31,7 @@ TIERS = [
     {"sources", "train", "observe", "tail", "lira"},
     {"rank", "ledger", "scrub", "accuracies"},
     {"prune", "runs"},
+    {"erase"},
     {"probe"},
     {"engine"},
     {"calibrate", "cost", "shadows"},

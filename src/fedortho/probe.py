@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from fedortho.data import Images, evaluation_batches
 from fedortho.devices import flops_of
+from fedortho.erase import spread_sums
 from fedortho.errors import BadData, unknown
 from fedortho.observe import Observation, key_of, observe
 from fedortho.prune import Patch, edit_in_place
@@ -328,6 +329,14 @@ def _averages(
     return Observation(sums, torch.bincount(group.labels, minlength=whole.classes))
 
 
+def _spread(
+    model: nn.Module, whole: Images, group: Images, probe: Probe, memory: Memory, device: torch.device | str
+) -> Observation:
+    """How the responses of each site lie: sums by position, of products, and with the model's own answers."""
+    memory.images_read += len(group)
+    return spread_sums(model, group, find_sites(model, whole.shape, probe.layers, probe.edit, probe.tap), device)
+
+
 Answer = Callable[[nn.Module, Images, Images, Probe, Memory, torch.device | str], Observation]
 PROBES: Mapping[str, Answer] = {
     "peaks": _peaks,
@@ -336,6 +345,7 @@ PROBES: Mapping[str, Answer] = {
     "layer": _layer,
     "inputs": _classifier,
     "averages": _averages,
+    "spread": _spread,
     "drift": _drift,
     "fisher": _derived(Tensor.square),
     "fisher-abs": _derived(Tensor.abs),

@@ -37,8 +37,10 @@ def print_served(served: Served, run_path: Path) -> None:
         table.add_row(name, f"{getattr(served.before, name):.1%}", f"{getattr(served.after, name):.1%}")
     out.print(table)
     outcome = served.outcome
-    sites = outcome.patch.note["sites"]
-    say("kernels edited: " + ", ".join(f"{len(v['kernels'])} in {k}" for k, v in sites.items()))
+    note = outcome.patch.note
+    what = "directions taken out" if "directions" in note else "kernels edited"
+    numbers = note.get("directions") or {site: len(found["kernels"]) for site, found in note["sites"].items()}
+    say(f"{what}: " + ", ".join(f"{number} in {site}" for site, number in numbers.items()))
     if outcome.chosen is not None:
         scrub = f", scrub at strength {outcome.chosen.scrub:g}" if outcome.chosen.scrub else ", no scrub"
         say(f"ratio {outcome.chosen.ratio:g}{scrub}, {len(outcome.trials)} trials")

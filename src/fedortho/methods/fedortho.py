@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fedortho.calibrate import RATIOS, Bench, Candidate, Trial, calibrate
 from fedortho.data import Dataset
 from fedortho.engine import Ask, CentralEngine, Engine, Group, Tally
+from fedortho.erase import check_erasable, plan_erasure
 from fedortho.errors import BadData, BadSetting, unknown
 from fedortho.observe import Observation, key_of
 from fedortho.probe import NOTHING, Probe
@@ -28,6 +29,7 @@ CONTRASTS = ("retain", "same-class")
 SCOPES = ("layer", "global")
 WEIGHTINGS = ("pooled", "paper")
 REPAIRS = ("batches", "layers")
+SPREAD_IMAGES = 4500  # per group, to find directions on, unless statistics_images says another number
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,9 @@ class ForgetSettings:
     tap: Annotated[str, "where responses are read: conv, bn, relu, or stream (residual groups as one)"] = "stream"
     layers: Annotated[str, "which convolutions: a depth, names, patterns"] = "deep"
     ratio: Annotated[float, "share of kernels weakened in each layer; 0: the smallest that reaches the target"] = 0.0
+    directions: Annotated[
+        float, "take this share of directions, those in which a class stands out, out of each layer; 0: silence kernels"
+    ] = 0.0
     alpha: Annotated[float, "least strength; 1 silences the kernel"] = 1.0
     rank_base: Annotated[int, "first rank in S = max(alpha, 1 - rank/number): 1 as printed, or 0"] = 1
     scope: Annotated[str, "choose kernels per layer or global"] = "layer"
@@ -71,9 +76,11 @@ class ForgetSettings:
         ):
             if getattr(self, name) not in choices:
                 raise unknown(name, getattr(self, name), choices)
-        for name in ("ratio", "alpha", "target", "max_retain_drop"):
+        for name in ("ratio", "directions", "alpha", "target", "max_retain_drop"):
             if not 0 <= getattr(self, name) <= 1:
                 raise BadSetting(f"{name.replace('_', '-')} must be between 0 and 1, not {getattr(self, name)}")
+        if self.directions and (self.ratio or self.edit != "channel" or self.tap != "stream" or not self.repair):
+            raise BadSetting("directions go with the robust preset and its repair, and with no ratio")
         if self.rank_base not in (0, 1):
             raise BadSetting(f"rank-base must be 0 or 1, not {self.rank_base}")
         if min(self.statistics_images, self.repair_images, self.trial_images, self.seed) < 0:
@@ -175,7 +182,9 @@ def plan_forgetting(
         else:
             before = task.retain_before
             assert before is not None, "the bench measured it"
-            chosen, trials = calibrate(bench, task.plan, before - settings.max_retain_drop, may_scrub=settings.scrub)
+            plan, ratios = (task.erase, (settings.directions,)) if settings.directions else (task.plan, RATIOS)
+            least = before - settings.max_retain_drop
+            chosen, trials = calibrate(bench, plan, least, may_scrub=settings.scrub, ratios=ratios)
         patch = chosen.patch
     patch = bind_patch(patch, task.model, request=str(request), method="fedortho", statistics=task.weighting)
     clock.append(time.perf_counter())
@@ -218,6 +227,8 @@ class _Task:
         self.model, self.engine = copy.deepcopy(model).cpu().eval(), engine
         self.request, self.settings = request, settings
         engine.check(request, forgotten)
+        if settings.directions and request.kind != "class":
+            raise BadSetting("directions are those of a class; forget clients and samples without --directions")
         self.parts = request.parts()
         self.everything = request if forgotten is None else forgotten + request
         self.sites = find_sites(self.model, engine.shape, settings.layers, settings.edit, settings.tap)
@@ -238,13 +249,22 @@ class _Task:
 
     def _look(self, forgotten: ForgetRequest | None) -> list[Ranking]:
         """The statistics; where exchanges cost, what the model gets right before any edit is asked along with them."""
-        asks = self._peak_asks(self._groups(forgotten, self.settings.statistics_images))
+        if self.settings.directions:
+            check_erasable(self.model, self.sites, self._example())
+            groups = self._groups(forgotten, self.settings.statistics_images or SPREAD_IMAGES)
+            asks = [Ask(tuple(groups), replace(self.base, kind="spread"))]
+        else:
+            asks = self._peak_asks(self._groups(forgotten, self.settings.statistics_images))
         number = len(asks)
         if self.engine.is_federated and not self.settings.ratio:
             asks.append(self._baseline_ask())
         found = self.engine.measure(self.model, asks)
         if len(found) > number:
             self._set_baseline(found[number])
+        if self.settings.directions:
+            self.spreads = found[0]
+            self._check_there(*self.spreads)
+            return []
         return self._rank(found[:number])
 
     def _baseline_ask(self) -> Ask:
@@ -275,18 +295,22 @@ class _Task:
                 raise EmptyGroup("no client holds both images to forget and images to keep; use --weighting pooled")
             return [Ranking({site: o.mean(key) for site, key in keys.items()}) for (o,) in found]
         *gone, kept = found[0]
+        self._check_there(*gone, kept)
+        same = self.settings.contrast == "same-class"
+        return [rank_kernels(o, same_label_retain(o, kept) if same else kept, keys) for o in gone]
+
+    def _check_there(self, *groups: Observation) -> None:
+        *gone, kept = groups
         for part, o in zip(self.parts, gone, strict=True):
             if not o.images:
                 few = ", or no client has --least-group of them" if self.engine.is_federated else ""
                 raise EmptyGroup(f"{part} has no training image (left){few}; there is nothing to forget")
         if not kept.images:
             raise EmptyGroup(f"{self.request} selects all images; nothing would be left to keep: retrain")
-        same = self.settings.contrast == "same-class"
-        return [rank_kernels(o, same_label_retain(o, kept) if same else kept, keys) for o in gone]
 
     def _correlation(self, forgotten: ForgetRequest | None) -> float | None:
         """How well a subsample's ranking agrees with that of all images, where a ledger knows it for nothing."""
-        if not self.settings.statistics_images or not self.engine.has_ledger:
+        if not self.settings.statistics_images or not self.engine.has_ledger or self.settings.directions:
             return None
         known = self._rank(self.engine.measure(self.model, self._peak_asks(self._groups(forgotten, 0))))
         values = [rank_correlation(a, b) for a, b in zip(self.rankings, known, strict=True)]
@@ -303,12 +327,22 @@ class _Task:
             selections.append({site: (kernels, strong[site]) for site, kernels in chosen.items()})
         return plan_edit(self.model, self.sites, merge_chosen(selections), settings.edit)
 
+    def erase(self, share: float) -> Patch:
+        """The edit that takes this share of directions out of each layer, on average."""
+        *gone, kept = self.spreads
+        lost = self.everything.labels(self.engine.names)
+        labels = [label for label in range(len(self.engine.names)) if label not in lost]
+        return plan_erasure(self.model, self.sites, gone, kept, labels=labels, share=share, spread=self.settings.spread)
+
+    def _example(self) -> Tensor:
+        return torch.rand(2, *self.engine.shape, generator=torch.Generator().manual_seed(0))
+
     def bench(self) -> Bench:
         """Where trials are measured: validation images of what stays, training images of what goes."""
         settings = self.settings
         if self.retain_before is None and not settings.ratio:
             self._set_baseline(self.engine.measure(self.model, [self._baseline_ask()])[0])
-        example = torch.rand(2, *self.engine.shape, generator=torch.Generator().manual_seed(0))
+        example = self._example()
         classes = len(self.engine.names)
         return Bench(
             self.engine,
