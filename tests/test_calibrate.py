@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedortho.calibrate import Candidate, Refused, Trial, calibrate, smallest, thinned
+from fedortho.calibrate import SHARES, Candidate, Refused, Trial, calibrate, smallest, thinned
 from fedortho.prune import Patch
 
 NOTHING = Patch("", "")
@@ -35,6 +35,20 @@ def test_the_smallest_ratio_that_reaches_the_target_is_chosen_with_few_trials() 
     chosen, made = run(bench)
     assert (chosen.ratio, chosen.scrub) == (0.1, 0.0)
     assert len(made) == sum(bench.asked) <= 6
+
+
+@pytest.mark.parametrize("at_once", [1, 12])
+def test_the_largest_ratio_within_the_budget_is_taken_where_more_is_better(at_once: int) -> None:
+    bench = FakeBench(forget_rate=80.0, retain_cost=0.05, at_once=at_once)
+    plan = lambda ratio: NOTHING  # noqa: E731
+    chosen, _ = calibrate(bench, plan, 0.89, may_scrub=True, ratios=SHARES, largest=True)  # type: ignore[arg-type]
+    assert (chosen.ratio, chosen.scrub) == (0.2, 0.0)
+    cheap = FakeBench(forget_rate=80.0, retain_cost=0.0, at_once=at_once)
+    chosen, _ = calibrate(cheap, plan, 0.89, may_scrub=True, ratios=SHARES, largest=True)  # type: ignore[arg-type]
+    assert chosen.ratio == SHARES[-1]
+    weak = FakeBench(forget_rate=1.0, retain_cost=0.05, at_once=at_once)
+    chosen, _ = calibrate(weak, plan, 0.88, may_scrub=True, ratios=SHARES, largest=True)  # type: ignore[arg-type]
+    assert chosen.scrub > 0, "what directions do not reach, scrub finishes"
 
 
 def test_a_federation_finds_its_ratio_in_one_exchange_and_its_scrub_in_one_more() -> None:

@@ -118,7 +118,7 @@ def test_an_edited_layer_answers_the_projected_responses_and_its_norm_knows_them
 
 
 def forgotten(model: nn.Module, digits: Dataset, share: float) -> nn.Module:
-    settings = ForgetSettings(directions=share, max_retain_drop=0.1)
+    settings = ForgetSettings(erase=share > 0, ratio=share, max_retain_drop=0.1)
     return plan_forgetting(model, digits, ForgetRequest.parse("class:8"), settings).patch.apply(model).eval()
 
 
@@ -147,9 +147,7 @@ def test_a_patch_of_directions_is_written_and_undone_bit_for_bit(
     digits: Dataset, digit_nets: dict[str, nn.Module], tmp_path: Path
 ) -> None:
     place, model = tmp_path, digit_nets["vgg-mini"]
-    outcome = plan_forgetting(
-        model, digits, ForgetRequest.parse("class:1"), ForgetSettings(directions=0.1, max_retain_drop=0.1)
-    )
+    outcome = plan_forgetting(model, digits, ForgetRequest.parse("class:1"), ForgetSettings(erase=True, ratio=0.1))
     outcome.patch.save(place / "patch")
     write_undo(place / "undo", outcome.patch, model)
     edited = load_patch(place / "patch").apply(model)
@@ -171,7 +169,7 @@ def test_what_cannot_be_mixed_is_refused(digits: Dataset) -> None:
     grouped = nn.Sequential(*grouped, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10)).eval()
     with pytest.raises(BadSetting, match="groups"):
         check_erasable(grouped, sites_of(grouped), torch.rand(2, 1, 8, 8))
-    with pytest.raises(BadSetting, match="no ratio"):
-        ForgetSettings(directions=0.1, ratio=0.1)
+    with pytest.raises(BadSetting, match="erase takes edit channel, tap stream and a repair"):
+        ForgetSettings(erase=True, repair=False)
     with pytest.raises(BadSetting, match="of a class"):
-        plan_forgetting(identity, digits, ForgetRequest.parse("samples:0"), ForgetSettings(directions=0.1))
+        plan_forgetting(identity, digits, ForgetRequest.parse("samples:0"), ForgetSettings(erase=True))

@@ -16,6 +16,7 @@ from fedortho.prune import Patch, edit_model
 from fedortho.scrub import scrubbed_rows
 
 RATIOS = (0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.125, 0.15, 0.175, 0.2, 0.25, 0.3, 0.4, 0.5, 0.65, 0.8)
+SHARES = (0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.125, 0.15, 0.2, 0.25, 0.3)  # of directions
 STRENGTHS = tuple(step / 16 for step in range(1, 17))
 SCRUBBED_RATIOS = 6  # how many ratios within the budget are tried with scrub before giving up
 
@@ -172,14 +173,16 @@ def calibrate(
     bench: Bench,
     plan: Callable[[float], Patch],
     least_retain: float,
+    ratios: Sequence[float] = RATIOS,
+    largest: bool = False,
     *,
     may_scrub: bool,
-    ratios: Sequence[float] = RATIOS,
 ) -> tuple[Trial, list[Trial]]:
     """The chosen trial and all that were made; `Refused` if target and budget cannot both hold.
 
-    First the smallest ratio that reaches the target. If that costs too much, the largest ratio within the
-    budget, finished by the least scrub that reaches the target; then smaller ratios.
+    First the smallest ratio that reaches the target, or the `largest` that reaches it within the budget. If that
+    costs too much, the largest ratio within the budget, finished by the least scrub that reaches the target; then
+    smaller ratios.
     """
     made: dict[tuple[float, float], Trial] = {}
     at_once = bench.at_once
@@ -197,12 +200,14 @@ def calibrate(
         return [trial.reaches for trial in trials([(ratio, 0.0) for ratio in tried])]
 
     enough = smallest(ratios, reach, at_once)
-    if enough is not None and made[enough, 0.0].retain >= least_retain:
+    if enough is not None and made[enough, 0.0].retain >= least_retain and not largest:
         return made[enough, 0.0], list(made.values())
     too_much = smallest(
         ratios, lambda tried: [t.retain < least_retain for t in trials([(ratio, 0.0) for ratio in tried])], at_once
     )
     affordable = [ratio for ratio in ratios if too_much is None or ratio < too_much]
+    if largest and affordable and trials([(affordable[-1], 0.0)])[0].reaches:
+        return made[affordable[-1], 0.0], list(made.values())
     if may_scrub and bench.classifier is not None:
         dearest_first = affordable[::-1][:SCRUBBED_RATIOS]
         together = max(at_once // len(strengths), 1)

@@ -30,7 +30,7 @@ def forget_command(
         list[str], typer.Argument(help="class:3, class:3,7, class:cat, client:3, samples:FILE; several at once")
     ],
     out_path: Annotated[Path | None, typer.Option("--out", help="new run directory (default: RUN-REQUEST)")] = None,
-    preset_name: Annotated[str, typer.Option("--preset", help="robust or paper")] = "robust",
+    preset_name: Annotated[str, typer.Option("--preset", help="robust, erase (classes) or paper")] = "robust",
     engine: EngineName = "inprocess",
     deployment: Deployment = None,
     audit: Budget = "quick",

@@ -55,7 +55,7 @@ def check_erasable(model: nn.Module, sites: Sequence[Site], example: Tensor) -> 
             if total is None or not torch.allclose(ends["end"], total.relu(), rtol=1e-4, atol=1e-5):
                 raise BadSetting(
                     f"no direction can be taken out of {site.name}: what enters it by an identity cannot be mixed; "
-                    "choose inner layers with --layers, or forget without --directions"
+                    "choose inner layers with --layers, or take the robust preset"
                 )
 
 

@@ -30,7 +30,8 @@ GRIDS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {  # what is tried; all oth
     "neggrad": {"rate": (0.003, 0.01, 0.03), "beta": (0.9, 0.95)},
     "class-pruning": {"ratio": (0.02, 0.05, 0.1), "rate": (0.005, 0.02)},
 }
-FIXED = ("retrain", "retrain-plain", "fedortho", "federaser", "logit-mask")  # standards, a target, a replay, a control
+# standards, targets, a replay, a control: nothing to tune
+FIXED = ("retrain", "retrain-plain", "fedortho", "fedortho-erase", "federaser", "logit-mask")
 
 
 @dataclass(frozen=True)

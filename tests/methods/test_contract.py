@@ -33,6 +33,7 @@ SMALL = {  # for 20,000 weights and 1,150 images; published values are for milli
     "retrain": {"epochs": 5, "batch": 32, "rate": 0.1} | PLAIN,
     "retrain-plain": {"epochs": 5, "batch": 32, "rate": 0.1} | PLAIN,
     "fedortho": {"max_retain_drop": 0.05, "target": 0.05},
+    "fedortho-erase": {"max_retain_drop": 0.05, "target": 0.05},
     "fedortho-paper": {"ratio": 0.2, "alpha": 1.0},
     "finetune": {"epochs": 8, "rate": 0.1} | PLAIN,
     "not": {"epochs": 5, "rate": 0.03} | PLAIN,
@@ -48,6 +49,7 @@ SMALL = {  # for 20,000 weights and 1,150 images; published values are for milli
 FALL = {"fedortho-paper": 0.05, "finetune": 0.15, "fused": 0.15}  # weak by design; all others: by half
 OTHER_IN_A_FEDERATION = {
     "fedortho": "it tries twelve ratios in an exchange, where one machine bisects over all",
+    "fedortho-erase": "it tries four strengths of scrub in an exchange, where one machine bisects over sixteen",
     "retrain": "clients are drawn to the model that they received, and one machine receives none",
 }
 

@@ -13,7 +13,7 @@ from fedortho.methods.bad_teacher import BadTeacher
 from fedortho.methods.class_pruning import ClassPruning
 from fedortho.methods.contract import Method, refusal, serves
 from fedortho.methods.federaser import FedEraser
-from fedortho.methods.fedortho import PRESETS, ForgetSettings, Paper, Robust, plan_forgetting
+from fedortho.methods.fedortho import PRESETS, Erase, ForgetSettings, Paper, Robust, plan_forgetting
 from fedortho.methods.finetune import FineTune
 from fedortho.methods.fused import Fused
 from fedortho.methods.logit_mask import LogitMask
@@ -30,6 +30,7 @@ METHODS: Mapping[str, type[Method]] = {
     "retrain": Retrain,
     "retrain-plain": RetrainPlain,
     "fedortho": Robust,
+    "fedortho-erase": Erase,
     "fedortho-paper": Paper,
     "finetune": FineTune,
     "not": Negate,

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fedortho.calibrate import RATIOS, Bench, Candidate, Trial, calibrate
+from fedortho.calibrate import RATIOS, SHARES, Bench, Candidate, Trial, calibrate
 from fedortho.data import Dataset
 from fedortho.engine import Ask, CentralEngine, Engine, Group, Tally
 from fedortho.erase import check_erasable, plan_erasure
@@ -39,10 +39,8 @@ class ForgetSettings:
     edit: Annotated[str, "channel (what leaves the layer) or conv (the kernel, as the paper prints)"] = "channel"
     tap: Annotated[str, "where responses are read: conv, bn, relu, or stream (residual groups as one)"] = "stream"
     layers: Annotated[str, "which convolutions: a depth, names, patterns"] = "deep"
-    ratio: Annotated[float, "share of kernels weakened in each layer; 0: the smallest that reaches the target"] = 0.0
-    directions: Annotated[
-        float, "take this share of directions, those in which a class stands out, out of each layer; 0: silence kernels"
-    ] = 0.0
+    erase: Annotated[bool, "take the directions in which a class stands out of each layer; no: silence kernels"] = False
+    ratio: Annotated[float, "share of kernels, or directions, in each layer; 0: found by target and budget"] = 0.0
     alpha: Annotated[float, "least strength; 1 silences the kernel"] = 1.0
     rank_base: Annotated[int, "first rank in S = max(alpha, 1 - rank/number): 1 as printed, or 0"] = 1
     scope: Annotated[str, "choose kernels per layer or global"] = "layer"
@@ -76,11 +74,11 @@ class ForgetSettings:
         ):
             if getattr(self, name) not in choices:
                 raise unknown(name, getattr(self, name), choices)
-        for name in ("ratio", "directions", "alpha", "target", "max_retain_drop"):
+        for name in ("ratio", "alpha", "target", "max_retain_drop"):
             if not 0 <= getattr(self, name) <= 1:
                 raise BadSetting(f"{name.replace('_', '-')} must be between 0 and 1, not {getattr(self, name)}")
-        if self.directions and (self.ratio or self.edit != "channel" or self.tap != "stream" or not self.repair):
-            raise BadSetting("directions go with the robust preset and its repair, and with no ratio")
+        if self.erase and (self.edit != "channel" or self.tap != "stream" or not self.repair):
+            raise BadSetting("erase takes edit channel, tap stream and a repair; leave them as the preset has them")
         if self.rank_base not in (0, 1):
             raise BadSetting(f"rank-base must be 0 or 1, not {self.rank_base}")
         if min(self.statistics_images, self.repair_images, self.trial_images, self.seed) < 0:
@@ -89,6 +87,7 @@ class ForgetSettings:
 
 PRESETS: dict[str, dict[str, Any]] = {
     "robust": {},
+    "erase": {"erase": True},
     "paper": {
         "edit": "conv",
         "tap": "conv",
@@ -113,6 +112,16 @@ class Robust(ForgetSettings):
 
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
         return plan_forgetting(model, engine, request, self).patch.apply(model)
+
+
+@dataclass(frozen=True)
+class Erase(Robust):
+    """FedOrtho beyond the paper: of the directions in which a class stands out, as many as the budget allows."""
+
+    name: ClassVar[str] = "fedortho-erase"
+    kinds: ClassVar[tuple[str, ...]] = ("class",)
+    roles: ClassVar[str] = "all: one forward pass over some; retain: another, to repair"
+    erase: Annotated[bool, "take the directions in which a class stands out of each layer; no: silence kernels"] = True
 
 
 @dataclass(frozen=True)
@@ -175,16 +184,15 @@ def plan_forgetting(
     if settings.ratio and not settings.repair:
         patch = task.plan(settings.ratio)
     else:
-        bench = task.bench()
+        bench, plan = task.bench(), task.erase if settings.erase else task.plan
         if settings.ratio:
-            trials = bench.attempt([Candidate(task.plan(settings.ratio), settings.ratio)])
+            trials = bench.attempt([Candidate(plan(settings.ratio), settings.ratio)])
             chosen = trials[0]
         else:
             before = task.retain_before
             assert before is not None, "the bench measured it"
-            plan, ratios = (task.erase, (settings.directions,)) if settings.directions else (task.plan, RATIOS)
-            least = before - settings.max_retain_drop
-            chosen, trials = calibrate(bench, plan, least, may_scrub=settings.scrub, ratios=ratios)
+            least, how = before - settings.max_retain_drop, (SHARES, True) if settings.erase else (RATIOS, False)
+            chosen, trials = calibrate(bench, plan, least, *how, may_scrub=settings.scrub)
         patch = chosen.patch
     patch = bind_patch(patch, task.model, request=str(request), method="fedortho", statistics=task.weighting)
     clock.append(time.perf_counter())
@@ -209,7 +217,8 @@ def trace_frontier(
     """What each ratio comes to on the images set aside, from no edit at all (ratio 0) on; for plots and comparisons."""
     engine = CentralEngine(data, ledger, device=device) if isinstance(data, Dataset) else data
     task = _Task(model, engine, request, settings)
-    candidates = [Candidate(NOTHING, 0.0), *(Candidate(task.plan(ratio), ratio) for ratio in ratios)]
+    plan = task.erase if settings.erase else task.plan
+    candidates = [Candidate(NOTHING, 0.0), *(Candidate(plan(ratio), ratio) for ratio in ratios)]
     return task.bench().attempt(candidates)
 
 
@@ -227,8 +236,8 @@ class _Task:
         self.model, self.engine = copy.deepcopy(model).cpu().eval(), engine
         self.request, self.settings = request, settings
         engine.check(request, forgotten)
-        if settings.directions and request.kind != "class":
-            raise BadSetting("directions are those of a class; forget clients and samples without --directions")
+        if settings.erase and request.kind != "class":
+            raise BadSetting(f"directions are those of a class; forget {request} by the robust preset")
         self.parts = request.parts()
         self.everything = request if forgotten is None else forgotten + request
         self.sites = find_sites(self.model, engine.shape, settings.layers, settings.edit, settings.tap)
@@ -249,7 +258,7 @@ class _Task:
 
     def _look(self, forgotten: ForgetRequest | None) -> list[Ranking]:
         """The statistics; where exchanges cost, what the model gets right before any edit is asked along with them."""
-        if self.settings.directions:
+        if self.settings.erase:
             check_erasable(self.model, self.sites, self._example())
             groups = self._groups(forgotten, self.settings.statistics_images or SPREAD_IMAGES)
             asks = [Ask(tuple(groups), replace(self.base, kind="spread"))]
@@ -261,7 +270,7 @@ class _Task:
         found = self.engine.measure(self.model, asks)
         if len(found) > number:
             self._set_baseline(found[number])
-        if self.settings.directions:
+        if self.settings.erase:
             self.spreads = found[0]
             self._check_there(*self.spreads)
             return []
@@ -310,7 +319,7 @@ class _Task:
 
     def _correlation(self, forgotten: ForgetRequest | None) -> float | None:
         """How well a subsample's ranking agrees with that of all images, where a ledger knows it for nothing."""
-        if not self.settings.statistics_images or not self.engine.has_ledger or self.settings.directions:
+        if not self.settings.statistics_images or not self.engine.has_ledger or self.settings.erase:
             return None
         known = self._rank(self.engine.measure(self.model, self._peak_asks(self._groups(forgotten, 0))))
         values = [rank_correlation(a, b) for a, b in zip(self.rankings, known, strict=True)]
