@@ -65,6 +65,19 @@ def test_right_answers_and_exact_layer_sums_equal_the_centralized_ones(
                 assert torch.allclose(a.sums[key], value, rtol=1e-6)
 
 
+def test_how_responses_lie_is_the_same_over_clients_as_in_one_place(
+    make_engine, digits: Dataset, tiny_digits: nn.Module
+) -> None:
+    engine = make_engine(clients=7)
+    engine.send_model(tiny_digits)
+    asks = [Ask((Group("train", CLASS), Group("train", None, CLASS)), replace(PEAKS, kind="spread"))]
+    (found,), (wanted,) = engine.measure(tiny_digits, asks), centrally(digits, tiny_digits, asks)
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert mine.images == theirs.images > 0
+        for key in theirs.sums:
+            assert torch.allclose(mine.mean(key), theirs.mean(key), rtol=1e-4, atol=1e-4)
+
+
 def test_averaging_equals_a_plain_loop_over_clients(make_engine, digits: Dataset) -> None:
     engine = make_engine()
     model = start()
