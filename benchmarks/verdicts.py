@@ -36,7 +36,7 @@ from fedortho.verify import Verdict, entry_for, judge_case
 
 HERE = Path(__file__).parent
 PAGES = HERE / "verdicts"
-METHODS = "fedortho,fedortho-paper,ssd,salun,finetune,logit-mask,retrain"
+METHODS = "fedortho,fedortho-erase,fedortho-paper,ssd,salun,finetune,logit-mask,retrain"
 
 
 def main() -> None:
