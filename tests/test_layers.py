@@ -56,9 +56,11 @@ TIERS = [
     {"verify"},
     {"illustrate"},
     {"report"},
-    {"federated/deploy", "federated/jobs", "tune"},
+    {"federated/deploy", "federated/jobs", "tune", "experiments/relations"},
+    {"experiments/__init__"},
+    {"experiments/runner"},
     {"cli_flags", "board"},
-    {"cli_methods", "cli_evidence", "cli_report", "cli_verdict", "cli_federation"},
+    {"cli_methods", "cli_evidence", "cli_report", "cli_reproduce", "cli_verdict", "cli_federation"},
     {"cli_forget"},
     {"__init__", "cli"},
 ]

@@ -20,6 +20,7 @@ from fedortho.cli_flags import AsJson, Board, Config, DataDir, Device, OutPath, 
 from fedortho.cli_forget import forget_command, undo_command
 from fedortho.cli_methods import compare_command, tune_command
 from fedortho.cli_report import report_command, results_command
+from fedortho.cli_reproduce import reproduce_command
 from fedortho.cli_verdict import audit_command, judge_command
 from fedortho.devices import choose_device
 from fedortho.errors import FedOrthoError
@@ -159,6 +160,7 @@ app.command("judge")(judge_command)
 app.command("audit")(audit_command)
 app.command("compare")(compare_command)
 app.command("tune")(tune_command)
+app.command("reproduce")(reproduce_command)
 app.command("report")(report_command)
 app.command("results")(results_command)
 app.add_typer(bundle_app, name="bundle")

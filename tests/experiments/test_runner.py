@@ -1,0 +1,126 @@
+"""Running a table on digits and a tiny network: rows, resuming, sequences, the same numbers again, and the command."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small import SETTINGS
+from typer.testing import CliRunner
+
+from fedortho.accuracies import accuracies_of
+from fedortho.cli import app
+from fedortho.errors import FedOrthoError
+from fedortho.experiments import Experiment, Treatment, load_experiment, runner
+from fedortho.experiments.relations import parse_relation
+from fedortho.experiments.runner import Show, reproduce
+from fedortho.files import read_json
+from fedortho.runs import TrainSettings, open_run
+
+NETWORK = TrainSettings(data="digits", model="small:SmallNet", epochs=2, crop=0, flip=0.0, threads=1, device="cpu")
+RATIOS = tuple(Treatment("fedortho-paper", {"ratio": ratio}, {"ratio": ratio}) for ratio in (0.1, 0.4))
+
+
+def experiment(**changes: Any) -> Experiment:
+    claim = parse_relation("fedortho-paper[ratio=max] forget < fedortho-paper[ratio=min] forget")
+    base = replace(load_experiment("pruning"), networks=(NETWORK,), seeds=(0,), treatments=RATIOS, relations=(claim,))
+    return replace(base, **changes)
+
+
+def invoke(*words: str) -> str:
+    result = CliRunner().invoke(app, list(words))
+    if result.exception is not None:
+        raise result.exception
+    return result.stdout
+
+
+def test_the_same_seed_gives_the_same_bytes_elsewhere_and_nothing_is_done_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = experiment(treatments=(Treatment("retrain", {}, {}), *RATIOS))
+    seen: list[str] = []
+    show = Show(step=lambda text, *_: seen.append(text))
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    rows = reproduce(both, tmp_path / "one", show=show, results=first)
+    assert reproduce(both, tmp_path / "two", results=second) == rows
+    assert first.read_bytes() == second.read_bytes()
+    assert [row["method"] for row in rows] == ["original", "retrain", "fedortho-paper", "fedortho-paper"]
+    assert [row.get("ratio") for row in rows] == [None, None, 0.1, 0.4]
+    assert rows[1]["forget"] == 0.0, "it never saw the class"
+    assert any("retrain class" in text for text in seen)
+    told = read_json(first)["relations"][0]["here"][0]
+    assert told["differences"] == pytest.approx([100 * (rows[2]["forget"] - rows[3]["forget"])])
+
+    outcomes = {path: path.stat().st_mtime_ns for path in (tmp_path / "one").rglob("*.safetensors")}
+    monkeypatch.setattr(runner, "train_reference", None)
+    assert reproduce(both, tmp_path / "one") == rows
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "one").rglob("*.safetensors")} == outcomes
+    other = reproduce(replace(both, seeds=(1,), treatments=RATIOS[:1]), tmp_path / "one")
+    assert other[0]["test"] != rows[0]["test"]
+
+
+def test_requests_of_a_sequence_are_served_one_after_the_other(tmp_path: Path) -> None:
+    steps = experiment(is_sequence=True, requests=("class:0", "class:1", "class:2"), treatments=RATIOS[1:])
+    original, *rows = reproduce(steps, tmp_path)
+    assert original["step"] == 0
+    names = ["class:0", "class:1", "class:2"]
+    assert [list(row["forgotten"]) for row in rows] == [names[:1], names[:2], names]
+    last = open_run(next(tmp_path.glob("outcomes/*/*step3")))
+    model, data = last.load_model(), last.load_data()
+    told = {word: accuracies_of(model, data, word).forget for word in ("class:0", "class:1", "class:2")}
+    assert rows[-1]["forgotten"] == told, "earlier classes are measured on the last model"
+    assert reproduce(steps, tmp_path) == [original, *rows]
+    with pytest.raises(FedOrthoError, match="made from another model, request or settings; choose another --out"):
+        reproduce(replace(steps, requests=("class:5", "class:1")), tmp_path)
+
+
+def test_a_federation_forgets_one_after_the_other_and_by_client_and_samples(tmp_path: Path) -> None:
+    network = replace(SETTINGS, model="small:SmallNet", clients=3, rounds=1, split="iid")
+    steps = experiment(networks=(network,), is_sequence=True, requests=("class:0", "class:1"), treatments=RATIOS[:1])
+    rows = reproduce(steps, tmp_path)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert list(rows[-1]["forgotten"]) == ["class:0", "class:1"]
+    asked = experiment(networks=(network,), requests=("client:0", "first 10 of class:0"), treatments=RATIOS[:1])
+    rows = reproduce(asked, tmp_path)
+    assert [(row["request"], row["method"]) for row in rows] == [
+        (kind, method) for kind in ("client", "samples") for method in ("original", "fedortho-paper")
+    ]
+    assert len(list((tmp_path / "networks").glob("digits-*"))) == 1, "the two experiments share it"
+
+
+def test_what_a_method_refuses_is_a_row_and_not_the_end(tmp_path: Path) -> None:
+    hard = Treatment("fedortho", {"target": 0.0, "max-retain-drop": 0.0, "scrub": False}, {})
+    rows = reproduce(experiment(treatments=(hard, *RATIOS[:1])), tmp_path)
+    assert "refused" in rows[1]
+    assert "forget" in rows[2]
+    steps = experiment(is_sequence=True, requests=("class:0", "class:1"), treatments=(hard,))
+    rows = reproduce(steps, tmp_path)
+    assert [row.get("step") for row in rows] == [0, 1], "the next request would start from nothing"
+    with pytest.raises(FedOrthoError, match="ssd serves no sequence"):
+        reproduce(replace(steps, treatments=(Treatment("ssd", {}, {}),)), tmp_path)
+
+
+def test_the_command_lists_runs_and_explains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = invoke("reproduce")
+    for name in ("unlearning_iid_non_iid: ", "unlearning_res50: ", "pruning: ", "continuous_unlearning_comparison: "):
+        assert name in told
+    monkeypatch.setattr("fedortho.cli_reproduce.load_experiment", lambda name, scale="demo": experiment())
+    told = invoke("reproduce", "pruning", "--seeds", "0,1", "--rows", "ratio=0.4", "--out", str(tmp_path))
+    for text in ("forget", "(paper)", "92.00", "not printed", "other setting", "±", "no such rows", "seeds 0, 1"):
+        assert text in told
+    told = invoke("reproduce", "pruning", "--seeds", "0", "--out", str(tmp_path))
+    assert "±" not in told, "one seed has no spread"
+    assert "(1 seed)" in told
+    value = json.loads(invoke("reproduce", "pruning", "--seeds", "0", "--out", str(tmp_path), "--json"))
+    assert value == read_json(tmp_path / "pruning-demo.json")
+    assert [row["method"] for row in value["rows"]] == ["original", "fedortho-paper", "fedortho-paper"]
+
+
+def test_missing_data_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    networks = (NETWORK, replace(NETWORK, data="cifar10"))
+    with pytest.raises(FedOrthoError, match=r"cifar10: there is no directory .*--data-dir must hold"):
+        reproduce(experiment(networks=networks), tmp_path / "out", data_dir=str(tmp_path))
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(FedOrthoError, match="--data-dir must hold cifar10/train"):
+        invoke("reproduce", "strength", "--scale", "small", "--data-dir", str(tmp_path), "--out", str(tmp_path / "out"))
