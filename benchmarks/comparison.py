@@ -68,7 +68,7 @@ def tell(name: str, number: int, trial: Attempt) -> None:
 def measure(arguments: Any) -> None:
     is_federation = arguments.part == "federation"
     run = open_run(arguments.run) if is_federation else original(arguments.model, arguments.seed, arguments.data_dir)
-    settings = read_settings(run, "tuned")
+    settings = read_settings(run.settings, "tuned")
     for name, kind in METHODS.items():
         if issubclass(kind, Schedule):
             settings[name] = settings.get(name, {}) | {"epochs": arguments.epochs}

@@ -60,7 +60,7 @@ def test_all_that_can_be_tuned_is_and_what_was_is_not_tuned_again(run: Run, tmp_
     assert found["ssd"] == first["ssd"]
     assert all(attempt.settings["batch"] == 32 for attempt in found["finetune"])
     best = {name: dict(attempts[0].settings) for name, attempts in found.items()}
-    assert read_settings(run, "published", file) == best
+    assert read_settings(run.settings, "published", file) == best
     told = read_json(tmp_path / "tuned.trials.json")
     assert told["budget"] == {"trials": 2, "images": 300, "epochs": 2, "seed": 0}
     with pytest.raises(FedOrthoError, match="about another model, request or budget"):

@@ -8,7 +8,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from fedortho.compare import PRESETS
 from fedortho.data import Dataset
 from fedortho.errors import BadSetting, unknown
 from fedortho.experiments.relations import (
@@ -25,6 +24,7 @@ from fedortho.experiments.relations import (
 )
 from fedortho.files import read_json
 from fedortho.methods import make_method
+from fedortho.presets import read_settings
 from fedortho.request import ForgetRequest
 from fedortho.runs import FederateSettings, TrainSettings
 from fedortho.settings import make_settings, read_toml
@@ -77,13 +77,12 @@ def load_experiment(name: str, scale: str = "demo") -> Experiment:
 def make_experiment(name: str, scale: str, told: Mapping[str, Any]) -> Experiment:
     """An experiment from the keys of its file; those of the scale win over those above it."""
     keys = {key: value for key, value in told.items() if key not in SCALES} | told[scale]
-    recipes, preset = read_toml(HERE / "recipes.toml"), PRESETS[keys.get("preset", "published")]
-    networks = []
+    recipes, networks = read_toml(HERE / "recipes.toml"), []
     for entry in keys["networks"]:
         for found, _ in crossed(entry):
             settings = recipes[found.pop("like")] | found if "like" in found else found
             networks.append(make_settings(FederateSettings if "clients" in settings else TrainSettings, settings))
-    treatments = []
+    treatments, preset = [], read_settings(networks[0], keys.get("preset", "published"))
     for entry in keys["methods"]:
         for found, swept in crossed({"name": entry} if isinstance(entry, str) else entry):
             method = found.pop("name")
