@@ -56,6 +56,7 @@ def test_the_sentence_says_hidden_and_how_far_erased() -> None:
     )
     assert "hidden, partly erased (failed: C1, C3)" in verdict(probe=(0.7, 0.95, 0.5), C1="FAIL", C3="FAIL").sentence
     assert "not beyond recovery (failed: C2)" in verdict(C2="FAIL").sentence
+    assert "no more of it can be read than there, but features are unlike" in verdict(C5="FAIL").sentence
     assert "still named rightly in 40.0%" in verdict(0.4).sentence
     assert "what had to stay has suffered" in verdict(retention="FAIL").sentence
     assert "6 audits find no more of it" in verdict().sentence

@@ -121,6 +121,8 @@ class Verdict:
         hidden = "hidden" if is_class and seen is not None and (seen.value or 0.0) <= HIDDEN else "not hidden"
         if not is_class:
             return "not as in a model that never knew"
+        if self.failed == ["C5"] and probe is not None and probe.outcome == "PASS":
+            return f"{hidden}, and no more of it can be read than there, but features are unlike a retrained model's"
         if probe is None or probe.outcome != "FAIL":
             return f"{hidden}, and not beyond recovery"
         if probe.forgot is None or probe.original is None or probe.reference is None:
