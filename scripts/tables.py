@@ -241,6 +241,27 @@ def verdicts_each() -> str:
     return grid(["model", "seed", "method", *AUDITED, "audits"], rows) + origin(result)
 
 
+def verdicts_full() -> str:
+    """What the full audits add: the probe behind every stage, steps of relearning, membership by shadow models."""
+    result = read("verdicts")
+    rows = []
+    for row in (row for row in result["rows"] if "details" in row):
+        stages, again, shadows = (row["details"][name] for name in ("C1", "C3", "C4"))
+        seen = [
+            " ".join(f"{100 * share:.0f}" for share in stages["stages"][who].values())
+            for who in ("forgot", "reference", "original")
+        ]
+        steps = [
+            " / ".join(str(again["relearning"][k][who] or "> 60") for who in ("forgot", "reference"))
+            for k in ("10", "50")
+        ]
+        area = f"{shadows['AUC']:.2f} ({shadows['AUC of the originals']:.2f})" if shadows else "–"
+        rows.append([row["model"], str(row["seed"]), row["method"], *seen, *steps, area, row["label"]])
+    header = ["model", "seed", "method", "probe by stage", "retrained", "original"]
+    header += ["steps, 10 samples / retrained", "50 samples / retrained", "U-LiRA AUC (untouched)", "audits"]
+    return grid(header, rows) + origin(result)
+
+
 def calibration() -> str:
     """How far retrained models are from each other, and the limits that follow."""
     result = read("calibration")
@@ -263,6 +284,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "comparison-others": lambda: comparison(("client", "samples")),
     "verdicts": verdicts,
     "verdicts-each": verdicts_each,
+    "verdicts-full": verdicts_full,
     "calibration": calibration,
 }
 
