@@ -8,7 +8,7 @@ next time).
 """
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -16,15 +16,18 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
+from fedortho.audits.contract import Case
+from fedortho.audits.probe import recall
+from fedortho.audits.sight import classifier_of, features, ready, sampled
 from fedortho.compare import compare
-from fedortho.data import Dataset, Images, evaluation_batches
+from fedortho.data import Dataset, Images
 from fedortho.engine import draw
 from fedortho.federated.server import train_federation
 from fedortho.figures import activations, costs, kernels, results
 from fedortho.figures.style import finding_of, png
 from fedortho.ledger import load_ledger
+from fedortho.methods import preset
 from fedortho.methods.fedortho import ForgetSettings, plan_forgetting, trace_frontier
 from fedortho.observe import Observation
 from fedortho.presets import read_settings
@@ -260,39 +263,19 @@ def relearn(bench: Bench, forgotten: int = 50, kept: int = 450, turns: int = 8) 
 
 
 def probe(bench: Bench) -> "Figure":
-    """Ridge regression on the mean response of each kernel, from 3,000 training images."""
-    train = draw(bench.data.train, 3000, seed=0)
-    layers = list(kernels.depths_of(bench.roles["original"], train.shape))
-    found = {}
-    for role, model in bench.roles.items():
-        taught, asked = (_pooled(model, images, layers) for images in (train, bench.few))
-        found[role] = {name: _recall(taught[name], train, asked[name], bench.few, bench.gone[0]) for name in layers}
+    """The probe of audit C1 on what each convolution but the first receives, and on what the classifier does."""
+    before, after = bench.pair("vgg-mini")
+    erased = plan_forgetting(before, bench.data, REQUEST, preset("erase")).patch.apply(before)
+    roles = {"original": before, "forgot": after, "erased": erased} | bench.roles
+    case = Case(after, before, None, None, bench.data, REQUEST)
+    layers = list(kernels.depths_of(before, bench.data.train.shape))[1:]
+    labels, found = sampled(case).labels, {}
+    for role in (role for role in results.ROLES if role in roles):
+        twin = ready(case, roles[role])
+        names = [*layers, classifier_of(case, twin)]
+        taught, asked = (features(case, twin, images, names) for images in (sampled(case), case.judged))
+        found[role] = {name: recall(taught[name], asked[name], labels, case.judged.labels) for name in names}
     return results.probe_figure(found)
-
-
-def _pooled(model: nn.Module, images: Images, layers: list[str]) -> Mapping[str, Tensor]:
-    seen: dict[str, list[Tensor]] = {name: [] for name in layers}
-    handles = [
-        model.get_submodule(name).register_forward_hook(
-            lambda _, __, out, name=name: seen[name].append(out.relu().mean((2, 3)).double())
-        )
-        for name in layers
-    ]
-    with torch.no_grad():
-        for inputs, _ in evaluation_batches(images):
-            model(inputs)
-    for handle in handles:
-        handle.remove()
-    return {name: torch.cat(parts) for name, parts in seen.items()}
-
-
-def _recall(taught: Tensor, train: Images, asked: Tensor, test: Images, label: int) -> float:
-    mean, spread = taught.mean(0), taught.std(0).clamp_min(1e-9)
-    rows, columns = (functional.pad((x - mean) / spread, (0, 1), value=1.0) for x in (taught, asked))
-    wanted = functional.one_hot(train.labels, train.classes).double()
-    weights = torch.linalg.solve(rows.T @ rows + torch.eye(rows.shape[1], dtype=torch.float64), rows.T @ wanted)
-    answers = (columns @ weights).argmax(1)
-    return float((answers[test.labels == label] == label).double().mean())
 
 
 def training(bench: Bench) -> "Figure":

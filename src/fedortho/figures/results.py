@@ -12,6 +12,7 @@ from fedortho.figures.style import (
     BEFORE,
     BLACK,
     HATCH,
+    PURPLE,
     REFERENCE,
     entitle,
     grid_lines,
@@ -26,8 +27,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_CLASSES = 20  # shown one by one; of more, those that changed most
-ROLES = {"original": (BEFORE, "o", "-"), "forgot": (AFTER, "s", "--"), "reference": (REFERENCE, "^", "-.")}
-ROLE_NAMES = {"original": "before", "forgot": "after forgetting", "reference": "retrained without it"}
+ROLES = {
+    "original": (BEFORE, "o", "-"),
+    "forgot": (AFTER, "s", "--"),
+    "erased": (PURPLE, "D", ":"),
+    "reference": (REFERENCE, "^", "-."),
+}
+ROLE_NAMES = {
+    "original": "before",
+    "forgot": "after forgetting",
+    "erased": "after --preset erase",
+    "reference": "retrained without it",
+}
 ABOVE: Mapping[str, Any] = {"ha": "center", "va": "bottom", "fontsize": 8}  # a number over its bar
 Curve = Sequence[tuple[float, float]]  # step, accuracy
 
