@@ -163,7 +163,6 @@ def comparison(kinds: tuple[str, ...] = ("class",)) -> str:
         "forget",
         "retain",
         "gap to retrain",
-        "seconds",
         "TFLOPs",
     ]
     rows = []
@@ -173,7 +172,7 @@ def comparison(kinds: tuple[str, ...] = ("class",)) -> str:
             about = [engine, model, request, str(len(seeds)), method]
             if not served:
                 why = "refused: cannot serve it" if "serves" in next(iter(seeds.values()))["refused"] else "refused"
-                rows.append([*about, why, "–", "–", "–", "–"])
+                rows.append([*about, why, "–", "–", "–"])
                 continue
             cells = [spread([100 * row["verdict"][key] for row in served.values()]) for key in ("forget", "retain")]
             gaps = [
@@ -181,11 +180,10 @@ def comparison(kinds: tuple[str, ...] = ("class",)) -> str:
                 for seed, row in served.items()
                 if seed in methods.get("retrain", {})
             ]
-            costs = [
-                f"{mean(row['cost']['seconds'] for row in served.values()):.0f}",
-                f"{mean(row['cost']['flops'] for row in served.values()) / 1e12:.2f}",
-            ]
-            rows.append([*about, *cells, spread(gaps), *costs])
+            flops = mean(row["cost"]["flops"] for row in served.values()) / 1e12
+            rows.append(
+                [*about, *cells, spread(gaps), f"{flops:.2f}" if flops >= 0.005 or not flops else f"{flops:.1g}"]
+            )
     return grid(header, rows) + origin(result)
 
 
