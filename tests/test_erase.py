@@ -1,5 +1,6 @@
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -169,7 +170,15 @@ def test_what_cannot_be_mixed_is_refused(digits: Dataset) -> None:
     grouped = nn.Sequential(*grouped, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10)).eval()
     with pytest.raises(BadSetting, match="groups"):
         check_erasable(grouped, sites_of(grouped), torch.rand(2, 1, 8, 8))
-    with pytest.raises(BadSetting, match="erase takes edit channel, tap stream and a repair"):
-        ForgetSettings(erase=True, repair=False)
     with pytest.raises(BadSetting, match="of a class"):
         plan_forgetting(identity, digits, ForgetRequest.parse("samples:0"), ForgetSettings(erase=True))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"repair": False}, {"edit": "conv"}, {"tap": "bn"}, {"alpha": 0.5}, {"scope": "global"}, {"weighting": "paper"}],
+)
+def test_a_setting_that_would_do_nothing_is_refused_by_name(setting: dict[str, Any]) -> None:
+    ((name, value),) = setting.items()
+    with pytest.raises(BadSetting, match=f"erase takes {name} .*, not {value}; leave --{name} out"):
+        ForgetSettings(erase=True, **setting)

@@ -3,7 +3,7 @@
 import copy
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
@@ -29,6 +29,7 @@ CONTRASTS = ("retain", "same-class")
 SCOPES = ("layer", "global")
 WEIGHTINGS = ("pooled", "paper")
 REPAIRS = ("batches", "layers")
+OF_KERNELS = ("edit", "tap", "alpha", "rank_base", "scope", "contrast", "weighting", "min_difference", "repair")
 SPREAD_IMAGES = 4500  # per group, to find directions on, unless statistics_images says another number
 
 
@@ -63,22 +64,18 @@ class ForgetSettings:
     seed: Annotated[int, "of all subsamples"] = 0
 
     def __post_init__(self) -> None:
-        for name, choices in (
-            ("edit", EDITS),
-            ("tap", TAPS),
-            ("scope", SCOPES),
-            ("spread", SPREADS),
-            ("contrast", CONTRASTS),
-            ("weighting", WEIGHTINGS),
-            ("repair_by", REPAIRS),
-        ):
+        known: dict[str, Collection[str]] = {"edit": EDITS, "tap": TAPS, "scope": SCOPES, "spread": SPREADS}
+        known |= {"contrast": CONTRASTS, "weighting": WEIGHTINGS, "repair_by": REPAIRS}
+        for name, choices in known.items():
             if getattr(self, name) not in choices:
                 raise unknown(name, getattr(self, name), choices)
         for name in ("ratio", "alpha", "target", "max_retain_drop"):
             if not 0 <= getattr(self, name) <= 1:
                 raise BadSetting(f"{name.replace('_', '-')} must be between 0 and 1, not {getattr(self, name)}")
-        if self.erase and (self.edit != "channel" or self.tap != "stream" or not self.repair):
-            raise BadSetting("erase takes edit channel, tap stream and a repair; leave them as the preset has them")
+        for name in OF_KERNELS if self.erase else ():  # directions are chosen and removed in one way only
+            only, given, word = getattr(ForgetSettings, name), getattr(self, name), name.replace("_", "-")
+            if given != only:
+                raise BadSetting(f"erase takes {word} {only}, not {given}; leave --{word} out or take another preset")
         if self.rank_base not in (0, 1):
             raise BadSetting(f"rank-base must be 0 or 1, not {self.rank_base}")
         if min(self.statistics_images, self.repair_images, self.trial_images, self.seed) < 0:
