@@ -150,3 +150,6 @@ def test_names_of_methods_are_checked() -> None:
     assert chosen_methods("all")[0] == "retrain"
     with pytest.raises(UnknownName, match="no method 'sdd'; did you mean 'ssd'"):
         chosen_methods("retrain,sdd")
+    for nothing in ("", ","):
+        with pytest.raises(UnknownName, match=f"no method '{nothing}'; choose from bad-teacher"):
+            chosen_methods(nothing)

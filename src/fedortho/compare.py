@@ -94,6 +94,8 @@ def chosen_methods(words: str) -> list[str]:
     ['retrain', 'ssd']
     """
     names = list(METHODS) if words == "all" else [word.strip() for word in words.split(",") if word.strip()]
+    if not names:
+        raise unknown("method", words, METHODS)
     for name in names:
         if name not in METHODS:
             raise unknown("method", name, METHODS)

@@ -150,6 +150,7 @@ def test_a_table_can_be_narrowed_to_methods_and_rows() -> None:
     ("arguments", "message"),
     [
         ({"methods": "sdd"}, r"no method in unlearning_res50 'sdd'; did you mean 'ssd'\?"),
+        ({"methods": ","}, "no method in unlearning_res50 ','; choose from"),
         ({"rows": "colour=red"}, "no key of --rows 'colour'; choose from data, model, ortho, ratio, request, split"),
         ({"rows": "model=vgg"}, "no model in unlearning_res50 at scale demo 'vgg'; choose from resnet-mini"),
         ({"rows": "iid"}, "'iid' is no key=value; write such as"),

@@ -151,7 +151,7 @@ def narrowed(experiment: Experiment, methods: str = "", rows: str = "") -> Exper
     """Only these methods (names with commas between) and the rows with these values (key=value with commas between)."""
     names = [name.strip() for name in methods.split(",") if name.strip()]
     known = dict.fromkeys(treatment.method for treatment in experiment.treatments)
-    for name in names:
+    for name in names or ([methods] if methods else []):  # commas alone are no methods, and not all of them
         if name not in known:
             raise unknown(f"method in {experiment.name}", name, known)
     treatments = tuple(one for one in experiment.treatments if not names or one.method in names)
