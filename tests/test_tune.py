@@ -94,3 +94,17 @@ def test_what_cannot_be_tuned_is_refused(run: Run) -> None:
         tune(run, data, ForgetRequest.parse("samples:1"), "unsir")
     with pytest.raises(BadSetting, match="must be at least 1"):
         Budget(trials=0)
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_any_trial(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "mine.json").write_text("{}")
+    for place, why in ((tmp_path, "is a directory"), (tmp_path / "file" / "t.json", "cannot be written")):
+        with pytest.raises(FedOrthoError, match=f"{why}.* --out"):
+            tune_all(run, load_run_data(run.settings), REQUEST, ["ssd"], place, watch=lambda *_: pytest.fail("a trial"))
+    with pytest.raises(FedOrthoError, match=r"without mine.trials.json beside it; choose another --out"):
+        tune_all(run, load_run_data(run.settings), REQUEST, ["ssd"], tmp_path / "mine.json")
+    assert (tmp_path / "mine.json").read_text() == "{}"
+    (tmp_path / "mine.trials.json").write_text("[]")
+    with pytest.raises(FedOrthoError, match="is about another model, request or budget"):
+        tune_all(run, load_run_data(run.settings), REQUEST, ["ssd"], tmp_path / "mine.json")

@@ -67,7 +67,7 @@ def tune_command(
     run_path: RunPath,
     request: Asked,
     out_path: Annotated[Path, typer.Option("--out", help="the JSON file to write, for compare --settings")],
-    preset: Annotated[str, typer.Option(help="what settings to begin with: published or short")] = "published",
+    preset: Annotated[str, typer.Option(help="what settings to begin with: published, short or tuned")] = "published",
     data_dir: DataDir = "",
 ) -> None:
     """Search settings of methods on validation images, within a budget that is the same for every method."""

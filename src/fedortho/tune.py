@@ -14,7 +14,7 @@ from fedortho.data import Dataset
 from fedortho.devices import using_threads
 from fedortho.engine import Group, draw
 from fedortho.errors import BadSetting, FedOrthoError, unknown
-from fedortho.files import locked, read_json, write_json
+from fedortho.files import check_writable, locked, read_json, write_json
 from fedortho.methods import METHODS, unlearn
 from fedortho.methods.contract import serves
 from fedortho.request import ForgetRequest
@@ -169,6 +169,7 @@ def tune_all(
     """
     budget = budget or Budget()
     trials = out.with_suffix(".trials.json")
+    _check_place(out, trials)
     about: dict[str, Any] = {"budget": asdict(budget), "request": str(request), "model": run.record["model"]["digest"]}
     for name in names:
         if name in FIXED or not serves(METHODS[name], request) or name in _attempts(trials, about):
@@ -184,11 +185,24 @@ def tune_all(
     return _attempts(trials, about)
 
 
+def _check_place(out: Path, trials: Path) -> None:
+    """Refuse a place that cannot be written, or a file of which no trials are known: it would be replaced."""
+    if out.is_dir():
+        raise FedOrthoError(f"{out} is a directory; give the file to write, such as --out {out / 'tuned.json'}")
+    if out.exists() and not trials.exists():
+        raise FedOrthoError(f"{out} is there already, and without {trials.name} beside it; choose another --out")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FedOrthoError(f"{out} cannot be written: {error.strerror}; choose another --out") from error
+    check_writable(out.parent)
+
+
 def _attempts(trials: Path, about: Mapping[str, Any]) -> dict[str, list[Attempt]]:
     """What was found before; a file about another model, request or budget is refused."""
     if not trials.exists():
         return {}
     found = read_json(trials)
-    if {key: found.get(key) for key in about} != about:
+    if not isinstance(found, dict) or {key: found.get(key) for key in about} != about:
         raise FedOrthoError(f"{trials} is about another model, request or budget; choose another --out")
     return {name: [Attempt(**attempt) for attempt in attempts] for name, attempts in found["attempts"].items()}
