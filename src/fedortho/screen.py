@@ -43,7 +43,7 @@ def print_served(served: Served, run_path: Path) -> None:
     say(f"{what}: " + ", ".join(f"{number} in {site}" for site, number in numbers.items()))
     if outcome.chosen is not None:
         scrub = f", scrub at strength {outcome.chosen.scrub:g}" if outcome.chosen.scrub else ", no scrub"
-        say(f"ratio {outcome.chosen.ratio:g}{scrub}, {len(outcome.trials)} trials")
+        say(f"ratio {outcome.chosen.ratio:g}{scrub}, {len(outcome.trials)} trial{'s' * (len(outcome.trials) > 1)}")
     parts = [f"{k} {v:.2f} s ({outcome.images_read[k]:,} images read)" for k, v in outcome.seconds.items()]
     say("; ".join(parts))
     if wire := {phase: vars(tally) for phase, tally in outcome.spent.items() if tally.exchanges}:
