@@ -96,6 +96,8 @@ def test_no_number_goes_out_without_what_is_needed_to_read_it(runs: Path) -> Non
     assert [audit["name"] for audit in found["audits"]] == list(NAMES)
     assert found["label"] in text
     assert found["cost"]["images_read"] > 0
+    trials = sum(read_json(runs / "forgot" / "run.json")["requests"][0]["tail-flops"].values())
+    assert found["cost"]["flops"] > trials > 0
 
 
 def test_references_are_found_and_a_second_one_serves_the_distance(runs: Path) -> None:

@@ -236,11 +236,14 @@ def describe(served: Served) -> dict[str, Any]:
         "all-forgotten": served.all_forgotten,
         "seconds": dict(outcome.seconds),
         "images-read": dict(outcome.images_read),
+        "tail-flops": {phase: tally.tail_flops for phase, tally in outcome.spent.items()},
         "wire": {phase: asdict(tally) for phase, tally in outcome.spent.items() if tally.exchanges},
         "kernels": {site: len(found["kernels"]) for site, found in outcome.patch.note["sites"].items()},
         "sample-correlation": outcome.sample_correlation,
         "digests": {"before": outcome.patch.before, "after": outcome.patch.after},
     }
+    if "directions" in outcome.patch.note:
+        value["directions"] = dict(outcome.patch.note["directions"])
     if chosen is not None:
         value |= {
             "ratio": chosen.ratio,

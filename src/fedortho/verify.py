@@ -304,7 +304,7 @@ def judge_run(
         watch=watch,
         membership=membership,
         method=entry.get("method", "fedortho"),
-        edited={key: entry[key] for key in ("kernels", "ratio", "scrub") if key in entry},
+        edited={key: entry[key] for key in ("kernels", "directions", "ratio", "scrub") if key in entry},
         cost=_cost(entry, original.load_model(), data),
         retrain_seconds=seconds or None,
         settings=entry.get("settings", {}),
@@ -333,5 +333,5 @@ def _cost(entry: Mapping[str, Any], model: nn.Module, data: Dataset) -> Cost | N
     read = sum(entry["images-read"].values())
     wire = entry.get("wire", {}).values()
     up, down, exchanges = (sum(tally[key] for tally in wire) for key in ("bytes_up", "bytes_down", "exchanges"))
-    flops = flops_per_image(model, data.train.shape)[0] * float(read)
+    flops = flops_per_image(model, data.train.shape)[0] * float(read) + sum(entry.get("tail-flops", {}).values())
     return Cost(sum(entry["seconds"].values()), read, 0, flops, exchanges, up, down)

@@ -39,6 +39,7 @@ ROLE_NAMES = {
     "erased": "after --preset erase",
     "reference": "retrained without it",
 }
+HATCHES = {"original": None, "forgot": HATCH, "erased": "xx", "reference": ".."}  # of bars
 ABOVE: Mapping[str, Any] = {"ha": "center", "va": "bottom", "fontsize": 8}  # a number over its bar
 Curve = Sequence[tuple[float, float]]  # step, accuracy
 
@@ -274,7 +275,7 @@ def relearn_steps_figure(steps: Mapping[str, Mapping[str, float | None]], most: 
     roles = [role for role in ROLES if any(role in found for found in steps.values())]
     wide = 0.8 / max(len(roles), 1)
     for number, role in enumerate(roles):
-        colour, hatch = ROLES[role][0], (None, HATCH, "..")[list(ROLES).index(role)]
+        colour, hatch = ROLES[role][0], HATCHES[role]
         for place, found in enumerate(steps.values()):
             taken = found.get(role)
             at = place + (number - (len(roles) - 1) / 2) * wide

@@ -390,6 +390,6 @@ def _warn(sites: Sequence[Site], settings: ForgetSettings) -> None:
     followed = [layer.name for site in sites for layer in site.layers if layer.norm_kind == "BatchNorm2d"]
     if settings.edit == "conv" and followed and settings.alpha < 1:
         logger.warning(
-            "batch norm follows %s: re-estimating its statistics undoes a conv edit; use the robust preset to erase",
+            "batch norm follows %s: re-estimating its statistics undoes a conv edit; take another preset",
             followed[0] if len(followed) == 1 else f"{len(followed)} of the edited layers",
         )
