@@ -17,9 +17,12 @@ import fedortho.runs
 from fedortho.devices import choose_device
 from fedortho.errors import BadCheckpoint, BadData, BadSetting, FedOrthoError, UnknownName
 from fedortho.files import file_digest, locked, write_tensors
+from fedortho.methods.fedortho import ForgetSettings
 from fedortho.models import build_model
+from fedortho.request import ForgetRequest
 from fedortho.runs import ImportSettings, TrainSettings, import_run, open_run, train_run
-from fedortho.scores import accuracy
+from fedortho.scores import accuracy, evaluate
+from fedortho.serve import serve_request
 from fedortho.sources import load_images
 from fedortho.weights import read_weights
 
@@ -271,3 +274,16 @@ def test_devices_that_are_not_here_are_refused() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(BadSetting, match=r"no cuda device here; choose from .*cpu"):
             choose_device("cuda")
+
+
+def test_a_model_that_learnt_nothing_is_told_of_and_so_is_a_class_that_it_never_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = TrainSettings(data="digits", model="small:TinyNet", epochs=1, rate=1e-6, batch=512, ortho=0.0)
+    run = train_run(tmp_path / "run", settings)
+    assert "no better than guessing" in caplog.text
+    data = run.load_data()
+    score = evaluate(run.load_model(), data.test)
+    never = score.per_class.index(0.0)
+    serve_request(run, data, ForgetRequest.parse(f"class:{never}"), ForgetSettings(ratio=0.1), out=None)
+    assert "there was nothing to hide" in caplog.text

@@ -39,6 +39,7 @@ from fedortho.weights import load_weights, read_weights
 
 logger = logging.getLogger(__name__)
 S = TypeVar("S", bound="Subject")
+GUESSING = 1.5  # accuracy below so many times that of a guess is nothing learnt
 FREE = ("data-dir", "timeout", "quorum")  # settings that may differ when a run goes on
 
 
@@ -358,6 +359,11 @@ def _finish(
     about = {"classes": data.train.classes, "channels": channels, "digest": tensors_digest(state)}
     about["weights"] = sum(parameter.numel() for parameter in model.parameters())
     result = {f"{name}-accuracy": score.accuracy for name, score in scores.items()}
+    if scores and max(score.accuracy for score in scores.values()) < GUESSING / data.train.classes:
+        logger.warning(
+            "the model is no better than guessing (%s): it did not learn; train longer, or at a lower --rate",
+            ", ".join(f"{name} {score.accuracy:.1%}" for name, score in scores.items()),
+        )
     write_json(path / "run.json", record | {"status": "done", "model": about, "result": result})
     for file in filter(_is_left_over, list(path.iterdir())):
         file.unlink(missing_ok=True)

@@ -1,5 +1,6 @@
 """Serve a request on a run: plan, apply, judge, and write a new run that has forgotten; the old one stays."""
 
+import logging
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,6 +26,7 @@ from fedortho.request import Clients, ForgetRequest
 from fedortho.runs import Run, open_run
 from fedortho.settings import as_mapping
 
+logger = logging.getLogger(__name__)
 RETRAIN_AFTER = 0.03  # retain accuracy lost over all requests, past which retraining is advised
 
 
@@ -123,6 +125,9 @@ def _served(
         accuracies_of(m, data, request, forgotten=forgotten, clients=clients, device=device, forget=forget)
         for m, forget in zip((model, edited), told, strict=True)
     )
+    if request.kind == "class" and before.forget <= settings.target:
+        share = f"{before.forget:.1%}"
+        logger.warning("%s was named rightly in %s of its images before: there was nothing to hide", request, share)
     judged = [r for r in earlier if r.kind == "class" or not is_afar]
     old = {str(r): accuracies_of(edited, data, r, clients=clients, device=device).forget for r in judged}
     scores = old | {str(request): after.forget}
