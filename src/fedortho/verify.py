@@ -145,7 +145,7 @@ class Verdict:
         if self.failed == ["retention"]:
             return f"Too much was lost: ask for less (--max-retain-drop), or retrain without it{cost}."
         if self.failed:
-            return f"To erase it, retrain without it{cost}; {self._stronger} erases more, at a price."
+            return f"To erase it, retrain without it{cost}; {self._stronger} may erase more, at a price."
         if not self.has_reference:
             return f"Give a retrained model to compare with (--reference RUN), or have one trained (--retrain){cost}."
         return "Run the audits that were left out (--audit full --retrain, and --shadows 16 for membership)."
