@@ -40,6 +40,7 @@ def relearning(case: Case, known: Known, budget: str) -> Audit:
     """The prototype, and in `full` the speed-ups; the one furthest beyond its limit decides."""
     found: list[tuple[str, float | None, float, Mapping[str, float], str]] = []  # name, value, limit, measured, says
     details: dict[str, Any] = {"steps": STEPS, "batch": BATCH, "shots": SHOTS}
+    undecided: list[str] = []
     if case.request.kind == "class":
         shares = {who: prototype_recall(case, known, who) for who in who_is_there(case)}
         details["prototype"] = shares
@@ -49,8 +50,13 @@ def relearning(case: Case, known: Known, budget: str) -> Audit:
         details["relearning"] = {f"{k}": _relearnt(case, known, k) for k in SAMPLES}
         for k, steps in details["relearning"].items():
             ratio, says = speed_up(steps["forgot"], steps.get("reference", 0)), _told(k, steps)
+            if is_undecided(steps):
+                undecided.append(f"{says}: not decided within {STEPS} steps")
+                continue
             counted = {who: float(STEPS if t is None else t) for who, t in steps.items()}
             found.append((f"k = {k}", ratio if "reference" in steps else None, LIMITS["speed-up"], counted, says))
+    if undecided and not found:
+        return Audit("C3", "NOT RUN", "; ".join(undecided), details=details)
     if not found:
         return Audit("C3", "NOT RUN", "a class of its own is needed for a prototype; relearning: --audit full")
     details["values"] = {entry[0]: entry[1] for entry in found}
@@ -62,7 +68,7 @@ def relearning(case: Case, known: Known, budget: str) -> Audit:
         )
     found = telling
     name, value, limit, measured, says = max(found, key=lambda entry: (entry[1] or 0.0) / entry[2])
-    says = "; ".join([says, *(entry[4] for entry in found if entry[0] != name)])
+    says = "; ".join([says, *(entry[4] for entry in found if entry[0] != name), *undecided])
     if budget != "full":
         says += "; relearning by training was not run (--audit full)"
     return ruled("C3", says, case, measured, value, limit, details | {"decided_by": name})
@@ -160,6 +166,16 @@ def speed_up(forgot: int | None, reference: int | None) -> float:
     """
     theirs, mine = (max(STEPS if steps is None else steps, 1) for steps in (reference, forgot))
     return theirs / mine
+
+
+def is_undecided(steps: Mapping[str, int | None]) -> bool:
+    """Whether the reference would have needed more steps than were tried, and the least speed-up is no failure yet.
+
+    >>> is_undecided({"forgot": 36, "reference": None}), is_undecided({"forgot": 20, "reference": None})
+    (True, False)
+    """
+    censored = "reference" in steps and steps["reference"] is None and steps["forgot"] is not None
+    return censored and speed_up(steps["forgot"], None) <= LIMITS["speed-up"]
 
 
 def _told(k: str, steps: Mapping[str, int | None]) -> str:
