@@ -239,6 +239,12 @@ def verdicts_each() -> str:
     return grid(["model", "seed", "method", *AUDITED, "audits"], rows) + origin(result)
 
 
+def depth(layer: tuple[str, float]) -> tuple[bool, list[int]]:
+    """Layers by their numbers, the classifier, which has none, last."""
+    numbers = [int(word) for word in re.findall(r"\d+", layer[0])]
+    return not numbers, numbers
+
+
 def verdicts_full() -> str:
     """What the full audits add: the probe behind every stage, steps of relearning, membership by shadow models."""
     result = read("verdicts")
@@ -246,7 +252,7 @@ def verdicts_full() -> str:
     for row in (row for row in result["rows"] if "details" in row):
         stages, again, shadows = (row["details"][name] for name in ("C1", "C3", "C4"))
         seen = [
-            " ".join(f"{100 * share:.0f}" for share in stages["stages"][who].values())
+            " ".join(f"{100 * share:.0f}" for _, share in sorted(stages["stages"][who].items(), key=depth))
             for who in ("forgot", "reference", "original")
         ]
         steps = [
