@@ -1,6 +1,5 @@
 """The report of a run that has forgotten: whole without a network, safe with any name, honest about what is missing."""
 
-import base64
 import io
 import re
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from pages import data_pngs, embedded
 from PIL import Image
 
 from fedortho.cli_report import original_for, report_command
@@ -368,17 +368,6 @@ def test_images_can_be_left_out_and_the_page_says_so(forgot: Run, tmp_path: Path
         assert all(name in page for name in SECTIONS)
     with pytest.raises(FedOrthoError, match="images of data are not marked in it"):
         without_images("<p>some other page</p>")
-
-
-def embedded(page: str) -> set[bytes]:
-    """The pictures of a page, as files."""
-    return {base64.b64decode(found) for found in re.findall(r"data:image/png;base64,([^\"]+)", page)}
-
-
-def data_pngs(run: Run) -> set[bytes]:
-    """All images of the run's data, as the page would show them."""
-    data = run.load_data()
-    return {_thumbnail(picture) for part in (data.train, data.valid, data.test) for picture in as_pictures(part)}
 
 
 def test_a_served_request_records_its_trials(forgot: Run) -> None:

@@ -3,90 +3,25 @@ import json
 import os
 import random
 import shutil
-import sys
-from collections.abc import Callable, Mapping
-from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from small import SETTINGS
-from test_report import data_pngs, embedded
+from bundles import HOW, REQUEST, Runs, edited, forge
+from pages import data_pngs, embedded
 
 from fedortho.archive import BadArchive, pack_files
-from fedortho.bundle import BadBundle, _spelled, make_bundle, open_bundle, read_bundle
+from fedortho.bundle import BadBundle, make_bundle, open_bundle, read_bundle
 from fedortho.cli_report import report_command
 from fedortho.errors import FedOrthoError
-from fedortho.federated.server import forget_in_federation, train_federation
 from fedortho.figures.activations import as_pictures
-from fedortho.files import canonical_json, tensors_digest, write_tensors
 from fedortho.illustrate import _thumbnail
 from fedortho.journal import BadJournal, append_entry
 from fedortho.markup import LEFT_OUT, MARKED
-from fedortho.methods.fedortho import ForgetSettings
-from fedortho.prune import load_patch
 from fedortho.replay import reapply_patch, rerun_decision
 from fedortho.request import ForgetRequest
-from fedortho.runs import Run, TrainSettings, open_run, train_run
+from fedortho.runs import open_run
 from fedortho.serve import serve_request, write_derived
-from fedortho.signature import BadSignature, load_key, load_public, make_key
-
-TRAINED = TrainSettings(data="digits", model="vgg-mini", epochs=2, batch=64, rate=0.05, threads=1, crop=0, flip=0.0)
-HOW = ForgetSettings(ratio=0.25, statistics_images=200, trial_images=200, repair_images=200)
-REQUEST = ForgetRequest.parse("class:3")
-Runs = dict[str, Run]
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """A model, the same without class 3, and without class 5 as well."""
-    place = tmp_path_factory.mktemp("runs")
-    first = train_run(place / "first", TRAINED)
-    data, found = first.load_data(), {"first": first}
-    for name, parent, words in (("second", "first", "class:3"), ("third", "second", "class:5")):
-        request = ForgetRequest.parse(words)
-        undo = place / f"{name}.undo"
-        run = serve_request(found[parent], data, request, HOW, out=place / name, undo=undo).run
-        assert run is not None
-        found[name] = run
-    about = {"schema": 1, "request": "class:3", "sentence": '3 is "gone".', "label": "none run"}
-    about["digests"] = {"after": found["second"].record["model"]["digest"]}
-    (place / "second" / "verdict.json").write_text(json.dumps(about))
-    report_command(place / "second", device="cpu")
-    return found
-
-
-@pytest.fixture(scope="module")
-def made(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("made") / "evidence.zip"
-    make_bundle(runs["second"], REQUEST, out)
-    return out
-
-
-@pytest.fixture(scope="module")
-def signed(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("signed")
-    make_key(place / "me.pem")
-    make_bundle(runs["second"], REQUEST, place / "evidence.zip", sign=place / "me.pem")
-    return place / "evidence.zip"
-
-
-def forge(made: Path, files: Mapping[str, bytes]) -> bytes:
-    """The bundle of somebody who knows how manifests are made: other files, and all digests anew."""
-    bundle = open_bundle(made)
-    changed = {name: data for name, data in (bundle.files | files).items() if name != "manifest.json"}
-    return pack_files(changed | {"manifest.json": manifest(bundle.manifest, changed)})
-
-
-def manifest(like: Mapping[str, Any], files: Mapping[str, bytes]) -> bytes:
-    listed = {name: {"size": len(data), "sha256": sha256(data).hexdigest()} for name, data in files.items()}
-    body = {key: value for key, value in like.items() if key != "digest"} | {"files": listed}
-    return _spelled(body | {"digest": sha256(canonical_json(body).encode()).hexdigest()})
-
-
-def edited(made: Path, name: str, change: Callable[[Any], Any]) -> bytes:
-    return _spelled(change(json.loads(open_bundle(made).files[name])))
 
 
 def test_a_bundle_holds_these_files_and_no_others(made: Path) -> None:
@@ -295,116 +230,6 @@ def test_a_digest_told_by_another_way_finds_a_forged_bundle(made: Path, tmp_path
         open_bundle(tmp_path / "forged.zip", digest=digest)
 
 
-def test_a_signature_is_of_one_key_and_cannot_be_taken_off(signed: Path, made: Path, tmp_path: Path) -> None:
-    mine = signed.with_name("me.pub")
-    assert open_bundle(signed, public=mine).signer == load_public(mine)
-    other, _ = make_key(tmp_path / "other.pem")
-    with pytest.raises(BadSignature, match="is signed by the key"):
-        open_bundle(signed, public=other)
-    with pytest.raises(BadSignature, match="is not signed"):
-        open_bundle(made, public=mine)
-    files = dict(open_bundle(signed).files)
-    bare = {name: data for name, data in files.items() if name != "manifest.sig"}
-    with pytest.raises(BadBundle, match=r"lacks manifest\.sig, though"):
-        read_bundle(pack_files(bare), "x.zip")
-    listed = {n: d for n, d in bare.items() if n != "manifest.json"} | {"verdict.json": b"{}"}
-    anew = manifest(json.loads(files["manifest.json"]), listed)
-    with pytest.raises(BadBundle, match=r"manifest\.sig does not fit"):
-        read_bundle(pack_files(files | {"manifest.json": anew, "verdict.json": b"{}"}), "x.zip")
-
-
-def test_a_private_key_is_its_owners_and_is_not_overwritten(tmp_path: Path) -> None:
-    public, text = make_key(tmp_path / "me.pem")
-    assert (tmp_path / "me.pem").stat().st_mode & 0o777 == 0o600
-    assert load_public(public) == text
-    with pytest.raises(FedOrthoError, match=r"me\.pem is there already"):
-        make_key(tmp_path / "me.pem")
-    with pytest.raises(BadSignature, match="no PEM key without a password"):
-        load_key(public)
-    (tmp_path / "note.txt").write_text("no key")
-    with pytest.raises(BadSignature, match=r"note\.txt is no PEM key"):
-        load_public(tmp_path / "note.txt")
-    with pytest.raises(BadSignature, match="cannot be read: No such file"):
-        load_key(tmp_path / "none.pem")
-
-
-def test_the_patch_gives_the_model_after_bit_for_bit(made: Path, runs: Runs, tmp_path: Path) -> None:
-    bundle, model = open_bundle(made), runs["first"].path / "model.safetensors"
-    reapply_patch(bundle, model)
-    with pytest.raises(BadBundle, match="begins with"):
-        reapply_patch(bundle, runs["second"].path / "model.safetensors")
-    state = runs["first"].load_model().state_dict()
-    state["features.0.weight"].view(torch.int32)[0, 0, 0, 0] ^= 1
-    write_tensors(tmp_path / "other.safetensors", state)
-    with pytest.raises(BadBundle, match="begins with"):
-        reapply_patch(bundle, tmp_path / "other.safetensors")
-
-
-def test_a_forged_patch_does_not_give_the_model_after(made: Path, runs: Runs, tmp_path: Path) -> None:
-    bundle, model = open_bundle(made), runs["first"].path / "model.safetensors"
-    (tmp_path / "patch.safetensors").write_bytes(bundle.files["patch.safetensors"])
-    patch = load_patch(tmp_path / "patch.safetensors")
-    name = min(patch.scaled)
-    for wrong, told in (
-        ((patch.scaled[name][0], patch.scaled[name][1] + 0.5), "instead of"),
-        ((patch.scaled[name][0] + 10_000, patch.scaled[name][1]), "cannot be applied"),
-    ):
-        patch.scaled[name] = wrong  # type: ignore[index]  # of a copy
-        patch.save(tmp_path / "wrong.safetensors")
-        raw = (tmp_path / "wrong.safetensors").read_bytes()
-        digest = {"patch": sha256(raw).hexdigest()}
-        digests = edited(made, "digests.json", lambda v, d=digest: v | d)
-        forged = read_bundle(forge(made, {"patch.safetensors": raw, "digests.json": digests}), "x.zip")
-        with pytest.raises(BadBundle, match=told):
-            reapply_patch(forged, model)
-
-
-def test_a_bundle_cannot_start_code_that_it_names(made: Path, runs: Runs, tmp_path: Path) -> None:
-    (tmp_path / "evil_factory.py").write_text(f"open({str(tmp_path / 'harm')!r}, 'w')\ndef net(): ...\n")
-    model = {"name": "evil_factory:net", "classes": 10, "channels": 1}
-    settings = edited(made, "settings.json", lambda v: v | {"model": model})
-    bundle = read_bundle(forge(made, {"settings.json": settings}), "x.zip")
-    sys.path.append(str(tmp_path))
-    try:
-        reapply_patch(bundle, runs["first"].path / "model.safetensors")  # the weights suffice
-    finally:
-        sys.path.remove(str(tmp_path))
-    assert not (tmp_path / "harm").exists()
-
-
-def test_the_decision_made_again_gives_the_same_patch(made: Path, runs: Runs, tmp_path: Path) -> None:
-    rerun_decision(open_bundle(made), runs["first"])
-    make_bundle(runs["third"], ForgetRequest.parse("class:5"), tmp_path / "third.zip")
-    bundle = open_bundle(tmp_path / "third.zip")
-    assert bundle.request["earlier"] == ["class:3"]
-    rerun_decision(bundle, runs["second"])
-    with pytest.raises(FedOrthoError, match="give the run of before the request"):
-        rerun_decision(bundle, runs["first"])
-
-
-def test_the_decision_of_a_federation_that_is_simulated_here_is_made_again(tmp_path: Path) -> None:
-    run = train_federation(tmp_path / "fed", SETTINGS)
-    forget_in_federation(run, REQUEST, ForgetSettings(ratio=0.25), out=tmp_path / "forgot")
-    bundle = make_bundle(open_run(tmp_path / "forgot"), REQUEST, tmp_path / "x.zip")
-    reapply_patch(bundle, tmp_path / "fed" / "model.safetensors")
-    rerun_decision(bundle, run)
-    other = bundle.settings["forgetting"] | {"ratio": 0.5}
-    settings = edited(tmp_path / "x.zip", "settings.json", lambda v: v | {"forgetting": other})
-    entry = edited(tmp_path / "x.zip", "entry.json", lambda v: v | {"settings": other})
-    forged = read_bundle(forge(tmp_path / "x.zip", {"settings.json": settings, "entry.json": entry}), "x.zip")
-    with pytest.raises(BadBundle, match=r"patch\.safetensors is another one"):
-        rerun_decision(forged, run)
-
-
-def test_a_decision_told_falsely_is_found_by_making_it_again(made: Path, runs: Runs) -> None:
-    other = {"forgetting": open_bundle(made).settings["forgetting"] | {"ratio": 0.5}}
-    settings = edited(made, "settings.json", lambda v: v | other)
-    entry = edited(made, "entry.json", lambda v: v | {"settings": other["forgetting"]})
-    bundle = read_bundle(forge(made, {"settings.json": settings, "entry.json": entry}), "x.zip")
-    with pytest.raises(BadBundle, match=r"patch\.safetensors is another one"):
-        rerun_decision(bundle, runs["first"])
-
-
 def test_a_verdict_on_another_request_or_model_is_no_evidence(made: Path, runs: Runs, tmp_path: Path) -> None:
     for change in ({"request": "class:5"}, {"digests": {"after": "0" * 64}}, {"digests": None}):
         verdict = edited(made, "verdict.json", lambda told, change=change: told | change)
@@ -451,17 +276,3 @@ def test_a_run_or_journal_that_is_not_whole_gives_no_evidence(runs: Runs, tmp_pa
     with pytest.raises(FedOrthoError, match=r"there is no .*0000\.safetensors"):
         make_bundle(open_run(copy), REQUEST, tmp_path / "b.zip")
     assert not (tmp_path / "b.zip").exists()
-
-
-def test_another_ledger_or_a_federation_is_told(made: Path, runs: Runs, tmp_path: Path) -> None:
-    copy = tmp_path / "first"
-    shutil.copytree(runs["first"].path, copy)
-    (copy / "ledger.safetensors").unlink()
-    with pytest.raises(BadBundle, match=r"ledger of .* are not those"):
-        rerun_decision(open_bundle(made), open_run(copy))
-    record = json.loads((copy / "run.json").read_text())
-    record["settings"] |= {"clients": 2, "rounds": 1}
-    (copy / "run.json").write_text(json.dumps(record))
-    with pytest.raises(FedOrthoError, match="trained by a federation: its clients decided"):
-        rerun_decision(open_bundle(made), open_run(copy))
-    assert tensors_digest(runs["first"].load_model().state_dict()) == open_bundle(made).digests["before"]

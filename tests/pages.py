@@ -1,0 +1,19 @@
+"""What the pictures of a report are made of, for tests that search for them."""
+
+import base64
+import re
+
+from fedortho.figures.activations import as_pictures
+from fedortho.illustrate import _thumbnail
+from fedortho.runs import Run
+
+
+def embedded(page: str) -> set[bytes]:
+    """The pictures of a page, as files."""
+    return {base64.b64decode(found) for found in re.findall(r"data:image/png;base64,([^\"]+)", page)}
+
+
+def data_pngs(run: Run) -> set[bytes]:
+    """All images of the run's data, as the page would show them."""
+    data = run.load_data()
+    return {_thumbnail(picture) for part in (data.train, data.valid, data.test) for picture in as_pictures(part)}
