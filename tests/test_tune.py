@@ -63,6 +63,11 @@ def test_all_that_can_be_tuned_is_and_what_was_is_not_tuned_again(run: Run, tmp_
     assert read_settings(run.settings, "published", file) == best
     told = read_json(tmp_path / "tuned.trials.json")
     assert told["budget"] == {"trials": 2, "images": 300, "epochs": 2, "seed": 0}
+    file.unlink()  # as if killed after the trials were written
+    number = len(seen)
+    go(["ssd"])
+    assert len(seen) == number, "nothing is tried again"
+    assert read_settings(run.settings, "published", file) == best
     with pytest.raises(FedOrthoError, match="about another model, request or budget"):
         tune_all(run, data, ForgetRequest.parse("class:4"), ["ssd"], file, budget)
 

@@ -77,7 +77,7 @@ def test_only_a_verdict_with_everything_run_and_passed_passes() -> None:
 
 def test_what_was_not_tested_is_always_told() -> None:
     assert verdict().not_tested == list(NEVER_TESTED)
-    assert verdict(C4="NOT RUN").not_tested[0].startswith("C4, membership (U-LiRA): ")
+    assert verdict(C4="NOT RUN").not_tested[0].startswith("C4, membership (U-LiRA-lite): ")
 
 
 def test_no_number_goes_out_without_what_is_needed_to_read_it(runs: Path) -> None:

@@ -9,6 +9,7 @@ import typer
 from rich.markup import escape
 
 from fedortho.bundle import make_bundle, open_bundle
+from fedortho.cli_flags import AsJson, DataDir
 from fedortho.errors import FedOrthoError
 from fedortho.files import file_digest
 from fedortho.journal import check_journal
@@ -22,7 +23,6 @@ journal_app = typer.Typer(no_args_is_help=True, help="The record of all requests
 bundle_app = typer.Typer(no_args_is_help=True, help="Evidence of one request in one file.")
 
 Place = Annotated[Path, typer.Argument(metavar="DIR", help="the directory that holds the runs, or one of them")]
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON for machines")]
 
 
 def journal_check(
@@ -87,7 +87,7 @@ def bundle_check(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="what fedortho bundle make wrote")],
     model: Annotated[Path | None, typer.Option(help="the model before, safetensors: apply the patch to it")] = None,
     run_path: Annotated[Path | None, typer.Option("--run", help="the run before, with its data: decide again")] = None,
-    data_dir: Annotated[str, typer.Option("--data-dir", help="where the run's data lies on this machine")] = "",
+    data_dir: DataDir = "",
     public: Annotated[Path | None, typer.Option(help="the public key (PEM) that must have signed it")] = None,
     digest: Annotated[str, typer.Option(help="the digest that bundle make printed")] = "",
 ) -> None:

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from fedortho.cli_flags import AsJson, DataDir, Device, RunPath
 from fedortho.devices import choose_device
 from fedortho.errors import BadData
 from fedortho.files import write_text
@@ -22,7 +23,6 @@ from fedortho.runs import Run, open_run
 from fedortho.screen import bars, out, say, words_table
 from fedortho.serve import earlier_requests
 
-RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="the directory of a run that has forgotten something")]
 OutPath = Annotated[Path | None, typer.Option("--out", help="the HTML file to write (default: RUN/report.html)")]
 
 
@@ -34,8 +34,8 @@ def report_command(
     images: Annotated[
         bool, typer.Option(help="show images of the data: test images, those of a forgotten class too")
     ] = True,
-    data_dir: Annotated[str, typer.Option("--data-dir", help="where the run's data lies on this machine")] = "",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps")] = "auto",
+    data_dir: DataDir = "",
+    device: Device = "auto",
 ) -> None:
     """Write one HTML page that opens anywhere: verdict, numbers, figures, images, audits, costs, what is untested."""
     run, place, where = open_run(run_path), out_path or run_path / "report.html", choose_device(device)
@@ -84,7 +84,7 @@ def results_command(
     request: Annotated[str, typer.Option(help="only requests with these words, such as class:3")] = "",
     method: Annotated[str, typer.Option(help="only this method; without class:3: retrained ones")] = "",
     sort: Annotated[str, typer.Option(help=f"order by {', '.join(SORTED_BY)}; smallest first")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON for machines")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the runs of a directory: what they forgot, what is left, what audits say."""
     wanted = {"data": data, "model": model, "request": request, "method": method}

@@ -12,6 +12,7 @@ import typer
 from rich.markup import escape
 from rich.progress import Progress as Bars
 
+from fedortho.cli_flags import AsJson
 from fedortho.experiments import (
     EXPERIMENTS,
     Experiment,
@@ -51,7 +52,7 @@ def reproduce_command(
     rows: Annotated[str, typer.Option(help="only rows with these values, such as split=iid,request=class")] = "",
     data_dir: Annotated[str, typer.Option("--data-dir", help="the directory that holds CIFAR, Tiny ImageNet")] = "",
     place: Annotated[Path, typer.Option("--out", help="where networks and results are kept")] = Path("runs/reproduce"),
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON for machines")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Reproduce a table of the paper: its value, ours over seeds, and which of its claims hold; goes on if stopped."""
     if not name:

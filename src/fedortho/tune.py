@@ -181,8 +181,16 @@ def tune_all(
             origin = {"schema": SCHEMA, "environment": environment()}
             tried = {method: [asdict(attempt) for attempt in attempts] for method, attempts in done.items()}
             write_json(trials, origin | about | {"attempts": tried})
-            write_json(out, {method: dict(attempts[0].settings) for method, attempts in done.items()})
-    return _attempts(trials, about)
+            _write_best(out, done)
+    with locked(out.with_suffix(".writing")):
+        done = _attempts(trials, about)
+        _write_best(out, done)  # if somebody was killed between the two files
+    return done
+
+
+def _write_best(out: Path, done: Mapping[str, list[Attempt]]) -> None:
+    if done:
+        write_json(out, {method: dict(attempts[0].settings) for method, attempts in done.items()})
 
 
 def _check_place(out: Path, trials: Path) -> None:

@@ -32,7 +32,7 @@ AUDITS: Mapping[str, Entry] = {
     "C1": Entry("linear probe", linear_probe, True),
     "C2": Entry("batch-norm and kernel-norm attacks", norm_attacks, True),
     "C3": Entry("relearning and prototype", relearning, True),
-    "C4": Entry("membership (U-LiRA)", None, False),
+    "C4": Entry("membership (U-LiRA-lite)", None, False),
     "C5": Entry("distance to retrained models", distance, False),
     "C6": Entry("deployed copies", deployed_copies, True),
 }
