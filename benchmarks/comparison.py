@@ -34,7 +34,6 @@ HERE = Path(__file__).parent
 OUT = HERE / "results" / "comparison.json"
 MODELS = HERE.parent / "runs" / "comparison"
 ORDER = ("engine", "model", "seed", "request")
-LEFT_OUT = {"federaser"}  # serves clients only, and needs the updates of a federation
 
 
 def main() -> None:
@@ -71,17 +70,17 @@ def measure(arguments: Any) -> None:
     settings = read_settings(run.settings, "tuned")
     for name, kind in METHODS.items():
         if issubclass(kind, Schedule):
-            settings[name] = settings.get(name, {}) | {"epochs": arguments.epochs}
+            epochs = 0 if name == "federaser" else arguments.epochs  # it replays all rounds that were kept
+            settings[name] = settings.get(name, {}) | {"epochs": epochs}
             if is_federation and "batch" in field_types(kind):
                 settings[name] |= {"batch": run.settings.batch}
     request = ForgetRequest.parse(arguments.request)
-    names = [name for name in chosen_methods(arguments.methods) if name not in LEFT_OUT]
     about = {"run": run.path.name, "model": run.settings.model, "seed": run.settings.seed, "request": str(request)}
     about["engine"] = "federation" if is_federation else "central"
     place = MODELS / f"{run.path.name}-{request.word}"
     data = run.load_data(arguments.data_dir)
     where = {"references": arguments.references, "data_dir": arguments.data_dir}
-    for name in names:
+    for name in chosen_methods(arguments.methods):
         (row,) = compare(run, data, request, [name], place, settings=settings, **where)
         add(about | asdict(row))
 

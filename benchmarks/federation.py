@@ -91,7 +91,7 @@ def requests(data: Dataset, base: FederateSettings) -> dict[str, ForgetRequest]:
 
 
 def variants(base: FederateSettings, data: Dataset) -> dict[str, FederateSettings]:
-    found = {"original": base, "unaligned": replace(base, align=0.0)}
+    found = {"original": replace(base, keep_updates=True), "unaligned": replace(base, align=0.0)}  # kept for FedEraser
     return found | {f"retrain-{k}": replace(base, without=str(r)) for k, r in requests(data, base).items()}
 
 

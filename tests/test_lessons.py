@@ -19,7 +19,7 @@ PLAIN = Recipe(epochs=1, batch=16, rate=0.05, crop=0, flip=0.0, ortho=0.0)
 
 
 def two(toy: Images) -> list[Lesson]:
-    return [Lesson(toy.subset(range(100))), Lesson(toy.subset(range(100, 130)), Aim("other"))]
+    return [Lesson(toy.subset(range(104))), Lesson(toy.subset(range(104, 134)), Aim("other"))]
 
 
 def test_one_plain_lesson_is_training_as_ever(toy: Images, tiny: TinyNet) -> None:
@@ -34,7 +34,25 @@ def test_a_mixed_epoch_shows_every_image_once_and_turns_do_so_in_turn(toy: Image
         for number, lesson in enumerate(lessons):
             assert torch.equal(torch.cat([rows[number] for rows in steps]).sort().values, lesson.images.rows)
     assert [bool(len(rows[0])) for rows in plan_steps(lessons, 16, 0, 0, "turns")] == [True] * 7 + [False] * 2
-    assert count_images(lessons, 16, 3, Manner("mixed")) == (390, 0)
+    assert count_images(lessons, 16, 3, Manner("mixed")) == (402, 0)
+
+
+@pytest.mark.parametrize(
+    ("number", "batch", "sizes"),
+    [
+        (130, 64, [64, 66]),
+        (135, 64, [64, 71]),
+        (136, 64, [64, 64, 8]),
+        (5, 64, [5]),
+        (9, 4, [4, 5]),
+        (10, 4, [4, 4, 2]),
+    ],
+)
+def test_a_handful_of_left_over_images_joins_the_step_before(
+    toy: Images, number: int, batch: int, sizes: list[int]
+) -> None:
+    steps = plan_steps([Lesson(toy.subset([place % 100 for place in range(number)]))], batch, 0, 0, "mixed")
+    assert [len(rows[0]) for rows in steps] == sizes
 
 
 def test_pairs_last_one_pass_over_the_first_and_repeat_the_second(toy: Images) -> None:
@@ -43,7 +61,7 @@ def test_pairs_last_one_pass_over_the_first_and_repeat_the_second(toy: Images) -
     assert len(steps) == 7
     assert torch.equal(torch.cat([rows[0] for rows in steps]).sort().values, lessons[0].images.rows)
     assert all(len(rows[1]) for rows in steps)
-    assert count_images(lessons, 16, 1, Manner("paired")) == (100 + 4 * 16 + 3 * 14, 0)
+    assert count_images(lessons, 16, 1, Manner("paired")) == (104 + 4 * 16 + 3 * 14, 0)
     without = [lessons[0], Lesson(toy.subset([]))]
     assert all(not len(rows[1]) for rows in plan_steps(without, 16, 0, 0, "paired")), "a client may lack a part"
 

@@ -116,6 +116,7 @@ def check_labels(labels: Tensor, classes: int) -> None:
 
 
 Rows = list[Tensor]  # of one step: the rows of each lesson, some of them empty
+FEW = 8  # images that are left over join the step before: batch norm over two or three of them makes gradients explode
 
 
 def step_seed(seed: int, epoch: int, step: int) -> int:
@@ -133,7 +134,7 @@ def plan_steps(lessons: Sequence[Lesson], batch: int, seed: int, epoch: int, ord
 def _shuffled(rows: Tensor, batch: int, seed: int) -> list[Tensor]:
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
     batches = list(rows[order].split(batch))
-    if len(batches) > 1 and len(batches[-1]) == 1:  # batch norm cannot train on a single image
+    if len(batches) > 1 and len(batches[-1]) < max(min(FEW, batch // 2), 2):
         batches[-2:] = [torch.cat(batches[-2:])]
     return batches
 

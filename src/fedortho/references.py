@@ -23,7 +23,14 @@ from fedortho.settings import as_mapping
 from fedortho.train import Watch
 
 logger = logging.getLogger(__name__)
-IRRELEVANT = (*FREE, "data", "threads", "device", "evaluate-every")  # another value is no other reference
+IRRELEVANT = (
+    *FREE,
+    "data",
+    "threads",
+    "device",
+    "evaluate-every",
+    "keep-updates",
+)  # another value is no other reference
 
 
 def reference_settings(
@@ -38,7 +45,7 @@ def reference_settings(
     gone = joined([part for part in (kept_out(run), request) if part is not None])
     assert gone is not None, "the request is one of them"
     if isinstance(settings, FederateSettings):
-        settings = replace(settings, start="")  # the weights it went on from knew what must go
+        settings = replace(settings, start="", keep_updates=False)  # the weights it went on from knew what must go
     return replace(
         settings,
         without=str(gone.settled(run.record["data"]["classes"])),
