@@ -66,7 +66,11 @@ def tell(name: str, number: int, trial: Attempt) -> None:
 
 def measure(arguments: Any) -> None:
     is_federation = arguments.part == "federation"
-    run = open_run(arguments.run) if is_federation else original(arguments.model, arguments.seed, arguments.data_dir)
+    run = (
+        open_run(arguments.run).at(arguments.data_dir)
+        if is_federation
+        else original(arguments.model, arguments.seed, arguments.data_dir)
+    )
     settings = read_settings(run.settings, "tuned")
     for name, kind in METHODS.items():
         if issubclass(kind, Schedule):
@@ -78,10 +82,9 @@ def measure(arguments: Any) -> None:
     about = {"run": run.path.name, "model": run.settings.model, "seed": run.settings.seed, "request": str(request)}
     about["engine"] = "federation" if is_federation else "central"
     place = MODELS / f"{run.path.name}-{request.word}"
-    data = run.load_data(arguments.data_dir)
-    where = {"references": arguments.references, "data_dir": arguments.data_dir}
+    data = run.load_data()
     for name in chosen_methods(arguments.methods):
-        (row,) = compare(run, data, request, [name], place, settings=settings, **where)
+        (row,) = compare(run, data, request, [name], place, settings=settings, references=arguments.references)
         add(about | asdict(row))
 
 

@@ -155,7 +155,7 @@ def training(engine: str, rounds: int) -> dict[str, Any]:
             federation = engine_for(grid, settings, data)
             model = build_model(settings.model, classes=10, channels=1)
             recipe = replace(settings.recipe, epochs=rounds + 1)
-            federation.fit(model, Group(), recipe, local_epochs=1)
+            federation.fit(model, Group(), recipe)
             seconds.extend(entry.seconds for entry in federation.history)
 
         whole = on_engine(engine, {**as_mapping(settings), "store": store}, job)
@@ -180,7 +180,7 @@ def peak_memory(clients: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as store, in_process(settings, Path(store)) as grid:
         federation: FlowerEngine = engine_for(grid, settings, data)
         model = build_model(settings.model, classes=10, channels=1)
-        model = federation.fit(model, Group(), replace(settings.recipe, epochs=2), local_epochs=1)
+        model = federation.fit(model, Group(), replace(settings.recipe, epochs=2))
         after_training = _peak()
         federation.send_model(model)
         request = ForgetRequest.parse("class:3")

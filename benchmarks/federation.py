@@ -22,11 +22,12 @@ from torch import nn
 
 from fedortho.accuracies import accuracies_of
 from fedortho.data import Dataset
-from fedortho.engine import Group
+from fedortho.engine import Course, Group, Part
 from fedortho.errors import FedOrthoError
 from fedortho.federated.flower import News
 from fedortho.federated.server import engine_for, forget_in_federation, in_process, silenced, train_federation
 from fedortho.federation import held_rows
+from fedortho.lessons import Manner
 from fedortho.methods import preset
 from fedortho.request import ForgetRequest
 from fedortho.results import write_results
@@ -191,7 +192,8 @@ def more_rounds(
     with in_process(settings, run.path / "clients") as grid:
         engine = engine_for(grid, settings, data)
         group = Group("train", None, request)
-        trained = engine.fit(model, group, recipe, trainable=mask, local_epochs=passes, without=request.clients)
+        course = Course((Part(group),), Manner(local_epochs=passes))
+        trained = engine.fit(model, course, recipe, trainable=mask)
     return trained, engine.tally.bytes_up, engine.tally.bytes_down
 
 

@@ -89,8 +89,7 @@ class Bench:
 
     def ledger(self, model: str, variant: str = "lazy-0.1") -> Observation | None:
         run = self.run(model, variant)
-        path = run.path / "ledger.safetensors"
-        return load_ledger(path, run.load_model()) if path.exists() else None
+        return load_ledger(run.path / "ledger.safetensors", run.load_model())
 
     @cached_property
     def roles(self) -> dict[str, nn.Module]:

@@ -32,7 +32,7 @@ from fedortho.runs import Run, open_run
 from fedortho.scores import accuracy
 from fedortho.serve import joined
 from fedortho.sites import find_sites
-from fedortho.tail import Cut, cut_model, find_cut, repair, run_tail, tail_inputs
+from fedortho.tail import Cut, batch_norms, cut_model, find_cut, repair, run_tail, tail_inputs
 
 HERE = Path(__file__).parent
 PAPER_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
@@ -168,7 +168,9 @@ def ledger_of(run: Run, data: Dataset) -> Observation:
     path, model = run.path / "ledger.safetensors", run.load_model()
     if not path.exists():
         write_ledger(path, model, data.train)
-    return load_ledger(path, model)
+    ledger = load_ledger(path, model)
+    assert ledger is not None, "these networks have deep layers"
+    return ledger
 
 
 def measure(
@@ -229,8 +231,7 @@ def attacked(model: nn.Module, data: Dataset, request: ForgetRequest) -> dict[st
     order = torch.Generator().manual_seed(1)
     part = retain.subset(torch.randperm(len(retain), generator=order)[:2048])
     victim = copy.deepcopy(model)
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.BatchNorm2d)]
-    repair(victim, Cut(None), names, part.normalise(part.pixels[part.rows]))
+    repair(victim, Cut(None), batch_norms(model), part.normalise(part.pixels[part.rows]))
     some = kept.subset(torch.randperm(len(kept), generator=order)[:2000])
     return {"forget_bn": accuracy(victim, gone), "retain_bn": accuracy(victim, some)}
 

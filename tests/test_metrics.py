@@ -4,7 +4,7 @@ import math
 import pytest
 
 from fedortho.errors import UnknownName
-from fedortho.metrics import DIRECTIONS, METRICS, Metric, Reading, measured, render
+from fedortho.metrics import DIRECTIONS, METRICS, Metric, Reading, measured
 
 
 @pytest.mark.parametrize("name", METRICS)
@@ -23,7 +23,7 @@ def test_every_metric_is_described_completely(name: str) -> None:
 @pytest.mark.parametrize("reference", [None, 0.25])
 def test_no_number_is_shown_without_its_description(name: str, reference: float | None) -> None:
     known, metric = METRICS[name], Metric(name, 0.125, reference, images=77)
-    for shown in (metric.text(), str(metric), f"{metric}", repr(metric), render([metric])):
+    for shown in (metric.text(), str(metric), f"{metric}", repr(metric)):
         assert "0.1250" in shown
         told = ["77 images", known.title, known.source, known.range_text(), f"ideal {known.ideal_text()}"]
         told.append("no reference" if reference is None else "Retrain 0.2500")

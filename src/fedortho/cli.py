@@ -23,7 +23,7 @@ from fedortho.cli_report import report_command, results_command
 from fedortho.cli_reproduce import reproduce_command
 from fedortho.cli_verdict import audit_command, judge_command
 from fedortho.devices import choose_device
-from fedortho.errors import FedOrthoError
+from fedortho.errors import FedOrthoError, unknown
 from fedortho.models import build_model
 from fedortho.runs import ImportSettings, TrainSettings, import_run, open_run, train_run
 from fedortho.scores import evaluate
@@ -109,7 +109,7 @@ def evaluate_(
 ) -> None:
     """Count what a trained model gets right, class by class."""
     if split not in ("test", "valid", "train"):
-        raise FedOrthoError(f"no split {split!r}; choose from test, valid, train")
+        raise unknown("split", split, ("test", "valid", "train"))
     run = open_run(run_path)
     place = choose_device(device)
     with bars() as shown:
@@ -130,12 +130,13 @@ def check(
     model: Annotated[str, typer.Argument(help="a run directory, a model's name, or package.module:function")],
     shape: Annotated[str, typer.Option(help="channels x height x width of its images, unless it is a run")] = "3x32x32",
     classes: Annotated[int, typer.Option(help="number of classes, unless it is a run")] = 10,
+    data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
     """List every convolution and the edits that apply to it; exit code 1 if some layer cannot be treated."""
     if (Path(model) / "run.json").exists():
         run = open_run(Path(model))
-        net, sizes = run.load_model(), run.load_data().train.shape
+        net, sizes = run.load_model(), run.load_data(data_dir).train.shape
     else:
         if not re.fullmatch(r"\d+x\d+x\d+", shape):
             raise FedOrthoError(f"shape must be like 3x32x32, not {shape!r}")

@@ -7,7 +7,7 @@ import typer
 from rich.markup import escape
 
 from fedortho.board import board
-from fedortho.cli_flags import Board, Config, Deployment, EngineName, OutPath, RunPath, takes_settings
+from fedortho.cli_flags import Board, Config, DataDir, Deployment, EngineName, OutPath, RunPath, takes_settings
 from fedortho.errors import FedOrthoError
 from fedortho.runs import FederateSettings, open_run
 from fedortho.screen import bars, err, federation_bar, print_run, say
@@ -40,7 +40,7 @@ def federate_command(
         return
     if tensorboard is not None:
         raise FedOrthoError(f"--tensorboard belongs to --engine inprocess; on {engine} rounds are not told here")
-    train_elsewhere(engine, out_path, settings, deployment, log_line)
+    train_elsewhere(out_path, settings, deployment, log_line)
     print_elsewhere(out_path)
 
 
@@ -55,12 +55,12 @@ def print_elsewhere(path: Path) -> None:
         say(f"written to {escape(str(path.absolute()))} on the SuperLink's machine")
 
 
-def sync_command(run_path: RunPath, deployment: Deployment = None) -> None:
+def sync_command(run_path: RunPath, deployment: Deployment = None, data_dir: DataDir = "") -> None:
     """Bring clients that missed a patch to the run's model: of a simulation, or of a deployment."""
     from fedortho.federated.jobs import sync_elsewhere
     from fedortho.federated.server import sync
 
-    run = open_run(run_path)
+    run = open_run(run_path).at(data_dir)
     if not isinstance(run.settings, FederateSettings):
         raise FedOrthoError(f"{run_path} was not trained by a federation; there is nobody to bring up to date")
     if deployment is not None:

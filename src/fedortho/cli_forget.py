@@ -61,8 +61,12 @@ def forget_command(
         if dry_run or keep_undo or data_dir or device != "auto":
             only = "--dry-run, --keep-undo, --data-dir and --device"
             raise FedOrthoError(f"{only} work here only; with --engine {engine} clients have their own places")
-        forget_elsewhere(engine, run, asked, settings, out=out_dir, deployment=deployment, say=log_line)
+        if reference or references or retrain or as_json:
+            only = "--reference, --references, --retrain and --json"
+            raise FedOrthoError(f"with --engine {engine} nothing is audited, so {only} have no use; leave them out")
+        forget_elsewhere(run, asked, settings, out=out_dir, deployment=deployment, say=log_line)
         print_elsewhere(out_dir)
+        say(escape(f"not audited yet: fedortho judge {out_dir}"))
         return
     served, data = _served(run, asked, settings, None if dry_run else out_dir, keep_undo, wishes)
     verdict = None

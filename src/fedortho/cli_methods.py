@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from fedortho.cli_flags import AsJson, Asked, DataDir, RunPath
+from fedortho.cli_flags import AsJson, Asked, DataDir, Device, RunPath
 from fedortho.compare import chosen_methods, compare, table
 from fedortho.errors import FedOrthoError
 from fedortho.methods import METHODS
@@ -30,25 +30,25 @@ def compare_command(
     ] = "published",
     settings: Annotated[Path | None, typer.Option(help="a JSON file that fedortho tune wrote; wins over it")] = None,
     out_path: Annotated[Path | None, typer.Option("--out", help="directory of results (default: beside RUN)")] = None,
-    references: Annotated[Path | None, typer.Option(help="directory of retrained runs (default: in --out)")] = None,
+    references: Annotated[Path | None, typer.Option(help="directory of retrained runs (default: beside RUN)")] = None,
     data_dir: DataDir = "",
+    device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Run methods from the same model, one after the other, and show how far each is from retraining, and its cost."""
-    run, asked, names = open_run(run_path), ForgetRequest.parse(request), chosen_methods(methods)
+    run, asked, names = open_run(run_path).at(data_dir, device), ForgetRequest.parse(request), chosen_methods(methods)
     place = out_path or run_path.with_name(f"{run_path.name}-compared-{asked.word}")
     chosen = read_settings(run.settings, preset, settings)
     with bars() as shown:
         task = shown.add_task("comparing", total=len(names), news="")
         rows = compare(
             run,
-            run.load_data(data_dir),
+            run.load_data(),
             asked,
             names,
             place,
             settings=chosen,
             references=references,
-            data_dir=data_dir,
             watch=lambda name, number, of: shown.update(task, completed=number, total=of, news=name),
         )
     if as_json:
@@ -69,9 +69,11 @@ def tune_command(
     out_path: Annotated[Path, typer.Option("--out", help="the JSON file to write, for compare --settings")],
     preset: Annotated[str, typer.Option(help="what settings to begin with: published, short or tuned")] = "published",
     data_dir: DataDir = "",
+    device: Device = "auto",
 ) -> None:
     """Search settings of methods on validation images, within a budget that is the same for every method."""
-    run, asked, budget, names = open_run(run_path), ForgetRequest.parse(request), Budget(), chosen_methods(methods)
+    run, asked = open_run(run_path).at(data_dir, device), ForgetRequest.parse(request)
+    budget, names = Budget(), chosen_methods(methods)
     if methods != "all":
         for name in names:
             candidates(name, budget)  # refuses what has nothing to tune
@@ -80,7 +82,7 @@ def tune_command(
     say(f"budget: {', '.join(f'{key} {value:,}' for key, value in asdict(budget).items())}; the same for each method")
     found = tune_all(
         run,
-        run.load_data(data_dir),
+        run.load_data(),
         asked,
         names,
         out_path,

@@ -109,7 +109,7 @@ def audit_command(
     wishes = Wishes("full", reference, references, retrain, tuple(only), shadows, data_dir, device)
     asked, before, found = _asked(run, request), original_of(run, original), {}
     for rounds in [0, *_rounds(run, after_rounds)]:
-        audited = train_on(run, rounds) if rounds else run
+        audited = train_on(run.at(data_dir, device), rounds) if rounds else run
         found[rounds] = judged(audited, asked, run.load_data(data_dir), before, wishes)
         if not as_json:
             later = f", {rounds} rounds later" if rounds else ""

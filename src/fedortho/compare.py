@@ -39,7 +39,7 @@ from fedortho.references import (
 from fedortho.request import Clients, ForgetRequest
 from fedortho.results import SCHEMA, environment
 from fedortho.runs import FederateSettings, Run, open_run
-from fedortho.serve import earlier_requests, joined, write_derived
+from fedortho.serve import earlier_requests, kept_out, write_derived
 from fedortho.settings import as_mapping, field_types
 
 logger = logging.getLogger(__name__)
@@ -55,15 +55,13 @@ class Place:
     clients: Clients | None
     forgotten: ForgetRequest | None
     device: torch.device
-    data_dir: str = ""  # where the run's data lies here, if elsewhere than it says
 
     @contextmanager
     def engine(self) -> Iterator[Engine]:
         """A new engine for each method, so that none profits from what another has computed or sent."""
         settings, model = self.run.settings, self.run.load_model()
         if not isinstance(settings, FederateSettings):
-            ledger = self.run.path / "ledger.safetensors"
-            known = load_ledger(ledger, model) if ledger.exists() else None
+            known = load_ledger(self.run.path / "ledger.safetensors", model)
             train = Group(but=self.forgotten).select(self.data.train)
             shape = self.data.train.shape
             build = partial(build_model, settings.model, classes=self.data.train.classes, channels=shape[0])
@@ -75,16 +73,15 @@ class Place:
             shutil.copytree(self.run.path / "clients", store)
             with in_process(settings, store) as grid:
                 engine = engine_for(grid, settings, self.data, earlier_requests(self.run))
-                engine.local_epochs = settings.epochs
                 engine.bring_up_to_date(model, patches_of(self.run))
                 yield engine
 
 
-def place_of(run: Run, data: Dataset, data_dir: str = "") -> Place:
+def place_of(run: Run, data: Dataset) -> Place:
     """A run opened for comparison; what it has forgotten before is no longer part of what is kept."""
     settings = run.settings
     clients = held_rows(data, settings, settings.dealt_by) if isinstance(settings, FederateSettings) else None
-    return Place(run, data, clients, joined(earlier_requests(run)), choose_device(settings.device), data_dir)
+    return Place(run, data, clients, kept_out(run), choose_device(settings.device))
 
 
 def chosen_methods(words: str) -> list[str]:
@@ -146,16 +143,14 @@ def compare(
     *,
     settings: Mapping[str, Mapping[str, Any]] | None = None,
     references: Path | None = None,
-    data_dir: str = "",
     watch: Watch | None = None,
 ) -> list[Row]:
     """Run methods from the same model; each writes a JSON file, and one that is there already is not run again.
 
     Beside it goes a run directory with its model, for audits. Retrained models come from a directory of
-    `references`, and are trained into it if they are not there.
+    `references` (by default from beside the run) and are trained into it if they are not there.
     """
-    place = place_of(run, data, data_dir)
-    references = references or out / "references"
+    place = place_of(run, data)
     rows = []
     with using_threads(run.settings.threads):
         for number, name in enumerate(names):
@@ -166,7 +161,7 @@ def compare(
     return rows
 
 
-def _row(place: Place, request: ForgetRequest, method: Method, path: Path, references: Path) -> Row:
+def _row(place: Place, request: ForgetRequest, method: Method, path: Path, references: Path | None) -> Row:
     chosen = as_mapping(method)
     identity = {"model": place.run.record["model"]["digest"], "request": str(request)}
     planned = Row(method.name, chosen, identity)
@@ -200,14 +195,16 @@ def _refuse_others(path: Path) -> None:
         raise FedOrthoError(f"{path} is there already and no result of a comparison; choose another --out")
 
 
-def _outcome(place: Place, request: ForgetRequest, method: Method, references: Path) -> tuple[nn.Module, Cost]:
+def _outcome(place: Place, request: ForgetRequest, method: Method, references: Path | None) -> tuple[nn.Module, Cost]:
     """The model that has forgotten, and what that cost, before anything is measured."""
     if isinstance(method, Retrain):
-        settings = reference_settings(
-            place.run, request, plain=isinstance(method, RetrainPlain), data_dir=place.data_dir
-        )
-        found = find_reference(references, settings, place.data.digest)
-        run = found or train_reference(references, reference_name(place.run, request, settings), settings)
+        settings = reference_settings(place.run, request, plain=isinstance(method, RetrainPlain))
+        beside = place.run.path.resolve().parent
+        into = references or beside / "references"
+        found = find_reference(into, settings, place.data.digest)
+        if found is None and references is None:
+            found = find_reference(beside, settings, place.data.digest)
+        run = found or train_reference(into, reference_name(place.run, request, settings), settings)
         return run.load_model(), reference_cost(run, place.data)
     model = place.run.load_model().to(place.device)
     with place.engine() as engine:

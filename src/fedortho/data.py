@@ -90,7 +90,7 @@ def images_from_tensors(
         raise BadData(f"{where}: there are no images")
     if labels.is_floating_point():
         raise BadData(f"{where}: labels must be whole numbers, not {labels.dtype}")
-    if names is None and not labels.is_floating_point() and len(labels) and int(labels.max()) >= max(len(labels), 2):
+    if names is None and int(labels.max()) >= max(len(labels), 2):
         raise BadData(f"{where}: label {int(labels.max())} of only {len(labels)} images; number the classes from 0")
     names = tuple(names) if names is not None else tuple(str(c) for c in range(int(labels.max()) + 1))
     low, high = int(labels.min()), int(labels.max())

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedortho.data import channel_statistics, split_stratified
-from fedortho.errors import BadData
+from fedortho.errors import BadData, first_line
 
 Report = Callable[[int, int], None]  # images decoded so far, images in this split
 
@@ -264,7 +264,3 @@ def split_of(name: str) -> str:
     """The split that a name begins with: train, test, valid, or nothing."""
     match = re.match(r"train|test|valid|val(?![a-z])", name.lower())
     return "" if match is None else {"val": "valid"}.get(match[0], match[0])
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

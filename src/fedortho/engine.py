@@ -19,8 +19,6 @@ from fedortho.recipe import Recipe
 from fedortho.request import Clients, ForgetRequest
 from fedortho.train import Mask, fit
 
-SPLITS = ("train", "valid")
-
 
 @dataclass(frozen=True)
 class Group:

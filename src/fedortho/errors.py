@@ -36,5 +36,14 @@ def unknown(kind: str, name: str, choices: Iterable[str]) -> UnknownName:
     return UnknownName(f"no {kind} {name!r};{hint} choose from {', '.join(known) or 'none'}")
 
 
+def first_line(error: Exception) -> str:
+    """What an error of other software says, in one line.
+
+    >>> first_line(ValueError("no such thing\\nlook there"))
+    'no such thing'
+    """
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 class Busy(FedOrthoError):
     """Another process is at work on the same thing."""

@@ -11,7 +11,9 @@ from torch import Tensor
 from fedortho.data import Dataset
 from fedortho.errors import BadSetting, FedOrthoError, unknown
 from fedortho.partition import partition
+from fedortho.settings import kebab
 
+LEAST = {"clients": 1, "rounds": 0, "least_images": 1, "evaluate_every": 0, "least_group": 1, "warmup_contacts": 0}
 NORMS = ("fedavg", "local", "recalibrate")
 
 
@@ -34,17 +36,15 @@ class Federation:
     least_group: Annotated[int, "a client withholds sums over fewer images than this; 1: it sends them all"] = 5
 
     def __post_init__(self) -> None:
-        for name, least in (("clients", 1), ("rounds", 0), ("least_images", 1), ("evaluate_every", 0)):
+        for name, least in LEAST.items():
             if getattr(self, name) < least:
-                raise BadSetting(f"{name.replace('_', '-')} must be at least {least}, not {getattr(self, name)}")
+                raise BadSetting(f"{kebab(name)} must be at least {least}, not {getattr(self, name)}")
         if not 0 < self.fraction <= 1 or not 0 <= self.quorum <= 1:
             raise BadSetting(f"fraction and quorum are shares up to 1, not {self.fraction} and {self.quorum}")
         if self.norms not in NORMS:
             raise unknown("norms", self.norms, NORMS)
         if not 0 < self.timeout < float("inf"):
             raise BadSetting(f"timeout must be a number of seconds above 0, not {self.timeout}")
-        if self.least_group < 1 or self.warmup_contacts < 0:
-            raise BadSetting("least-group must be at least 1, and warmup-contacts at least 0")
 
 
 def held_rows(data: Dataset, federation: Federation, seed: int) -> dict[int, Tensor]:

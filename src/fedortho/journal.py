@@ -27,7 +27,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from fedortho.errors import Busy, FedOrthoError, unknown
+from fedortho.errors import Busy, FedOrthoError, first_line, unknown
 from fedortho.files import canonical_json, write_text
 
 logger = logging.getLogger(__name__)
@@ -177,7 +177,7 @@ def _examine(path: Path, text: bytes, head: Head) -> Journal:
             if number == len(lines) and not rest and head.announced and head.number == number - 1:
                 rest = line + b"\n"  # a crash may leave a whole line of something else
                 break
-            raise BadJournal(f"{path}: entry {number} was changed: {_first(error)}") from error
+            raise BadJournal(f"{path}: entry {number} was changed: {first_line(error)}") from error
         if entry.number != number:
             raise BadJournal(_misplaced(path, number, entry.number))
         if entry.previous != previous:
@@ -262,7 +262,7 @@ def _parse_head(path: Path, text: bytes | None, has_journal: bool) -> Head:
         if canonical_json(asdict(head)).encode() + b"\n" != text or type(head.number) is not int or head.number < 0:
             raise ValueError("it is not as it was written")
     except (TypeError, ValueError, RecursionError) as error:
-        raise BadJournal(f"{path} was changed: {_first(error)}") from error
+        raise BadJournal(f"{path} was changed: {first_line(error)}") from error
     return head
 
 
@@ -277,7 +277,3 @@ def _read(path: Path) -> bytes | None:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _first(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

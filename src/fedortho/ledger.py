@@ -52,8 +52,10 @@ def rebind_ledger(ledger: Observation, before: nn.Module, after: nn.Module, imag
     return replace(ledger, model=tensors_digest(after.state_dict()), stale=stale)
 
 
-def load_ledger(path: Path, model: nn.Module) -> Observation:
-    """A saved ledger; one that belongs to another model is refused."""
+def load_ledger(path: Path, model: nn.Module) -> Observation | None:
+    """A saved ledger, None where there is none; one that belongs to another model is refused."""
+    if not path.exists():
+        return None
     tensors, note = read_tensors(path)
     digest = tensors_digest(model.state_dict())
     if note.get("model") != digest:

@@ -64,11 +64,11 @@ def _cell(cell: str | Cell, is_head: bool) -> Html:
     return tag("td", cell.shows, data_value=value, class_=classes)
 
 
-def image(png: bytes, alt: str, *, size: tuple[int, int], class_: str | None = None) -> Html:
+def image(png: bytes, alt: str, *, size: tuple[int, int]) -> Html:
     """A picture inside the page; `size` is what it takes up, so that nothing jumps while it loads."""
     assert alt, "every picture has a text that stands for it"
     data = f"data:image/png;base64,{base64.b64encode(png).decode()}"
-    return tag("img", src=data, alt=alt, width=size[0], height=size[1], class_=class_)
+    return tag("img", src=data, alt=alt, width=size[0], height=size[1])
 
 
 def showing_images(part: Html) -> Html:

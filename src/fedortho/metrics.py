@@ -1,7 +1,7 @@
 """What every measured number means; none can be shown without its range, direction, ideal and Retrain's value."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -198,8 +198,3 @@ def measured(name: str, measure: Callable[[], Reading], reference: Callable[[], 
 def _told(error: Exception) -> str:
     first = (str(error).splitlines() or [""])[0]
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
-
-
-def render(metrics: Sequence[Metric]) -> str:
-    """One line for each metric."""
-    return "\n".join(metric.text() for metric in metrics)

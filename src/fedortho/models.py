@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fedortho.errors import BadSetting, UnknownName, unknown
+from fedortho.errors import BadSetting, UnknownName, first_line, unknown
 
 
 class BasicBlock(nn.Module):
@@ -229,8 +229,8 @@ def count_answers(model: nn.Module, shape: tuple[int, int, int]) -> int:
             device = next((p.device for p in model.parameters()), torch.device("cpu"))
             answer = model(torch.zeros(1, *shape, device=device))
     except Exception as error:  # a foreign model: it may fail in any way
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise BadSetting(f"the model cannot read images of {'x'.join(map(str, shape))}: {first}") from error
+        sizes = "x".join(map(str, shape))
+        raise BadSetting(f"the model cannot read images of {sizes}: {first_line(error)}") from error
     finally:
         model.train(was_training)
     if not isinstance(answer, Tensor) or answer.dim() != 2 or len(answer) != 1:

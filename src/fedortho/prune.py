@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedortho.errors import BadCheckpoint, BadSetting
+from fedortho.errors import BadCheckpoint, BadSetting, unknown
 from fedortho.files import read_tensors, tensors_digest, write_tensors
 from fedortho.rank import Ranking
 from fedortho.sites import Site
 
-Chosen = Mapping[str, Tensor]  # site → kernels, strongest first
 PATCH_SCHEMA = 1
+SCOPES = ("layer", "global")
 
 
 def kernel_count(ratio: float, kernels: int) -> int:
@@ -66,7 +66,7 @@ def choose_kernels(
     elif scope == "global":
         numbers = _global_numbers(ranking, ratio)
     else:
-        raise BadSetting(f"no scope {scope!r}; choose from layer, global")
+        raise unknown("scope", scope, SCOPES)
     chosen = {}
     for site, number in numbers.items():
         kernels = ranking.order(site)[:number]

@@ -86,8 +86,8 @@ def rerun_decision(bundle: Bundle, run: Run, data_dir: str = "") -> None:
 
 
 def _decide(run: Run, data: Dataset, request: ForgetRequest, settings: ForgetSettings, device: torch.device) -> Patch:
-    model, ledger = run.load_model().to(device), run.path / "ledger.safetensors"
-    engine = CentralEngine(data, load_ledger(ledger, model) if ledger.exists() else None, device=device)
+    model = run.load_model().to(device)
+    engine = CentralEngine(data, load_ledger(run.path / "ledger.safetensors", model), device=device)
     return plan_forgetting(model, engine, request, settings, forgotten=kept_out(run)).patch
 
 

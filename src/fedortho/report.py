@@ -184,8 +184,8 @@ def unbroken(text: str) -> str:
     return text.replace(" %", "\N{NO-BREAK SPACE}%")
 
 
-def _figure_cell(value: float | None, low: float | None = None, high: float | None = None, more: str = "") -> Cell:
-    return Cell(number(value, low, high) + more, value, is_number=True)
+def _figure_cell(value: float | None, low: float | None = None, high: float | None = None) -> Cell:
+    return Cell(number(value, low, high), value, is_number=True)
 
 
 def _numbers(page: Page) -> Html:

@@ -77,8 +77,16 @@ class ForgetRequest:
     @property
     def kind(self) -> str:
         """`class`, `client` or `samples`; `mixed` if it asks for more than one of them."""
-        kinds = [k for k, words in zip(KINDS, (self.classes, self.clients, self.samples), strict=True) if words]
-        return kinds[0] if len(kinds) == 1 else "mixed"
+        return self.kinds[0] if len(self.kinds) == 1 else "mixed"
+
+    @property
+    def kinds(self) -> list[str]:
+        """All kinds that it is made of.
+
+        >>> ForgetRequest.parse("class:3 client:1").kinds
+        ['class', 'client']
+        """
+        return [k for k, words in zip(KINDS, (self.classes, self.clients, self.samples), strict=True) if words]
 
     def __add__(self, other: "ForgetRequest") -> "ForgetRequest":
         pairs = zip(

@@ -143,6 +143,11 @@ class Run:
             raise BadCheckpoint(f"{self.path / 'split.json'} names other validation images than seed and share give")
         return data
 
+    def at(self, data_dir: str = "", device: str = "auto") -> "Run":
+        """The same run with its data at another place, or for another device; on disk it stays as it is."""
+        settings = relocated(self.settings, data_dir)
+        return replace(self, settings=settings if device == "auto" else replace(settings, device=device))
+
     def history(self) -> list[Epoch]:
         try:
             return [Epoch(**entry) for entry in read_json(self.path / "history.json")]

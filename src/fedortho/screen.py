@@ -12,7 +12,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bars
 from rich.table import Table
 
-from fedortho.accuracies import Accuracies
 from fedortho.calibrate import Trial
 from fedortho.runs import Run
 from fedortho.scores import Evaluation
@@ -64,16 +63,6 @@ def frontier_table(frontier: Sequence[Trial]) -> Table:
         table.add_column(name, justify="right")
     for trial in frontier:
         table.add_row(f"{trial.ratio:g}", f"{trial.scrub:g}", f"{trial.forget:.1%}", f"{trial.retain:.1%}")
-    return table
-
-
-def verdict_table(verdicts: Mapping[str, Accuracies]) -> Table:
-    table = Table()
-    table.add_column("run", overflow="fold")
-    for name in ("forget", "retain", "test"):
-        table.add_column(name, justify="right")
-    for path, verdict in verdicts.items():
-        table.add_row(escape(path), *(f"{getattr(verdict, name):.1%}" for name in ("forget", "retain", "test")))
     return table
 
 

@@ -40,7 +40,6 @@ class Served:
     after: Accuracies
     all_forgotten: dict[str, float]  # forget accuracy of each request served so far, this one included
     retain_paid: float  # retain accuracy lost over all of them
-    retrain_seconds: float | None  # what retraining without the forgotten images would take, by this run's history
     run: Run | None  # None if nothing was written
 
     @property
@@ -114,7 +113,7 @@ def _served(
     earlier = earlier_requests(run)
     forgotten = kept_out(run)
     model = run.load_model().to(device)
-    ledger = _ledger(run, model)
+    ledger = load_ledger(run.path / "ledger.safetensors", model)
     engine = engine or CentralEngine(data, ledger, clients, device)
     outcome = plan_forgetting(model, engine, request, settings, forgotten=forgotten)
     edited = outcome.patch.apply(model)
@@ -132,16 +131,7 @@ def _served(
     old = {str(r): accuracies_of(edited, data, r, clients=clients, device=device).forget for r in judged}
     scores = old | {str(request): after.forget}
     paid = before.retain - after.retain + sum(entry["retain-paid"] for entry in run.record.get("requests", []))
-    served = Served(
-        request,
-        outcome,
-        before,
-        after,
-        scores,
-        paid,
-        None if asked or len(judged) < len(earlier) else _retraining(run, data, joined([*earlier, request]), clients),
-        None,
-    )
+    served = Served(request, outcome, before, after, scores, paid, None)
     if out is None:
         return served
     if undo is not None:
@@ -172,19 +162,6 @@ def check_places(out: Path | None, undo: Path | None) -> None:
         raise FedOrthoError(f"{out} is there already; choose a new directory for --out")
     if undo is not None and undo.exists():
         raise FedOrthoError(f"{undo} is there already; an undo file is never overwritten")
-
-
-def _ledger(run: Run, model: nn.Module) -> Observation | None:
-    path = run.path / "ledger.safetensors"
-    return load_ledger(path, model) if path.exists() else None
-
-
-def _retraining(run: Run, data: Dataset, request: ForgetRequest | None, clients: Clients | None) -> float | None:
-    history = run.history()
-    if not history or request is None:
-        return None
-    kept = 1 - float(request.mask(data.train, clients).double().mean())
-    return kept * sum(entry.seconds for entry in history)
 
 
 def _entry(served: Served, settings: ForgetSettings, device: torch.device | str) -> dict[str, Any]:
@@ -267,8 +244,7 @@ def undo_run(run: Run, undo: Path, out: Path) -> Run:
     """The run as it was before its last request, from the undo file that was kept."""
     if not run.record.get("requests"):
         raise FedOrthoError(f"{run.path} has forgotten nothing; there is nothing to undo")
-    if out.exists():
-        raise FedOrthoError(f"{out} is there already; choose a new directory for --out")
+    check_places(out, None)
     restored = undo_patch(undo, run.load_model())
     digests = {"before": run.record["model"]["digest"], "after": tensors_digest(restored.state_dict())}
     *earlier, last = run.record["requests"]

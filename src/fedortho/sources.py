@@ -21,10 +21,9 @@ from fedortho.decode import (
     Report,
     Store,
     decode_store,
-    first_line,
     split_of,
 )
-from fedortho.errors import BadCheckpoint, BadData, BadSetting, FedOrthoError, UnknownName, unknown
+from fedortho.errors import BadCheckpoint, BadData, BadSetting, FedOrthoError, UnknownName, first_line, unknown
 from fedortho.files import file_digest, read_tensors, replacing, tensors_digest, write_tensors
 
 logger = logging.getLogger(__name__)

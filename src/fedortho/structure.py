@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedortho.errors import BadSetting, UnknownName, unknown
+from fedortho.errors import BadSetting, UnknownName, first_line, unknown
 
 NORMS = (nn.BatchNorm2d, nn.GroupNorm, nn.InstanceNorm2d, nn.LayerNorm, nn.SyncBatchNorm)
 WEIGHTED = (nn.Conv2d, nn.ConvTranspose2d, nn.Linear)  # they make new channels
@@ -126,8 +126,8 @@ def _record_calls(model: nn.Module, example: Tensor) -> dict[str, _Call]:
         with torch.no_grad():
             model(example)
     except Exception as error:  # a foreign model: it may fail in any way
-        text = (str(error).splitlines() or [type(error).__name__])[0]
-        raise BadSetting(f"the model cannot read images of {'x'.join(map(str, example.shape[1:]))}: {text}") from error
+        shape = "x".join(map(str, example.shape[1:]))
+        raise BadSetting(f"the model cannot read images of {shape}: {first_line(error)}") from error
     finally:
         for handle in handles:
             handle.remove()

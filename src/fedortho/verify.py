@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from fedortho.audits.retention import retention
 from fedortho.audits.sight import Known
 from fedortho.cost import Cost, flops_per_image
 from fedortho.data import Dataset
-from fedortho.errors import BadCheckpoint, FedOrthoError
+from fedortho.errors import FedOrthoError
 from fedortho.files import write_json
 from fedortho.measure import Bench
 from fedortho.metrics import Metric
@@ -313,15 +312,8 @@ def judge_run(
         | ({} if reference is None else {"reference": reference.record["model"]["digest"]}),
     )
     if not only:
-        write_verdict(run.path, verdict)
+        write_json(run.path / "verdict.json", verdict.as_mapping())
     return verdict
-
-
-def write_verdict(directory: Path, verdict: Verdict) -> None:
-    try:
-        write_json(directory / "verdict.json", verdict.as_mapping())
-    except OSError as error:
-        raise BadCheckpoint(f"{directory / 'verdict.json'} cannot be written: {error.strerror}") from error
 
 
 def _cost(entry: Mapping[str, Any], model: nn.Module, data: Dataset) -> Cost | None:

@@ -12,6 +12,7 @@ from fedortho.audits.contract import Audit, Case
 from fedortho.audits.limits import LIMITS
 from fedortho.audits.sight import Known, compared, forget_accuracy, once, ready, right, ruled, who_is_there
 from fedortho.data import Images
+from fedortho.errors import first_line
 from fedortho.structure import trace_layers
 from fedortho.tail import batch_norms
 
@@ -47,7 +48,7 @@ def _tried(case: Case, model: nn.Module) -> tuple[dict[str, float], dict[str, st
         try:
             found[name] = right(case, make(ready(case, model), case.judged), case.judged, name)
         except Exception as error:  # a foreign model in a foreign exporter may fail in any way
-            failed[name] = (str(error).splitlines() or [type(error).__name__])[0]
+            failed[name] = first_line(error)
     return found, failed
 
 

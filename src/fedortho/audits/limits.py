@@ -15,6 +15,7 @@ CALIBRATED: Mapping[str, float] = {
     "prototype": 0.06,
 }  # from benchmarks/results/calibration.json, where above the proposal
 LIMITS: Mapping[str, float] = {**PROPOSED, **CALIBRATED}
+MEMBERSHIP = 0.1  # |AUC − 0.5| of the attack by shadows
 RETENTION = 0.05  # retain accuracy that a forgotten model may have lost
 
 

@@ -6,7 +6,6 @@ model itself answers is read beside it by offline LiRA.
 """
 
 import copy
-import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fedortho.audits.contract import Audit, Case
+from fedortho.audits.limits import MEMBERSHIP
 from fedortho.data import Dataset, Images
 from fedortho.engine import draw
 from fedortho.errors import BadData
@@ -35,7 +35,6 @@ from fedortho.scores import logits_of
 from fedortho.shadows import Report, Shadows, ShadowSettings, choose_proxy
 
 NAME = "C4"
-LIMIT = 0.1  # of |AUC − 0.5|
 BINS = 20
 Forget = Callable[[nn.Module, Dataset, ForgetRequest], nn.Module]
 
@@ -46,17 +45,16 @@ def audit_membership(
     directory: Path,
     settings: ShadowSettings | None = None,
     *,
-    limit: float = LIMIT,
     build: Callable[[int], nn.Module] | None = None,
     report: Report | None = None,
 ) -> Audit:
-    """Run the method on every shadow and hold the attack's |AUC − 0.5| against a limit; above and below are failures.
+    """Run the method on every shadow and hold the attack's |AUC − 0.5| against its limit; above and below are failures.
 
     Shadows are kept under `directory` for other methods and requests. `build` makes a network with new weights from a
     seed; without it the original is copied and initialised anew. An attack that cannot even tell the untouched
     shadows from those trained without proves nothing: that is NOT RUN, never a PASS.
     """
-    begun, settings = time.perf_counter(), settings or ShadowSettings()
+    settings = settings or ShadowSettings()
     pool = case.data.train
     if case.forgotten is not None:
         pool = pool.subset(~case.forgotten.mask(pool, case.clients))
@@ -78,7 +76,7 @@ def audit_membership(
         "shadows": str(shadows.directory),
         "settings": asdict(settings),
     }
-    return _verdict(details, limit, time.perf_counter() - begun)
+    return _verdict(details)
 
 
 def _auc(game: tuple[Scores, Scores]) -> float:
@@ -166,14 +164,15 @@ def _offline(case: Case, shadows: Shadows, gone: Tensor, targets: Tensor, unseen
     return found
 
 
-def _verdict(details: dict[str, Any], limit: float, seconds: float) -> Audit:
+def _verdict(details: dict[str, Any]) -> Audit:
     auc, before, (low, high) = details["AUC"], details["AUC of the originals"], details["AUC, 95 %"]
     value = abs(auc - 0.5)
     says = (
-        f"on small shadow models, those that unlearned an image are told from those that never met it with an AUC of "
-        f"{auc:.3f} ({low:.3f} to {high:.3f}; ideal 0.5, limit {limit:g} either way), untouched ones with {before:.3f}"
+        f"on small shadow models, those that unlearned an image are told from those that never met it with an AUC "
+        f"of {auc:.3f} ({low:.3f} to {high:.3f}; ideal 0.5, limit {MEMBERSHIP:g} either way), untouched ones "
+        f"with {before:.3f}"
     )
-    outcome = "PASS" if value <= limit else "FAIL"
-    if outcome == "PASS" and abs(before - 0.5) <= limit:
+    outcome = "PASS" if value <= MEMBERSHIP else "FAIL"
+    if outcome == "PASS" and abs(before - 0.5) <= MEMBERSHIP:
         outcome, says = "NOT RUN", f"{says}: the attack has no power here and proves nothing"
-    return Audit(NAME, outcome, says, value, limit, auc, before, None, seconds, details)
+    return Audit(NAME, outcome, says, value, MEMBERSHIP, auc, before, details=details)

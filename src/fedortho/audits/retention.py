@@ -5,13 +5,13 @@ from fedortho.audits.limits import RETENTION
 from fedortho.audits.sight import Known, compared, each, ready, right
 
 
-def retention(case: Case, budget: float = RETENTION, known: Known | None = None) -> Audit:
+def retention(case: Case, known: Known | None = None) -> Audit:
     """Retain accuracy that was lost on test images: against the original, or a retrained model if that has less."""
     shares = each(
         case, known or Known(), "retain", lambda model, who: right(case, ready(case, model), case.kept_test, who)
     )
     lost = min(shares["original"], shares.get("reference", 1.0)) - shares["forgot"]
-    says = f"retain accuracy is {compared(shares)}, {100 * lost:.1f} points lost of {100 * budget:.1f} allowed"
-    outcome = "PASS" if lost <= budget else "FAIL"
+    says = f"retain accuracy is {compared(shares)}, {100 * lost:.1f} points lost of {100 * RETENTION:.1f} allowed"
+    outcome = "PASS" if lost <= RETENTION else "FAIL"
     reference = shares.get("reference")
-    return Audit("retention", outcome, says, lost, budget, shares["forgot"], shares["original"], reference)
+    return Audit("retention", outcome, says, lost, RETENTION, shares["forgot"], shares["original"], reference)

@@ -93,8 +93,6 @@ class FlowerEngine(Members):
         self._read += read
         self._trained += trained
 
-    # training
-
     def fit(
         self,
         model: nn.Module,
@@ -102,14 +100,12 @@ class FlowerEngine(Members):
         recipe: Recipe,
         *,
         trainable: Mask | None = None,
-        local_epochs: int | None = None,
         checkpoint: Path | None = None,
         score: Callable[[nn.Module], float] | None = None,
         watch: Callable[[News], None] | None = None,
-        without: Sequence[int] = (),
         updates: Path | None = None,
     ) -> nn.Module:
-        """Federated averaging: `recipe.epochs` rounds of `local_epochs` passes each; the model itself stays as it was.
+        """Federated averaging: `recipe.epochs` rounds of a few passes each; the model itself stays as it was.
 
         The rate follows the recipe by rounds. A client's first contact has no alignment. With a checkpoint a
         killed run goes on after its last whole round, to the same bytes. `updates` is a directory that keeps what
@@ -117,12 +113,12 @@ class FlowerEngine(Members):
         """
         current = copy.deepcopy(model).cpu().eval()
         course = as_course(what)
-        passes = local_epochs or course.manner.local_epochs or self.local_epochs
+        passes = course.manner.local_epochs or self.local_epochs
         order = Order(course, recipe, trainable, passes, _base(model), updates, self.federation.norms)
         identity = _identity(model, order, self.federation)
         self.contacts = dict.fromkeys(self.contacts, 0)  # each training begins without alignment
         first, history = self._resume(checkpoint, identity, current)
-        there = [client for client in self.present() if client not in without and order.concerns(client)]
+        there = [client for client in self.present() if order.concerns(client)]
         for turn in range(first, recipe.epochs):
             entry = self._round(current, order, turn, there, history, watch)
             every = self.federation.evaluate_every
@@ -243,8 +239,6 @@ class FlowerEngine(Members):
         note |= {"history": [asdict(entry) for entry in history]}
         note |= {"exchanges": [asdict(exchange) for exchange in self.line.log if exchange.kind == "train.local"]}
         write_tensors(path, current.state_dict(), note)
-
-    # questions
 
     def measure(self, model: nn.Module, asks: Sequence[Ask]) -> list[list[Observation]]:
         """Sums over all clients that are there and have this model; one exchange."""

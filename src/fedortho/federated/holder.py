@@ -76,8 +76,6 @@ class Holder:
         path = self.place / "state.json"
         self.state: Note = _read_state(path) if path.exists() else dict(NEW)
 
-    # what it holds
-
     def images(self, about: Note | None = None) -> tuple[Images, Images, dict[int, Tensor]]:
         """Its training and validation images without what it has forgotten, and the rows it was dealt."""
         if self.own:
@@ -137,8 +135,6 @@ class Holder:
     def _write(self, **changes: Any) -> None:
         self.state = {**self.state, **changes}
         write_json(self.place / "state.json", self.state)
-
-    # what it answers
 
     def hello(self, tensors: Tensors, note: Note) -> Reply:
         """Who it is, how many images it trains on, and which model it has; it ends what a crash interrupted."""
@@ -221,8 +217,7 @@ class Holder:
         held = self.images(note.get("about"))
         device = choose_device(self.settings.device)
         model = self._model(note["model"]).to(device)
-        path = self.place / "ledger.safetensors"
-        memory = Memory(load_ledger(path, model) if path.exists() else None, {}, {})
+        memory = Memory(load_ledger(self.place / "ledger.safetensors", model), {}, {})
         found, withheld = [], 0
         least = note["least-group"]
         for ask in asks:
@@ -254,7 +249,8 @@ class Holder:
         edited = patch.apply(model)
         path = self.place / "ledger.safetensors"
         train, _, rows = self.images()
-        bound = rebind_ledger(load_ledger(path, model), model, edited, train) if path.exists() and len(train) else None
+        ledger = load_ledger(path, model)
+        bound = None if ledger is None or not len(train) else rebind_ledger(ledger, model, edited, train)
         if bound is not None and request is not None:  # lines to which a forgotten image has added are dropped
             stays = train.subset(~request.on_client(self.client).mask(train, rows))
             whole = torch.bincount(stays.labels, minlength=train.classes) == bound.counts

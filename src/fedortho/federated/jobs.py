@@ -30,7 +30,7 @@ def check_engine(engine: str, deployment: Path | None) -> None:
 
 
 def train_elsewhere(
-    engine: str, path: Path, settings: FederateSettings, deployment: Path | None, say: Callable[[str], None]
+    path: Path, settings: FederateSettings, deployment: Path | None, say: Callable[[str], None]
 ) -> None:
     """Train into `path`, which lies on this machine (Ray) or on the SuperLink's."""
     config = {**app_config(settings), "do": "train", "out": str(path.absolute())}
@@ -43,7 +43,6 @@ def train_elsewhere(
 
 
 def forget_elsewhere(
-    engine: str,
     run: Run,
     request: ForgetRequest,
     settings: ForgetSettings,

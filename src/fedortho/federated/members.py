@@ -120,9 +120,7 @@ class Members:
                 self.line.log[-1].reject(client, _refusal(note, digest))
         return done
 
-    def bring_up_to_date(
-        self, model: nn.Module, patches: Sequence[tuple[Patch, ForgetRequest | None]], *, ledger: bool = True
-    ) -> None:
+    def bring_up_to_date(self, model: nn.Module, patches: Sequence[tuple[Patch, ForgetRequest | None]]) -> None:
         """Find clients with an older model by its digest and send what they missed; unknown ones get the model."""
         digest = tensors_digest(model.state_dict())
         for patch, request in patches:
@@ -133,7 +131,7 @@ class Members:
         strangers = [client for client in self.present() if self.clients[client]["model"] != digest]
         if strangers:
             gone = joined([request for _, request in patches if request is not None])
-            self.send_model(model, strangers, ledger=ledger, gone=gone)
+            self.send_model(model, strangers, gone=gone)
 
 
 def _refusal(note: Note, digest: str) -> str:

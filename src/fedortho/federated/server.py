@@ -42,6 +42,7 @@ from fedortho.serve import (
     serve_request,
 )
 from fedortho.settings import as_mapping, make_settings
+from fedortho.tail import batch_norms
 from fedortho.train import Epoch, Mask
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ def engine_for(
         seed=settings.seed,
         left=left,
         build=lambda seed: build(seed=seed),
+        local_epochs=settings.epochs,
     )
 
 
@@ -169,11 +171,9 @@ class _Trainer:
             Group("train", None, without),
             replace(settings.recipe, epochs=settings.rounds),
             trainable=trainable or None,
-            local_epochs=settings.epochs,
             checkpoint=checkpoint,
             score=lambda net: accuracy(net, data.valid) if len(data.valid) else 0.0,
             watch=self.watch,
-            without=without.clients if without is not None else (),
             updates=self.updates,
         )
         engine.send_model(trained, gone=joined(gone))
@@ -194,7 +194,7 @@ def silenced(run: Run, model: nn.Module) -> dict[str, Tensor]:
 
 def recalibrated(engine: FlowerEngine, model: nn.Module, without: ForgetRequest | None) -> nn.Module:
     """The model with batch-norm statistics pooled from all clients in one exchange; they are given it as a patch."""
-    norms = tuple(name for name, module in model.named_modules() if isinstance(module, nn.BatchNorm2d))
+    norms = tuple(batch_norms(model))
     probe = Probe("moments", layers="all", edit="conv", tap="conv", norms=norms)
     ((pooled,),) = engine.measure(model, [Ask((Group("train", None, without),), probe)])
     buffers = norm_buffers(pooled, 0, norms)

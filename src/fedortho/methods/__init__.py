@@ -66,7 +66,7 @@ def preset(name: str, **changes: Any) -> ForgetSettings:
     """The settings of a preset, with changes."""
     if name not in PRESETS:
         raise unknown("preset", name, PRESETS)
-    return make_settings(ForgetSettings, PRESETS[name], changes)
+    return make_settings(PRESETS[name], changes)
 
 
 def forget(

@@ -9,7 +9,7 @@ from torch import nn
 from fedortho.engine import Engine, Group
 from fedortho.errors import FedOrthoError
 from fedortho.recipe import Recipe
-from fedortho.request import KINDS, ForgetRequest
+from fedortho.request import ForgetRequest
 
 
 class Method(Protocol):
@@ -62,18 +62,8 @@ class Schedule:
         )
 
 
-def kinds_of(request: ForgetRequest) -> list[str]:
-    """All kinds that a request is made of.
-
-    >>> kinds_of(ForgetRequest.parse("class:3 client:1"))
-    ['class', 'client']
-    """
-    asked = (request.classes, request.clients, request.samples)
-    return [kind for kind, words in zip(KINDS, asked, strict=True) if words]
-
-
 def serves(method: Method | type[Method], request: ForgetRequest) -> bool:
-    return set(kinds_of(request)) <= set(method.kinds)
+    return set(request.kinds) <= set(method.kinds)
 
 
 def refusal(method: Method, request: ForgetRequest, able: Iterable[str] = ()) -> CannotServe:

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +17,16 @@ from fedortho.erase import check_erasable, plan_erasure
 from fedortho.errors import BadData, BadSetting, unknown
 from fedortho.observe import Observation, key_of
 from fedortho.probe import NOTHING, Probe
-from fedortho.prune import SPREADS, Patch, bind_patch, choose_kernels, merge_chosen, plan_edit, strengths
+from fedortho.prune import SCOPES, SPREADS, Patch, bind_patch, choose_kernels, merge_chosen, plan_edit, strengths
 from fedortho.rank import Ranking, rank_correlation, rank_kernels, same_label_retain
 from fedortho.request import KINDS, EmptyGroup, ForgetRequest
 from fedortho.scrub import find_classifier
+from fedortho.settings import kebab
 from fedortho.sites import EDITS, TAPS, Site, find_sites
 from fedortho.tail import norms_behind
 
 logger = logging.getLogger(__name__)
 CONTRASTS = ("retain", "same-class")
-SCOPES = ("layer", "global")
 WEIGHTINGS = ("pooled", "paper")
 REPAIRS = ("batches", "layers")
 OF_KERNELS = ("edit", "tap", "alpha", "rank_base", "scope", "contrast", "weighting", "min_difference", "repair")
@@ -68,34 +68,19 @@ class ForgetSettings:
         known |= {"contrast": CONTRASTS, "weighting": WEIGHTINGS, "repair_by": REPAIRS}
         for name, choices in known.items():
             if getattr(self, name) not in choices:
-                raise unknown(name, getattr(self, name), choices)
+                raise unknown(kebab(name), getattr(self, name), choices)
         for name in ("ratio", "alpha", "target", "max_retain_drop"):
             if not 0 <= getattr(self, name) <= 1:
-                raise BadSetting(f"{name.replace('_', '-')} must be between 0 and 1, not {getattr(self, name)}")
+                raise BadSetting(f"{kebab(name)} must be between 0 and 1, not {getattr(self, name)}")
         for name in OF_KERNELS if self.erase else ():  # directions are chosen and removed in one way only
-            only, given, word = getattr(ForgetSettings, name), getattr(self, name), name.replace("_", "-")
+            only, given, word = getattr(ForgetSettings, name), getattr(self, name), kebab(name)
             if given != only:
                 raise BadSetting(f"erase takes {word} {only}, not {given}; leave --{word} out or take another preset")
         if self.rank_base not in (0, 1):
             raise BadSetting(f"rank-base must be 0 or 1, not {self.rank_base}")
-        if min(self.statistics_images, self.repair_images, self.trial_images, self.seed) < 0:
-            raise BadSetting("numbers of images and the seed must not be negative")
-
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "robust": {},
-    "erase": {"erase": True},
-    "paper": {
-        "edit": "conv",
-        "tap": "conv",
-        "ratio": 0.01,
-        "alpha": 0.5,
-        "repair": False,
-        "scrub": False,
-        "spread": "equal",
-        "weighting": "paper",
-    },
-}
+        for name in ("statistics_images", "repair_images", "trial_images", "seed"):
+            if getattr(self, name) < 0:
+                raise BadSetting(f"{kebab(name)} must not be negative, and is {getattr(self, name)}")
 
 
 @dataclass(frozen=True)
@@ -136,6 +121,9 @@ class Paper(Robust):
     scrub: Annotated[bool, "finish a class request in the classifier where pruning falls short"] = False
     spread: Annotated[str, "how the ratio is spread over layers: equal, or rising towards the last"] = "equal"
     weighting: Annotated[str, "in a federation: pooled sums, or the paper's weighted local differences"] = "paper"
+
+
+PRESETS: Mapping[str, type[ForgetSettings]] = {"robust": Robust, "erase": Erase, "paper": Paper}
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from fedortho.lessons import Aim, Manner
 from fedortho.methods.contract import Schedule, begin
 from fedortho.probe import Probe
 from fedortho.request import KINDS, ForgetRequest
+from fedortho.settings import kebab
 
 CLASS_MODES = ("exclude", "relabel")
 SIZES = ("sum", "mean")
@@ -49,7 +50,7 @@ class Fused(Schedule):
         super().__post_init__()
         for kind, choices in (("adapter", ADAPTERS), ("class_mode", CLASS_MODES), ("size", SIZES)):
             if getattr(self, kind) not in choices:
-                raise unknown(kind.replace("_", "-"), getattr(self, kind), choices)
+                raise unknown(kebab(kind), getattr(self, kind), choices)
 
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
         adapted, adapters = self.adapt(model, engine, request)
