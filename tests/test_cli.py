@@ -118,8 +118,11 @@ def test_forget_writes_a_new_run_that_can_be_undone_and_forget_again(
     assert told["after"]["forget"] <= 0.06 < told["before"]["forget"]
     assert {path.name: file_digest(path) for path in first.iterdir()} == before
     assert open_run(second).record["parent"] == open_run(first).record["model"]["digest"]
-    stale = load_ledger(second / "ledger.safetensors", open_run(second).load_model()).stale
-    assert "conv:features.15" in stale, "the first edited kernels were set to 0"
+    ledger = load_ledger(second / "ledger.safetensors", open_run(second).load_model())
+    assert ledger is not None
+    assert "conv:features.15" in ledger.stale, "the first edited kernels were set to 0"
+    assert [label for label, number in enumerate(ledger.counts.tolist()) if not number] == [3], "its line is dropped"
+    assert not any(bool(sums[3].any()) for sums in ledger.sums.values())
     assert run(monkeypatch, "forget", second, "class:5", *budget, "--out", third) == 0
     assert "forgotten so far: class:3" in capsys.readouterr().out
     assert [entry["request"] for entry in open_run(third).record["requests"]] == ["class:3", "class:5"]

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 from commands import told
-from small import SETTINGS
+from small import SETTINGS, write_images
 
 from fedortho.accuracies import accuracies_of
-from fedortho.compare import Row, best, chosen_methods, compare, gaps, settings_for, table
+from fedortho.compare import Row, best, chosen_methods, compare, gaps, place_of, settings_for, table
+from fedortho.engine import CentralEngine
 from fedortho.errors import FedOrthoError, UnknownName
 from fedortho.federated.server import patches_of, train_federation
 from fedortho.files import read_json, write_json
@@ -71,6 +72,56 @@ def test_retraining_is_done_once_and_every_outcome_is_a_run_of_its_own(run: Run,
     assert accuracies_of(outcome.load_model(), data, REQUEST).forget == 0.0
     with pytest.raises(FedOrthoError, match="no patch for each"):
         patches_of(outcome)
+
+
+def test_a_reference_beside_the_run_is_not_trained_again(run: Run, tmp_path: Path) -> None:
+    data, request = load_run_data(run.settings), ForgetRequest.parse("class:6")
+    settings = replace(run.settings, without="class:6")
+    retrained = train_run(run.path.with_name("by-hand"), settings)
+    (found,) = compare(run, data, request, ["retrain"], tmp_path)
+    assert found.weights == retrained.record["model"]["digest"]
+    assert not list((run.path.parent / "references").glob("*without-class-6*"))
+
+
+def test_what_a_run_was_trained_without_is_neither_taught_nor_counted(run: Run, tmp_path: Path) -> None:
+    data = load_run_data(run.settings)
+    without = train_run(tmp_path / "runs" / "run", replace(run.settings, without="class:3"))
+    place = place_of(without, data)
+    with place.engine() as engine:
+        assert isinstance(engine, CentralEngine)
+        assert all(3 not in part.labels for part in (engine.data.train, engine.data.valid))
+    (row,) = compare(without, data, ForgetRequest.parse("class:5"), ["finetune"], tmp_path / "out", settings=QUICK)
+    tuned = open_run(tmp_path / "out" / "finetune").load_model()
+    assert accuracies_of(tuned, data, REQUEST).forget == 0.0, "the class that it never met was not taught"
+    assert row.verdict is not None
+    assert row.verdict["retain"] == accuracies_of(tuned, data, ForgetRequest.parse("class:5"), forgotten=REQUEST).retain
+
+    apart = train_federation(tmp_path / "apart", replace(SETTINGS, clients=2, rounds=1, without="client:1"))
+    with pytest.raises(FedOrthoError, match="was trained --without client:1, which its clients still hold"):
+        compare(apart, load_run_data(apart.settings), REQUEST, ["finetune"], tmp_path / "o")
+
+
+def test_data_that_moved_is_found_by_a_comparison_in_a_federation(tmp_path: Path) -> None:
+    old, new = write_images(tmp_path / "old", {"ant": 40, "bee": 40}), tmp_path / "new"
+    run = train_federation(tmp_path / "run", replace(SETTINGS, data=str(old), clients=2, rounds=1, split="iid"))
+    old.rename(new)
+    shown = told("compare", run.path, "class:bee", "--methods", "finetune", "--data-dir", new, "--out", tmp_path / "o")
+    assert "finetune" in shown
+    assert read_json(tmp_path / "o" / "finetune.json")["refused"] == ""
+
+
+def test_federaser_replays_what_a_run_kept_and_references_keep_nothing(tmp_path: Path) -> None:
+    settings = replace(SETTINGS, model="small:SmallNet", clients=3, rounds=3, split="iid", epochs=2, keep_updates=True)
+    run = train_federation(tmp_path / "run", settings)
+    assert len(list((run.path / "updates").glob("round-*/client-*"))) == 9
+    request = ForgetRequest.parse("client:1")
+    retrained, replayed = compare(run, load_run_data(settings), request, ["retrain", "federaser"], tmp_path / "out")
+    assert retrained.verdict is not None
+    assert replayed.verdict is not None
+    assert replayed.settings["updates"] == str(run.path / "updates")
+    assert replayed.verdict["test"] > 0.3, "it learnt from the others"
+    (reference,) = (tmp_path / "references").iterdir()
+    assert not (reference / "updates").exists()
 
 
 def test_the_command_shows_a_table_and_writes_results(run: Run, tmp_path: Path) -> None:

@@ -58,6 +58,8 @@ def test_all_that_can_be_tuned_is_and_what_was_is_not_tuned_again(run: Run, tmp_
     found = go(["ssd", "finetune"])
     assert seen[2:] == [("finetune", 0), ("finetune", 1)]
     assert found["ssd"] == first["ssd"]
+    with pytest.raises(FedOrthoError, match="another model, request, budget or preset"):
+        tune_all(run, data, REQUEST, ["ssd"], file, budget, base={"ssd": {"batch": 16}})
     assert all(attempt.settings["batch"] == 32 for attempt in found["finetune"])
     best = {name: dict(attempts[0].settings) for name, attempts in found.items()}
     assert read_settings(run.settings, "published", file) == best
@@ -68,7 +70,7 @@ def test_all_that_can_be_tuned_is_and_what_was_is_not_tuned_again(run: Run, tmp_
     go(["ssd"])
     assert len(seen) == number, "nothing is tried again"
     assert read_settings(run.settings, "published", file) == best
-    with pytest.raises(FedOrthoError, match="about another model, request or budget"):
+    with pytest.raises(FedOrthoError, match="about another model, request, budget or preset"):
         tune_all(run, data, ForgetRequest.parse("class:4"), ["ssd"], file, budget)
 
 
@@ -111,5 +113,5 @@ def test_a_place_that_cannot_be_written_is_refused_before_any_trial(run: Run, tm
         tune_all(run, load_run_data(run.settings), REQUEST, ["ssd"], tmp_path / "mine.json")
     assert (tmp_path / "mine.json").read_text() == "{}"
     (tmp_path / "mine.trials.json").write_text("[]")
-    with pytest.raises(FedOrthoError, match="is about another model, request or budget"):
+    with pytest.raises(FedOrthoError, match="is about another model, request, budget or preset"):
         tune_all(run, load_run_data(run.settings), REQUEST, ["ssd"], tmp_path / "mine.json")

@@ -62,12 +62,17 @@ class Place:
         settings, model = self.run.settings, self.run.load_model()
         if not isinstance(settings, FederateSettings):
             known = load_ledger(self.run.path / "ledger.safetensors", model)
-            train = Group(but=self.forgotten).select(self.data.train)
+            train, valid = (Group(but=self.forgotten).select(part) for part in (self.data.train, self.data.valid))
             shape = self.data.train.shape
             build = partial(build_model, settings.model, classes=self.data.train.classes, channels=shape[0])
-            data = replace(self.data, train=train)
+            data = replace(self.data, train=train, valid=valid)
             yield CentralEngine(data, known, None, self.device, build=lambda seed: build(seed=seed))
             return
+        if settings.without:
+            raise FedOrthoError(
+                f"{self.run.path} was trained --without {settings.without}, which its clients still hold and methods "
+                "would learn; compare the federation that was trained with everything"
+            )
         with tempfile.TemporaryDirectory(prefix="fedortho-compare-") as place:
             store = Path(place) / "clients"
             shutil.copytree(self.run.path / "clients", store)

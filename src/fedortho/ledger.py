@@ -52,6 +52,12 @@ def rebind_ledger(ledger: Observation, before: nn.Module, after: nn.Module, imag
     return replace(ledger, model=tensors_digest(after.state_dict()), stale=stale)
 
 
+def forget_lines(ledger: Observation, stays: Images) -> Observation:
+    """The ledger without the lines of labels to which an image that does not stay has added."""
+    whole = torch.bincount(stays.labels, minlength=len(ledger.counts)) == ledger.counts
+    return ledger.only(whole.nonzero().flatten().tolist())
+
+
 def load_ledger(path: Path, model: nn.Module) -> Observation | None:
     """A saved ledger, None where there is none; one that belongs to another model is refused."""
     if not path.exists():

@@ -17,7 +17,7 @@ from fedortho.engine import Ask, CentralEngine, Engine, Group
 from fedortho.errors import FedOrthoError
 from fedortho.files import tensors_digest, write_json, write_tensors
 from fedortho.journal import append_entry
-from fedortho.ledger import load_ledger, rebind_ledger
+from fedortho.ledger import forget_lines, load_ledger, rebind_ledger
 from fedortho.methods.fedortho import ForgetSettings, Outcome, plan_forgetting
 from fedortho.observe import Observation
 from fedortho.probe import NOTHING, Probe
@@ -138,7 +138,10 @@ def _served(
         write_undo(undo, outcome.patch, model)
     entries = [*run.record.get("requests", []), _entry(served, settings, device)]
     changes = {"requests": entries, "result": {"test-accuracy": after.test}}
-    bound = None if ledger is None else rebind_ledger(ledger, model, edited, data.train)
+    bound = None
+    if ledger is not None:
+        stays = data.train.subset(~request.mask(data.train, clients))
+        bound = forget_lines(rebind_ledger(ledger, model, edited, data.train), stays)
     return replace(served, run=write_derived(out, run, edited, changes, patch=outcome.patch, ledger=bound))
 
 
@@ -221,6 +224,7 @@ def describe(served: Served) -> dict[str, Any]:
         "tail-flops": {phase: tally.tail_flops for phase, tally in outcome.spent.items()},
         "wire": {phase: asdict(tally) for phase, tally in outcome.spent.items() if tally.exchanges},
         "kernels": {site: len(found["kernels"]) for site, found in outcome.patch.note["sites"].items()},
+        "opposed-kernels": outcome.opposed,
         "sample-correlation": outcome.sample_correlation,
         "digests": {"before": outcome.patch.before, "after": outcome.patch.after},
     }

@@ -7,6 +7,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from fedortho.compare import Place, place_of, settings_for
@@ -20,7 +21,7 @@ from fedortho.methods.contract import serves
 from fedortho.request import ForgetRequest
 from fedortho.results import SCHEMA, environment
 from fedortho.runs import Run
-from fedortho.scores import accuracy
+from fedortho.scores import accuracy, evaluate
 from fedortho.settings import as_mapping, field_types
 
 FACTORS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)  # of the published rate
@@ -111,10 +112,16 @@ def tune(
 
 
 def _baseline(place: Place, request: ForgetRequest) -> tuple[float, float]:
-    """Retain accuracy before, and the forget accuracy that is wanted."""
-    model = place.run.load_model()
+    """Retain accuracy before, and the forget accuracy wanted: none, or that of unseen images of these labels."""
+    model = place.run.load_model().to(place.device)
     _, kept = _measured(place, model, request)
-    return kept, 0.0 if request.kind == "class" else accuracy(model, place.data.valid, device=place.device)
+    if request.kind == "class":
+        return kept, 0.0
+    gone = Group(only=request).select(place.data.train, place.clients)
+    unseen = Group(but=place.forgotten).select(place.data.valid, place.clients)
+    shares = evaluate(model, unseen, device=place.device).per_class
+    right = torch.tensor([kept if share is None else share for share in shares])
+    return kept, float(right[gone.labels].mean())
 
 
 def _measured(place: Place, model: nn.Module, request: ForgetRequest) -> tuple[float, float]:
@@ -171,6 +178,7 @@ def tune_all(
     trials = out.with_suffix(".trials.json")
     _check_place(out, trials)
     about: dict[str, Any] = {"budget": asdict(budget), "request": str(request), "model": run.record["model"]["digest"]}
+    about["base"] = dict(base or {})
     for name in names:
         if name in FIXED or not serves(METHODS[name], request) or name in _attempts(trials, about):
             continue
@@ -211,6 +219,6 @@ def _attempts(trials: Path, about: Mapping[str, Any]) -> dict[str, list[Attempt]
     if not trials.exists():
         return {}
     found = read_json(trials)
-    if not isinstance(found, dict) or {key: found.get(key) for key in about} != about:
-        raise FedOrthoError(f"{trials} is about another model, request or budget; choose another --out")
+    if not isinstance(found, dict) or {key: found.get(key, {}) for key in about} != about:
+        raise FedOrthoError(f"{trials} is about another model, request, budget or preset; choose another --out")
     return {name: [Attempt(**attempt) for attempt in attempts] for name, attempts in found["attempts"].items()}

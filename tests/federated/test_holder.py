@@ -71,8 +71,26 @@ def test_sums_by_label_never_leave_it_whoever_asks(holder: Holder) -> None:
     holder.keep(prefixed("model.", model().state_dict()), {"about": ABOUT, "ledger": True})
     packed, notes = pack_asks([Ask((Group(),), Probe("peaks", "all", by_label=True))])
     order = {"model": holder.state["model"], "asks": notes, "share": 1, "least-group": 5, "about": ABOUT}
-    with pytest.raises(FedOrthoError, match="sums by label never leave a client"):
+    with pytest.raises(FedOrthoError, match="a client tells by label only how many"):
         holder.observe(packed, order)
+
+
+def test_counts_by_label_leave_out_labels_of_few_images_and_totals_do_not(holder: Holder) -> None:
+    holder.keep(prefixed("model.", model().state_dict()), {"about": ABOUT, "ledger": True})
+    train, _, rows = holder.images(ABOUT)
+    bees, dogs = (
+        [p for p, row in enumerate(rows[1].tolist()) if row in train.rows[train.labels == label].tolist()]
+        for label in (1, 3)
+    )
+    asked = ForgetRequest(samples=tuple(f"1/{place}" for place in (*bees[:6], *dogs[:2])))
+    groups = (Group("train", asked),)
+    asks = [Ask(groups, Probe("right", "all", by_label=by_label)) for by_label in (False, True)]
+    packed, notes = pack_asks(asks)
+    order = {"model": holder.state["model"], "asks": notes, "share": 1, "least-group": 5, "about": ABOUT}
+    (whole,), (by_label,) = unpack_observations(holder.observe(packed, order)[0], asks)
+    assert whole.counts.tolist() == [8]
+    assert by_label.counts.tolist() == [0, 6, 0, 0], "two dogs would tell their labels and how each is answered"
+    assert float(by_label.sums["0"][3]) == 0
 
 
 class Killed(Exception):

@@ -125,6 +125,34 @@ def test_the_paper_preset_edits_conv_weights_only_and_warns(
     assert "undoes a conv edit" in caplog.text
 
 
+def test_repairing_a_conv_edit_is_refused_and_silencing_is_not(
+    digits: Dataset, digit_nets: dict[str, nn.Module]
+) -> None:
+    model, request = digit_nets["vgg-mini"], ForgetRequest.parse("class:0")
+    with pytest.raises(BadSetting, match=r"repair undoes a conv edit before batch norm .*--no-repair or --alpha 1"):
+        plan_forgetting(model, digits, request, preset("paper", repair=True))
+    plan_forgetting(model, digits, request, preset("paper", repair=True, alpha=1.0))
+
+
+def test_kernels_that_respond_more_to_what_stays_are_counted_told_and_can_be_spared(
+    digits: Dataset, digit_nets: dict[str, nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    model, request = digit_nets["vgg-mini"], ForgetRequest.parse("class:0")
+    with caplog.at_level(logging.WARNING):
+        all_of_them = plan_forgetting(model, digits, request, preset("paper", ratio=1.0))
+        spared = plan_forgetting(model, digits, request, preset("paper", ratio=1.0, min_difference=1e-9))
+    numbers = [sum(len(found["kernels"]) for found in o.patch.note["sites"].values()) for o in (all_of_them, spared)]
+    assert all_of_them.opposed == numbers[0] - numbers[1] > 0
+    assert spared.opposed == 0
+    assert caplog.text.count("respond no more to what goes") == 1
+
+
+def test_the_ledger_of_another_model_is_refused(digits: Dataset, digit_nets: dict[str, nn.Module]) -> None:
+    foreign = ledger_of(digit_nets["resnet-mini"], digits, "stream")
+    with pytest.raises(BadData, match="ledger is that of another model"):
+        plan_forgetting(digit_nets["vgg-mini"], digits, ForgetRequest.parse("class:0"), ledger=foreign)
+
+
 def test_a_subsample_is_seeded_and_its_agreement_with_the_ledger_is_told(
     digits: Dataset, digit_nets: dict[str, nn.Module]
 ) -> None:

@@ -33,9 +33,10 @@ from fedortho.federated.wire import (
 )
 from fedortho.federation import held_rows
 from fedortho.files import read_json, read_tensors, tensors_digest, write_json, write_tensors
-from fedortho.ledger import load_ledger, rebind_ledger, write_ledger
+from fedortho.ledger import forget_lines, load_ledger, rebind_ledger, write_ledger
 from fedortho.lessons import count_images
 from fedortho.models import build_model
+from fedortho.observe import Observation
 from fedortho.probe import Memory, answer
 from fedortho.prune import unpack_patch
 from fedortho.recipe import Recipe
@@ -222,12 +223,15 @@ class Holder:
         least = note["least-group"]
         for ask in asks:
             if ask.probe.by_label and ask.probe.kind != "right":
-                raise FedOrthoError(f"{ask.probe.kind} by label was asked for; sums by label never leave a client")
+                raise FedOrthoError(
+                    f"{ask.probe.kind} by label was asked for; a client tells by label only how many answers are right"
+                )
             groups = [self._select(group, held, note["share"], least) for group in ask.groups]
             small = [0 < len(group) < least for group in groups]
             withheld += sum(small)
             groups = [g.subset([]) if few else g for g, few in zip(groups, small, strict=True)]
-            found.append(answer(model, held[0], groups, ask.probe, memory=memory, device=device))
+            answers = answer(model, held[0], groups, ask.probe, memory=memory, device=device)
+            found.append([_told(seen, least) for seen in answers] if ask.probe.by_label else answers)
         told: Note = {"client": self.client, "withheld": withheld}
         told |= {"read": memory.images_read, "trained": memory.images_trained, "tail-flops": memory.tail_flops}
         return pack_observations(found, asks), told
@@ -251,10 +255,8 @@ class Holder:
         train, _, rows = self.images()
         ledger = load_ledger(path, model)
         bound = None if ledger is None or not len(train) else rebind_ledger(ledger, model, edited, train)
-        if bound is not None and request is not None:  # lines to which a forgotten image has added are dropped
-            stays = train.subset(~request.on_client(self.client).mask(train, rows))
-            whole = torch.bincount(stays.labels, minlength=train.classes) == bound.counts
-            bound = bound.only(whole.nonzero().flatten().tolist())
+        if bound is not None and request is not None:
+            bound = forget_lines(bound, train.subset(~request.on_client(self.client).mask(train, rows)))
         left = request is not None and self.client in request.clients
         path.unlink(missing_ok=True)  # before the state: a ledger of another model would be refused
         past = [*self.state["past"], patch.before] if request is not None else self.state["past"]
@@ -275,6 +277,11 @@ class Holder:
         if old := self.state["model"]:
             self._write(model="", past=[*self.state["past"], old])
             self._forget_model(old)
+
+
+def _told(seen: Observation, least: int) -> Observation:
+    """Counts by label without those of too few images: with one image they would tell its label."""
+    return seen.only((seen.counts >= least).nonzero().flatten().tolist())
 
 
 def _read_state(path: Path) -> Note:

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from fedortho.data import Dataset
 from fedortho.engine import Ask, CentralEngine, Engine, Group, Tally
 from fedortho.erase import check_erasable, plan_erasure
 from fedortho.errors import BadData, BadSetting, unknown
+from fedortho.files import tensors_digest
 from fedortho.observe import Observation, key_of
 from fedortho.probe import NOTHING, Probe
 from fedortho.prune import SCOPES, SPREADS, Patch, bind_patch, choose_kernels, merge_chosen, plan_edit, strengths
@@ -60,7 +61,7 @@ class ForgetSettings:
     max_retain_drop: Annotated[float, "retain accuracy that may be lost"] = 0.01
     statistics_images: Annotated[int, "at most so many images per group for the statistics; 0: all"] = 0
     repair_images: Annotated[int, "retained images for the repair"] = 1024
-    trial_images: Annotated[int, "at most so many images per group to measure trials on"] = 4000
+    trial_images: Annotated[int, "retained images to try edits on, and a quarter as many of what goes; 0: all"] = 4000
     seed: Annotated[int, "of all subsamples"] = 0
 
     def __post_init__(self) -> None:
@@ -137,6 +138,7 @@ class Outcome:
     seconds: Mapping[str, float]  # statistics, edit
     spent: Mapping[str, Tally]  # by the engine, for the same two
     sample_correlation: float | None  # of the subsample's ranking with the ledger's
+    opposed: int = 0  # edited kernels that respond no more to what goes than to what stays
 
     @property
     def images_read(self) -> dict[str, int]:
@@ -159,7 +161,7 @@ def plan_forgetting(
     it is no longer part of what is kept. Raises `Refused` with the frontier if target and budget cannot both hold.
     """
     settings = settings or ForgetSettings()
-    engine = CentralEngine(data, ledger, device=device) if isinstance(data, Dataset) else data
+    engine = _engine(model, data, ledger, device)
     clock, spent = [time.perf_counter()], [replace(engine.tally)]
     task = _Task(model, engine, request, settings, forgotten)
     clock.append(time.perf_counter())
@@ -185,8 +187,9 @@ def plan_forgetting(
     phases = ("statistics", "edit")
     seconds = {phase: clock[i + 1] - clock[i] for i, phase in enumerate(phases)}
     tallies = {phase: spent[i + 1].since(spent[i]) for i, phase in enumerate(phases)}
-    _warn(task.sites, settings)
-    return Outcome(patch, tuple(trials), chosen, before, seconds, tallies, task.sample_correlation)
+    opposed = task.opposed(chosen.ratio if chosen is not None else settings.ratio)
+    _warn(task.sites, settings, opposed)
+    return Outcome(patch, tuple(trials), chosen, before, seconds, tallies, task.sample_correlation, opposed)
 
 
 def trace_frontier(
@@ -200,11 +203,19 @@ def trace_frontier(
     device: torch.device | str = "cpu",
 ) -> list[Trial]:
     """What each ratio comes to on the images set aside, from no edit at all (ratio 0) on; for plots and comparisons."""
-    engine = CentralEngine(data, ledger, device=device) if isinstance(data, Dataset) else data
+    engine = _engine(model, data, ledger, device)
     task = _Task(model, engine, request, settings)
     plan = task.erase if settings.erase else task.plan
     candidates = [Candidate(NOTHING, 0.0), *(Candidate(plan(ratio), ratio) for ratio in ratios)]
     return task.bench().attempt(candidates)
+
+
+def _engine(model: nn.Module, data: Engine | Dataset, ledger: Observation | None, device: torch.device | str) -> Engine:
+    if not isinstance(data, Dataset):
+        return data
+    if ledger is not None and ledger.model != tensors_digest(model.state_dict()):
+        raise BadData("the ledger is that of another model; observe this one, or leave the ledger out")
+    return CentralEngine(data, ledger, device=device)
 
 
 class _Task:
@@ -226,9 +237,11 @@ class _Task:
         self.parts = request.parts()
         self.everything = request if forgotten is None else forgotten + request
         self.sites = find_sites(self.model, engine.shape, settings.layers, settings.edit, settings.tap)
+        _check_repair(self.sites, settings)
         self.base = Probe("peaks", settings.layers, settings.edit, settings.tap)
         most, seed = settings.trial_images, settings.seed
-        self.tried = [Group("train", part, forgotten, most // 4, seed) for part in self.parts]
+        few = max(most // 4, 1) if most else 0
+        self.tried = [Group("train", part, forgotten, few, seed) for part in self.parts]
         self.kept = Group("valid", None, self.everything, most, seed)
         self.weighting = _weighting(request, settings, engine)
         self.retain_before: float | None = None  # until a target asks for it
@@ -251,30 +264,34 @@ class _Task:
             asks = self._peak_asks(self._groups(forgotten, self.settings.statistics_images))
         number = len(asks)
         if self.engine.is_federated and not self.settings.ratio:
-            asks.append(self._baseline_ask())
+            asks += self._baseline_asks()
         found = self.engine.measure(self.model, asks)
         if len(found) > number:
-            self._set_baseline(found[number])
+            self._set_baseline(*found[number:])
         if self.settings.erase:
             self.spreads = found[0]
             self._check_there(*self.spreads)
             return []
         return self._rank(found[:number])
 
-    def _baseline_ask(self) -> Ask:
+    def _baseline_asks(self) -> list[Ask]:
+        """What is right before any edit: in all, and by label where the limit is that of unseen images alike."""
+        groups, probe = (*self.tried, self.kept), replace(self.base, kind="right")
         by_label = any(part.clients or part.samples for part in self.parts)
-        return Ask((*self.tried, self.kept), replace(self.base, kind="right", by_label=by_label))
+        return [Ask(groups, probe), *([Ask(groups, replace(probe, by_label=True))] if by_label else [])]
 
-    def _set_baseline(self, found: Sequence[Observation]) -> None:
-        *gone, kept = found
+    def _set_baseline(self, found: Sequence[Observation], by_label: Sequence[Observation] = ()) -> None:
+        kept = found[-1]
         if not kept.images:
             few = ", or no client has --least-group of them" if self.engine.is_federated else ""
             raise BadData(
                 f"no validation image is left to measure trials on{few}; train with --valid above 0, or give --ratio"
             )
-        target = self.settings.target
-        self.limits = [target if p.classes else _held_out(o, kept) for p, o in zip(self.parts, gone, strict=True)]
         self.retain_before = float(kept.mean("0"))
+        self.limits = [
+            self.settings.target if part.classes else _held_out(by_label[place], by_label[-1], self.retain_before)
+            for place, part in enumerate(self.parts)
+        ]
 
     def _peak_asks(self, groups: Sequence[Group]) -> list[Ask]:
         *parts, rest = groups
@@ -313,13 +330,21 @@ class _Task:
     def plan(self, ratio: float) -> Patch:
         """The edit at this ratio: the kernels of each part's ranking, the larger strength for one in several."""
         settings, selections = self.settings, []
-        for ranking in self.rankings:
-            chosen = choose_kernels(
-                ranking, ratio, scope=settings.scope, spread=settings.spread, min_difference=settings.min_difference
-            )
+        for chosen in self._choices(ratio):
             strong = {site: strengths(len(k), settings.alpha, settings.rank_base) for site, k in chosen.items()}
             selections.append({site: (kernels, strong[site]) for site, kernels in chosen.items()})
         return plan_edit(self.model, self.sites, merge_chosen(selections), settings.edit)
+
+    def _choices(self, ratio: float) -> list[dict[str, Tensor]]:
+        how: dict[str, Any] = {name: getattr(self.settings, name) for name in ("scope", "spread", "min_difference")}
+        return [choose_kernels(ranking, ratio, **how) for ranking in self.rankings]
+
+    def opposed(self, ratio: float) -> int:
+        """How many kernels of the edit at this ratio respond no more to what goes than to what stays."""
+        if not ratio:
+            return 0  # nothing was edited
+        pairs = zip(self.rankings, self._choices(ratio), strict=True)
+        return sum(int((r.scores[site][kernels] <= 0).sum()) for r, c in pairs for site, kernels in c.items())
 
     def erase(self, share: float) -> Patch:
         """The edit that takes this share of directions out of each layer, on average."""
@@ -335,7 +360,7 @@ class _Task:
         """Where trials are measured: validation images of what stays, training images of what goes."""
         settings = self.settings
         if self.retain_before is None and not settings.ratio:
-            self._set_baseline(self.engine.measure(self.model, [self._baseline_ask()])[0])
+            self._set_baseline(*self.engine.measure(self.model, self._baseline_asks()))
         example = self._example()
         classes = len(self.engine.names)
         return Bench(
@@ -363,19 +388,32 @@ def _weighting(request: ForgetRequest, settings: ForgetSettings, engine: Engine)
     return settings.weighting
 
 
-def _held_out(part: Observation, kept: Observation) -> float:
-    """Accuracy on unseen images of the same labels, weighted as those labels occur in the part."""
-    right, number = kept.sums["0"].flatten(), kept.counts
-    known = number > 0
-    weight = torch.where(known, part.counts, 0).double()
-    if not float(weight.sum()):
-        raise BadData("no validation image has the labels of the samples to forget; give --ratio instead of a target")
-    shares: Tensor = right / number.clamp_min(1)
-    return float((weight * shares).sum() / weight.sum())
+def _held_out(part: Observation, kept: Observation, overall: float) -> float:
+    """Accuracy on unseen images of the same labels, weighted as those labels occur in the part.
+
+    Where nobody tells of a label (clients withhold counts of few images), it is the accuracy on all unseen images.
+    """
+    shares = torch.where(kept.counts > 0, kept.sums["0"].flatten() / kept.counts.clamp_min(1), overall)
+    return float((part.counts * shares).sum() / part.images) if part.images else overall
 
 
-def _warn(sites: Sequence[Site], settings: ForgetSettings) -> None:
-    followed = [layer.name for site in sites for layer in site.layers if layer.norm_kind == "BatchNorm2d"]
+def _followed(sites: Sequence[Site]) -> list[str]:
+    return [layer.name for site in sites for layer in site.layers if layer.norm_kind == "BatchNorm2d"]
+
+
+def _check_repair(sites: Sequence[Site], settings: ForgetSettings) -> None:
+    """Refuse to re-estimate what would undo the edit: batch norm divides a weakened kernel's scale out again."""
+    if settings.edit == "conv" and settings.repair and settings.alpha < 1 and (followed := _followed(sites)):
+        raise BadSetting(f"repair undoes a conv edit before batch norm ({followed[0]}); give --no-repair or --alpha 1")
+
+
+def _warn(sites: Sequence[Site], settings: ForgetSettings, opposed: int) -> None:
+    if opposed:
+        logger.warning(
+            "%d of the edited kernels respond no more to what goes than to what stays; --min-difference 0 spares them",
+            opposed,
+        )
+    followed = _followed(sites)
     if settings.edit == "conv" and followed and settings.alpha < 1:
         logger.warning(
             "batch norm follows %s: re-estimating its statistics undoes a conv edit; take another preset",
