@@ -28,8 +28,8 @@ from fedortho.figures import activations, costs, kernels, results
 from fedortho.figures.style import finding_of, png
 from fedortho.ledger import load_ledger
 from fedortho.methods import preset
-from fedortho.methods.fedortho import ForgetSettings, plan_forgetting, trace_frontier
 from fedortho.observe import Observation
+from fedortho.plan import ForgetSettings, plan_forgetting, trace_frontier
 from fedortho.presets import read_settings
 from fedortho.recipe import Recipe
 from fedortho.references import find_reference, reference_settings

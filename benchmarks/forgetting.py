@@ -24,8 +24,8 @@ from fedortho.calibrate import Refused
 from fedortho.data import Dataset, evaluation_batches
 from fedortho.ledger import load_ledger, write_ledger
 from fedortho.methods import preset
-from fedortho.methods.fedortho import ForgetSettings, Outcome, plan_forgetting, trace_frontier
 from fedortho.observe import Observation
+from fedortho.plan import ForgetSettings, Outcome, plan_forgetting, trace_frontier
 from fedortho.request import ForgetRequest
 from fedortho.results import write_results
 from fedortho.runs import Run, open_run

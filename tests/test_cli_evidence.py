@@ -16,7 +16,7 @@ from fedortho.cli_evidence import bundle_app, journal_app
 from fedortho.cli_verdict import Wishes, judged
 from fedortho.errors import FedOrthoError
 from fedortho.journal import append_entry, check_journal
-from fedortho.methods.fedortho import ForgetSettings
+from fedortho.plan import ForgetSettings
 from fedortho.request import ForgetRequest
 from fedortho.runs import TrainSettings, open_run, train_run
 from fedortho.serve import serve_request

@@ -10,8 +10,8 @@ from fedortho.audits.probe import recall
 from fedortho.data import Dataset, Images
 from fedortho.erase import Spread, check_erasable, plan_erasure, projection, spread_of, spread_sums
 from fedortho.errors import BadSetting
-from fedortho.methods.fedortho import ForgetSettings, plan_forgetting
 from fedortho.models import BasicBlock, ResNet
+from fedortho.plan import ForgetSettings, plan_forgetting
 from fedortho.prune import edit_model, load_patch, undo_patch, write_undo
 from fedortho.request import ForgetRequest
 from fedortho.scores import evaluate

@@ -38,6 +38,7 @@ TIERS = [
     {"figures/style"},
     {"figures/activations", "figures/costs", "figures/kernels", "figures/results"},
     {"figures/__init__"},
+    {"plan"},
     {"methods/contract", "methods/fedortho"},
     {f"methods/{name}" for name in BASELINES},
     {"methods/__init__"},

@@ -19,7 +19,7 @@ from fedortho.figures.activations import as_pictures
 from fedortho.files import read_json, write_json
 from fedortho.illustrate import Example, Gallery, Picture, _thumbnail, audit_pictures, illustrate
 from fedortho.markup import LEFT_OUT, Cell, Html, image, table, tag, without_images
-from fedortho.methods.fedortho import ForgetSettings
+from fedortho.plan import ForgetSettings
 from fedortho.references import find_original, find_references, reference_settings
 from fedortho.report import SECTIONS, Page, number, render, reported_request, verdict_of
 from fedortho.request import ForgetRequest

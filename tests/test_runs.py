@@ -17,8 +17,8 @@ import fedortho.runs
 from fedortho.devices import choose_device
 from fedortho.errors import BadCheckpoint, BadData, BadSetting, FedOrthoError, UnknownName
 from fedortho.files import file_digest, locked, write_tensors
-from fedortho.methods.fedortho import ForgetSettings
 from fedortho.models import build_model
+from fedortho.plan import ForgetSettings
 from fedortho.request import ForgetRequest
 from fedortho.runs import ImportSettings, TrainSettings, import_run, open_run, train_run
 from fedortho.scores import accuracy, evaluate

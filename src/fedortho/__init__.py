@@ -6,9 +6,9 @@ from fedortho.accuracies import Accuracies, accuracies_of
 from fedortho.data import Dataset, Images, images_from_tensors, make_dataset
 from fedortho.errors import FedOrthoError
 from fedortho.methods import forget, preset
-from fedortho.methods.fedortho import ForgetSettings, plan_forgetting
 from fedortho.models import build_model
 from fedortho.partition import partition
+from fedortho.plan import ForgetSettings, plan_forgetting
 from fedortho.recipe import Recipe
 from fedortho.request import ForgetRequest
 from fedortho.runs import Run, TrainSettings, open_run, train_run

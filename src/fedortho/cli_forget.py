@@ -16,7 +16,7 @@ from fedortho.data import Dataset
 from fedortho.devices import choose_device
 from fedortho.errors import FedOrthoError
 from fedortho.methods import preset
-from fedortho.methods.fedortho import ForgetSettings
+from fedortho.plan import ForgetSettings
 from fedortho.request import ForgetRequest
 from fedortho.runs import FederateSettings, Run, open_run
 from fedortho.screen import bar, bars, err, frontier_table, print_served, say

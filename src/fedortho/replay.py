@@ -16,8 +16,8 @@ from fedortho.errors import FedOrthoError
 from fedortho.federated.server import forget_in_federation
 from fedortho.files import read_tensors, tensors_digest
 from fedortho.ledger import load_ledger
-from fedortho.methods.fedortho import ForgetSettings, plan_forgetting
 from fedortho.models import MODELS, build_model
+from fedortho.plan import ForgetSettings, plan_forgetting
 from fedortho.prune import Patch
 from fedortho.request import ForgetRequest
 from fedortho.runs import FederateSettings, Run

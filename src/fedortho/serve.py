@@ -18,8 +18,8 @@ from fedortho.errors import FedOrthoError
 from fedortho.files import tensors_digest, write_json, write_tensors
 from fedortho.journal import append_entry
 from fedortho.ledger import forget_lines, load_ledger, rebind_ledger
-from fedortho.methods.fedortho import ForgetSettings, Outcome, plan_forgetting
 from fedortho.observe import Observation
+from fedortho.plan import ForgetSettings, Outcome, plan_forgetting
 from fedortho.probe import NOTHING, Probe
 from fedortho.prune import Patch, undo_patch, write_undo
 from fedortho.request import Clients, ForgetRequest

@@ -9,7 +9,7 @@ from typing import Any
 from fedortho.archive import pack_files
 from fedortho.bundle import _spelled, open_bundle
 from fedortho.files import canonical_json
-from fedortho.methods.fedortho import ForgetSettings
+from fedortho.plan import ForgetSettings
 from fedortho.request import ForgetRequest
 from fedortho.runs import Run
 

@@ -13,7 +13,7 @@ from fedortho.bundle import BadBundle, make_bundle, open_bundle, read_bundle
 from fedortho.errors import FedOrthoError
 from fedortho.federated.server import forget_in_federation, train_federation
 from fedortho.files import tensors_digest, write_tensors
-from fedortho.methods.fedortho import ForgetSettings
+from fedortho.plan import ForgetSettings
 from fedortho.prune import load_patch
 from fedortho.replay import reapply_patch, rerun_decision
 from fedortho.request import ForgetRequest

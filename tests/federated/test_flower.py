@@ -20,9 +20,9 @@ from fedortho.federated.wire import pack, unpack
 from fedortho.files import tensors_digest
 from fedortho.lessons import step_seed
 from fedortho.methods import preset
-from fedortho.methods.fedortho import plan_forgetting
 from fedortho.models import build_model
 from fedortho.observe import Observation
+from fedortho.plan import plan_forgetting
 from fedortho.probe import Probe
 from fedortho.request import ForgetRequest
 from fedortho.sites import find_sites

@@ -16,7 +16,7 @@ from fedortho.experiments import Experiment, Treatment, check_relations, network
 from fedortho.experiments.relations import Row, word
 from fedortho.federated.server import forget_in_federation, train_federation
 from fedortho.files import canonical_json
-from fedortho.methods.fedortho import ForgetSettings
+from fedortho.plan import ForgetSettings
 from fedortho.references import find_reference, reference_name, reference_settings, train_reference
 from fedortho.request import ForgetRequest
 from fedortho.results import write_results

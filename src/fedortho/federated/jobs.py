@@ -7,7 +7,7 @@ from typing import Any
 
 from fedortho.errors import FedOrthoError, unknown
 from fedortho.federated.launch import run_ray, submit
-from fedortho.methods.fedortho import ForgetSettings
+from fedortho.plan import ForgetSettings
 from fedortho.request import ForgetRequest
 from fedortho.runs import FederateSettings, Run
 from fedortho.settings import as_mapping

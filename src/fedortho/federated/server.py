@@ -24,8 +24,8 @@ from fedortho.federated.flower import FlowerEngine, News
 from fedortho.federated.members import About
 from fedortho.federation import held_rows
 from fedortho.files import locked, read_json, write_json
-from fedortho.methods.fedortho import ForgetSettings
 from fedortho.models import build_model
+from fedortho.plan import ForgetSettings
 from fedortho.probe import Probe, norm_buffers
 from fedortho.prune import Patch, bind_patch, load_patch
 from fedortho.request import ForgetRequest

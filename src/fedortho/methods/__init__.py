@@ -13,7 +13,7 @@ from fedortho.methods.bad_teacher import BadTeacher
 from fedortho.methods.class_pruning import ClassPruning
 from fedortho.methods.contract import Method, refusal, serves
 from fedortho.methods.federaser import FedEraser
-from fedortho.methods.fedortho import PRESETS, Erase, ForgetSettings, Paper, Robust, plan_forgetting
+from fedortho.methods.fedortho import PRESETS, Erase, Paper, Robust
 from fedortho.methods.finetune import FineTune
 from fedortho.methods.fused import Fused
 from fedortho.methods.logit_mask import LogitMask
@@ -23,6 +23,7 @@ from fedortho.methods.retrain import Retrain, RetrainPlain
 from fedortho.methods.salun import Salun
 from fedortho.methods.ssd import Dampen
 from fedortho.methods.unsir import Unsir
+from fedortho.plan import ForgetSettings, plan_forgetting
 from fedortho.request import ForgetRequest
 from fedortho.settings import make_settings
 

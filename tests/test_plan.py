@@ -13,8 +13,8 @@ from fedortho.data import Dataset
 from fedortho.errors import BadData, BadSetting, UnknownName
 from fedortho.files import tensors_digest
 from fedortho.methods import forget, preset
-from fedortho.methods.fedortho import ForgetSettings, plan_forgetting
 from fedortho.observe import Observation, observe
+from fedortho.plan import ForgetSettings, plan_forgetting
 from fedortho.request import ForgetRequest
 from fedortho.scores import evaluate
 from fedortho.sites import find_sites
