@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,10 +10,11 @@ from small import TinyNet
 from torch.nn import functional
 
 from fedortho.data import Augment, Images, made_images
-from fedortho.errors import BadSetting, UnknownName
+from fedortho.errors import BadData, BadSetting, UnknownName
 from fedortho.files import tensors_digest
 from fedortho.lessons import OBJECTIVES, Aim, Lesson, Manner, count_images, plan_steps, read_step
 from fedortho.recipe import Recipe
+from fedortho.scores import accuracy
 from fedortho.train import fit
 
 PLAIN = Recipe(epochs=1, batch=16, rate=0.05, crop=0, flip=0.0, ortho=0.0)
@@ -53,6 +55,53 @@ def test_a_handful_of_left_over_images_joins_the_step_before(
 ) -> None:
     steps = plan_steps([Lesson(toy.subset([place % 100 for place in range(number)]))], batch, 0, 0, "mixed")
     assert [len(rows[0]) for rows in steps] == sizes
+
+
+@pytest.mark.parametrize(
+    ("numbers", "sizes"),
+    [
+        ((2, 100), [(2, 16), (0, 16), (0, 16), (0, 16), (0, 16), (0, 20)]),
+        ((40, 1), [(16, 0), (16, 0), (8, 1)]),
+        ((7, 8), [(7, 8)]),
+        ((8, 8), [(8, 0), (0, 8)]),
+        ((1, 1), [(1, 1)]),
+        ((3, 0), [(3, 0)]),
+        ((3, 2, 30, 4), [(3, 2, 16, 0), (0, 0, 14, 4)]),
+    ],
+)
+def test_turns_let_a_lesson_of_a_handful_share_a_step_with_its_neighbour(
+    toy: Images, numbers: tuple[int, ...], sizes: list[tuple[int, ...]]
+) -> None:
+    lessons = [
+        Lesson(toy.subset(range(50 * place, 50 * place + 50)).subset(torch.arange(number) % 50))
+        for place, number in enumerate(numbers)
+    ]
+    steps = plan_steps(lessons, 16, 0, 0, "turns")
+    assert [tuple(map(len, rows)) for rows in steps] == sizes
+    for number, lesson in enumerate(lessons):
+        assert torch.equal(torch.cat([rows[number] for rows in steps]).sort().values, lesson.images.rows.sort().values)
+
+
+def test_single_images_still_come_one_by_one_where_that_is_asked_for(toy: Images) -> None:
+    lessons = [Lesson(toy.subset([place])) for place in range(3)]
+    assert len(plan_steps(lessons, 1, 0, 0, "turns")) == 3
+
+
+@pytest.mark.parametrize("order", ["mixed", "turns"])
+@pytest.mark.parametrize("first", [1, 2])
+def test_a_lesson_of_one_or_two_images_does_no_harm(toy: Images, order: str, first: int) -> None:
+    """In training mode a step on them alone would take the statistics of batch norm, and the answers, apart."""
+    net = fit(TinyNet(), toy, replace(PLAIN, epochs=6))
+    lessons = [Lesson(toy.subset(range(first)), Aim("other")), Lesson(toy.subset(range(first, 240)))]
+    assert accuracy(net, toy) > 0.9
+    assert accuracy(fit(net, lessons, replace(PLAIN, batch=64), manner=Manner(order)), toy) > 0.9
+
+
+def test_one_image_in_all_is_refused_by_a_network_with_batch_norm(toy: Images, tiny: TinyNet) -> None:
+    with pytest.raises(BadData, match="only one image to train on"):
+        fit(tiny, [Lesson(toy.subset([0])), Lesson(toy.subset([]))], PLAIN, manner=Manner("turns"))
+    with pytest.raises(BadSetting, match="use a batch of at least 2"):
+        fit(tiny, toy, replace(PLAIN, batch=1))
 
 
 def test_pairs_last_one_pass_over_the_first_and_repeat_the_second(toy: Images) -> None:

@@ -103,7 +103,9 @@ def check_lessons(model: nn.Module, lessons: Sequence[Lesson], batch: int) -> No
         raise BadSetting(
             f"{deep} has {model.get_parameter(deep).dim()} dimensions; only networks for 2d images are trained"
         )
-    if min(batch, number) == 1 and any(isinstance(m, nn.BatchNorm2d) for m in model.modules()):
+    if min(batch, number) == 1 and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
+        if number == 1:
+            raise BadData("there is only one image to train on, and batch norm needs two; give more images")
         raise BadSetting("batch norm cannot train on one image at a time; use a batch of at least 2")
 
 
@@ -131,10 +133,15 @@ def plan_steps(lessons: Sequence[Lesson], batch: int, seed: int, epoch: int, ord
     return ORDERS[order](lessons, batch, seed, epoch)
 
 
+def _least(batch: int) -> int:
+    """How many images a step has at least, if there are so many."""
+    return min(max(min(FEW, batch // 2), 2), batch)
+
+
 def _shuffled(rows: Tensor, batch: int, seed: int) -> list[Tensor]:
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
     batches = list(rows[order].split(batch))
-    if len(batches) > 1 and len(batches[-1]) < max(min(FEW, batch // 2), 2):
+    if len(batches) > 1 and len(batches[-1]) < _least(batch):
         batches[-2:] = [torch.cat(batches[-2:])]
     return batches
 
@@ -169,13 +176,17 @@ def _paired(lessons: Sequence[Lesson], batch: int, seed: int, epoch: int) -> lis
 
 
 def _turns(lessons: Sequence[Lesson], batch: int, seed: int, epoch: int) -> list[Rows]:
-    """All batches of the first lesson, then all of the next."""
+    """All batches of the first lesson, then all of the next; a lesson of a handful shares a step with its neighbour."""
     nothing = torch.zeros(0, dtype=torch.int64)
-    return [
-        [rows if place == number else nothing for place in range(len(lessons))]
-        for number, own in enumerate(_each(lessons, batch, seed, epoch))
-        for rows in own
-    ]
+    steps: list[Rows] = []
+    for number, own in enumerate(_each(lessons, batch, seed, epoch)):
+        for rows in own:
+            step = [rows if place == number else nothing for place in range(len(lessons))]
+            if steps and min(len(rows), sum(map(len, steps[-1]))) < _least(batch):
+                steps[-1] = [torch.cat(pair) for pair in zip(steps[-1], step, strict=True)]
+            else:
+                steps.append(step)
+    return steps
 
 
 ORDERS: Mapping[str, Callable[[Sequence[Lesson], int, int, int], list[Rows]]] = {

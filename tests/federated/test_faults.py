@@ -11,7 +11,7 @@ from flwr.app import Message
 from torch import nn
 
 from fedortho.data import Dataset
-from fedortho.engine import Ask, Group
+from fedortho.engine import Ask, Course, Group, Part
 from fedortho.errors import FedOrthoError
 from fedortho.federated.flower import FlowerEngine
 from fedortho.federated.inprocess import FIRST, InProcessGrid
@@ -19,6 +19,8 @@ from fedortho.federated.wire import pack, unpack
 from fedortho.federation import sample_clients
 from fedortho.files import read_json, tensors_digest
 from fedortho.plan import plan_forgetting
+from fedortho.lessons import Aim, Manner
+from fedortho.models import build_model
 from fedortho.prune import bind_patch, plan_edit
 from fedortho.request import EmptyGroup, ForgetRequest
 from fedortho.sites import find_sites
@@ -144,6 +146,24 @@ def test_nothing_to_train_on_is_refused_and_not_divided_by(make_engine) -> None:
     everything = ForgetRequest(classes=tuple(map(str, range(10))))
     with pytest.raises(FedOrthoError, match="has images to train on"):
         engine.fit(start(), Group("train", None, everything), RECIPE)
+
+
+def test_a_client_with_a_single_image_is_passed_over_like_one_without(make_engine) -> None:
+    engine = make_engine(valid=0.0)
+    three = Group("train", ForgetRequest(samples=("0/0", "1/0", "1/1")))
+    engine.fit(start(), three, replace(RECIPE, epochs=1))
+    assert (engine.history[0].clients, engine.history[0].images) == (1, 2)
+    assert not engine.line.log[-1].failed
+    with pytest.raises(FedOrthoError, match="has images to train on"):
+        engine.fit(start(), Group("train", ForgetRequest(samples=("0/0",))), RECIPE)
+
+
+def test_nobody_fails_over_the_few_images_that_it_is_to_forget(make_engine) -> None:
+    engine = make_engine(clients=20, split="dirichlet:0.3", least_images=2, model="vgg-mini")
+    net = build_model("vgg-mini", classes=10, channels=1)
+    wrong, rest = Part(Group("train", CLASS), Aim("other")), Part(Group("train", None, CLASS))
+    engine.fit(net, Course((wrong, rest), Manner("turns")), replace(RECIPE, epochs=1, ortho=0.0))
+    assert not engine.line.log[-1].failed
 
 
 def silencing(model: nn.Module):
