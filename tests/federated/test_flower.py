@@ -13,12 +13,12 @@ from small import TinyNet
 from torch import nn
 
 from fedortho.data import Dataset
-from fedortho.engine import Ask, CentralEngine, Group
+from fedortho.engine import Ask, CentralEngine, Course, Group, Part
 from fedortho.errors import BadCheckpoint
 from fedortho.federated.rounds import RunningMean
 from fedortho.federated.wire import pack, unpack
 from fedortho.files import tensors_digest
-from fedortho.lessons import step_seed
+from fedortho.lessons import Aim, Manner, step_seed
 from fedortho.methods import preset
 from fedortho.models import build_model
 from fedortho.observe import Observation
@@ -153,7 +153,33 @@ def test_running_statistics_travel_unless_they_are_local(make_engine, norms: str
     assert statistics
     assert sent & statistics == (set() if norms == "local" else statistics)
     changed = {n for n, value in start().state_dict().items() if not value.equal(trained.state_dict()[n])}
-    assert bool({f"model.{name}" for name in changed} & statistics) == (norms != "local")
+    assert {f"model.{name}" for name in changed} >= statistics, "averaged or pooled"
+
+
+@pytest.mark.parametrize("norms", ["local", "recalibrate"])
+def test_whoever_trains_gets_the_statistics_of_all_images_trained_on(
+    make_engine, digits: Dataset, tiny_digits: nn.Module, norms: str
+) -> None:
+    engine = make_engine(norms=norms)
+    engine.send_model(tiny_digits)  # the ledger that clients write is of another model than the one to come
+    gone = ForgetRequest.parse("class:5")
+    course = Course((Part(Group("train", CLASS, gone), Aim("other")), Part(Group("train", None, CLASS + gone))))
+    trained = engine.fit(tiny_digits, course, RECIPE)
+    kinds = [exchange.kind for exchange in engine.line.log[-4:]]
+    assert kinds == ["train.keep", "train.local", "train.local", "query.observe"]
+    images = digits.train.subset(digits.train.labels != 5)
+    with torch.no_grad():
+        answers = trained.get_submodule("features.0")(images.normalise(images.pixels[images.rows]))
+    assert torch.allclose(trained.get_buffer("features.1.running_mean"), answers.mean((0, 2, 3)), atol=0.01)
+    assert torch.allclose(trained.get_buffer("features.1.running_var"), answers.var((0, 2, 3)), rtol=0.05)
+    assert {note["model"] for note in engine.clients.values()} == {tensors_digest(tiny_digits.state_dict())}
+
+
+def test_frozen_statistics_are_not_pooled_either(make_engine, tiny_digits: nn.Module) -> None:
+    engine = make_engine(norms="local")
+    trained = engine.fit(tiny_digits, Course((Part(),), Manner(norms="frozen")), RECIPE)
+    for name, buffer in tiny_digits.named_buffers():
+        assert torch.equal(trained.get_buffer(name), buffer), name
 
 
 def test_a_draw_is_shared_among_those_who_can_hold_it_and_is_never_too_small_to_tell() -> None:

@@ -221,6 +221,8 @@ def test_statistics_are_pooled_at_the_end_where_they_are_not_averaged(norms: str
     assert run.record["result"]["test-accuracy"] > 0.6
     states = [read_json(path) for path in run.path.glob("clients/client-*/state.json")]
     assert {state["model"] for state in states} == {run.record["model"]["digest"]}
+    kinds = [exchange["kind"] for exchange in read_json(run.path / "wire.json")]
+    assert kinds == ["query.hello", *["train.local"] * 4, "query.observe", "train.keep"], "pooled once, then kept"
 
 
 def test_a_job_comes_from_a_flat_configuration(run: Run, tmp_path: Path) -> None:

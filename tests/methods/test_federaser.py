@@ -26,6 +26,7 @@ from fedortho.scores import accuracy
 
 LEAVING = ForgetRequest.parse("client:2")
 FEDERATION = replace(SETTINGS, model="small:SmallNet", clients=3, split="dirichlet:0.3", least_images=100)
+RECIPE = Recipe(epochs=4, rate=0.1, batch=32, schedule="constant", crop=0, flip=0.0, ortho=0.0, align=0.0)
 ERASER = FedEraser(rate=0.05, batch=32, crop=0, flip=0.0)
 
 
@@ -38,10 +39,8 @@ def engine(tmp_path: Path) -> FlowerEngine:
 @pytest.fixture
 def trained(engine: FlowerEngine, tmp_path: Path) -> nn.Module:
     """Four rounds, whose updates are kept."""
-    recipe = Recipe(epochs=4, rate=0.1, batch=32, schedule="constant", crop=0, flip=0.0, ortho=0.0, align=0.0)
-    model = engine.fit(
-        build_model("small:SmallNet", classes=10, channels=1), Group(), recipe, updates=tmp_path / "kept"
-    )
+    net = build_model("small:SmallNet", classes=10, channels=1)
+    model = engine.fit(net, Group(), RECIPE, updates=tmp_path / "kept")
     engine.send_model(model, ledger=False)
     return model
 
@@ -61,6 +60,23 @@ def test_it_replays_the_training_without_the_client_and_keeps_what_the_others_kn
     rows = held_rows(digits, FEDERATION, 0)
     there = torch.isin(digits.test.labels, digits.train.subset(torch.isin(digits.train.rows, rows[0])).labels.unique())
     assert accuracy(first, digits.test.subset(there)) > 0.5
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_statistics_that_no_client_sent_are_pooled_in_the_end(digits: Dataset, tmp_path: Path, rounds: int) -> None:
+    local = replace(FEDERATION, norms="local")
+    with in_process(local, tmp_path / "clients") as grid:
+        engine = engine_for(grid, local, digits)
+    net = build_model("small:SmallNet", classes=10, channels=1)
+    recipe = replace(RECIPE, epochs=rounds)
+    trained = engine.fit(net, Group(), recipe, updates=tmp_path / "kept")
+    forgot = unlearn(trained, engine, LEAVING, replace(ERASER, updates=str(tmp_path / "kept")))
+    assert 2 not in engine.line.log[-1].down, "the client that leaves receives nothing"
+    images = digits.train.subset(~torch.isin(digits.train.rows, held_rows(digits, local, 0)[2]))
+    with torch.no_grad():
+        answers = forgot.get_submodule("features.0")(images.normalise(images.pixels[images.rows]))
+    assert torch.allclose(forgot.get_buffer("features.1.running_mean"), answers.mean((0, 2, 3)), atol=0.02)
+    assert torch.allclose(forgot.get_buffer("features.1.running_var"), answers.var((0, 2, 3)), rtol=0.1)
 
 
 def test_steps_have_the_stored_length_and_the_first_round_is_a_mean(

@@ -5,6 +5,8 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import reduce
+from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,7 @@ from fedortho.federated.rounds import Order, RunningMean, checked, entry_of
 from fedortho.federated.wire import (
     BadReply,
     Note,
+    Tensors,
     add_observations,
     below,
     blank_observations,
@@ -33,8 +36,10 @@ from fedortho.federation import Federation, sample_clients
 from fedortho.files import read_tensors, tensors_digest, write_tensors
 from fedortho.lessons import step_seed
 from fedortho.observe import Observation
+from fedortho.probe import Probe, norm_buffers
 from fedortho.recipe import Recipe, learning_rate
 from fedortho.settings import as_mapping
+from fedortho.tail import batch_norms
 from fedortho.train import Epoch, Mask
 
 if TYPE_CHECKING:
@@ -42,6 +47,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 AT_ONCE = 12  # candidates in one exchange
+NO_MODEL: Tensors = {}
 
 
 @dataclass(frozen=True)
@@ -107,9 +113,10 @@ class FlowerEngine(Members):
     ) -> nn.Module:
         """Federated averaging: `recipe.epochs` rounds of a few passes each; the model itself stays as it was.
 
-        The rate follows the recipe by rounds. A client's first contact has no alignment. With a checkpoint a
-        killed run goes on after its last whole round, to the same bytes. `updates` is a directory that keeps what
-        every client sent in every round: much, and of interest to whoever reads it; only FedEraser needs it.
+        The rate follows the recipe by rounds. A client's first contact has no alignment. Running statistics are pooled
+        after the last round, where the federation's policy says so. With a checkpoint a killed run goes on after its
+        last whole round, to the same bytes. `updates` is a directory that keeps what every client sent in every round:
+        much, and of interest to whoever reads it; only FedEraser needs it.
         """
         current = copy.deepcopy(model).cpu().eval()
         course = as_course(what)
@@ -132,6 +139,8 @@ class FlowerEngine(Members):
                 up, down = bytes_of(self.line.log)
                 watch(News(turn + 1, recipe.epochs, 0, 0, up, down, tuple(history)))
         self.history = history
+        if order.pools:
+            self._pool_norms(current, order, there)
         return current
 
     def _round(
@@ -207,6 +216,11 @@ class FlowerEngine(Members):
             contents[client] = _with_note(packed[has_base], own)
         return contents
 
+    @property
+    def _task(self) -> Note:
+        """What a client needs to know to build the network and to read its images."""
+        return {"about": self.told, "classes": len(self.names), "channels": self.shape[0]}
+
     def _order(self, order: Order, turn: int, client: int) -> Note:
         """What a client is told to do in a round."""
         recipe = order.recipe
@@ -220,8 +234,7 @@ class FlowerEngine(Members):
             seed=seed,
         )
         aligns = self.contacts[client] >= self.federation.warmup_contacts
-        about = {"about": self.told, "classes": len(self.names), "channels": self.shape[0]}
-        return about | {"round": turn, "recipe": as_mapping(local), "align": aligns}
+        return self._task | {"round": turn, "recipe": as_mapping(local), "align": aligns}
 
     def _resume(self, path: Path | None, identity: str, current: nn.Module) -> tuple[int, list[Epoch]]:
         if path is None or not path.exists():
@@ -242,11 +255,24 @@ class FlowerEngine(Members):
 
     def measure(self, model: nn.Module, asks: Sequence[Ask]) -> list[list[Observation]]:
         """Sums over all clients that are there and have this model; one exchange."""
+        return self._observed(model, asks, self.present())
+
+    def _pool_norms(self, current: nn.Module, order: Order, there: Sequence[int]) -> None:
+        """Give the model, in place, the batch-norm statistics of all images that it was trained on; one exchange."""
+        if norms := tuple(batch_norms(current)):
+            groups = tuple(part.group for part in order.course.parts if part.given is None)
+            probe = Probe("moments", layers="all", edit="conv", tap="conv", norms=norms)
+            (found,) = self._observed(current, [Ask(groups, probe)], there, prefixed("model.", current.state_dict()))
+            current.load_state_dict(norm_buffers(reduce(add, found), 0, norms), strict=False)
+
+    def _observed(
+        self, model: nn.Module, asks: Sequence[Ask], there: Sequence[int], sent: Tensors = NO_MODEL
+    ) -> list[list[Observation]]:
+        """Sums over these clients; they have the model, or are sent it with the question and do not keep it."""
         digest = tensors_digest(model.state_dict())
-        there = self.present()
         tensors, notes = pack_asks(asks)
-        order = {"model": digest, "asks": notes, "share": max(len(there), 1), "about": self.told}
-        content = pack(tensors, order | {"least-group": self.federation.least_group})
+        order = {"model": digest, "asks": notes, "share": max(len(there), 1)} | self._task
+        content = pack({**tensors, **sent}, order | {"least-group": self.federation.least_group})
         blank, total = blank_observations(model, self.about.shape, self.names, asks), None
         for client, answer, note in self.line.ask("query.observe", dict.fromkeys(there, content)):
             exchange = self.line.log[-1]

@@ -211,14 +211,15 @@ class Holder:
         return {}, {"client": self.client, "model": self.state["model"]}
 
     def observe(self, tensors: Tensors, note: Note) -> Reply:
-        """Sums over groups of one's images; groups of too few images are withheld."""
-        if self.state["left"] or self.state["model"] != note["model"]:
+        """Sums over groups of one's images, by one's own model or one that was sent; of too few images none."""
+        sent = below("model.", tensors)
+        if self.state["left"] or (not sent and self.state["model"] != note["model"]):
             return {}, {"client": self.client, "status": "left" if self.state["left"] else "other-model"}
         asks = unpack_asks(tensors, note["asks"])
         held = self.images(note.get("about"))
         device = choose_device(self.settings.device)
-        model = self._model(note["model"]).to(device)
-        memory = Memory(load_ledger(self.place / "ledger.safetensors", model), {}, {})
+        model = (self._network(note, sent).eval() if sent else self._model(note["model"])).to(device)
+        memory = Memory(None if sent else load_ledger(self.place / "ledger.safetensors", model), {}, {})
         found, withheld = [], 0
         least = note["least-group"]
         for ask in asks:

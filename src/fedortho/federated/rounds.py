@@ -46,6 +46,11 @@ class Order:
     updates: Path | None = None  # where to keep what clients send
     norms: str = "fedavg"  # the federation's policy for running statistics
 
+    @property
+    def pools(self) -> bool:
+        """Whether running statistics are pooled when all rounds are done."""
+        return self.norms != "fedavg" and self.course.manner.norms == "train"
+
     def concerns(self, client: int) -> bool:
         """Whether this client may have images for it; one that leaves is not even asked."""
         groups = [part.group for part in self.course.parts if part.given is None]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fedortho.data import Dataset
 from fedortho.devices import choose_device
-from fedortho.engine import Ask, CentralEngine, Group
+from fedortho.engine import CentralEngine, Group
 from fedortho.errors import BadSetting, FedOrthoError
 from fedortho.federated import switch_off
 from fedortho.federated.client import client_app, federate_settings
@@ -28,6 +28,7 @@ from fedortho.models import build_model
 from fedortho.plan import ForgetSettings
 from fedortho.probe import Probe, norm_buffers
 from fedortho.prune import Patch, bind_patch, load_patch
+from fedortho.prune import Patch, load_patch
 from fedortho.request import ForgetRequest
 from fedortho.runs import FederateSettings, Run, load_run_data, open_run, relocated, train_run
 from fedortho.scores import accuracy
@@ -42,7 +43,6 @@ from fedortho.serve import (
     serve_request,
 )
 from fedortho.settings import as_mapping, make_settings
-from fedortho.tail import batch_norms
 from fedortho.train import Epoch, Mask
 
 if TYPE_CHECKING:
@@ -177,8 +177,6 @@ class _Trainer:
             updates=self.updates,
         )
         engine.send_model(trained, gone=joined(gone))
-        if settings.norms != "fedavg":
-            trained = recalibrated(engine, trained, without)
         write_log(self.path / "wire.json", engine)
         return trained, engine.history
 
@@ -190,17 +188,6 @@ def silenced(run: Run, model: nn.Module) -> dict[str, Tensor]:
         for name, mask in patch.trainable(model).items():
             masks[name] = masks[name] & mask if name in masks else mask
     return masks
-
-
-def recalibrated(engine: FlowerEngine, model: nn.Module, without: ForgetRequest | None) -> nn.Module:
-    """The model with batch-norm statistics pooled from all clients in one exchange; they are given it as a patch."""
-    norms = tuple(batch_norms(model))
-    probe = Probe("moments", layers="all", edit="conv", tap="conv", norms=norms)
-    ((pooled,),) = engine.measure(model, [Ask((Group("train", None, without),), probe)])
-    buffers = norm_buffers(pooled, 0, norms)
-    patch = bind_patch(Patch("", "", replaced=buffers), model, method="recalibrate")
-    engine.send_patch(patch, None)
-    return patch.apply(model)
 
 
 def forget_in_federation(

@@ -72,7 +72,8 @@ class FedEraser(Schedule):
                 new.load_state_dict(_first(stored))
             elif stored.clients:
                 new.load_state_dict(self._calibrated(new, stored, engine, request))
-        return new
+        retained = Group("train", None, request)
+        return engine.fit(new, retained, replace(self.recipe, epochs=0))  # pools statistics, where that is the policy
 
     def _calibrated(self, new: nn.Module, stored: Stored, engine: Engine, request: ForgetRequest) -> State:
         teams = [tuple(stored.clients)] if self.average_first else [(client,) for client in stored.clients]
@@ -90,9 +91,9 @@ class FedEraser(Schedule):
                 if not value.is_floating_point():
                     fresh[name] = value
                     continue
-                old = _mean(stored, team, name) - stored.begin[name]
                 step = value - begin_state[name]
                 if name in dict(new.named_parameters()):
+                    old = _mean(stored, team, name) - stored.begin[name]
                     step = old.norm() * step / step.norm() if float(step.norm()) else torch.zeros_like(step)
                 steps[name] = share * step + steps.get(name, 0.0)
         return {name: fresh[name] if name in fresh else value + steps[name] for name, value in begin_state.items()}
@@ -121,6 +122,6 @@ def _first(stored: Stored) -> State:
     if not stored.clients:
         return stored.begin
     team = tuple(stored.clients)
-    floats = {name for name, value in stored.begin.items() if value.is_floating_point()}
-    counters = {name: stored.clients[team[0]][name] for name in stored.begin.keys() - floats}
-    return {name: _mean(stored, team, name) for name in floats} | counters
+    sent = stored.clients[team[0]]  # without running statistics, if they are local
+    means = {name: _mean(stored, team, name) if value.is_floating_point() else value for name, value in sent.items()}
+    return {**stored.begin, **means}
