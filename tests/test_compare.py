@@ -5,15 +5,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from commands import told
 from small import SETTINGS, write_images
+from small import SETTINGS
+from torch import nn
 
+import fedortho.compare as compare_module
 from fedortho.accuracies import accuracies_of
 from fedortho.compare import Row, best, chosen_methods, compare, gaps, place_of, settings_for, table
+from fedortho.compare import Row, best, chosen_methods, compare, gaps, settings_for, table
+from fedortho.cost import Meter
 from fedortho.engine import CentralEngine
 from fedortho.errors import FedOrthoError, UnknownName
 from fedortho.federated.server import patches_of, train_federation
 from fedortho.files import read_json, write_json
+from fedortho.methods.contract import CannotServe, Method
 from fedortho.methods.retrain import Retrain
 from fedortho.request import ForgetRequest
 from fedortho.runs import Run, TrainSettings, load_run_data, open_run, train_run
@@ -54,6 +61,22 @@ def test_a_comparison_writes_each_method_as_it_goes_and_resumes(run: Run, tmp_pa
     assert again[1].weights == "as it was", "it was not run again"
     other = compare(run, data, REQUEST, ["finetune"], tmp_path, settings={"finetune": {"epochs": 2}})
     assert other[0].weights not in ("as it was", first[1].weights), "other settings are another result"
+
+
+def test_a_method_gets_the_model_on_the_cpu_and_the_engine_the_device(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = []
+
+    def looking(model: nn.Module, engine: Meter, request: ForgetRequest, method: Method) -> nn.Module:
+        assert isinstance(engine.engine, CentralEngine)
+        devices.extend([str(engine.engine.device), *{weight.device.type for weight in model.parameters()}])
+        raise CannotServe("that was all")
+
+    monkeypatch.setattr(compare_module, "choose_device", lambda _: torch.device("meta"))
+    monkeypatch.setattr(compare_module, "unlearn", looking)
+    compare(run, load_run_data(run.settings), REQUEST, ["finetune"], tmp_path)
+    assert devices == ["meta", "cpu"]
 
 
 def test_retraining_is_done_once_and_every_outcome_is_a_run_of_its_own(run: Run, tmp_path: Path) -> None:

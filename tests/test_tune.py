@@ -4,10 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
+import fedortho.compare as compare_module
 import fedortho.tune as tune_module
-from fedortho.engine import Engine
+from fedortho.engine import CentralEngine, Engine
 from fedortho.errors import BadSetting, FedOrthoError, UnknownName
 from fedortho.files import read_json
 from fedortho.methods import METHODS
@@ -89,6 +91,24 @@ def test_an_attempt_that_fails_says_why_and_never_is_the_best(run: Run, monkeypa
     assert [attempt.error for attempt in found] == ["", "the loss diverged"]
     with pytest.raises(FedOrthoError, match="no settings of ssd worked, so none is best: the loss diverged"):
         tune(run, data, REQUEST, "ssd", Budget(trials=2, images=300))
+
+
+def test_an_attempt_gets_the_model_on_the_cpu_and_the_engine_the_device(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = []
+
+    def looking(model: nn.Module, engine: Engine, request: ForgetRequest, method: Method) -> nn.Module:
+        assert isinstance(engine, CentralEngine)
+        devices.extend([str(engine.device), *{weight.device.type for weight in model.parameters()}])
+        raise FedOrthoError("that was all")
+
+    monkeypatch.setattr(compare_module, "choose_device", lambda _: torch.device("meta"))
+    monkeypatch.setattr(tune_module, "_baseline", lambda *_: (1.0, 0.0))
+    monkeypatch.setattr(tune_module, "unlearn", looking)
+    with pytest.raises(FedOrthoError, match="that was all"):
+        tune(run, load_run_data(run.settings), REQUEST, "ssd", Budget(trials=1))
+    assert devices == ["meta", "cpu"]
 
 
 def test_what_cannot_be_tuned_is_refused(run: Run) -> None:

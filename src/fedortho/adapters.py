@@ -67,8 +67,8 @@ class LowRank(nn.Module):
 
 
 def attach(model: nn.Module, adapters: Adapters) -> nn.Module:
-    """A copy with adapters; everything else in it is frozen."""
-    twin = copy.deepcopy(model).requires_grad_(False)
+    """A copy on the CPU with adapters; everything else in it is frozen."""
+    twin = copy.deepcopy(model).cpu().requires_grad_(False)
     for number, name in enumerate(adapters.layers):
         layer = twin.get_submodule(name)
         kind = Sparse if adapters.kind == "sparse" else LowRank

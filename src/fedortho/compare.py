@@ -211,7 +211,7 @@ def _outcome(place: Place, request: ForgetRequest, method: Method, references: P
             found = find_reference(beside, settings, place.data.digest)
         run = found or train_reference(into, reference_name(place.run, request, settings), settings)
         return run.load_model(), reference_cost(run, place.data)
-    model = place.run.load_model().to(place.device)
+    model = place.run.load_model()
     with place.engine() as engine:
         meter = Meter(engine, model)
         forgot = unlearn(model, meter, request, method)

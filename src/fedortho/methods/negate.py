@@ -37,8 +37,8 @@ class Negate(Schedule):
 
 
 def negated(model: nn.Module, names: Sequence[str], shape: tuple[int, int, int]) -> nn.Module:
-    """A copy with these layers negated; refused if that changes no answer."""
-    twin = copy.deepcopy(model)
+    """A copy on the CPU with these layers negated; refused if that changes no answer."""
+    twin = copy.deepcopy(model).cpu()
     with torch.no_grad():
         for name in names:
             for weight in twin.get_submodule(name).parameters(recurse=False):
@@ -50,7 +50,7 @@ def negated(model: nn.Module, names: Sequence[str], shape: tuple[int, int, int])
 
 def _answers(model: nn.Module, shape: tuple[int, int, int]) -> Tensor:
     """What it says to noise, with the statistics of that batch: stale running ones would always differ."""
-    twin = copy.deepcopy(model).eval()
+    twin = copy.deepcopy(model).cpu().eval()
     for module in twin.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.train()
