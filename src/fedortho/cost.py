@@ -111,6 +111,9 @@ class Meter:
     def check(self, request: ForgetRequest, forgotten: ForgetRequest | None) -> None:
         self.engine.check(request, forgotten)
 
+    def identify(self, group: Group) -> str:
+        return self.engine.identify(group)
+
     def _count(self, model: nn.Module, before: Tally) -> None:
         spent = self.engine.tally.since(before)
         forward, step = flops_per_image(model, self.shape)

@@ -157,6 +157,10 @@ class Engine(Protocol):
         """Refuse a request that names nothing, everything, or what is not there."""
         ...
 
+    def identify(self, group: Group) -> str:
+        """A digest of which images a group is, for what is kept of them beyond the engine."""
+        ...
+
 
 @dataclass
 class CentralEngine:
@@ -226,6 +230,10 @@ class CentralEngine:
 
     def check(self, request: ForgetRequest, forgotten: ForgetRequest | None) -> None:
         request.split(Group(but=forgotten).select(self.data.train, self.clients), self.clients)
+
+    def identify(self, group: Group) -> str:
+        images = self._images(group)
+        return f"{self.data.digest}:{tensors_digest({'rows': images.rows, 'labels': images.labels})}"
 
     def _images(self, group: Group) -> Images:
         images: Images = getattr(self.data, group.split)

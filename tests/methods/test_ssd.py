@@ -1,15 +1,18 @@
 """SSD against an oracle that does everything by hand in float64."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from small import SETTINGS
 from torch import Tensor, nn
 from torch.nn import functional
 
 from fedortho.data import Dataset, Images
 from fedortho.engine import CentralEngine
 from fedortho.errors import BadCheckpoint
+from fedortho.federated.server import engine_for, in_process
 from fedortho.files import tensors_digest
 from fedortho.methods.ssd import Dampen
 from fedortho.request import ForgetRequest
@@ -78,6 +81,33 @@ def test_the_importance_of_all_images_is_kept_and_needs_no_second_pass(
     assert tensors_digest(first.state_dict()) == tensors_digest(again.state_dict())
     with pytest.raises(BadCheckpoint, match="of another model, batch or variant"):
         Dampen(batch=32, keep=method.keep)(small_net, engine, REQUEST)
+
+
+def test_an_importance_over_other_images_is_not_taken_for_that_of_all(
+    digits: Dataset, small_net: nn.Module, engine: CentralEngine, tmp_path: Path
+) -> None:
+    method = Dampen(alpha=50.0, keep=str(tmp_path / "importance.safetensors"))
+    some = CentralEngine(replace(digits, train=digits.train.subset(range(400))))
+    method(small_net, some, REQUEST)
+    with pytest.raises(BadCheckpoint, match="or over other images; choose another keep"):
+        method(small_net, engine, REQUEST)
+
+
+def test_a_federation_that_lost_a_client_does_not_reuse_what_it_kept(
+    digits: Dataset, small_net: nn.Module, tmp_path: Path
+) -> None:
+    method = Dampen(alpha=50.0, keep=str(tmp_path / "importance.safetensors"))
+    settings = replace(SETTINGS, model="small:SmallNet")
+    kept = []
+    with in_process(settings, tmp_path / "clients") as grid:
+        for _ in range(2):
+            engine = engine_for(grid, settings, digits)
+            engine.send_model(small_net, ledger=False)
+            kept.append(tensors_digest(method(small_net, engine, REQUEST).state_dict()))
+        smaller = engine_for(grid, settings, digits, [ForgetRequest.parse("client:1")])
+        with pytest.raises(BadCheckpoint, match="or over other images"):
+            method(small_net, smaller, REQUEST)
+    assert kept[0] == kept[1]
 
 
 def test_running_statistics_stay(small_net: nn.Module, engine: CentralEngine) -> None:

@@ -1,6 +1,8 @@
 """The federation as an engine: averaged rounds, summed answers, patches, over whatever Flower grid it is given."""
 
 import copy
+import hashlib
+import json
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -256,6 +258,11 @@ class FlowerEngine(Members):
     def measure(self, model: nn.Module, asks: Sequence[Ask]) -> list[list[Observation]]:
         """Sums over all clients that are there and have this model; one exchange."""
         return self._observed(model, asks, self.present())
+
+    def identify(self, group: Group) -> str:
+        """By how many images each client says it has: which ones they are is known only there."""
+        held = {client: self.clients[client]["images"] for client in self.present()}
+        return hashlib.sha256(json.dumps([pack_group(group), self.told, held]).encode()).hexdigest()
 
     def _pool_norms(self, current: nn.Module, order: Order, there: Sequence[int]) -> None:
         """Give the model, in place, the batch-norm statistics of all images that it was trained on; one exchange."""

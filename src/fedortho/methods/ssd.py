@@ -47,31 +47,34 @@ class Dampen:
         forget, _ = begin(self, engine, request)
         kind, loss = ("fisher-abs", "norm") if self.label_free else ("fisher", "cross-entropy")
         probe = Probe(kind, batch=self.batch, loss=loss)
-        known = self._kept(model)
+        about = self._about(model, engine) if self.keep else {}
+        known = self._kept(about)
         asks = [Ask((forget, Group()) if known is None else (forget,), probe)]
         (found,) = engine.measure(model, asks)
         gone, *everything = [{name: found_one.mean(name) for name in found_one.sums} for found_one in found]
         if known is None:
             known = everything[0]
-            self._keep(model, known)
+            self._keep(known, about)
         return dampened(model, gone, known, self.alpha, self.lam)
 
-    def _about(self, model: nn.Module) -> dict[str, object]:
-        return {"model": tensors_digest(model.state_dict()), "batch": self.batch, "label-free": self.label_free}
+    def _about(self, model: nn.Module, engine: Engine) -> dict[str, object]:
+        of_what = {"model": tensors_digest(model.state_dict()), "images": engine.identify(Group())}
+        return of_what | {"batch": self.batch, "label-free": self.label_free}
 
-    def _kept(self, model: nn.Module) -> Importance | None:
+    def _kept(self, about: Mapping[str, object]) -> Importance | None:
         if not self.keep or not Path(self.keep).exists():
             return None
         tensors, note = read_tensors(Path(self.keep))
-        if note != self._about(model):
+        if note != about:
             raise BadCheckpoint(
-                f"{self.keep} holds importances of another model, batch or variant; choose another keep"
+                f"{self.keep} holds importances of another model, batch or variant, or over other images; "
+                "choose another keep"
             )
         return tensors
 
-    def _keep(self, model: nn.Module, importance: Importance) -> None:
+    def _keep(self, importance: Importance, about: Mapping[str, object]) -> None:
         if self.keep:
-            write_tensors(Path(self.keep), importance, self._about(model))
+            write_tensors(Path(self.keep), importance, about)
 
 
 def dampened(model: nn.Module, gone: Importance, everything: Importance, alpha: float, lam: float) -> nn.Module:
