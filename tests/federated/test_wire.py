@@ -1,4 +1,5 @@
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -105,7 +106,8 @@ def test_a_foreign_record_is_refused() -> None:
 
 def test_a_course_survives_the_way_with_its_teachers_and_made_images() -> None:
     teacher = TinyNet()
-    noise = made_images(torch.randn(5, 1, 8, 8), torch.tensor([2] * 5), ("a", "b", "c", "d"))
+    noise = made_images(torch.randn(6, 1, 8, 8), torch.tensor([0, 1, 2, 3, 0, 1]), ("a", "b", "c", "d"))
+    noise = replace(noise, rows=torch.tensor([4, 1, 2] * 20))
     forget = Group("train", ForgetRequest.parse("class:3"), seed=4)
     parts = (Part(forget, Aim("other", -0.5, "wise", once=True, seed=9), 0.3), Part(given=noise))
     course = Course(parts, Manner("paired", "frozen", "adam", "imitate", 2.0, 3), {"wise": teacher}, Adapters(("fc",)))
@@ -121,5 +123,7 @@ def test_a_course_survives_the_way_with_its_teachers_and_made_images() -> None:
     assert tensors_digest(found.teachers["wise"].state_dict()) == tensors_digest(teacher.state_dict())
     made = found.parts[1].given
     assert made is not None
-    assert torch.equal(made.pixels, noise.pixels)
-    assert made.labels.tolist() == [2] * 5
+    assert torch.equal(made.pixels[made.rows], noise.pixels[noise.rows])
+    assert torch.equal(made.labels, noise.labels)
+    assert made.labels.tolist() == [0, 1, 2] * 20
+    assert len(made.pixels) == 3, "an image that is shown twenty times travels once, an unused one never"

@@ -109,8 +109,9 @@ def pack_course(course: Course) -> tuple[dict[str, Tensor], Note]:
     for number, part in enumerate(course.parts):
         note: Note = {"group": pack_group(part.group), "aim": asdict(part.aim), "fraction": part.fraction}
         if part.given is not None:
-            tensors[f"given.{number}.pixels"] = part.given.pixels[part.given.rows]
-            tensors[f"given.{number}.labels"] = part.given.labels
+            used, rows = part.given.rows.unique(return_inverse=True)  # an image that is shown often travels once
+            made = {"pixels": part.given.pixels[used], "labels": part.given.store_labels[used], "rows": rows}
+            tensors |= prefixed(f"given.{number}.", made)
         parts.append(note)
     for name, teacher in course.teachers.items():
         tensors |= prefixed(f"teacher.{name}.", teacher.state_dict())
@@ -124,7 +125,7 @@ def unpack_course(tensors: Tensors, note: Note, names: Sequence[str], build: Cal
     parts = []
     for number, about in enumerate(note["parts"]):
         made = below(f"given.{number}.", tensors)
-        given = made_images(made["pixels"], made["labels"], names) if made else None
+        given = replace(made_images(made["pixels"], made["labels"], names), rows=made["rows"]) if made else None
         parts.append(Part(unpack_group(about["group"]), Aim(**about["aim"]), about["fraction"], given))
     teachers = {name: build(below(f"teacher.{name}.", tensors)) for name in note["teachers"]}
     about = note["adapters"]
