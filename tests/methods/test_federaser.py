@@ -12,7 +12,9 @@ from fedortho.data import Dataset
 from fedortho.engine import CentralEngine, Group
 from fedortho.errors import BadCheckpoint
 from fedortho.federated.flower import FlowerEngine
+from fedortho.federated.rounds import Order
 from fedortho.federated.server import engine_for, in_process
+from fedortho.federated.wire import Note
 from fedortho.federation import held_rows
 from fedortho.files import tensors_digest
 from fedortho.methods import make_method, unlearn
@@ -77,6 +79,25 @@ def test_statistics_that_no_client_sent_are_pooled_in_the_end(digits: Dataset, t
         answers = forgot.get_submodule("features.0")(images.normalise(images.pixels[images.rows]))
     assert torch.allclose(forgot.get_buffer("features.1.running_mean"), answers.mean((0, 2, 3)), atol=0.02)
     assert torch.allclose(forgot.get_buffer("features.1.running_var"), answers.var((0, 2, 3)), rtol=0.1)
+
+
+def test_clients_shuffle_otherwise_in_every_replayed_round(
+    engine: FlowerEngine, trained: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds: list[int] = []
+    really = FlowerEngine._order
+
+    def told(self: FlowerEngine, order: Order, turn: int, client: int) -> Note:
+        note = really(self, order, turn, client)
+        seeds.append(note["recipe"]["seed"])
+        return note
+
+    monkeypatch.setattr(FlowerEngine, "_order", told)
+    method = replace(ERASER, updates=str(tmp_path / "kept"))
+    method(trained, engine, LEAVING)
+    assert len(seeds) == len(set(seeds)) == 3 * 2, "three calibrated rounds of two clients"
+    replace(method, interval=3)(trained, engine, LEAVING)
+    assert seeds[6:] == seeds[4:6], "a stored round has the seeds that are its own"
 
 
 def test_steps_have_the_stored_length_and_the_first_round_is_a_mean(

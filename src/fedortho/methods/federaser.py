@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fedortho.engine import Course, Engine, Group, Part
 from fedortho.errors import BadCheckpoint, BadSetting
 from fedortho.files import read_tensors
-from fedortho.lessons import Manner
+from fedortho.lessons import Manner, step_seed
 from fedortho.methods.contract import CannotServe, Schedule, begin
 from fedortho.request import ForgetRequest
 
@@ -27,6 +27,7 @@ class Stored:
     clients: Mapping[int, State]
     images: Mapping[int, int]
     epochs: int
+    turn: int
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,10 @@ class FedEraser(Schedule):
         steps: dict[str, Tensor] = {}
         fresh: dict[str, Tensor] = {}
         begin_state = {name: value.clone() for name, value in new.state_dict().items()}
+        seed = step_seed(self.seed, stored.turn, 0)  # else clients would shuffle alike in every round
+        recipe = replace(self.recipe, epochs=1, seed=seed)
         for team in teams:
             group = Group("train", ForgetRequest(clients=team), request)
-            recipe = replace(self.recipe, epochs=1)
             trained = engine.fit(new, Course((Part(group),), manner), recipe).state_dict()
             share = sum(stored.images[client] for client in team) / total
             for name, value in trained.items():
@@ -110,7 +112,7 @@ def read_round(place: Path, model: nn.Module, request: ForgetRequest) -> Stored:
         if client not in request.clients:
             clients[client], about = read_tensors(path)
             images[client] = int(about["images"])
-    return Stored(state, clients, images, int(note["epochs"]))
+    return Stored(state, clients, images, int(note["epochs"]), int(place.name.partition("-")[2]))
 
 
 def _mean(stored: Stored, team: tuple[int, ...], name: str) -> Tensor:
