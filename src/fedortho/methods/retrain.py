@@ -13,9 +13,10 @@ from fedortho.request import KINDS, ForgetRequest
 
 @dataclass(frozen=True)
 class Retrain(Recipe):
-    """A fresh network, trained on what stays by the recipe of the original, penalties and all.
+    """A fresh network, trained on what stays by the recipe that these settings are, penalties and all.
 
-    So the gap to it tells what forgetting does, and not what a penalty does. The classifier keeps its outputs:
+    With the recipe of the original, which `compare` gives it, the gap to it tells what forgetting does, and not what
+    a penalty does; left out, they are a recipe's defaults, whatever the original was. The classifier keeps its outputs:
     that of a forgotten class just never has an image. A federation averages over all clients, each with the
     images that it may keep.
     """
