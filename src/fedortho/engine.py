@@ -162,6 +162,11 @@ class Engine(Protocol):
         ...
 
 
+def or_withheld(engine: Engine) -> str:
+    """What an error about missing images adds in a federation, whose clients may have withheld them."""
+    return ", or no client has --least-group of them" if engine.is_federated else ""
+
+
 @dataclass
 class CentralEngine:
     """All images in one place."""

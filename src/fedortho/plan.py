@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedortho.calibrate import RATIOS, SHARES, Bench, Candidate, Trial, calibrate
 from fedortho.data import Dataset
-from fedortho.engine import Ask, CentralEngine, Engine, Group, Tally
+from fedortho.engine import Ask, CentralEngine, Engine, Group, Tally, or_withheld
 from fedortho.erase import check_erasable, plan_erasure
 from fedortho.errors import BadData, BadSetting, unknown
 from fedortho.files import tensors_digest
@@ -240,7 +240,7 @@ class _Task:
     def _set_baseline(self, found: Sequence[Observation], by_label: Sequence[Observation] = ()) -> None:
         kept = found[-1]
         if not kept.images:
-            few = ", or no client has --least-group of them" if self.engine.is_federated else ""
+            few = or_withheld(self.engine)
             raise BadData(
                 f"no validation image is left to measure trials on{few}; train with --valid above 0, or give --ratio"
             )
@@ -271,7 +271,7 @@ class _Task:
         *gone, kept = groups
         for part, o in zip(self.parts, gone, strict=True):
             if not o.images:
-                few = ", or no client has --least-group of them" if self.engine.is_federated else ""
+                few = or_withheld(self.engine)
                 raise EmptyGroup(f"{part} has no training image (left){few}; there is nothing to forget")
         if not kept.images:
             raise EmptyGroup(f"{self.request} selects all images; nothing would be left to keep: retrain")

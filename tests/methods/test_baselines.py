@@ -1,16 +1,19 @@
 """What is peculiar to single methods."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from small import SETTINGS
 from torch import Tensor, nn
 from torch.nn import functional
 
 from fedortho.adapters import take_off
 from fedortho.data import Dataset
 from fedortho.engine import CentralEngine
-from fedortho.errors import BadSetting, FedOrthoError
+from fedortho.errors import BadData, BadSetting, FedOrthoError
+from fedortho.federated.server import engine_for, in_process
 from fedortho.files import tensors_digest
 from fedortho.methods.bad_teacher import BadTeacher
 from fedortho.methods.class_pruning import ClassPruning, most_telling, tf_idf
@@ -150,6 +153,20 @@ def test_tf_idf_prefers_what_fires_for_the_class_alone() -> None:
     expected = [0.8 * torch.tensor(1.5).log(), 0.2 * torch.tensor(0.75).log(), 0.0]  # log(3 / (1 + number above mean))
     assert torch.allclose(scores, torch.tensor(expected).double())
     assert most_telling({"layer": scores}, 0.3)["layer"].tolist() == [0], "the most telling goes, not the least"
+
+
+def test_a_class_that_clients_withhold_is_not_said_to_be_missing(
+    digits: Dataset, small_net: nn.Module, tmp_path: Path
+) -> None:
+    settings = replace(SETTINGS, model="small:SmallNet", least_group=200)
+    with in_process(settings, tmp_path / "clients") as grid:
+        federated = engine_for(grid, settings, digits)
+    federated.send_model(small_net, ledger=False)
+    with pytest.raises(BadData, match="no training image shows class 0, or no client has --least-group of them; TF"):
+        ClassPruning()(small_net, federated, REQUEST)
+    some = CentralEngine(replace(digits, train=digits.train.subset(digits.train.labels != 0)))
+    with pytest.raises(BadData, match="no training image shows class 0; TF-IDF"):
+        ClassPruning()(small_net, some, REQUEST)
 
 
 def test_pruned_channels_stay_silent_through_the_fine_tuning(small_net: nn.Module, engine: CentralEngine) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fedortho.engine import Ask, Engine, Group
+from fedortho.engine import Ask, Engine, Group, or_withheld
 from fedortho.errors import BadData, BadSetting
 from fedortho.methods.contract import Schedule, begin
 from fedortho.probe import Probe
@@ -49,7 +49,8 @@ class ClassPruning(Schedule):
         (found,) = engine.measure(model, [Ask(groups, probe)])
         if not all(observation.images for observation in found):
             empty = [name for name, seen in zip(engine.names, found, strict=True) if not seen.images]
-            raise BadData(f"no training image shows class {empty[0]}; TF-IDF compares all classes")
+            few = or_withheld(engine)
+            raise BadData(f"no training image shows class {empty[0]}{few}; TF-IDF compares all classes")
         means = {site.name: torch.stack([o.mean(site.name) for o in found]) for site in sites}  # (classes, kernels)
         chosen = most_telling(tf_idf(means, request.labels(engine.names)), self.ratio)
         patch = plan_edit(model, sites, {s: (k, torch.ones(len(k)).double()) for s, k in chosen.items()}, "channel")
