@@ -80,6 +80,11 @@ HEAVY = {
     "tensorboard",
 }
 
+ON_THE_CPU = {  # what they are given has left the device already: answers, sums, weights
+    *("data", "lira", "mia", "rank", "audits/distance", "audits/probe", "federated/holder", "federated/wire"),
+    *("figures/activations", "methods/class_pruning", "methods/fedortho", "methods/ssd"),
+}
+
 
 def imports(tree: ast.AST) -> list[str]:
     found = []
@@ -114,3 +119,15 @@ def test_heavy_libraries_load_only_when_used_and_unsafe_ones_never() -> None:
             assert name.split(".")[0] not in HEAVY or is_grid, f"{path.stem} imports {name} at the top"
             assert name != "fedortho.federated.inprocess", f"{path.stem} loads Flower whether it is used or not"
         assert not {"pickle", "torchvision"} & {name.split(".")[0] for name in imports(tree)}
+
+
+def test_numbers_come_to_the_cpu_before_they_become_float64_which_mps_lacks() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        lines = path.read_text().splitlines()
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        methods = [(call.func, ast.unparse(call)) for call in calls if isinstance(call.func, ast.Attribute)]
+        for method, words in methods:
+            if method.attr == "double" or (method.attr in ("to", "type") and "float64" in words):
+                came = ".cpu()" in ast.unparse(method.value) or "# on the CPU" in lines[method.lineno - 1]
+                module = str(path.relative_to(PACKAGE).with_suffix(""))
+                assert came or module in ON_THE_CPU, f"{module}: {words} fails on MPS; call .cpu() first"

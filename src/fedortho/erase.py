@@ -116,7 +116,7 @@ def spread_sums(
     for inputs, _ in evaluation_batches(images, device=device):
         whole, single, answers = _responses(model, sites, inputs)
         shares = answers.softmax(1)
-        sums["answers"] += shares.double().sum(0).cpu()
+        sums["answers"] += shares.cpu().double().sum(0)
         for name, _ in _taps(sites):
             found = whole.get(name, single.get(name))
             assert found is not None, "checked before"
@@ -127,7 +127,7 @@ def spread_sums(
                 ("second", rows @ rows.T),
                 ("answered", flat.mean(2).T @ shares),
             ):
-                sums[f"{name}:{what}"] += value.double().flatten().cpu()
+                sums[f"{name}:{what}"] += value.cpu().double().flatten()
     return Observation(sums, torch.tensor([len(images)]))
 
 
@@ -201,15 +201,16 @@ def _absorbed(model: nn.Module, layer: Layer, own: Spread, taken: Tensor, rest: 
     conv = model.get_submodule(layer.name)
     weight = conv.get_parameter("weight").detach()
     bias = torch.zeros(len(weight)) if conv.bias is None else conv.get_parameter("bias").detach()
-    rows, shift = weight.double().flatten(1), bias.double()
+    rows, shift = weight.cpu().double().flatten(1), bias.cpu().double()
     changed: dict[str, Tensor] = {}
     if layer.norm:
         norm = model.get_submodule(layer.norm)
         assert isinstance(norm, nn.BatchNorm2d), "checked before"
         assert norm.running_mean is not None, "checked before"
         assert norm.running_var is not None, "checked before"
-        scale = norm.weight.detach().double() / (norm.running_var.double() + norm.eps).sqrt()
-        rows, shift = scale[:, None] * rows, scale * (shift - norm.running_mean.double()) + norm.bias.detach().double()
+        scale = norm.weight.detach().cpu().double() / (norm.running_var.cpu().double() + norm.eps).sqrt()
+        rows, shift = scale[:, None] * rows, scale * (shift - norm.running_mean.cpu().double())
+        shift = shift + norm.bias.detach().cpu().double()
         mean = own.mean.mean(1)
         variance = (taken @ (own.second - torch.outer(mean, mean)) @ taken.T).diagonal().clamp_min(0)
         changed[f"{layer.norm}.weight"] = (variance + norm.eps).sqrt()

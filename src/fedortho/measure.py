@@ -130,7 +130,7 @@ def _classifier_watched(model: nn.Module, case: Case, seen: list[Tensor]) -> Ite
     if name is None:
         yield
         return
-    keep = model.get_submodule(name).register_forward_pre_hook(lambda _, given: seen.append(given[0].double().cpu()))
+    keep = model.get_submodule(name).register_forward_pre_hook(lambda _, given: seen.append(given[0].cpu().double()))
     try:
         yield
     finally:
@@ -140,7 +140,7 @@ def _classifier_watched(model: nn.Module, case: Case, seen: list[Tensor]) -> Ite
 def share_right(answers: Answers) -> float:
     if not len(answers):
         raise BadData("there is no image to measure this on")
-    return float((answers.probabilities.argmax(1) == answers.labels).double().mean())
+    return float((answers.probabilities.argmax(1) == answers.labels).double().mean())  # on the CPU
 
 
 def _accuracy(answers: Answers) -> Reading:
@@ -175,7 +175,7 @@ def client_changes(look: Look, original: Look) -> Tensor:
         answers.probabilities.argmax(1) == answers.labels
         for answers in (look.answers("clients"), original.answers("clients"))
     ]
-    change = right[0].double() - right[1].double()
+    change = right[0].double() - right[1].double()  # on the CPU
     return torch.stack([part.mean() for part in change.split(sizes)])
 
 

@@ -106,7 +106,7 @@ def observe(
                     raise BadData(f"label {int(labels.max())} but {classes} classes are known")
                 peaks = _peaks(model, inputs.contiguous(memory_format=torch.channels_last), wanted)
                 for key, peak in peaks.items():
-                    sums[key].index_add_(0, labels.cpu(), peak.double().cpu())
+                    sums[key].index_add_(0, labels.cpu(), peak.cpu().double())
                 counts += torch.bincount(labels.cpu(), minlength=classes)
                 if progress is not None and isinstance(images, Images):
                     progress(int(counts.sum()), len(images))

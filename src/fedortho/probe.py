@@ -187,8 +187,8 @@ def _right(
         for number, twin, tail in _tried(model, group, probe, memory, device):
             with torch.no_grad():
                 answers = run_tail(twin, tail.cut, tail.inputs).argmax(1).cpu()
-            right = group.labels[answers == group.labels]
-            sums[f"{number}"] = torch.bincount(right, minlength=whole.classes).double().unsqueeze(1)
+            right = torch.bincount(group.labels[answers == group.labels], minlength=whole.classes)
+            sums[f"{number}"] = right.double().unsqueeze(1)  # on the CPU
     return Observation(sums, torch.bincount(group.labels, minlength=whole.classes))
 
 
@@ -212,7 +212,7 @@ def _moments(
         for number, twin, tail in _tried(model, group, probe, memory, device):
             buffers, count = repair(twin, tail.cut, probe.norms, tail.inputs)
             for norm in probe.norms:
-                mean, variance = (buffers[f"{norm}.running_{kind}"].double().cpu() for kind in ("mean", "var"))
+                mean, variance = (buffers[f"{norm}.running_{kind}"].cpu().double() for kind in ("mean", "var"))
                 sums[f"{number}:{norm}:mean"] = count * mean.unsqueeze(0)
                 sums[f"{number}:{norm}:square"] = count * (variance + mean.square()).unsqueeze(0)
     return Observation(sums, torch.tensor([count]))
@@ -250,7 +250,7 @@ def _classifier(
     sums = {f"{number}:{kind}": nothing for number in range(len(probe.patches)) for kind in ("sum", "square")}
     if len(group):
         for number, twin, tail in _tried(model, group, probe, memory, device):
-            given = classifier_inputs(twin, tail.cut, probe.classifier, tail.inputs).cpu()
+            given = classifier_inputs(twin, tail.cut, probe.classifier, tail.inputs)
             sums[f"{number}:sum"] = given.sum(0, keepdim=True)
             sums[f"{number}:square"] = given.square().sum(0, keepdim=True)
     return Observation(sums, torch.tensor([len(group)]))
@@ -276,7 +276,7 @@ def _derived(reduce: Callable[[Tensor], Tensor]) -> "Answer":
             gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
             for name, gradient in zip(weights, gradients, strict=True):
                 if gradient is not None:
-                    sums[name] += reduce(gradient.double()).view(1, -1).cpu()
+                    sums[name] += reduce(gradient.cpu().double()).view(1, -1)
             batches += 1
         memory.images_trained += len(group)
         return Observation(sums, torch.tensor([batches]))
@@ -321,7 +321,7 @@ def _averages(
             for inputs, labels in evaluation_batches(group, device=device):
                 model(inputs)
                 for name, means in seen.items():
-                    sums[name].index_add_(0, labels.cpu(), means.double().cpu())
+                    sums[name].index_add_(0, labels.cpu(), means.cpu().double())
     finally:
         for handle in handles:
             handle.remove()

@@ -72,7 +72,7 @@ def logits_of(model: nn.Module, images: Images, *, device: torch.device | str = 
     if not len(images):
         raise BadData("there are no images to answer to")
     with evaluating(model):
-        return torch.cat([outputs.double().cpu() for outputs, _ in _answered(model, images, device)])
+        return torch.cat([outputs.cpu().double() for outputs, _ in _answered(model, images, device)])
 
 
 def refuse_broken(logits: Tensor, what: str) -> None:

@@ -34,7 +34,7 @@ def find_classifier(model: nn.Module, classes: int, example: Tensor) -> str | No
 
 
 def classifier_inputs(twin: nn.Module, cut: Cut, classifier: str, remembered: Tensor) -> Tensor:
-    """What the classifier receives, (n, features), float64."""
+    """What the classifier receives, (n, features), float64 on the CPU."""
     seen: list[Tensor] = []
 
     def keep(_: nn.Module, given: tuple[Tensor, ...], __: Any) -> None:
@@ -46,7 +46,7 @@ def classifier_inputs(twin: nn.Module, cut: Cut, classifier: str, remembered: Te
             run_tail(twin, cut, remembered)
     finally:
         handle.remove()
-    return torch.cat(seen).double()
+    return torch.cat(seen).cpu().double()
 
 
 def scrubbed_rows(
@@ -61,8 +61,8 @@ def scrubbed_rows(
     """The classifier's new weight and bias after removing each part's mean direction, one after the other."""
     linear = model.get_submodule(classifier)
     assert isinstance(linear, nn.Linear)
-    weight = linear.weight.detach().double().cpu()
-    bias = torch.zeros(len(weight), dtype=torch.float64) if linear.bias is None else linear.bias.detach().double().cpu()
+    weight = linear.weight.detach().cpu().double()
+    bias = torch.zeros(len(weight), dtype=torch.float64) if linear.bias is None else linear.bias.detach().cpu().double()
     for mean in forget_means:
         weight, bias = scrub(weight, bias, mean, retain_mean, retain_variance, strength=strength)
     rows = {f"{classifier}.weight": weight.to(linear.weight.dtype)}

@@ -192,9 +192,9 @@ def norm_sums(twin: nn.Module, cut: Cut, name: str, remembered: Tensor) -> tuple
 
     def add(_: nn.Module, given: tuple[Tensor, ...]) -> None:
         nonlocal count
-        values = given[0].double()
+        values = given[0].cpu().double()
         count += values.numel() // values.shape[1]
-        found.append(torch.stack([values.sum((0, 2, 3)), values.square().sum((0, 2, 3))]).cpu())
+        found.append(torch.stack([values.sum((0, 2, 3)), values.square().sum((0, 2, 3))]))
 
     handle = twin.get_submodule(name).register_forward_pre_hook(add)
     try:

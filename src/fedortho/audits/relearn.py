@@ -84,9 +84,9 @@ def prototype_recall(case: Case, known: Known, who: str) -> float:
     train, judged = last_features(case, known, who)
     model = getattr(case, who)
     linear = model.get_submodule(classifier_of(case, ready(case, model)))
-    weight, bias = linear.weight.detach().double().cpu(), torch.zeros(linear.out_features, dtype=torch.float64)
+    weight, bias = linear.weight.detach().cpu().double(), torch.zeros(linear.out_features, dtype=torch.float64)
     if linear.bias is not None:
-        bias = linear.bias.detach().double().cpu()
+        bias = linear.bias.detach().cpu().double()
     gone, every = case.request.labels(case.data.train.names), case.everything.labels(case.data.train.names)
     kept = torch.tensor([label for label in range(len(weight)) if label not in every])
     labels, shares = sampled(case).labels, []
@@ -101,7 +101,7 @@ def prototype_recall(case: Case, known: Known, who: str) -> float:
             answer = judged @ row + shift
             named = torch.where(answer > best, label, named)
             best = torch.maximum(best, answer)
-        shares.append(float((named == case.judged.labels).double().mean()))
+        shares.append(float((named == case.judged.labels).double().mean()))  # on the CPU
     return sum(shares) / DRAWS
 
 

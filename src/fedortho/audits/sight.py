@@ -54,7 +54,7 @@ def answers(case: Case, model: nn.Module, images: Images, who: str) -> Tensor:
 
 def right(case: Case, model: nn.Module, images: Images, who: str) -> float:
     """The share of these images that the model names rightly."""
-    return float((answers(case, model, images, who).argmax(1) == images.labels).double().mean())
+    return float((answers(case, model, images, who).argmax(1) == images.labels).double().mean())  # on the CPU
 
 
 def once(case: Case, known: Known, who: str, what: str, look: Callable[[nn.Module, str], T]) -> T:
@@ -71,7 +71,7 @@ def judged_answers(case: Case, known: Known, who: str) -> Tensor:
 
 def forget_accuracy(case: Case, known: Known, who: str) -> float:
     """What one of the case's models, as it is, still gets right of what had to go."""
-    return float((judged_answers(case, known, who).argmax(1) == case.judged.labels).double().mean())
+    return float((judged_answers(case, known, who).argmax(1) == case.judged.labels).double().mean())  # on the CPU
 
 
 def who_is_there(case: Case) -> list[str]:
@@ -97,7 +97,7 @@ def features(case: Case, model: nn.Module, images: Images, names: Sequence[str])
     """What these layers receive, maps averaged over their area: (n, channels) each, float64."""
 
     def pooled(given: Tensor) -> Tensor:
-        return (given.flatten(2).mean(2) if given.dim() > 2 else given).double().cpu()
+        return (given.flatten(2).mean(2) if given.dim() > 2 else given).cpu().double()
 
     found: dict[str, list[Tensor]] = {name: [] for name in names}
     for inputs, _ in evaluation_batches(images, device=case.device):

@@ -49,7 +49,7 @@ def feature_likeness(
     def hook(name: str) -> Any:
         def add(_: nn.Module, __: Any, out: Tensor) -> None:
             maps = out.detach().transpose(0, 1).flatten(1)  # (kernels, images * places)
-            product = (maps @ maps.T).double().cpu()
+            product = (maps @ maps.T).cpu().double()
             sums[name] = sums[name] + product if name in sums else product
 
         return add
