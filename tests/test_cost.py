@@ -1,13 +1,18 @@
 """Costs are those of what ran."""
 
+import time
+from collections.abc import Callable
+
 import pytest
 import torch
 from small import TinyNet
 from torch import nn
 
+from fedortho import cost, probe
 from fedortho.adapters import Adapters, attach
 from fedortho.cost import Meter, flops_per_image
 from fedortho.data import Dataset
+from fedortho.devices import WorkClock, flops_of
 from fedortho.engine import Ask, CentralEngine, Course, Group, Part
 from fedortho.lessons import Aim, Manner
 from fedortho.methods.unsir import Unsir
@@ -78,3 +83,47 @@ def test_frozen_weights_make_a_step_cheaper() -> None:
     whole, adapted = (flops_per_image(m, SHAPE)[1] for m in (model, attach(model, Adapters(("fc",)))))
     assert adapted == pytest.approx(flops_per_image(model, SHAPE)[0], rel=0.01)
     assert adapted < 0.5 * whole
+
+
+def test_a_clock_of_work_stands_still_while_anybody_counts() -> None:
+    clock = WorkClock()
+    began = clock()
+    with clock.stopped():
+        time.sleep(0.02)
+        with clock.stopped():
+            time.sleep(0.02)
+        assert clock() == clock()
+    assert clock() - began < 0.02
+    time.sleep(0.02)
+    assert clock() - began >= 0.02
+
+
+def test_seconds_are_those_of_the_work_without_the_counting(digits: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = []
+
+    def slowly(work: Callable[[], object]) -> int:
+        counted.append(work)
+        time.sleep(0.5)
+        return flops_of(work)
+
+    monkeypatch.setattr(cost, "flops_of", slowly)
+    monkeypatch.setattr(probe, "flops_of", slowly)
+    model = TinyNet(classes=10)
+    meter, few = Meter(CentralEngine(digits), model), Group("valid", most=20)
+    for group in (few, Group("valid", most=30)):
+        meter.measure(model, [Ask((group,), Probe("right", patches=(NOTHING,) * 2))])
+    meter.fit(model, few, RECIPE)
+    assert len(counted) == 3, "forward and backward once for this build, and once behind the cut"
+    assert 0 < meter.cost().seconds < 0.5
+    meter.measure(attach(model, Adapters(("fc",))), [Ask((few,), Probe("peaks"))])
+    assert len(counted) == 5, "another build"
+
+
+def test_networks_that_differ_in_a_stride_only_are_counted_apart(digits: Dataset) -> None:
+    meter, found = Meter(CentralEngine(digits), TinyNet(classes=10)), []
+    for stride in (1, 2):
+        head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 10))
+        model = nn.Sequential(nn.Conv2d(1, 4, 3, stride=stride), *head)
+        meter.measure(model, [Ask((Group("valid"),), Probe("fisher"))])
+        found.append(meter.flops)
+    assert 0 < found[1] - found[0] < found[0]

@@ -1,5 +1,7 @@
-"""Where numbers are computed, with how many threads, and how many operations that takes."""
+"""Where numbers are computed, with how many threads, how many operations that takes, and how long."""
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -47,3 +49,31 @@ def flops_of(work: Callable[[], object]) -> int:
     with FlopCounterMode(display=False) as counter:
         work()
     return int(counter.get_total_flops())
+
+
+class WorkClock:
+    """Tells seconds, and stands still while somebody counts operations: that is no part of the work it measures."""
+
+    def __init__(self) -> None:
+        self._lock, self._counting = threading.Lock(), 0
+        self._since = self._away = 0.0
+
+    def __call__(self) -> float:
+        with self._lock:
+            return (self._since if self._counting else time.perf_counter()) - self._away
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Nothing that happens meanwhile takes time; clients of one process may count at once."""
+        with self._lock:
+            self._since = self._since if self._counting else time.perf_counter()
+            self._counting += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._counting -= 1
+                self._away += 0.0 if self._counting else time.perf_counter() - self._since
+
+
+work_clock = WorkClock()  # one for the process, as there is one time

@@ -7,7 +7,7 @@ receives, which is computed once.
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedortho.data import Images, evaluation_batches
-from fedortho.devices import flops_of
+from fedortho.devices import flops_of, work_clock
 from fedortho.erase import spread_sums
 from fedortho.errors import BadData, unknown
 from fedortho.observe import Observation, key_of, observe
@@ -62,6 +62,7 @@ class Memory:
     images_read: int = 0  # forward passes
     images_trained: int = 0  # forward and backward passes
     tail_flops: float = 0.0  # of candidates, behind the cut
+    behind: dict[Cut, int] = field(default_factory=dict)  # FLOPs of one image there
 
 
 @dataclass(frozen=True)
@@ -159,9 +160,10 @@ def _tail(model: nn.Module, images: Images, probe: Probe, memory: Memory, device
     inputs = _inputs(images, device)
     cut = find_cut(model, sites, inputs[:2])
     remembered = tail_inputs(model, cut, inputs)
-    with torch.no_grad():
-        of_one = flops_of(lambda: run_tail(cut_model(model, cut), cut, remembered[:1]))
-    found = Tail(cut, remembered, float(of_one * len(images)))
+    if cut not in memory.behind:
+        with torch.no_grad(), work_clock.stopped():
+            memory.behind[cut] = flops_of(lambda: run_tail(cut_model(model, cut), cut, remembered[:1]))
+    found = Tail(cut, remembered, float(memory.behind[cut] * len(images)))
     memory.images_read += len(images)
     if memory.tails is not None:
         memory.tails[key] = found
