@@ -80,7 +80,8 @@ def network(model: str, seed: int, arguments: Any) -> None:
         told = about(original, forgot, others[0], method, data)
         if arguments.shadows and method != "retrain":
             entry = entry_for(forgot, request)
-            told["membership"] = shadowed(entry, MODELS.parent / "shadows", arguments.shadows, torch.device("cpu"))
+            place = MODELS.parent / "shadows"
+            told["membership"] = shadowed(original, entry, place, arguments.shadows, torch.device("cpu"))
         write(page, judge_case(case, arguments.audit, only=only, bench=bench, known=known, **told))
 
 

@@ -2,7 +2,8 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +23,10 @@ from fedortho.federated.server import train_on
 from fedortho.files import check_writable
 from fedortho.journal import append_entry
 from fedortho.methods import METHODS, make_method, unlearn
+from fedortho.methods.retrain import Retrain as RetrainMethod
 from fedortho.metrics import Metric
+from fedortho.models import build_model
+from fedortho.recipe import Recipe
 from fedortho.references import (
     check_reference,
     find_references,
@@ -32,12 +36,13 @@ from fedortho.references import (
     train_reference,
 )
 from fedortho.request import ForgetRequest
-from fedortho.runs import FederateSettings, Run, open_run
+from fedortho.runs import FederateSettings, Run, TrainSettings, open_run
 from fedortho.screen import bars, out, say, training_bar, words_table
 from fedortho.shadows import ShadowSettings
 from fedortho.train import Watch
 from fedortho.verify import Verdict, entry_for, judge_run
 
+SHADOW_EPOCHS = 6  # at most
 COLOURS = {"PASS": "green", "FAIL": "bold red", "ERROR": "bold red", "NOT RUN": "yellow", "NO REFERENCE": "yellow"}
 
 Judged = Annotated[str, typer.Argument(metavar="REQUEST", help="what it has forgotten (default: its last request)")]
@@ -160,7 +165,7 @@ def judged(run: Run, request: ForgetRequest, data: Dataset, original: Run, wishe
     with bars() as shown, using_threads(original.settings.threads):
         found = _references(original, request, kept, wishes, training_bar(shown))
         task = shown.add_task("judging", total=None, news="")
-        membership = shadowed(entry, kept / "shadows", wishes.shadows, place) if wishes.shadows else None
+        membership = shadowed(original, entry, kept / "shadows", wishes.shadows, place) if wishes.shadows else None
         verdict = judge_run(
             run,
             request,
@@ -201,18 +206,31 @@ def _references(original: Run, request: ForgetRequest, kept: Path, wishes: Wishe
     return found
 
 
-def shadowed(entry: Mapping[str, Any], kept: Path, shadows: int, place: torch.device) -> Membership:
-    """The membership audit with shadows that forget by the method, and with the settings, of the run."""
-    name = entry.get("method", "fedortho")
+def shadowed(run: Run, entry: Mapping[str, Any], kept: Path, shadows: int, place: torch.device) -> Membership:
+    """The membership audit with shadows trained as the run was, that forget by the method and settings of an entry."""
+    name, recipe = entry.get("method", "fedortho"), shadow_recipe(run.settings)
     if name not in METHODS:
         raise unknown("method", name, METHODS)
-    method = make_method(name, entry.get("settings", {}))
+    same = {"epochs": recipe.epochs} if issubclass(METHODS[name], RetrainMethod) else {}  # no longer than the shadows
+    method, about = make_method(name, entry.get("settings", {}), same), run.record["model"]
+    build = partial(build_model, run.settings.model, classes=about["classes"], channels=about["channels"])
 
     def forgetful(model: torch.nn.Module, data: Dataset, request: ForgetRequest) -> torch.nn.Module:
-        return unlearn(model, CentralEngine(data, device=place), request, method)
+        engine = CentralEngine(data, device=place, build=lambda seed: build(seed=seed))
+        return unlearn(model, engine, request, method)
 
-    settings = ShadowSettings(models=shadows)
+    settings = ShadowSettings(models=shadows, recipe=recipe)
     return lambda case: audit_membership(case, forgetful, kept, settings)
+
+
+def shadow_recipe(settings: TrainSettings) -> Recipe:
+    """The run's own recipe with its number of passes over the images, but at most 6; each shadow has its own seed.
+
+    A federation's recipe is that of a client in one round: its shadows are trained by it in one place, a pass for each
+    that the rounds made. How an imported model was trained is not known: the default recipe.
+    """
+    passes = settings.epochs * (settings.rounds if isinstance(settings, FederateSettings) else 1)
+    return replace(settings.recipe, epochs=min(passes or SHADOW_EPOCHS, SHADOW_EPOCHS), seed=0)
 
 
 def print_verdict(verdict: Verdict, *, whole: bool = True) -> None:
