@@ -1,10 +1,15 @@
 import pytest
 import torch
+from small import TinyNet
 from torch import Tensor, nn
 
 from fedortho.data import Dataset
+from fedortho.methods.fedortho import ForgetSettings, plan_forgetting
+from fedortho.recipe import Recipe
+from fedortho.request import ForgetRequest
 from fedortho.sites import find_sites
 from fedortho.tail import Cut, cut_model, find_cut, norms_behind, repair, run_tail, tail_inputs
+from fedortho.train import fit
 
 
 def inputs_of(digits: Dataset, number: int) -> Tensor:
@@ -53,6 +58,19 @@ def test_only_norms_whose_input_can_change_are_repaired(digit_nets: dict[str, nn
     group = find_sites(resnet, (1, 8, 8), "layer2.0.conv2", "channel", "stream")
     behind = norms_behind(resnet, group, example)
     assert behind == ["layer3.0.bn1", "layer3.0.bn2", "layer3.0.downsample.1"]
+
+
+@pytest.mark.parametrize("by", ["batches", "layers"])
+def test_norms_without_statistics_need_no_repair(digits: Dataset, by: str) -> None:
+    torch.manual_seed(0)
+    model = TinyNet(classes=10)
+    model.features[4] = nn.BatchNorm2d(8, track_running_stats=False)
+    model = fit(model, digits.train, Recipe(epochs=1, ortho=0.0))
+    sites = find_sites(model, (1, 8, 8), "all", "channel", "relu")
+    assert norms_behind(model, sites, torch.rand(2, 1, 8, 8)) == ["features.7"]
+    settings = ForgetSettings(layers="all", ratio=0.2, repair_by=by)
+    patch = plan_forgetting(model, digits, ForgetRequest.parse("class:3"), settings).patch
+    assert set(patch.replaced) >= {"features.7.running_mean", "features.7.running_var"}
 
 
 def test_repair_estimates_the_moments_of_what_the_norm_receives(

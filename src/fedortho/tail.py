@@ -135,8 +135,9 @@ def norms_behind(model: nn.Module, sites: Sequence[Site], example: Tensor) -> li
 
 
 def batch_norms(model: nn.Module) -> list[str]:
-    """The batch norms of a network, by name."""
-    return [name for name, module in model.named_modules() if isinstance(module, nn.BatchNorm2d)]
+    """The batch norms of a network that keep statistics, by name; others take those of each batch anyway."""
+    norms = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.BatchNorm2d))
+    return [name for name, norm in norms if norm.running_mean is not None]
 
 
 def received(

@@ -14,7 +14,6 @@ from fedortho.audits.sight import Known, compared, forget_accuracy, once, ready,
 from fedortho.data import Images
 from fedortho.errors import first_line
 from fedortho.structure import trace_layers
-from fedortho.tail import batch_norms
 
 
 def deployed_copies(case: Case, known: Known, budget: str) -> Audit:
@@ -34,7 +33,7 @@ def deployed_copies(case: Case, known: Known, budget: str) -> Audit:
         "simulated": ["fp16", "int8", "int4"],
     }
     details["folded_norms"] = len(foldable(case.forgot, case.judged.shape))
-    details["norms"] = len(batch_norms(case.forgot))
+    details["norms"] = sum(isinstance(module, nn.BatchNorm2d) for module in case.forgot.modules())
     if failed and (not found or rise <= LIMITS["copies"]):
         name, reason = next(iter(failed.items()))
         return Audit("C6", "ERROR", f"the copy {name} could not be tested: {reason}", details=details)

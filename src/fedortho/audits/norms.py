@@ -21,7 +21,7 @@ RESTORED = {"kernels": (nn.Conv2d,), "scales": (nn.BatchNorm2d,), "both": (nn.Co
 def norm_attacks(case: Case, known: Known, budget: str) -> Audit:
     """Forget accuracy after either attack, the one further above the reference deciding."""
     recovered = {"restored norms": each(case, known, "restored norms", lambda m, who: _best_restored(case, m, who))}
-    norms = _renewable(case.forgot)
+    norms = batch_norms(case.forgot)
     if norms:
         recovered["new statistics"] = each(
             case, known, "new statistics", lambda m, who: right(case, renewed(case, m), case.judged, who)
@@ -36,13 +36,8 @@ def renewed(case: Case, model: nn.Module) -> nn.Module:
     """A copy with batch-norm statistics of retained images only; no gradient, no label."""
     twin = ready(case, model)
     images = draw(case.kept_train, IMAGES, case.seed)
-    repair(twin, Cut(None), _renewable(twin), images.normalise(images.pixels[images.rows].to(case.device)))
+    repair(twin, Cut(None), batch_norms(twin), images.normalise(images.pixels[images.rows].to(case.device)))
     return twin
-
-
-def _renewable(model: nn.Module) -> list[str]:
-    """The batch norms that keep statistics; others use those of each batch anyway."""
-    return [name for name in batch_norms(model) if getattr(model.get_submodule(name), "running_mean", None) is not None]
 
 
 def _best_restored(case: Case, model: nn.Module, who: str) -> float:
