@@ -278,7 +278,7 @@ def _derived(reduce: Callable[[Tensor], Tensor]) -> "Answer":
             gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
             for name, gradient in zip(weights, gradients, strict=True):
                 if gradient is not None:
-                    sums[name] += reduce(gradient.cpu().double()).view(1, -1)
+                    sums[name] += reduce(gradient.cpu().double()).reshape(1, -1)  # channels may come last
             batches += 1
         memory.images_trained += len(group)
         return Observation(sums, torch.tensor([batches]))

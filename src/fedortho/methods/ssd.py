@@ -82,8 +82,9 @@ def dampened(model: nn.Module, gone: Importance, everything: Importance, alpha: 
     twin = copy.deepcopy(model).cpu().eval()
     with torch.no_grad():
         for name, weight in twin.named_parameters():
-            flat = weight.view(-1)
+            flat = weight.flatten()  # a copy, if the channels of the weight come last in memory
             chosen = gone[name] > alpha * everything[name]
             factor = (lam * everything[name][chosen] / gone[name][chosen]).clamp_max(1.0)
             flat[chosen] = (flat[chosen].double() * factor).to(flat.dtype)
+            weight.copy_(flat.view(weight.shape))
     return twin
