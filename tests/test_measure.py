@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 from fedortho.accuracies import accuracies_of
 from fedortho.audits.contract import Case
 from fedortho.data import Dataset, Images, make_dataset
-from fedortho.errors import BadSetting
+from fedortho.errors import BadData, BadSetting
 from fedortho.measure import BESIDE, Bench, Groups, Look, js_divergence, measure_all, untrained_like
 from fedortho.metrics import METRICS, Metric
 from fedortho.mia import ATTACKS
@@ -87,6 +88,34 @@ def test_the_class_of_the_samples_is_looked_at_on_its_own(data: Dataset) -> None
     assert metric.value == pytest.approx(evaluate(case.forgot, data.test).per_class[1])
     assert metric.details["each"] == {"1": pytest.approx(metric.value)}
     assert metric.images == int((data.test.labels == 1).sum())
+
+
+def test_unseen_images_of_the_kind_of_samples_have_their_labels_in_their_shares(data: Dataset) -> None:
+    rows = {label: data.train.rows[data.train.labels == label].tolist() for label in range(4)}
+    asked = ForgetRequest(samples=tuple(map(str, rows[1][:12] + rows[2][:3] + rows[3][:3])))
+    nets = [net(seed) for seed in (1, 2, 3)]
+    case = Case(*nets, None, data, asked, ForgetRequest.parse("class:3"))
+    groups = Groups(case)
+    counts = torch.bincount(data.test.labels[groups.alike], minlength=4).tolist()
+    assert counts == [0, 30, 8, 0], "all 30 of class 1, a quarter as many of class 2, none of what is gone before"
+    assert by_name(measure_all(case))["loss-separation"].value is not None
+    few = case.unseen(case.gone_train.labels, 10).labels.tolist()
+    assert (few.count(1), few.count(2)) == (8, 2)
+    by_class = Case(*nets, None, data, ForgetRequest.parse("class:1"), ForgetRequest.parse("class:3"))
+    assert set(data.test.labels[Groups(by_class).alike].tolist()) == {1}
+    nobody = replace(case, data=replace(data, test=data.test.subset(data.test.labels == 0)))
+    with pytest.raises(BadData, match="no test image has a label"):
+        nobody.unseen(case.gone_train.labels)
+
+
+def test_loss_separation_does_not_take_a_label_for_membership(data: Dataset) -> None:
+    sure = net(1)
+    nn.init.zeros_(sure.fc.weight)
+    sure.fc.bias.data.copy_(torch.tensor([0.0, 5.0, 0.0, 0.0]))  # class 1, whatever it sees
+    ones = ",".join(map(str, data.train.rows[data.train.labels == 1].tolist()))
+    case = Case(sure, sure, None, None, data, ForgetRequest.parse(f"samples:{ones}"))
+    found = {metric.name: metric for metric in measure_all(case)}
+    assert found["loss-separation"].value == 0.5
 
 
 def test_changes_of_clients_are_those_of_their_own_retained_images(data: Dataset) -> None:

@@ -57,9 +57,8 @@ class Groups:
 
     @cached_property
     def alike(self) -> Tensor:
-        """Test images of the same kind as the forgotten ones, as a mask: of a class its own."""
-        test = self.case.data.test
-        return self.mask(self.case.request) if self.case.request.kind == "class" else torch.ones(len(test)).bool()
+        """Test images of the same kind as the forgotten ones, as a mask."""
+        return torch.isin(self.case.data.test.rows, self.case.unseen(self.case.gone_train.labels).rows)
 
     @cached_property
     def clients(self) -> dict[int, Images]:
@@ -200,8 +199,8 @@ def _member_rate(name: str, look: Look) -> Reading:
 
 def _separation(look: Look) -> Reading:
     unseen = look.answers("test", look.groups.alike)
-    value = loss_separation(look.forgotten, unseen, seed=look.groups.case.seed)
-    return Reading(value, len(look.forgotten) + len(unseen))
+    gone = look.forgotten.take(torch.isin(look.forgotten.labels, unseen.labels))
+    return Reading(loss_separation(gone, unseen, seed=look.groups.case.seed), len(gone) + len(unseen))
 
 
 def js_divergence(p: Tensor, q: Tensor) -> Tensor:

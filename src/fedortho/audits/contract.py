@@ -1,14 +1,16 @@
 """What every audit takes and gives: a model that is said to have forgotten, read against one that never knew."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedortho.data import Dataset, Images
+from fedortho.engine import draw
+from fedortho.errors import BadData
 from fedortho.request import Clients, ForgetRequest
 
 OUTCOMES = ("PASS", "FAIL", "NOT RUN", "NO REFERENCE", "ERROR")
@@ -56,6 +58,37 @@ class Case:
         """Test images of the classes that stay."""
         gone = ForgetRequest(self.everything.classes)
         return self.data.test.subset(~gone.mask(self.data.test)) if gone.classes else self.data.test
+
+    def unseen(self, like: Tensor, most: int = 0) -> Images:
+        """Test images of the kind of the forgotten ones, whose labels are given; at most so many, 0: all there are.
+
+        Of a class its own. For clients and samples every label has the share that it has among `like`, or else labels
+        would be told apart and not members; classes that were forgotten before are left out.
+        """
+        test = self.data.test
+        if self.request.kind == "class":
+            return draw(test.subset(self.request.mask(test)), most, self.seed)
+        rest = test if self.forgotten is None else test.subset(~ForgetRequest(self.forgotten.classes).mask(test))
+        numbers = matched(like, rest.labels, most)
+        drawn = [draw(rest.subset(rest.labels == label), number, self.seed) for label, number in numbers.items()]
+        return replace(test, rows=torch.cat([part.rows for part in drawn]).sort().values)
+
+
+def matched(like: Tensor, there: Tensor, most: int = 0) -> dict[int, int]:
+    """How many images of each label to take so that shares are those of `like`; at least one of each that is there.
+
+    >>> matched(torch.tensor([7, 7, 7, 2]), torch.tensor([7] * 6 + [2] * 9 + [5] * 9))
+    {2: 2, 7: 6}
+    """
+    labels = [label for label in like.unique().tolist() if bool((there == label).any())]
+    if not labels:
+        raise BadData(
+            "no test image has a label of the images that had to go; there is nothing like them to compare with"
+        )
+    wanted = {label: int((like == label).sum()) for label in labels}
+    each = min(int((there == label).sum()) / number for label, number in wanted.items())
+    each = min(each, most / sum(wanted.values())) if most else each
+    return {label: max(round(each * number), 1) for label, number in wanted.items()}
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from fedortho.audits.contract import Audit, Case
 from fedortho.audits.limits import MEMBERSHIP
 from fedortho.data import Dataset, Images
-from fedortho.engine import draw
 from fedortho.errors import BadData
 from fedortho.lira import (
     Scores,
@@ -100,7 +99,8 @@ def _answers(case: Case, shadows: Shadows, gone: Tensor, forget: Forget) -> dict
 
     And under `unseen`, as trained, of test images of their kind.
     """
-    targets, unseen = shadows.proxy.subset(gone), _unseen(case, int(gone.sum()))
+    targets = shadows.proxy.subset(gone)
+    unseen = case.unseen(targets.labels, len(targets))
     found: dict[str, list[Tensor]] = {"original": [], "unseen": [], "unlearned": [], "without": []}
 
     def look(name: str, model: nn.Module, images: Images = targets) -> None:
@@ -116,13 +116,6 @@ def _answers(case: Case, shadows: Shadows, gone: Tensor, forget: Forget) -> dict
         look("unlearned", model)
         look("without", shadows.without(number, gone))
     return {name: torch.stack(rows) for name, rows in found.items()}
-
-
-def _unseen(case: Case, number: int) -> Images:
-    """Test images of the same kind as the forgotten ones."""
-    test = case.data.test
-    alike = test.subset(case.request.mask(test)) if case.request.kind == "class" else test
-    return draw(alike, number, case.seed)
 
 
 def _summary(game: tuple[Scores, Scores], before: tuple[Scores, Scores], settings: ShadowSettings) -> dict[str, Any]:
@@ -149,9 +142,10 @@ def _histograms(groups: dict[str, Tensor]) -> dict[str, Any]:
 
 def _offline(case: Case, shadows: Shadows, gone: Tensor, targets: Tensor, unseen: Tensor) -> dict[str, float]:
     """How well the case's own models' answers tell forgotten images from unseen ones of their kind."""
+    mine = shadows.proxy.subset(gone)
     groups = (
-        (shadows.proxy.subset(gone), targets, shadows.met[:, gone]),
-        (_unseen(case, int(gone.sum())), unseen, torch.zeros(unseen.shape, dtype=torch.bool)),
+        (mine, targets, shadows.met[:, gone]),
+        (case.unseen(mine.labels, len(mine)), unseen, torch.zeros(unseen.shape, dtype=torch.bool)),
     )
     models = {"forgot": case.forgot, "original": case.original, "reference": case.reference}
     found = {}
