@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from small import TinyNet
@@ -89,3 +91,35 @@ def test_repair_estimates_the_moments_of_what_the_norm_receives(
     assert torch.allclose(buffers["features.25.running_var"], received.var((0, 2, 3)), rtol=1e-3, atol=1e-5)
     assert int(twin.get_buffer("features.25.num_batches_tracked")) == tracked
     assert not any(module.training for module in twin.modules())
+
+
+@pytest.mark.parametrize(("number", "used"), [(100, 100), (256, 256), (500, 500), (517, 512), (600, 600)])
+def test_repair_weighs_every_image_the_same_and_tells_how_many_it_took(
+    digits: Dataset, tiny: TinyNet, number: int, used: int
+) -> None:
+    part = digits.train.subset(range(number))
+    inputs = part.normalise(part.pixels[part.rows])
+    buffers, count = repair(tiny.eval(), Cut(None), ["features.1"], inputs)
+    with torch.no_grad():
+        received = tiny.features[0](inputs[:used])
+    assert count == used
+    assert torch.allclose(buffers["features.1.running_mean"], received.mean((0, 2, 3)), atol=1e-6)
+    variances = torch.stack([batch.var((0, 2, 3)) * len(batch) for batch in received.split(256)]).sum(0) / used
+    assert torch.allclose(buffers["features.1.running_var"], variances, rtol=1e-4)
+    assert tiny.features[1].momentum == 0.1
+    assert not any(module.training for module in tiny.modules())
+
+
+def test_whole_batches_alone_are_repaired_by_their_plain_mean(digits: Dataset, tiny: TinyNet) -> None:
+    part = digits.train.subset(range(768))
+    inputs, plain = part.normalise(part.pixels[part.rows]), copy.deepcopy(tiny).eval()
+    norm = plain.features[1]
+    norm.reset_running_stats()
+    norm.momentum = None
+    norm.train()
+    with torch.no_grad():
+        for batch in inputs.split(256):
+            plain(batch)
+    buffers, _ = repair(tiny, Cut(None), ["features.1"], inputs)
+    assert buffers["features.1.running_mean"].equal(norm.running_mean), "to the last bit, as before"
+    assert buffers["features.1.running_var"].equal(norm.running_var)

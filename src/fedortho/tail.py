@@ -18,6 +18,7 @@ from fedortho.sites import Site
 
 logger = logging.getLogger(__name__)
 BATCH = 256
+LEAST = 8  # images behind the last whole batch; fewer are no statistics and are left out
 
 
 @dataclass(frozen=True)
@@ -176,14 +177,30 @@ def _estimating(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
 
 def repair(twin: nn.Module, cut: Cut, names: Sequence[str], remembered: Tensor) -> tuple[dict[str, Tensor], int]:
     """Re-estimate the named batch norms on remembered retain inputs, in place; the new buffers, and from how many."""
-    whole = remembered[: max(len(remembered) // BATCH, 1) * BATCH]  # equal batches: a plain mean is right
+    used = usable(len(remembered))
+    last = used % BATCH if used > BATCH else 0  # images of a smaller batch
+    whole, rest = remembered[:used].split([used - last, last])
     counters = {f"{n}.num_batches_tracked": twin.get_buffer(f"{n}.num_batches_tracked").clone() for n in names}
     with torch.no_grad(), _estimating(twin, names):
-        run_tail(twin, cut, whole)
+        run_tail(twin, cut, whole)  # equal batches: a plain mean is right
+        if last:
+            for name in names:
+                twin.get_submodule(name).momentum = last / used  # type: ignore[assignment]  # its share of all
+            run_tail(twin, cut, rest)
     for name, value in counters.items():
         twin.get_buffer(name).copy_(value)  # how often it was trained is no business of a repair
     buffers = [f"{name}.{kind}" for name in names for kind in ("running_mean", "running_var")]
-    return {name: twin.get_buffer(name).clone() for name in buffers}, len(whole)
+    return {name: twin.get_buffer(name).clone() for name in buffers}, used
+
+
+def usable(images: int) -> int:
+    """How many of so many images a repair takes.
+
+    >>> [usable(number) for number in (5, 300, 512, 517)]
+    [5, 300, 512, 512]
+    """
+    rest = images % BATCH
+    return images - rest if images > BATCH and rest < LEAST else images
 
 
 def norm_sums(twin: nn.Module, cut: Cut, name: str, remembered: Tensor) -> tuple[Tensor, int]:

@@ -11,7 +11,7 @@ from fedortho.audits.contract import Audit, Case
 from fedortho.audits.limits import LIMITS
 from fedortho.audits.sight import Known, compared, each, gap, ready, right, ruled
 from fedortho.engine import draw
-from fedortho.tail import Cut, batch_norms, repair
+from fedortho.tail import Cut, batch_norms, repair, usable
 
 IMAGES = 2000  # retained ones, for the statistics
 SHORT = 0.75  # of the layer's median: below it a kernel or a scale stands out
@@ -27,7 +27,8 @@ def norm_attacks(case: Case, known: Known, budget: str) -> Audit:
             case, known, "new statistics", lambda m, who: right(case, renewed(case, m), case.judged, who)
         )
     name, measured = max(recovered.items(), key=lambda pair: pair[1]["forgot"] - pair[1].get("reference", 0.0))
-    details = {"attacks": recovered, "images": IMAGES, "short": SHORT, "batch_norms": len(norms)}
+    images = usable(min(IMAGES, len(case.kept_train)))
+    details = {"attacks": recovered, "images": images, "short": SHORT, "batch_norms": len(norms)}
     says = f"the worse of {len(recovered)} attacks on norms ({name}) brings back {compared(measured)}"
     return ruled("C2", says, case, measured, gap(measured), LIMITS["norms"], details, is_gap=True)
 
