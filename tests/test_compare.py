@@ -8,13 +8,11 @@ import pytest
 import torch
 from commands import told
 from small import SETTINGS, write_images
-from small import SETTINGS
 from torch import nn
 
 import fedortho.compare as compare_module
 from fedortho.accuracies import accuracies_of
 from fedortho.compare import Row, best, chosen_methods, compare, gaps, place_of, settings_for, table
-from fedortho.compare import Row, best, chosen_methods, compare, gaps, settings_for, table
 from fedortho.cost import Meter
 from fedortho.engine import CentralEngine
 from fedortho.errors import FedOrthoError, UnknownName

@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from fedortho.calibrate import RATIOS, SHARES, Bench, Candidate, Trial, calibrate
 from fedortho.data import Dataset
+from fedortho.devices import work_clock
 from fedortho.engine import Ask, CentralEngine, Engine, Group, Tally, or_withheld
 from fedortho.erase import check_erasable, plan_erasure
 from fedortho.errors import BadData, BadSetting, unknown
@@ -119,9 +119,9 @@ def plan_forgetting(
     """
     settings = settings or ForgetSettings()
     engine = _engine(model, data, ledger, device)
-    clock, spent = [time.perf_counter()], [replace(engine.tally)]
+    clock, spent = [work_clock()], [replace(engine.tally)]
     task = _Task(model, engine, request, settings, forgotten)
-    clock.append(time.perf_counter())
+    clock.append(work_clock())
     spent.append(replace(engine.tally))
     trials: list[Trial] = []
     chosen, before = None, None
@@ -139,7 +139,7 @@ def plan_forgetting(
             chosen, trials = calibrate(bench, plan, least, *how, may_scrub=settings.scrub)
         patch = chosen.patch
     patch = bind_patch(patch, task.model, request=str(request), method="fedortho", statistics=task.weighting)
-    clock.append(time.perf_counter())
+    clock.append(work_clock())
     spent.append(replace(engine.tally))
     phases = ("statistics", "edit")
     seconds = {phase: clock[i + 1] - clock[i] for i, phase in enumerate(phases)}

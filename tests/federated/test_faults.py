@@ -18,9 +18,9 @@ from fedortho.federated.inprocess import FIRST, InProcessGrid
 from fedortho.federated.wire import pack, unpack
 from fedortho.federation import sample_clients
 from fedortho.files import read_json, tensors_digest
-from fedortho.plan import plan_forgetting
 from fedortho.lessons import Aim, Manner
 from fedortho.models import build_model
+from fedortho.plan import plan_forgetting
 from fedortho.prune import bind_patch, plan_edit
 from fedortho.request import EmptyGroup, ForgetRequest
 from fedortho.sites import find_sites

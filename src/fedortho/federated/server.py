@@ -26,8 +26,6 @@ from fedortho.federation import held_rows
 from fedortho.files import locked, read_json, write_json
 from fedortho.models import build_model
 from fedortho.plan import ForgetSettings
-from fedortho.probe import Probe, norm_buffers
-from fedortho.prune import Patch, bind_patch, load_patch
 from fedortho.prune import Patch, load_patch
 from fedortho.request import ForgetRequest
 from fedortho.runs import FederateSettings, Run, load_run_data, open_run, relocated, train_run
