@@ -175,6 +175,15 @@ def test_whoever_trains_gets_the_statistics_of_all_images_trained_on(
     assert {note["model"] for note in engine.clients.values()} == {tensors_digest(tiny_digits.state_dict())}
 
 
+def test_statistics_that_all_clients_withhold_are_told_of(
+    make_engine, tiny_digits: nn.Module, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine(norms="local", least_group=10_000)
+    trained = engine.fit(tiny_digits, Group(), replace(RECIPE, epochs=1))
+    assert torch.equal(trained.get_buffer("features.1.running_var"), tiny_digits.get_buffer("features.1.running_var"))
+    assert "running statistics were not pooled" in caplog.text
+
+
 def test_frozen_statistics_are_not_pooled_either(make_engine, tiny_digits: nn.Module) -> None:
     engine = make_engine(norms="local")
     trained = engine.fit(tiny_digits, Course((Part(),), Manner(norms="frozen")), RECIPE)

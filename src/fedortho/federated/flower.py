@@ -266,11 +266,17 @@ class FlowerEngine(Members):
 
     def _pool_norms(self, current: nn.Module, order: Order, there: Sequence[int]) -> None:
         """Give the model, in place, the batch-norm statistics of all images that it was trained on; one exchange."""
-        if norms := tuple(batch_norms(current)):
-            groups = tuple(part.group for part in order.course.parts if part.given is None)
-            probe = Probe("moments", layers="all", edit="conv", tap="conv", norms=norms)
-            (found,) = self._observed(current, [Ask(groups, probe)], there, prefixed("model.", current.state_dict()))
-            current.load_state_dict(norm_buffers(reduce(add, found), 0, norms), strict=False)
+        norms = tuple(batch_norms(current))
+        if not norms:
+            return
+        groups = tuple(part.group for part in order.course.parts if part.given is None)
+        probe = Probe("moments", layers="all", edit="conv", tap="conv", norms=norms)
+        (found,) = self._observed(current, [Ask(groups, probe)], there, prefixed("model.", current.state_dict()))
+        pooled = reduce(add, found)
+        if pooled.images:
+            current.load_state_dict(norm_buffers(pooled, 0, norms), strict=False)
+        else:
+            logger.warning("no client has --least-group images: running statistics were not pooled")
 
     def _observed(
         self, model: nn.Module, asks: Sequence[Ask], there: Sequence[int], sent: Tensors = NO_MODEL
