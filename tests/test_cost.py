@@ -98,16 +98,24 @@ def test_a_clock_of_work_stands_still_while_anybody_counts() -> None:
     assert clock() - began >= 0.02
 
 
-def test_seconds_are_those_of_the_work_without_the_counting(digits: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = []
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
+    """What is counted from now on, half a second each."""
+    found: list[Callable[[], object]] = []
 
     def slowly(work: Callable[[], object]) -> int:
-        counted.append(work)
+        found.append(work)
         time.sleep(0.5)
         return flops_of(work)
 
     monkeypatch.setattr(cost, "flops_of", slowly)
     monkeypatch.setattr(probe, "flops_of", slowly)
+    return found
+
+
+def test_seconds_are_those_of_the_work_without_the_counting(
+    digits: Dataset, counted: list[Callable[[], object]]
+) -> None:
     model = TinyNet(classes=10)
     meter, few = Meter(CentralEngine(digits), model), Group("valid", most=20)
     for group in (few, Group("valid", most=30)):
