@@ -24,7 +24,7 @@ from fedortho.prune import Patch, load_patch
 from fedortho.request import ForgetRequest
 from fedortho.results import environment, read_verdict
 from fedortho.runs import Run
-from fedortho.serve import earlier_requests
+from fedortho.serve import place_among_served
 from fedortho.signature import BadSignature, check_signature, load_key, load_public, public_half
 
 BUNDLE_SCHEMA = 1
@@ -118,7 +118,7 @@ def make_bundle(
     """
     if out.exists():
         raise FedOrthoError(f"{out} is there already; evidence is never overwritten: choose another -o")
-    files = _collect(run, _number(run, request), journal or run.path.resolve().parent)
+    files = _collect(run, place_among_served(run, request), journal or run.path.resolve().parent)
     key = None if sign is None else load_key(sign)
     listed = {name: _about(data) for name, data in files.items()}
     body = {
@@ -229,18 +229,6 @@ def _agreeing(files: Mapping[str, bytes], manifest: Mapping[str, Any], source: s
         except (ValueError, RecursionError) as error:
             raise BadBundle(f"{source}: line {number} of journal.jsonl was changed: {error}") from error
     return Bundle(source, files, manifest, request, entry, settings, digests, where, patch)
-
-
-def _number(run: Run, request: ForgetRequest) -> int:
-    """Which of a run's requests this is; the last of equal ones."""
-    names, served = run.record["data"]["classes"], earlier_requests(run)
-    if not served:
-        raise FedOrthoError(f"{run.path} has forgotten nothing; give the run that fedortho forget wrote")
-    same = [at for at, other in enumerate(served) if other.settled(names) == request.settled(names)]
-    if not same:
-        there = ", ".join(map(str, served))
-        raise FedOrthoError(f"{run.path} has not forgotten {str(request)[:60]!r}; choose from {there[:300]}")
-    return same[-1]
 
 
 def _collect(run: Run, number: int, beside: Path) -> dict[str, bytes]:

@@ -18,7 +18,7 @@ from fedortho.cli_flags import AsJson, DataDir, Device, RunPath
 from fedortho.data import Dataset
 from fedortho.devices import choose_device, using_threads
 from fedortho.engine import CentralEngine
-from fedortho.errors import BadSetting, FedOrthoError, unknown
+from fedortho.errors import BadSetting, unknown
 from fedortho.federated.server import train_on
 from fedortho.files import check_writable
 from fedortho.journal import append_entry
@@ -38,6 +38,7 @@ from fedortho.references import (
 from fedortho.request import ForgetRequest
 from fedortho.runs import FederateSettings, Run, TrainSettings, open_run
 from fedortho.screen import bars, out, say, training_bar, words_table
+from fedortho.serve import last_request
 from fedortho.shadows import ShadowSettings
 from fedortho.train import Watch
 from fedortho.verify import Verdict, entry_for, judge_run
@@ -138,10 +139,8 @@ def _rounds(run: Run, words: str) -> list[int]:
 
 
 def _asked(run: Run, words: str) -> ForgetRequest:
-    served = run.record.get("requests", [])
-    if not served:
-        raise FedOrthoError(f"{run.path} has forgotten nothing; first: fedortho forget {run.path} REQUEST --out NEW")
-    return ForgetRequest.parse(words or served[-1]["request"])
+    last = last_request(run)
+    return ForgetRequest.parse(words) if words else last
 
 
 def check_wishes(original: Run, request: ForgetRequest, wishes: Wishes) -> None:

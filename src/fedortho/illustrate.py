@@ -17,7 +17,7 @@ from fedortho.figures.style import finding_of, png
 from fedortho.request import ForgetRequest
 from fedortho.runs import FederateSettings, Run
 from fedortho.scores import Evaluation, answers_of, evaluate
-from fedortho.serve import earlier_requests, joined
+from fedortho.serve import forgotten_besides
 from fedortho.verify import entry_for
 
 if TYPE_CHECKING:
@@ -127,11 +127,11 @@ def _case(
     run: Run, data: Dataset, request: ForgetRequest, models: Mapping[str, nn.Module], device: torch.device | str
 ) -> Case:
     """What is shown in the words of the audits, which know best what had to go and what stays."""
-    settings, names = run.settings, run.record["data"]["classes"]
+    settings = run.settings
     clients = held_rows(data, settings, settings.dealt_by) if isinstance(settings, FederateSettings) else None
-    others = [other for other in earlier_requests(run) if other.settled(names) != request.settled(names)]
+    others = forgotten_besides(run, request)
     before = models.get("original", models["forgot"])  # without one nothing is compared with it
-    return Case(models["forgot"], before, None, None, data, request, joined(others), clients, device)
+    return Case(models["forgot"], before, None, None, data, request, others, clients, device)
 
 
 def picture_of(name: str, figure: "Figure", about: str) -> Picture:

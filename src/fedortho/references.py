@@ -18,7 +18,7 @@ from fedortho.files import read_json
 from fedortho.recipe import Recipe
 from fedortho.request import ForgetRequest
 from fedortho.runs import FREE, FederateSettings, Run, TrainSettings, open_run, relocated, train_run
-from fedortho.serve import earlier_requests, joined, kept_out
+from fedortho.serve import forgotten_besides, joined, kept_out
 from fedortho.settings import as_mapping
 from fedortho.train import Watch
 
@@ -162,12 +162,11 @@ def case_of(
     before = kept_out(original)
     if before is not None and before.settled(names).covers(request.settled(names)):
         raise FedOrthoError(f"{original.path} has forgotten {request} before; give the run that had not (--original)")
-    others = [other for other in earlier_requests(run) if other.settled(names) != request.settled(names)]
-    before = joined([*([] if before is None else [before]), *others])  # what had to go otherwise need not have stayed
+    others = forgotten_besides(run, request)
     settings = run.settings
     clients = held_rows(data, settings, settings.dealt_by) if isinstance(settings, FederateSettings) else None
     retrained, again = (None if found is None else found.load_model() for found in (reference, second))
-    return Case(run.load_model(), original.load_model(), retrained, again, data, request, before, clients, device)
+    return Case(run.load_model(), original.load_model(), retrained, again, data, request, others, clients, device)
 
 
 def find_original(run: Run) -> Run | None:

@@ -19,6 +19,7 @@ from fedortho.markup import LEFT_OUT, MARKED, Cell, Html, image, showing_images,
 from fedortho.request import ForgetRequest
 from fedortho.results import judgements, read_verdict
 from fedortho.runs import Run
+from fedortho.serve import last_request
 from fedortho.settings import as_mapping
 from fedortho.verify import entry_for, subject_of
 
@@ -74,10 +75,7 @@ def verdict_of(run: Run) -> dict[str, Any] | None:
 
 def reported_request(run: Run, verdict: Mapping[str, Any] | None) -> ForgetRequest:
     """What the report is about: the verdict's request, or the last that the run has served."""
-    entries = run.record.get("requests", [])
-    if verdict is None and not entries:
-        raise FedOrthoError(f"{run.path} has forgotten nothing; first: fedortho forget {run.path} REQUEST --out NEW")
-    return ForgetRequest.parse(entries[-1]["request"] if verdict is None else verdict["request"])
+    return last_request(run) if verdict is None else ForgetRequest.parse(verdict["request"])
 
 
 def render(page: Page) -> str:

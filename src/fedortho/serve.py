@@ -65,6 +65,31 @@ def kept_out(run: Run) -> ForgetRequest | None:
     return joined([*earlier_requests(run), *([ForgetRequest.parse(without)] if without else [])])
 
 
+def forgotten_besides(run: Run, request: ForgetRequest) -> ForgetRequest | None:
+    """All that a run's model must not know, but for this request: it need not have stayed."""
+    names, without = run.record["data"]["classes"], run.settings.without
+    every = [*earlier_requests(run), *([ForgetRequest.parse(without)] if without else [])]
+    return joined([other for other in every if other.settled(names) != request.settled(names)])
+
+
+def place_among_served(run: Run, request: ForgetRequest) -> int:
+    """Which of a run's requests this is; the last of equal ones."""
+    last_request(run)  # refuses a run that has none
+    names, served = run.record["data"]["classes"], earlier_requests(run)
+    same = [place for place, other in enumerate(served) if other.settled(names) == request.settled(names)]
+    if not same:
+        there = ", ".join(map(str, served))
+        raise FedOrthoError(f"{run.path} has not forgotten {str(request)[:60]!r}; choose from {there[:300]}")
+    return same[-1]
+
+
+def last_request(run: Run) -> ForgetRequest:
+    """What a run was asked to forget last."""
+    if not run.record.get("requests"):
+        raise FedOrthoError(f"{run.path} has forgotten nothing; first: fedortho forget {run.path} REQUEST --out NEW")
+    return earlier_requests(run)[-1]
+
+
 def serve_request(
     run: Run,
     data: Dataset,
@@ -246,8 +271,7 @@ def describe(served: Served) -> dict[str, Any]:
 
 def undo_run(run: Run, undo: Path, out: Path) -> Run:
     """The run as it was before its last request, from the undo file that was kept."""
-    if not run.record.get("requests"):
-        raise FedOrthoError(f"{run.path} has forgotten nothing; there is nothing to undo")
+    last_request(run)  # refuses a run that has none
     check_places(out, None)
     restored = undo_patch(undo, run.load_model())
     digests = {"before": run.record["model"]["digest"], "after": tensors_digest(restored.state_dict())}

@@ -13,7 +13,6 @@ from fedortho.audits.retention import retention
 from fedortho.audits.sight import Known
 from fedortho.cost import Cost, flops_per_image
 from fedortho.data import Dataset
-from fedortho.errors import FedOrthoError
 from fedortho.files import write_json
 from fedortho.measure import Bench
 from fedortho.metrics import Metric
@@ -21,6 +20,7 @@ from fedortho.references import case_of
 from fedortho.request import Clients, ForgetRequest
 from fedortho.results import SCHEMA, environment
 from fedortho.runs import Run
+from fedortho.serve import place_among_served
 
 HIDDEN = 0.02  # forget accuracy of a class up to which it counts as no longer predicted
 NEVER_TESTED = (
@@ -263,12 +263,7 @@ def subject_of(request: ForgetRequest, names: Sequence[str]) -> str:
 
 def entry_for(run: Run, request: ForgetRequest) -> Mapping[str, Any]:
     """What a run records of having served a request."""
-    names = run.record["data"]["classes"]
-    for entry in reversed(run.record.get("requests", [])):
-        if ForgetRequest.parse(entry["request"]).settled(names) == request.settled(names):
-            return dict(entry)
-    served = ", ".join(entry["request"] for entry in run.record.get("requests", [])) or "none"
-    raise FedOrthoError(f"{run.path} has not served {request}; its requests: {served}")
+    return dict(run.record["requests"][place_among_served(run, request)])
 
 
 def judge_run(
