@@ -13,6 +13,7 @@ stopped. Settings go to src/fedortho/tuned, results to benchmarks/results/compar
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,11 @@ from typing import Any
 from manifest import REPORTED, RUNS, TUNED_ON, original
 
 from fedortho.compare import chosen_methods, compare
-from fedortho.files import locked
 from fedortho.methods import METHODS
 from fedortho.methods.contract import Schedule
 from fedortho.presets import TUNED, read_settings
 from fedortho.request import ForgetRequest
-from fedortho.results import write_results
+from fedortho.results import add_row
 from fedortho.runs import open_run
 from fedortho.settings import field_types
 from fedortho.tune import Attempt, tune_all
@@ -89,14 +89,12 @@ def measure(arguments: Any) -> None:
 
 
 def add(row: dict[str, Any]) -> None:
-    """Add a row, or take the place of the one for the same run, request and method; two processes may do so at once."""
-    with locked(OUT.with_suffix(".writing")):
-        key = ("run", "request", "method")
-        old = json.loads(OUT.read_text())["rows"] if OUT.exists() else []
-        rows = [other for other in old if any(other[name] != row[name] for name in key)] + [row]
-        rows.sort(key=lambda other: [*(other[word] for word in ORDER), list(METHODS).index(other["method"])])
-        command = "python benchmarks/comparison.py compare|federation, with each --model, --seed, --run, --request"
-        write_results(OUT, "methods side by side; test images; costs by what ran", command, rows)
+    def order(other: Mapping[str, Any]) -> Any:
+        return [*(other[word] for word in ORDER), list(METHODS).index(other["method"])]
+
+    command = "python benchmarks/comparison.py compare|federation, with each --model, --seed, --run, --request"
+    what = "methods side by side; test images; costs by what ran"
+    add_row(OUT, row, ("run", "request", "method"), order, what, command)
     print({key: row[key] for key in ("run", "method", "verdict", "refused")}, flush=True)
 
 

@@ -8,15 +8,12 @@ paper defines it; trials never see test images.
 """
 
 import argparse
-import json
-import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
 from rich.progress import Progress
 from torch import nn
 
@@ -24,9 +21,11 @@ from fedortho.accuracies import accuracies_of
 from fedortho.data import Dataset
 from fedortho.engine import Course, Group, Part
 from fedortho.errors import FedOrthoError
+from fedortho.federated.exchange import bytes_of, exchange_of
 from fedortho.federated.flower import News
 from fedortho.federated.server import engine_for, forget_in_federation, in_process, silenced, train_federation
 from fedortho.federation import held_rows
+from fedortho.files import locked, read_json
 from fedortho.lessons import Manner
 from fedortho.methods import preset
 from fedortho.request import ForgetRequest
@@ -70,12 +69,11 @@ def main() -> None:
     for part in [p for p in PARTS if p in arguments.parts.split(",")] if arguments.requests else []:
         rows = measure(part, arguments.runs, trainings, data)
         command = f"python benchmarks/federation.py --data-dir {arguments.data_dir} [--requests]"
-        with FileLock(f"{arguments.out}.lock"):  # two processes may measure different parts
-            before = json.loads(arguments.out.read_text())["rows"] if arguments.out.exists() else []
+        with locked(arguments.out.with_suffix(".writing")):  # two processes may measure different parts
+            before = read_json(arguments.out)["rows"] if arguments.out.exists() else []
             kept = [row for row in before if row["part"] != part]
             everything = sorted([*kept, *rows], key=lambda row: PARTS.index(row["part"]))
             write_results(arguments.out, "100 clients, CIFAR-10, vgg-mini", command, everything)
-    Path(f"{arguments.out}.lock").unlink(missing_ok=True)
 
 
 def requests(data: Dataset, base: FederateSettings) -> dict[str, ForgetRequest]:
@@ -128,7 +126,7 @@ def trained(name: str, run: Run) -> dict[str, Any]:
     row = {"what": "training", "variant": name, **run.record["result"], "settings": run.record["settings"]}
     row["drift_by_round"] = [entry.drift for entry in history]
     row["seconds"] = sum(entry.seconds for entry in history)
-    return row | bytes_of(run, "train.local")
+    return row | sent(run, "train.local")
 
 
 def compared(kind: str, request: ForgetRequest, original: Run, retrained: Run, data: Dataset) -> list[dict[str, Any]]:
@@ -142,7 +140,7 @@ def compared(kind: str, request: ForgetRequest, original: Run, retrained: Run, d
     ]
     row = about | {"method": "retrain", "rounds": settings.rounds}
     row["seconds"] = sum(entry.seconds for entry in retrained.history())
-    row |= bytes_of(retrained, "train.local")
+    row |= sent(retrained, "train.local")
     rows.append(row | asdict(accuracies_of(retrained.load_model(), data, request, clients=clients)))
     rows.append(about | finetuned(original, request, data))
     return rows + [
@@ -150,9 +148,9 @@ def compared(kind: str, request: ForgetRequest, original: Run, retrained: Run, d
     ]
 
 
-def bytes_of(run: Run, kind: str = "") -> dict[str, Any]:
-    log = [e for e in json.loads((run.path / "wire.json").read_text()) if e["kind"].startswith(kind)]
-    up, down = (sum(sum(e[side].values()) for e in log) for side in ("up", "down"))
+def sent(run: Run, kind: str = "") -> dict[str, Any]:
+    log = [exchange_of(entry) for entry in read_json(run.path / "wire.json") if entry["kind"].startswith(kind)]
+    up, down = bytes_of(log)
     return {"exchanges": len(log), "bytes_up": up, "bytes_down": down}
 
 
@@ -216,4 +214,3 @@ def recovery(name: str, run: Run, data: Dataset, runs: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     main()
-    sys.stdout.flush()

@@ -8,15 +8,14 @@ made on validation accuracy; test accuracy is reported beside it.
 """
 
 import argparse
-import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fedortho.files import locked
-from fedortho.results import write_results
+from fedortho.results import add_row
 from fedortho.runs import Run, TrainSettings, train_run
 from fedortho.structure import select_layers, trace_layers
 from fedortho.train import Progress
@@ -56,18 +55,16 @@ def main() -> None:
                     threads=1,
                     **VARIANTS[variant],
                 )
-                add_row(out, about | describe(train_run(path, settings, watch=tell(path.name))))
+                add(out, about | describe(train_run(path, settings, watch=tell(path.name))))
 
 
-def add_row(out: Path, row: dict[str, Any]) -> None:
-    """Add a row, or take the place of the one for the same model, variant and seed; two processes may do so at once."""
-    with locked(out.with_suffix(".writing")):
-        key = ("model", "variant", "seed")
-        old = json.loads(out.read_text())["rows"] if out.exists() else []
-        rows = [other for other in old if any(other[name] != row[name] for name in key)] + [row]
-        rows.sort(key=lambda other: (other["model"], other["seed"], list(VARIANTS).index(other["variant"])))
-        command = "python benchmarks/orthogonality.py " + " ".join(sys.argv[1:])
-        write_results(out, "small networks with and without orthogonality, one thread", command.strip(), rows)
+def add(out: Path, row: dict[str, Any]) -> None:
+    def order(other: Mapping[str, Any]) -> Any:
+        return other["model"], other["seed"], list(VARIANTS).index(other["variant"])
+
+    command = " ".join(["python benchmarks/orthogonality.py", *sys.argv[1:]])
+    what = "small networks with and without orthogonality, one thread"
+    add_row(out, row, ("model", "variant", "seed"), order, what, command)
     print(row, flush=True)
 
 

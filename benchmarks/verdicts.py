@@ -11,7 +11,7 @@ where it was stopped; pages go to benchmarks/verdicts/NETWORK-METHOD.json and .t
 
 import argparse
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +72,9 @@ def network(model: str, seed: int, arguments: Any) -> None:
         if is_current(page, forgot, others):
             continue
         case = case_of(forgot, request, data, original, others[0], others[1] if len(others) > 1 else None)
-        for role in ("original", "reference", "second"):  # the same models, so that what is known of them is used again
-            object.__setattr__(case, role, loaded.setdefault(f"{role} {others[0].path}", getattr(case, role)))
+        roles = ("original", "reference", "second")  # the same models, so that what is known of them is used again
+        same = {role: loaded.setdefault(f"{role} {others[0].path}", getattr(case, role)) for role in roles}
+        case = replace(case, **same)
         if bench is None or method == "retrain":
             bench = Bench(case)
         only = ["C1", "C2", "C3", "C5", "C6"] if arguments.audit == "quick" and len(others) > 1 else []
@@ -100,7 +101,7 @@ def outcome(original: Run, method: str, references: list[Run]) -> Run | None:
     """The model of a method; for retraining one of another seed than the reference."""
     if method == "retrain":
         return references[1] if len(references) > 1 else None
-    path = MODELS / f"{original.path.name}-{REPORTED.replace(':', '-')}" / method
+    path = MODELS / f"{original.path.name}-{ForgetRequest.parse(REPORTED).word}" / method
     return open_run(path) if (path / "run.json").exists() else None
 
 

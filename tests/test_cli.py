@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedortho import cli
+from fedortho import __version__, cli
 from fedortho.files import file_digest
 from fedortho.ledger import load_ledger
 from fedortho.models import build_model
@@ -27,6 +27,11 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
 
 
 QUICK = ("--data", "digits", "--epochs", "1", "--batch", "256", "--rate", "0.05")
+
+
+def test_the_version_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"fedortho {__version__}\n"
 
 
 def test_train_then_evaluate(

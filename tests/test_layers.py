@@ -64,6 +64,7 @@ TIERS = [
     {"cli_methods", "cli_evidence", "cli_report", "cli_reproduce", "cli_verdict", "cli_federation"},
     {"cli_forget"},
     {"__init__", "cli"},
+    {"__main__"},
 ]
 PACKAGE = Path(fedortho.__file__).parent
 HEAVY = {

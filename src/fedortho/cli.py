@@ -5,6 +5,7 @@ import json
 import logging
 import re
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -35,7 +36,6 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Make trained convolutional networks forget, and prove it.",
 )
 INTERRUPTED = 130  # what typer makes of ctrl-C
 
@@ -63,6 +63,21 @@ def main() -> None:
 def _refuse(message: str) -> NoReturn:
     err.print(f"[bold red]error:[/] {escape(' '.join(message.split()))}", highlight=False, soft_wrap=True)
     sys.exit(2)
+
+
+def _tell_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"fedortho {version('fedortho')}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="tell the version")
+    ] = False,
+) -> None:
+    """Make trained convolutional networks forget, and prove it."""
 
 
 @app.command()

@@ -2,7 +2,7 @@
 
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fedortho.errors import BadCheckpoint
-from fedortho.files import read_json, write_json
+from fedortho.files import locked, read_json, write_json
 
 SCHEMA = 1  # of all that is measured: run.json, verdict.json, rows of comparisons and benchmarks
 LIBRARIES = ("fedortho", "torch", "numpy", "safetensors", "torch-pruning")
@@ -48,6 +48,21 @@ def write_results(path: Path, what: str, command: str, rows: Sequence[Mapping[st
     """Write rows of a benchmark with where they come from; rewritten after each row, so nothing is lost."""
     value = {"schema": SCHEMA, "what": what, "command": command, "environment": environment(), "rows": list(rows)}
     write_json(path, value | more)
+
+
+def add_row(
+    path: Path,
+    row: Mapping[str, Any],
+    key: Sequence[str],
+    order: Callable[[Mapping[str, Any]], Any],
+    what: str,
+    command: str,
+) -> None:
+    """Add a row, or take the place of the one with the same key; two processes may do so at once."""
+    with locked(path.with_suffix(".writing")):
+        old = read_json(path)["rows"] if path.exists() else []
+        kept = [other for other in old if any(other[name] != row[name] for name in key)]
+        write_results(path, what, command, sorted([*kept, row], key=order))
 
 
 def read_verdict(directory: Path) -> dict[str, Any] | None:
