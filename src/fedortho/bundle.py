@@ -17,7 +17,7 @@ from typing import Any
 
 from fedortho.archive import LARGEST, BadArchive, check_form, pack_files, unpack_files
 from fedortho.errors import FedOrthoError
-from fedortho.files import canonical_json, file_digest, read_tensors, replacing, tensors_digest
+from fedortho.files import canonical_json, file_digest, replacing
 from fedortho.journal import parse_entry, read_journal
 from fedortho.markup import without_images
 from fedortho.prune import Patch, load_patch
@@ -247,7 +247,7 @@ def _collect(run: Run, number: int, beside: Path) -> dict[str, bytes]:
         "run-now": record["model"]["digest"],  # the model after, unless more was forgotten or trained since
         "patch": file_digest(patch),
         "data": record["data"]["digest"],
-        "ledger": ledger_digest(run.path / "ledger.safetensors"),
+        "ledger": entry.get("ledger"),
     }
     lines, head = _journal(run, entry, beside)
     texts = {"request": entry["request"], "run": name} | entry["digests"]
@@ -298,11 +298,6 @@ def _journal(run: Run, entry: Mapping[str, Any], beside: Path) -> tuple[bytes, d
     about = [e for e in journal.entries if e.run == run.path.resolve().name or (e.request, e.before) == asked]
     last = asdict(journal.last)
     return "".join(f"{e.line}\n" for e in about).encode(), {key: last[key] for key in ("number", "hash")}
-
-
-def ledger_digest(path: Path) -> str | None:
-    """Of its sums, which stay the same when a request binds the ledger to the model after."""
-    return tensors_digest(read_tensors(path)[0]) if path.exists() else None
 
 
 def _packages() -> list[str]:

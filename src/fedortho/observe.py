@@ -66,9 +66,16 @@ class Observation:
             raise BadData("no image was observed; a mean needs at least one")
         return self.sums[key].sum(0) / self.images
 
+    @property
+    def digest(self) -> str:
+        """Of the sums and counts alone."""
+        return tensors_digest(self._tensors())
+
     def save(self, path: Path) -> None:
-        tensors = {f"sums.{key}": value for key, value in self.sums.items()} | {"counts": self.counts}
-        write_tensors(path, tensors, {"model": self.model, "stale": list(self.stale)})
+        write_tensors(path, self._tensors(), {"model": self.model, "stale": list(self.stale)})
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {f"sums.{key}": value for key, value in self.sums.items()} | {"counts": self.counts}
 
 
 def key_of(site: Site, tap: str) -> str:

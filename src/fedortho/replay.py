@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedortho.bundle import BadBundle, Bundle, ledger_digest
+from fedortho.bundle import BadBundle, Bundle
 from fedortho.data import Dataset
 from fedortho.devices import choose_device, using_threads
 from fedortho.engine import CentralEngine
@@ -99,11 +99,11 @@ def _check_run(bundle: Bundle, run: Run) -> None:
     if mine != told:
         raise FedOrthoError(f"{run.path} is the model {mine[:16]}; give the run of before the request, {told[:16]}")
     earlier = [str(request) for request in earlier_requests(run)]
-    ledger = run.path / "ledger.safetensors"
+    ledger = load_ledger(run.path / "ledger.safetensors", run.load_model())
     for what, known, here in (
         ("data", bundle.digests.get("data"), run.record["data"]["digest"]),
         ("earlier requests", bundle.request.get("earlier"), earlier),
-        ("ledger", bundle.digests.get("ledger"), ledger_digest(ledger)),
+        ("ledger", bundle.digests.get("ledger"), None if ledger is None else ledger.digest),
     ):
         if known != here:
             raise BadBundle(f"{bundle.source}: {what} of {run.path} are not those it tells of: {here}, not {known}")

@@ -161,7 +161,7 @@ def _served(
         return served
     if undo is not None:
         write_undo(undo, outcome.patch, model)
-    entries = [*run.record.get("requests", []), _entry(served, settings, device)]
+    entries = [*run.record.get("requests", []), _entry(served, settings, device, ledger)]
     changes = {"requests": entries, "result": {"test-accuracy": after.test}}
     bound = None
     if ledger is not None:
@@ -192,9 +192,12 @@ def check_places(out: Path | None, undo: Path | None) -> None:
         raise FedOrthoError(f"{undo} is there already; an undo file is never overwritten")
 
 
-def _entry(served: Served, settings: ForgetSettings, device: torch.device | str) -> dict[str, Any]:
+def _entry(
+    served: Served, settings: ForgetSettings, device: torch.device | str, ledger: Observation | None
+) -> dict[str, Any]:
     paid = served.before.retain - served.after.retain
     place = {"threads": torch.get_num_threads(), "device": str(device)}  # float sums depend on them
+    place["ledger"] = None if ledger is None else ledger.digest  # what was decided by
     return describe(served) | {"settings": as_mapping(settings), "retain-paid": paid} | place
 
 
