@@ -74,8 +74,7 @@ def measure(arguments: Any) -> None:
     settings = read_settings(run.settings, "tuned")
     for name, kind in METHODS.items():
         if issubclass(kind, Schedule):
-            epochs = 0 if name == "federaser" else arguments.epochs  # it replays all rounds that were kept
-            settings[name] = settings.get(name, {}) | {"epochs": epochs}
+            settings[name] = settings.get(name, {}) | {"epochs": arguments.epochs}
             if is_federation and "batch" in field_types(kind):
                 settings[name] |= {"batch": run.settings.batch}
     request = ForgetRequest.parse(arguments.request)

@@ -140,6 +140,8 @@ def test_federaser_replays_what_a_run_kept_and_references_keep_nothing(tmp_path:
     assert retrained.verdict is not None
     assert replayed.verdict is not None
     assert replayed.settings["updates"] == str(run.path / "updates")
+    assert replayed.settings["ortho"] == settings.ortho > 0, "it trains as the run did"
+    assert replayed.settings["epochs"] == 3
     assert replayed.verdict["test"] > 0.3, "it learnt from the others"
     (reference,) = (tmp_path / "references").iterdir()
     assert not (reference / "updates").exists()

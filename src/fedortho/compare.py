@@ -105,15 +105,16 @@ def chosen_methods(words: str) -> list[str]:
 
 
 def settings_for(run: Run, name: str, *more: Mapping[str, Any]) -> Method:
-    """A method as it is compared on this run: retraining by the run's recipe, all with the run's augmentation."""
+    """A method as it is compared on this run: what retrains by the run's recipe, all with the run's augmentation."""
     kind, settings = METHODS[name], run.settings
     own: dict[str, Any] = {key: getattr(settings, key) for key in ("crop", "flip", "seed") if key in field_types(kind)}
-    if "updates" in field_types(kind):
-        own["updates"] = str(run.path / "updates")
-    if issubclass(kind, Retrain):
+    if issubclass(kind, Recipe):  # it trains as the run did
         own = {field.name: getattr(settings, field.name) for field in fields(Recipe)}
         if isinstance(settings, FederateSettings):
             own["epochs"] = settings.rounds
+    if "updates" in field_types(kind):
+        own["updates"] = str(run.path / "updates")
+    if issubclass(kind, Retrain):
         if name == "retrain-plain":
             own |= {"ortho": 0.0, "align": 0.0}
         more = ()  # nothing is chosen here: it is the standard

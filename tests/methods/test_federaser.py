@@ -21,7 +21,7 @@ from fedortho.methods import make_method, unlearn
 from fedortho.methods.contract import CannotServe
 from fedortho.methods.federaser import FedEraser, read_round
 from fedortho.models import build_model
-from fedortho.recipe import Recipe
+from fedortho.recipe import Recipe, learning_rate
 from fedortho.request import ForgetRequest
 from fedortho.runs import load_run_data
 from fedortho.scores import accuracy
@@ -100,11 +100,30 @@ def test_clients_shuffle_otherwise_in_every_replayed_round(
     assert seeds[6:] == seeds[4:6], "a stored round has the seeds that are its own"
 
 
+def test_a_replayed_round_has_the_rate_and_the_penalty_of_the_training(
+    engine: FlowerEngine, trained: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Note] = []
+    really = FlowerEngine._order
+
+    def order(self: FlowerEngine, order: Order, turn: int, client: int) -> Note:
+        told.append(really(self, order, turn, client))
+        return told[-1]
+
+    monkeypatch.setattr(FlowerEngine, "_order", order)
+    method = replace(ERASER, updates=str(tmp_path / "kept"), rate=0.1, epochs=4, schedule="cosine", ortho=0.02)
+    method(trained, engine, LEAVING)
+    wanted = [learning_rate(replace(RECIPE, schedule="cosine"), turn) for turn in (1, 1, 2, 2, 3, 3)]
+    assert [note["recipe"]["rate"] for note in told] == pytest.approx(wanted)
+    assert {note["recipe"]["ortho"] for note in told} == {0.02}
+    assert not any(note["align"] for note in told)
+
+
 def test_steps_have_the_stored_length_and_the_first_round_is_a_mean(
     engine: FlowerEngine, trained: nn.Module, tmp_path: Path
 ) -> None:
     one, two = (
-        replace(ERASER, updates=str(tmp_path / "kept"), average_first=True, epochs=rounds)(trained, engine, LEAVING)
+        replace(ERASER, updates=str(tmp_path / "kept"), average_first=True, most=rounds)(trained, engine, LEAVING)
         for rounds in (1, 2)
     )
     stored = [read_round(tmp_path / "kept" / f"round-0000{turn}", trained, LEAVING) for turn in (0, 1)]

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -13,7 +13,8 @@ from fedortho.engine import Course, Engine, Group, Part
 from fedortho.errors import BadCheckpoint, BadSetting
 from fedortho.files import read_tensors
 from fedortho.lessons import Manner, step_seed
-from fedortho.methods.contract import CannotServe, Schedule, begin
+from fedortho.methods.contract import CannotServe, begin
+from fedortho.recipe import Recipe, learning_rate
 from fedortho.request import ForgetRequest
 
 State = Mapping[str, Tensor]
@@ -31,7 +32,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class FedEraser(Schedule):
+class FedEraser(Recipe):
     """Calibrated replay of a federation's rounds without the clients that leave.
 
     The first stored round is the plain mean of the retained updates. In each later one every retained client
@@ -39,14 +40,21 @@ class FedEraser(Schedule):
     fresh one the direction: Σ_k w_k ‖U_k‖ Û_k / ‖Û_k‖, tensor by tensor, as the paper has it. The published code
     averages before it normalises (`average_first`, one exchange a round instead of one a client). Batch-norm
     statistics and counters are those of the fresh training. Needs a federation that kept its updates.
+
+    Directions are those of the training that is replayed: `compare` gives it the recipe of the run, penalties and
+    schedule by rounds. Without it the rate is the published one, and there is no penalty.
     """
 
     name: ClassVar[str] = "federaser"
     kinds: ClassVar[tuple[str, ...]] = ("client",)
     roles: ClassVar[str] = "retain: a calibrating epoch for each stored round; every client's stored updates"
     norms: ClassVar[str] = "updated by the calibrating training"
-    epochs: Annotated[int, "stored rounds to replay at most, from the first; 0: all"] = 0
-    rate: Annotated[float, "learning rate of the calibration"] = 0.005
+    epochs: Annotated[int, "rounds of the training that is replayed, for the schedule of its rate"] = 100
+    rate: Annotated[float, "learning rate at the start"] = 0.005
+    schedule: Annotated[str, "of the rate, by rounds"] = "constant"
+    ortho: Annotated[float, "weight of the orthogonality penalty; 0: off"] = 0.0
+    align: Annotated[float, "not used: each calibration is a client's first contact"] = 0.0
+    most: Annotated[int, "stored rounds to replay at most, from the first; 0: all"] = 0
     ratio: Annotated[float, "share of the former local epochs that calibrates"] = 0.5
     interval: Annotated[int, "use every so many of the stored rounds"] = 1
     average_first: Annotated[bool, "normalise the mean update, as the published code does, not each client's"] = False
@@ -67,14 +75,20 @@ class FedEraser(Schedule):
             )
         places = places[:: self.interval]
         new = copy.deepcopy(model).cpu().eval()
-        for number, place in enumerate(places[: self.epochs or None]):
+        for number, place in enumerate(places[: self.most or None]):
             stored = read_round(place, model, request)
             if number == 0:
                 new.load_state_dict(_first(stored))
             elif stored.clients:
                 new.load_state_dict(self._calibrated(new, stored, engine, request))
         retained = Group("train", None, request)
-        return engine.fit(new, retained, replace(self.recipe, epochs=0))  # pools statistics, where that is the policy
+        return engine.fit(new, retained, self._recipe(0, epochs=0))  # pools statistics, where that is the policy
+
+    def _recipe(self, turn: int, epochs: int) -> Recipe:
+        """Of one stored round; with the same seed for all, clients would shuffle alike in every one of them."""
+        whole = Recipe(**{field.name: getattr(self, field.name) for field in fields(Recipe)})
+        rate, seed = learning_rate(whole, turn), step_seed(self.seed, turn, 0)
+        return replace(whole, epochs=epochs, rate=rate, schedule="constant", warmup=0.0, seed=seed)
 
     def _calibrated(self, new: nn.Module, stored: Stored, engine: Engine, request: ForgetRequest) -> State:
         teams = [tuple(stored.clients)] if self.average_first else [(client,) for client in stored.clients]
@@ -83,8 +97,7 @@ class FedEraser(Schedule):
         steps: dict[str, Tensor] = {}
         fresh: dict[str, Tensor] = {}
         begin_state = {name: value.clone() for name, value in new.state_dict().items()}
-        seed = step_seed(self.seed, stored.turn, 0)  # else clients would shuffle alike in every round
-        recipe = replace(self.recipe, epochs=1, seed=seed)
+        recipe = self._recipe(stored.turn, epochs=1)
         for team in teams:
             group = Group("train", ForgetRequest(clients=team), request)
             trained = engine.fit(new, Course((Part(group),), manner), recipe).state_dict()
