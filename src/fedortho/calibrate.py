@@ -184,46 +184,66 @@ def calibrate(
     costs too much, the largest ratio within the budget, finished by the least scrub that reaches the target; then
     smaller ratios.
     """
-    made: dict[tuple[float, float], Trial] = {}
-    at_once = bench.at_once
-    ratios = thinned(ratios, at_once)
-    strengths = STRENGTHS if at_once == 1 else STRENGTHS[3::4]
-
-    def trials(keys: Sequence[tuple[float, float]]) -> list[Trial]:
-        new = [key for key in dict.fromkeys(keys) if key not in made]
-        if new:
-            found = bench.attempt([Candidate(plan(ratio), ratio, scrub) for ratio, scrub in new])
-            made.update(zip(new, found, strict=True))
-        return [made[key] for key in keys]
-
-    def reach(tried: Sequence[float]) -> list[bool]:
-        return [trial.reaches for trial in trials([(ratio, 0.0) for ratio in tried])]
-
-    enough = smallest(ratios, reach, at_once)
-    if enough is not None and made[enough, 0.0].retain >= least_retain and not largest:
-        return made[enough, 0.0], list(made.values())
+    trials = _Trials(bench, plan)
+    ratios = thinned(ratios, bench.at_once)
+    enough = smallest(ratios, lambda tried: [trial.reaches for trial in trials.unscrubbed(tried)], bench.at_once)
+    if enough is not None and not largest and trials[enough, 0.0].retain >= least_retain:
+        return trials[enough, 0.0], trials.all
     too_much = smallest(
-        ratios, lambda tried: [t.retain < least_retain for t in trials([(ratio, 0.0) for ratio in tried])], at_once
+        ratios, lambda tried: [trial.retain < least_retain for trial in trials.unscrubbed(tried)], bench.at_once
     )
     affordable = [ratio for ratio in ratios if too_much is None or ratio < too_much]
-    if largest and affordable and trials([(affordable[-1], 0.0)])[0].reaches:
-        return made[affordable[-1], 0.0], list(made.values())
+    if largest and affordable and trials[affordable[-1], 0.0].reaches:
+        return trials[affordable[-1], 0.0], trials.all
     if may_scrub and bench.classifier is not None:
-        dearest_first = affordable[::-1][:SCRUBBED_RATIOS]
-        together = max(at_once // len(strengths), 1)
-        for start in range(0, len(dearest_first), together):
-            batch = dearest_first[start : start + together]
-            if at_once > 1:
-                trials([(ratio, strength) for ratio in batch for strength in strengths])
-            for ratio in batch:
-                strength = smallest(
-                    strengths,
-                    lambda tried, ratio=ratio: [t.reaches for t in trials([(ratio, t) for t in tried])],  # type: ignore[misc]  # bound early
-                    at_once,
-                )
-                if strength is not None and made[ratio, strength].retain >= least_retain:
-                    return made[ratio, strength], list(made.values())
-    raise _refusal(list(made.values()), least_retain)
+        chosen = _scrubbed(trials, affordable[::-1][:SCRUBBED_RATIOS], least_retain)
+        if chosen is not None:
+            return chosen, trials.all
+    raise _refusal(trials.all, least_retain)
+
+
+class _Trials:
+    """Trials by ratio and strength of the scrub, each made once."""
+
+    def __init__(self, bench: Bench, plan: Callable[[float], Patch]) -> None:
+        self.bench, self.plan = bench, plan
+        self.made: dict[tuple[float, float], Trial] = {}
+
+    @property
+    def all(self) -> list[Trial]:
+        return list(self.made.values())
+
+    def __getitem__(self, key: tuple[float, float]) -> Trial:
+        return self.several([key])[0]
+
+    def several(self, keys: Sequence[tuple[float, float]]) -> list[Trial]:
+        new = [key for key in dict.fromkeys(keys) if key not in self.made]
+        if new:
+            found = self.bench.attempt([Candidate(self.plan(ratio), ratio, scrub) for ratio, scrub in new])
+            self.made.update(zip(new, found, strict=True))
+        return [self.made[key] for key in keys]
+
+    def unscrubbed(self, ratios: Sequence[float]) -> list[Trial]:
+        return self.several([(ratio, 0.0) for ratio in ratios])
+
+
+def _scrubbed(trials: _Trials, dearest_first: Sequence[float], least_retain: float) -> Trial | None:
+    """The first of these ratios that the least scrub which reaches the target leaves within the budget."""
+    at_once = trials.bench.at_once
+    strengths = STRENGTHS if at_once == 1 else STRENGTHS[3::4]
+    together = max(at_once // len(strengths), 1)
+    for place, ratio in enumerate(dearest_first):
+        if at_once > 1 and place % together == 0:  # where exchanges cost, as many in one as it takes
+            batch = dearest_first[place : place + together]
+            trials.several([(each, strength) for each in batch for strength in strengths])
+
+        def reach(tried: Sequence[float], ratio: float = ratio) -> list[bool]:
+            return [trial.reaches for trial in trials.several([(ratio, strength) for strength in tried])]
+
+        strength = smallest(strengths, reach, at_once)
+        if strength is not None and trials[ratio, strength].retain >= least_retain:
+            return trials[ratio, strength]
+    return None
 
 
 def _refusal(made: Sequence[Trial], least_retain: float) -> Refused:
