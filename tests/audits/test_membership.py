@@ -127,8 +127,38 @@ def test_a_class_has_its_margins_counted_and_going_too_far_fails_too(noise: Data
     assert sum(counts["unlearned"]) == sum(counts["without"]) == sum(counts["original"]) == audit.details["scores"][0]
     middle = {name: sum(i * n for i, n in enumerate(row)) / sum(row) for name, row in counts.items() if name != "edges"}
     assert middle["unlearned"] < middle["without"] < middle["original"]
+    assert set(audit.details["AUC by each"]) == {"the image's own label", "the nearest class that stays"}
+    assert audit.details["by the margin of"] == "the image's own label", "it was pushed, the other one was not"
     assert report[0] == "1/16 original"
     assert report[-1] == "16/16 without"
+
+
+def test_a_class_that_only_its_own_row_hides_is_found_by_the_nearest_class_that_stays(
+    noise: Dataset, place: Path
+) -> None:
+    """The own margin is made that of a network which never met the class; the others are answered far too surely."""
+
+    class Retrained(nn.Module):
+        def __init__(self, old: nn.Module, other: nn.Module) -> None:
+            super().__init__()
+            self.old, self.other = old, other
+
+        def forward(self, x: Tensor) -> Tensor:
+            rest, wanted = 5 * self.old(x), self.other(x)
+            keep = [0, 2, 3]
+            margin = wanted[:, 1] - wanted[:, keep].logsumexp(1)
+            rest[:, 1] = rest[:, keep].logsumexp(1) + margin
+            return rest
+
+    def disguised(model: nn.Module, data: Dataset, request: ForgetRequest) -> nn.Module:
+        kept = data.train.subset(~request.mask(data.train))
+        return Retrained(model, fit(build(next(SEEDS)), kept, replace(RECIPE, seed=next(SEEDS)))).eval()
+
+    audit = audit_membership(case_of(noise, "class:1"), disguised, place, SETTINGS, build=build)
+    found = audit.details["AUC by each"]
+    assert abs(found["the image's own label"] - 0.5) < 0.1, "by this margin alone it would have passed"
+    assert audit.outcome == "FAIL"
+    assert audit.details["by the margin of"] == "the nearest class that stays"
 
 
 def test_an_attack_without_power_is_no_pass(noise: Dataset, tmp_path: Path) -> None:
