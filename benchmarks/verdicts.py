@@ -69,7 +69,7 @@ def network(model: str, seed: int, arguments: Any) -> None:
         if forgot is None or not references:
             continue
         others = [run for run in references if run.path != forgot.path]
-        if is_current(page, forgot, others):
+        if is_current(page, forgot, others, shadows=bool(arguments.shadows)):
             continue
         case = case_of(forgot, request, data, original, others[0], others[1] if len(others) > 1 else None)
         roles = ("original", "reference", "second")  # the same models, so that what is known of them is used again
@@ -86,15 +86,15 @@ def network(model: str, seed: int, arguments: Any) -> None:
         write(page, judge_case(case, arguments.audit, only=only, bench=bench, known=known, **told))
 
 
-def is_current(page: Path, forgot: Run, references: list[Run]) -> bool:
-    """Whether a page is there, about this model, by this reference, and with a distance where that can be told."""
+def is_current(page: Path, forgot: Run, references: list[Run], *, shadows: bool) -> bool:
+    """Whether a page is there, about this model, by this reference, with all that can be told and is asked for."""
     if not page.exists():
         return False
     found = read(page)
     same = found.digests["after"] == forgot.record["model"]["digest"]
     same &= found.digests["reference"] == references[0].record["model"]["digest"]
-    has_distance = any(audit.name == "C5" and audit.outcome != "NOT RUN" for audit in found.audits)
-    return same and (has_distance or len(references) < 2)
+    ran = {audit.name for audit in found.audits if audit.outcome != "NOT RUN"}
+    return same and ("C5" in ran or len(references) < 2) and ("C4" in ran or not shadows)
 
 
 def outcome(original: Run, method: str, references: list[Run]) -> Run | None:
