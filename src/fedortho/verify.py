@@ -195,7 +195,15 @@ class Verdict:
 
 
 def _time(seconds: float) -> str:
-    return f"{seconds:.0f} seconds" if seconds < 120 else f"{seconds / 60:.0f} minutes"
+    """Roughly, in words.
+
+    >>> _time(0.7), _time(90.0), _time(400.0)
+    ('1 second', '90 seconds', '7 minutes')
+    """
+    number = max(round(seconds), 1)
+    if seconds >= 120:
+        return f"{seconds / 60:.0f} minutes"
+    return f"{number} second{'s' * (number > 1)}"
 
 
 def judge(
