@@ -147,6 +147,12 @@ def test_kernels_that_respond_more_to_what_stays_are_counted_told_and_can_be_spa
     assert caplog.text.count("respond no more to what goes") == 1
 
 
+def test_a_target_for_samples_is_refused(digits: Dataset, digit_nets: dict[str, nn.Module]) -> None:
+    request = ForgetRequest(samples=tuple(map(str, digits.train.rows[:2].tolist())))
+    with pytest.raises(BadSetting, match=r"target 0.5 is for classes; samples requests aim at what unseen images"):
+        plan_forgetting(digit_nets["vgg-mini"], digits, request, ForgetSettings(target=0.5))
+
+
 def test_the_ledger_of_another_model_is_refused(digits: Dataset, digit_nets: dict[str, nn.Module]) -> None:
     foreign = ledger_of(digit_nets["resnet-mini"], digits, "stream")
     with pytest.raises(BadData, match="ledger is that of another model"):

@@ -196,7 +196,7 @@ def test_undo_restores_every_bit_and_only_its_own_model(tiny: TinyNet, toy: Imag
     write_undo(tmp_path / "undo.safetensors", patch, tiny)
     edited = patch.apply(tiny)
     assert tensors_digest(undo_patch(tmp_path / "undo.safetensors", edited).state_dict()) == before
-    with pytest.raises(BadCheckpoint, match="undoes the model"):
+    with pytest.raises(BadCheckpoint, match="undoes the request that ended in the model"):
         undo_patch(tmp_path / "undo.safetensors", tiny)
     with pytest.raises(BadCheckpoint, match="must be made from the model"):
         write_undo(tmp_path / "other", patch, edited)

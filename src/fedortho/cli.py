@@ -56,7 +56,10 @@ def main() -> None:
     except FedOrthoError as error:
         _refuse(str(error))
     if code == INTERRUPTED:
-        err.print("interrupted; training goes on where it stopped if the same command is given again")
+        err.print(
+            "interrupted; what is finished is kept, "
+            "and a training goes on where it stopped if the same command is given again"
+        )
     sys.exit(code)
 
 

@@ -21,6 +21,7 @@ from fedortho.request import ForgetRequest
 from fedortho.runs import FederateSettings, Run, open_run
 from fedortho.screen import bar, bars, err, frontier_table, print_served, say
 from fedortho.serve import Served, describe, serve_request, undo_run
+from fedortho.verify import spoken_time
 
 
 @takes_settings(ForgetSettings)
@@ -54,6 +55,8 @@ def forget_command(
     wishes = Wishes(audit, reference, references, retrain, data_dir=data_dir, device=device)
     check_engine(engine, deployment)
     check_wishes(run, asked, wishes)
+    if dry_run and keep_undo:
+        raise FedOrthoError("--dry-run changes nothing, so there is nothing to undo; leave --keep-undo out")
     if engine != "inprocess" and not isinstance(run.settings, FederateSettings):
         raise FedOrthoError(f"{run_path} was not trained by a federation; leave --engine out")
     out_dir = out_path or run_path.with_name(f"{run_path.name}-{asked.word}")
@@ -69,15 +72,19 @@ def forget_command(
         say(escape(f"not audited yet: fedortho judge {out_dir}"))
         return
     served, data = _served(run, asked, settings, None if dry_run else out_dir, keep_undo, wishes)
+    if not as_json:
+        print_served(served, settings, run_path)
     verdict = None
     if served.run is not None and audit != "none":
-        verdict = judged(served.run, asked, data, run, wishes)
+        try:
+            verdict = judged(served.run, asked, data, run, wishes)
+        except KeyboardInterrupt:
+            say(escape(f"interrupted while it was judged; the run is written: fedortho judge {served.run.path}"))
+            raise
     if as_json:
         told = describe(served) | ({} if verdict is None else {"verdict": verdict.as_mapping()})
         typer.echo(json.dumps(told, indent=2))
-        return
-    print_served(served, run_path)
-    if verdict is not None and served.run is not None:
+    elif verdict is not None and served.run is not None:
         print_verdict(verdict, whole=False)
         say(escape(f"all metrics: fedortho judge {served.run.path}; a page to read: fedortho report {served.run.path}"))
 
@@ -100,13 +107,14 @@ def _served(
         except Refused as refusal:
             shown.stop()
             err.print(frontier_table(refusal.frontier))
-            raise FedOrthoError(f"{refusal}; {_retrain_advice(run)}") from refusal
+            raise FedOrthoError(f"{refusal}; {_retrain_advice(run, asked)}") from refusal
 
 
-def _retrain_advice(run: Run) -> str:
+def _retrain_advice(run: Run, asked: ForgetRequest) -> str:
     seconds = sum(entry.seconds for entry in run.history())
-    cost = f"that took {seconds / 60:.1f} minutes here the last time" if seconds else "its cost is not known"
-    return f"allow more with --max-retain-drop or --target, edit more with --layers mid,deep, or retrain ({cost})"
+    cost = f"that took {spoken_time(seconds)} here the last time" if seconds else "its cost is not known"
+    more = "--max-retain-drop or --target" if asked.classes else "--max-retain-drop"
+    return f"allow more with {more}, edit more with --layers mid,deep, or retrain ({cost})"
 
 
 def undo_command(

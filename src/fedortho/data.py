@@ -161,7 +161,7 @@ def split_stratified(labels: Tensor, share: float, seed: int) -> tuple[Tensor, T
     (18, 2)
     """
     if not 0 <= share < 1:
-        raise BadSetting(f"the share to set aside must be at least 0 and below 1, not {share}")
+        raise BadSetting(f"valid, the share to set aside, must be at least 0 and below 1, not {share}")
     generator = torch.Generator().manual_seed(seed)
     aside = torch.zeros(len(labels), dtype=torch.bool)
     for label in labels.unique().tolist():

@@ -250,7 +250,7 @@ def _decode_image(where: str, blob: bytes | None, size: int) -> NDArray[np.uint8
             plain = image.convert("L" if mode in ("1", "L", "LA") else "RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise BadData(
-            f"{where}: the image cannot be decoded ({first_line(error)}); use {', '.join(FORMATS)}"
+            f"{where}: the image cannot be decoded ({first_line(error).partition(' <')[0]}); use {', '.join(FORMATS)}"
         ) from error
     if mode[0] in "IF":  # converting would clip these without a word
         raise BadData(f"{where}: a {mode} image has more than 8 bits per channel; save it with 8")

@@ -39,8 +39,10 @@ class Federation:
         for name, least in LEAST.items():
             if getattr(self, name) < least:
                 raise BadSetting(f"{kebab(name)} must be at least {least}, not {getattr(self, name)}")
-        if not 0 < self.fraction <= 1 or not 0 <= self.quorum <= 1:
-            raise BadSetting(f"fraction and quorum are shares up to 1, not {self.fraction} and {self.quorum}")
+        if not 0 < self.fraction <= 1:
+            raise BadSetting(f"fraction must be above 0 and at most 1, not {self.fraction}")
+        if not 0 <= self.quorum <= 1:
+            raise BadSetting(f"quorum must be between 0 and 1, not {self.quorum}")
         if self.norms not in NORMS:
             raise unknown("norms", self.norms, NORMS)
         if not 0 < self.timeout < float("inf"):

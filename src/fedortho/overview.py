@@ -102,6 +102,8 @@ def _line(run: Run, name: str) -> Line:
     probe = next((audit["forgot"] for audit in verdict.get("audits", []) if audit["name"] == "C1"), None)
     after, took = entry["after"], entry.get("cost") or {"seconds": sum(entry.get("seconds", {}).values())}
     accuracies = (after["forget"], after["retain"], after["test"])
+    if isinstance(run.settings, FederateSettings) and run.settings.start:  # it was trained on since, and not measured
+        accuracies = (None, None, run.record["result"].get("test-accuracy"))
     method = entry.get("method", "fedortho")
     bad = [audit["name"] for audit in judgements(verdict) if audit["outcome"] in ("FAIL", "ERROR")]
     is_tested = any(audit["outcome"] in ("PASS", "FAIL", "ERROR") for audit in verdict.get("audits", []))

@@ -189,6 +189,11 @@ class _Task:
         self.model, self.engine = copy.deepcopy(model).cpu().eval(), engine
         self.request, self.settings = request, settings
         engine.check(request, forgotten)
+        if not request.classes and settings.target != ForgetSettings.target:
+            raise BadSetting(
+                f"target {settings.target:g} is for classes; {request.kind} requests aim at what unseen images of the "
+                "same labels get: leave --target out"
+            )
         if settings.erase and request.kind != "class":
             raise BadSetting(f"directions are those of a class; forget {request} by the robust preset")
         self.parts = request.parts()

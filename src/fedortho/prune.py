@@ -261,8 +261,11 @@ def undo_patch(path: Path, edited: nn.Module) -> nn.Module:
     """The model as it was before the patch, bit for bit."""
     tensors, note = read_tensors(path)
     digest = tensors_digest(edited.state_dict())
-    if note.get("after") != digest:
-        raise BadCheckpoint(f"{path} undoes the model {str(note.get('after'))[:12]}, not {digest[:12]}")
+    if not {"before", "after"} <= note.keys():
+        raise BadCheckpoint(f"{path} is no undo file; give what forget --keep-undo wrote")
+    if note["after"] != digest:
+        wanted = f"{note['after'][:12]}, not {digest[:12]}"
+        raise BadCheckpoint(f"{path} undoes the request that ended in the model {wanted}; give the run of that model")
     restored = edit_model(edited, Patch("", "", replaced=tensors))
     if tensors_digest(restored.state_dict()) != note["before"]:
         raise BadCheckpoint(f"{path} does not give the model {note['before'][:12]} back: it is damaged")

@@ -170,8 +170,14 @@ def case_of(
 
 
 def find_original(run: Run) -> Run | None:
-    """The run that this one was made from, if it lies beside it; of several with its weights the one set as this is."""
+    """The run that this one was made from, if it lies beside it; of several with its weights the one set as this is.
+
+    One that was trained on after forgetting was made from what the run that it began with was made from.
+    """
     parent = run.record.get("parent")
+    start = run.settings.start if isinstance(run.settings, FederateSettings) else ""
+    if parent is None and start and (Path(start) / "run.json").is_file():
+        return find_original(open_run(start))
     beside = finished_runs(run.path.resolve().parent) if parent else iter(())
     found = [other for other in beside if other.record["model"]["digest"] == parent]
     return min(found, key=lambda other: as_mapping(other.settings) != as_mapping(run.settings), default=None)

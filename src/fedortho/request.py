@@ -172,7 +172,7 @@ def _sample_ids(text: str) -> list[str]:
     try:
         lines = Path(text).expanduser().read_text(encoding="utf-8").split()
     except (OSError, UnicodeDecodeError) as error:
-        raise FedOrthoError(f"samples:{text} names neither ids nor a readable file ({error})") from error
+        raise FedOrthoError(f"samples:{text} names neither ids nor a readable file; is the path right?") from error
     wrong = [line for line in lines if not SAMPLE.fullmatch(line)]
     if wrong:
         raise FedOrthoError(f"{text}: {wrong[0]!r} is not a sample id; write one `row` or `client/row` a line")

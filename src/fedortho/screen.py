@@ -13,6 +13,7 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 
 from fedortho.calibrate import Trial
+from fedortho.plan import ForgetSettings
 from fedortho.runs import Run
 from fedortho.scores import Evaluation
 from fedortho.serve import Served
@@ -27,7 +28,7 @@ def say(text: str) -> None:
     out.print(text, highlight=False, soft_wrap=True)
 
 
-def print_served(served: Served, run_path: Path) -> None:
+def print_served(served: Served, settings: ForgetSettings, run_path: Path) -> None:
     say(escape(f"{run_path}: {served.request}"))
     table = Table()
     for name in ("accuracy", "before", "after"):
@@ -37,6 +38,11 @@ def print_served(served: Served, run_path: Path) -> None:
     out.print(table)
     outcome = served.outcome
     note = outcome.patch.note
+    if served.request.kind == "class" and served.after.forget > settings.target:
+        say(f"[yellow]the target, {settings.target:.1%}, is not met on test images[/]")
+    elif outcome.chosen is not None and served.request.kind != "class":
+        met = ": met before any edit, so the smallest was made" if served.before.forget <= outcome.chosen.limit else ""
+        say(f"limit: {outcome.chosen.limit:.1%}, what unseen images of the same labels get{met}")
     what = "directions taken out" if "directions" in note else "kernels edited"
     numbers = note.get("directions") or {site: len(found["kernels"]) for site, found in note["sites"].items()}
     say(f"{what}: " + ", ".join(f"{number} in {site}" for site, number in numbers.items()))
@@ -171,7 +177,9 @@ def federation_bar(bars: Bars) -> Callable[[Any], None]:
 
 
 def round_line(entry: Epoch, rounds: int) -> str:
-    line = f"round {entry.epoch + 1}/{rounds}  {entry.clients} clients  loss {entry.loss:.3f}"
+    line = (
+        f"round {entry.epoch + 1}/{rounds}  {entry.clients} client{'s' * (entry.clients != 1)}  loss {entry.loss:.3f}"
+    )
     line += f"  accuracy {entry.accuracy:.1%}"
     line += "" if entry.valid is None else f"  validation {entry.valid:.1%}"
     return line + ("" if entry.drift is None else f"  drift {entry.drift:.2f}")

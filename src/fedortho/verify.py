@@ -133,16 +133,18 @@ class Verdict:
     def _price(self) -> str:
         if self.retrain_seconds is None:
             return ""
-        return f"Retraining costs about {_time(self.retrain_seconds)} here."
+        return f"Retraining costs about {spoken_time(self.retrain_seconds)} here."
 
     @property
     def advice(self) -> str:
         """What to do about it; empty if there is nothing to advise."""
         if self.passes:
             return ""
-        cost = "" if self.retrain_seconds is None else f" (about {_time(self.retrain_seconds)} here)"
+        cost = "" if self.retrain_seconds is None else f" (about {spoken_time(self.retrain_seconds)} here)"
         if self.failed == ["retention"]:
             return f"Too much was lost: ask for less (--max-retain-drop), or retrain without it{cost}."
+        if "retention" in self.failed and not self.subject.startswith("class"):
+            return f"More was lost than forgotten: ask for less (--max-retain-drop), or retrain without it{cost}."
         if self.failed:
             return f"To erase it, retrain without it{cost}; {self._stronger} may erase more, at a price."
         if not self.has_reference:
@@ -194,10 +196,10 @@ class Verdict:
         return f"{self.sentence} [{self.label}]"
 
 
-def _time(seconds: float) -> str:
+def spoken_time(seconds: float) -> str:
     """Roughly, in words.
 
-    >>> _time(0.7), _time(90.0), _time(400.0)
+    >>> spoken_time(0.7), spoken_time(90.0), spoken_time(400.0)
     ('1 second', '90 seconds', '7 minutes')
     """
     number = max(round(seconds), 1)
@@ -314,7 +316,7 @@ def judge_run(
         digests={"before": original.record["model"]["digest"], "after": run.record["model"]["digest"]}
         | ({} if reference is None else {"reference": reference.record["model"]["digest"]}),
     )
-    if not only:
+    if not only and audit != "none":
         write_json(run.path / "verdict.json", verdict.as_mapping())
     return verdict
 

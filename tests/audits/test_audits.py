@@ -152,7 +152,7 @@ def test_what_is_not_part_of_the_budget_says_so(world: World) -> None:
     assert not told
     audits = run_audits(world.case(world.references[2]), only=("C6",), watch=told.append)
     assert told == ["deployed copies"]
-    assert audits[3].says == "only C6 was asked for"
+    assert audits[3].says == "not asked for, only C6"
     with pytest.raises(UnknownName, match="C7"):
         run_audits(world.case(world.original), only=("C7",))
     with pytest.raises(UnknownName, match="budget"):

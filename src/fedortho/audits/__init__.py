@@ -92,7 +92,7 @@ def _reason_not_to(name: str, entry: Entry, there: bool, budget: str, only: Sequ
     if budget == "none":
         return "no audit was asked for (--audit none)"
     if only and name not in only:
-        return f"only {', '.join(only)} was asked for"
+        return f"not asked for, only {', '.join(only)}"
     if not there:
         return "needs shadow models: --audit full --shadows N"
     if budget == "quick" and not entry.quick and name not in only:

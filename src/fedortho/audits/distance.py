@@ -14,7 +14,9 @@ def distance(case: Case, known: Known, budget: str) -> Audit:
     if case.reference is None:
         return _without_reference(case, known)
     if case.second is None:
-        return Audit("C5", "NOT RUN", "needs a second reference, retrained by another seed, for a scale")
+        return Audit(
+            "C5", "NOT RUN", "needs a second reference, retrained by another seed, for a scale (--audit full --retrain)"
+        )
     seen = {who: last_features(case, known, who)[1] for who in ("forgot", "original", "reference", "second")}
     near = {who: cka(seen[who], seen["reference"]) for who in ("forgot", "original", "second")}
     span = near["second"] - near["original"]
