@@ -55,6 +55,8 @@ def forget_command(
     wishes = Wishes(audit, reference, references, retrain, data_dir=data_dir, device=device)
     check_engine(engine, deployment)
     check_wishes(run, asked, wishes)
+    if audit == "none" and (reference or references or retrain):
+        raise FedOrthoError("--audit none compares with nothing; leave --retrain, --reference and --references out")
     if dry_run and keep_undo:
         raise FedOrthoError("--dry-run changes nothing, so there is nothing to undo; leave --keep-undo out")
     if engine != "inprocess" and not isinstance(run.settings, FederateSettings):

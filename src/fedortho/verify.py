@@ -316,7 +316,7 @@ def judge_run(
         digests={"before": original.record["model"]["digest"], "after": run.record["model"]["digest"]}
         | ({} if reference is None else {"reference": reference.record["model"]["digest"]}),
     )
-    if not only and audit != "none":
+    if not only and (audit != "none" or not (run.path / "verdict.json").exists()):  # one with audits says more
         write_json(run.path / "verdict.json", verdict.as_mapping())
     return verdict
 
