@@ -189,7 +189,7 @@ class _Task:
         self.model, self.engine = copy.deepcopy(model).cpu().eval(), engine
         self.request, self.settings = request, settings
         engine.check(request, forgotten)
-        if not request.classes and settings.target != ForgetSettings.target:
+        if not request.classes and not settings.ratio and settings.target != ForgetSettings.target:
             raise BadSetting(
                 f"target {settings.target:g} is for classes; {request.kind} requests aim at what unseen images of the "
                 "same labels get: leave --target out"
