@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fedortho.data import Images
 from fedortho.errors import BadCheckpoint, BadSetting
-from fedortho.files import tensors_digest
+from fedortho.files import tensors_digest, write_tensors
 from fedortho.models import build_model
 from fedortho.prune import (
     Patch,
@@ -187,6 +187,12 @@ def test_a_patch_survives_the_disk_fits_one_model_and_can_be_applied_twice(
         again.apply(TinyNet())
     with pytest.raises(BadCheckpoint, match="it is damaged"):
         Patch(patch.before, "0" * 64, patch.scaled, patch.put).apply(tiny)
+
+
+def test_what_is_no_undo_file_is_refused(tiny: TinyNet, tmp_path: Path) -> None:
+    write_tensors(tmp_path / "other.safetensors", tiny.state_dict())
+    with pytest.raises(BadCheckpoint, match="is no undo file; give what forget --keep-undo wrote"):
+        undo_patch(tmp_path / "other.safetensors", tiny)
 
 
 def test_undo_restores_every_bit_and_only_its_own_model(tiny: TinyNet, toy: Images, tmp_path: Path) -> None:

@@ -5,13 +5,20 @@ from pathlib import Path
 import pytest
 import torch
 from commands import told
+from small import SETTINGS as FEDERATION
+from typer.testing import CliRunner
 
 import fedortho as fo
+from fedortho import cli_forget
 from fedortho.audits.contract import Audit
+from fedortho.cli import app
 from fedortho.errors import BadSetting, FedOrthoError, UnknownName
+from fedortho.federated.server import train_federation
 from fedortho.files import read_json
 from fedortho.journal import check_journal
 from fedortho.metrics import METRICS, Metric
+from fedortho.overview import list_runs
+from fedortho.references import find_original
 from fedortho.runs import TrainSettings, open_run, train_run
 from fedortho.verify import NEVER_TESTED, Verdict, subject_of
 
@@ -171,6 +178,63 @@ def test_forgetting_audits_by_default_and_the_journal_tells_all_of_it(runs: Path
     with pytest.raises(FedOrthoError, match="no training image has the id 99999"):
         told("forget", runs / "original", "samples:99999", "--out", tmp_path / "x")
     assert check_journal(runs).entries[-1].event == "refused"
+
+
+def test_flags_that_would_have_no_effect_are_refused_before_anything_is_done(runs: Path, tmp_path: Path) -> None:
+    first, out = runs / "original", tmp_path / "out"
+    with pytest.raises(FedOrthoError, match="--audit none compares with nothing; leave --retrain"):
+        told("forget", first, "class:3", "--audit", "none", "--retrain", "--out", out)
+    with pytest.raises(FedOrthoError, match="nothing to undo; leave --keep-undo out"):
+        told("forget", first, "class:3", "--dry-run", "--keep-undo", tmp_path / "undo")
+    with pytest.raises(FedOrthoError, match="cannot be written"):
+        told("forget", first, "class:3", "--keep-undo", "/proc/undo.safetensors", "--out", out)
+    apart = train_federation(tmp_path / "apart", replace(FEDERATION, clients=2, rounds=1))
+    with pytest.raises(FedOrthoError, match="with --engine ray nothing is audited, so --reference, "):
+        told("forget", apart.path, "class:3", "--engine", "ray", "--retrain", "--out", out)
+    assert not out.exists()
+
+
+def test_a_missed_target_is_told_and_a_limit_only_where_one_was_aimed_at(runs: Path, tmp_path: Path) -> None:
+    original = runs / "original"
+    paper = told("forget", original, "class:3", "--preset", "paper", "--audit", "none", "--out", tmp_path / "paper")
+    assert "the target, 1.0%, is not met on test images" in paper
+    rows = ",".join(map(str, open_run(original).load_data().train.rows[:20].tolist()))
+    words = ("forget", original, f"samples:{rows}", "--max-retain-drop", "0.5", "--dry-run")
+    assert "what unseen images of the same labels get" in told(*words)
+    assert "limit:" not in told(*words, "--ratio", "0.1")
+
+
+def test_who_interrupts_the_judging_has_the_run_and_is_told_how_to_go_on(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli_forget, "judged", interrupted)
+    words = ["forget", str(runs / "original"), "class:3", "--max-retain-drop", "0.2", "--out", str(tmp_path / "out")]
+    found = CliRunner().invoke(app, words)
+    assert found.exit_code != 0
+    assert "before" in found.stdout, "what was done is shown"
+    assert f"the run is written: fedortho judge {tmp_path / 'out'}" in " ".join(found.stdout.split())
+    assert open_run(tmp_path / "out").record["requests"]
+
+
+def test_judging_without_audits_leaves_a_verdict_with_audits_alone(runs: Path) -> None:
+    told("judge", runs / "forgot")
+    before = (runs / "forgot" / "verdict.json").read_bytes()
+    told("judge", runs / "forgot", "--audit", "none")
+    assert (runs / "forgot" / "verdict.json").read_bytes() == before
+
+
+def test_a_federation_that_trained_on_is_listed_and_judged_as_what_it_is_now(tmp_path: Path) -> None:
+    settings = replace(FEDERATION, clients=2, rounds=1, split="iid")
+    first = train_federation(tmp_path / "first", settings)
+    told("forget", first.path, "class:3", "--preset", "paper", "--audit", "none", "--out", tmp_path / "forgot")
+    later = train_federation(tmp_path / "later", replace(settings, start=str(tmp_path / "forgot")))
+    assert find_original(later) is not None
+    assert find_original(later).path == first.path  # type: ignore[union-attr]  # just looked
+    line = next(line for line in list_runs(tmp_path) if line.run == "later")
+    assert (line.forget, line.retain, line.test) == (None, None, later.record["result"]["test-accuracy"])
 
 
 @pytest.mark.parametrize(

@@ -23,14 +23,8 @@ from fedortho.settings import as_mapping
 from fedortho.train import Watch
 
 logger = logging.getLogger(__name__)
-IRRELEVANT = (
-    *FREE,
-    "data",
-    "threads",
-    "device",
-    "evaluate-every",
-    "keep-updates",
-)  # another value is no other reference
+# another value of these is no other reference
+IRRELEVANT = (*FREE, "data", "threads", "device", "evaluate-every", "keep-updates")
 
 
 def reference_settings(

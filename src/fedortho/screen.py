@@ -40,8 +40,8 @@ def print_served(served: Served, settings: ForgetSettings, run_path: Path) -> No
     note = outcome.patch.note
     if served.request.kind == "class" and served.after.forget > settings.target:
         say(f"[yellow]the target, {settings.target:.1%}, is not met on test images[/]")
-    elif outcome.chosen is not None and served.request.kind != "class":
-        met = ": met before any edit, so the smallest was made" if served.before.forget <= outcome.chosen.limit else ""
+    elif outcome.chosen is not None and not settings.ratio and served.request.kind != "class":
+        met = "; met before any edit" if served.before.forget <= outcome.chosen.limit else ""
         say(f"limit: {outcome.chosen.limit:.1%}, what unseen images of the same labels get{met}")
     what = "directions taken out" if "directions" in note else "kernels edited"
     numbers = note.get("directions") or {site: len(found["kernels"]) for site, found in note["sites"].items()}

@@ -15,7 +15,7 @@ from fedortho.accuracies import Accuracies, accuracies_of
 from fedortho.data import Dataset
 from fedortho.engine import Ask, CentralEngine, Engine, Group
 from fedortho.errors import FedOrthoError
-from fedortho.files import tensors_digest, write_json, write_tensors
+from fedortho.files import check_writable, tensors_digest, write_json, write_tensors
 from fedortho.journal import append_entry
 from fedortho.ledger import forget_lines, load_ledger, rebind_ledger
 from fedortho.observe import Observation
@@ -188,8 +188,10 @@ def check_places(out: Path | None, undo: Path | None) -> None:
     """Refuse to write over anything, before any work is done."""
     if out is not None and out.exists():
         raise FedOrthoError(f"{out} is there already; choose a new directory for --out")
-    if undo is not None and undo.exists():
-        raise FedOrthoError(f"{undo} is there already; an undo file is never overwritten")
+    if undo is not None:
+        if undo.exists():
+            raise FedOrthoError(f"{undo} is there already; an undo file is never overwritten")
+        check_writable(next(place for place in undo.absolute().parents if place.exists()))
 
 
 def _entry(

@@ -47,6 +47,20 @@ def trained(engine: FlowerEngine, tmp_path: Path) -> nn.Module:
     return model
 
 
+@pytest.fixture
+def orders(trained: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[Note]:
+    """What clients are told to do from now on, in order."""
+    told: list[Note] = []
+    really = FlowerEngine._order
+
+    def order(self: FlowerEngine, order: Order, turn: int, client: int) -> Note:
+        told.append(really(self, order, turn, client))
+        return told[-1]
+
+    monkeypatch.setattr(FlowerEngine, "_order", order)
+    return told
+
+
 @pytest.mark.parametrize("average_first", [False, True])
 def test_it_replays_the_training_without_the_client_and_keeps_what_the_others_know(
     digits: Dataset, engine: FlowerEngine, trained: nn.Module, tmp_path: Path, average_first: bool
@@ -82,41 +96,25 @@ def test_statistics_that_no_client_sent_are_pooled_in_the_end(digits: Dataset, t
 
 
 def test_clients_shuffle_otherwise_in_every_replayed_round(
-    engine: FlowerEngine, trained: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: FlowerEngine, trained: nn.Module, tmp_path: Path, orders: list[Note]
 ) -> None:
-    seeds: list[int] = []
-    really = FlowerEngine._order
-
-    def told(self: FlowerEngine, order: Order, turn: int, client: int) -> Note:
-        note = really(self, order, turn, client)
-        seeds.append(note["recipe"]["seed"])
-        return note
-
-    monkeypatch.setattr(FlowerEngine, "_order", told)
     method = replace(ERASER, updates=str(tmp_path / "kept"))
     method(trained, engine, LEAVING)
-    assert len(seeds) == len(set(seeds)) == 3 * 2, "three calibrated rounds of two clients"
     replace(method, interval=3)(trained, engine, LEAVING)
+    seeds = [note["recipe"]["seed"] for note in orders]
+    assert len(set(seeds[:6])) == 3 * 2, "three calibrated rounds of two clients"
     assert seeds[6:] == seeds[4:6], "a stored round has the seeds that are its own"
 
 
 def test_a_replayed_round_has_the_rate_and_the_penalty_of_the_training(
-    engine: FlowerEngine, trained: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: FlowerEngine, trained: nn.Module, tmp_path: Path, orders: list[Note]
 ) -> None:
-    told: list[Note] = []
-    really = FlowerEngine._order
-
-    def order(self: FlowerEngine, order: Order, turn: int, client: int) -> Note:
-        told.append(really(self, order, turn, client))
-        return told[-1]
-
-    monkeypatch.setattr(FlowerEngine, "_order", order)
     method = replace(ERASER, updates=str(tmp_path / "kept"), rate=0.1, epochs=4, schedule="cosine", ortho=0.02)
     method(trained, engine, LEAVING)
     wanted = [learning_rate(replace(RECIPE, schedule="cosine"), turn) for turn in (1, 1, 2, 2, 3, 3)]
-    assert [note["recipe"]["rate"] for note in told] == pytest.approx(wanted)
-    assert {note["recipe"]["ortho"] for note in told} == {0.02}
-    assert not any(note["align"] for note in told)
+    assert [note["recipe"]["rate"] for note in orders] == pytest.approx(wanted)
+    assert {note["recipe"]["ortho"] for note in orders} == {0.02}
+    assert not any(note["align"] for note in orders)
 
 
 def test_steps_have_the_stored_length_and_the_first_round_is_a_mean(
