@@ -71,7 +71,7 @@ def measure(arguments: Any) -> None:
         if is_federation
         else original(arguments.model, arguments.seed, arguments.data_dir)
     )
-    settings = read_settings(run.settings, "tuned")
+    settings = read_settings(run.settings.data, run.settings.model, "tuned")
     for name, kind in METHODS.items():
         if issubclass(kind, Schedule):
             settings[name] = settings.get(name, {}) | {"epochs": arguments.epochs}

@@ -213,7 +213,7 @@ def cost(bench: Bench) -> "Figure":
         ForgetRequest.parse("class:3"),
         METHODS,
         place / "fashion-mini-compared",
-        settings=read_settings(settings, "short"),
+        settings=read_settings(settings.data, settings.model, "short"),
     )
     return costs.cost_figure({row.method: row.cost for row in rows if row.cost is not None})
 

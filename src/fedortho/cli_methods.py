@@ -38,7 +38,7 @@ def compare_command(
     """Run methods from the same model, one after the other, and show how far each is from retraining, and its cost."""
     run, asked, names = open_run(run_path).at(data_dir, device), ForgetRequest.parse(request), chosen_methods(methods)
     place = out_path or run_path.with_name(f"{run_path.name}-compared-{asked.word}")
-    chosen = read_settings(run.settings, preset, settings)
+    chosen = read_settings(run.settings.data, run.settings.model, preset, settings)
     with bars() as shown:
         task = shown.add_task("comparing", total=len(names), news="")
         rows = compare(
@@ -87,7 +87,7 @@ def tune_command(
         names,
         out_path,
         budget,
-        base=read_settings(run.settings, preset),
+        base=read_settings(run.settings.data, run.settings.model, preset),
         watch=lambda name, number, attempt: say(
             f"{name}, trial {number + 1}: {_words(attempt.settings)}: "
             f"forget {attempt.forget:.1%}  retain {attempt.retain:.1%}{'  ' * bool(attempt.error)}{attempt.error}"

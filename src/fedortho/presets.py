@@ -7,7 +7,6 @@ from typing import Any
 from fedortho.errors import FedOrthoError, unknown
 from fedortho.files import read_json
 from fedortho.methods import METHODS
-from fedortho.runs import TrainSettings
 from fedortho.settings import make_settings
 
 PRESETS = ("published", "short", "tuned")
@@ -25,21 +24,21 @@ SHORT: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def read_settings(settings: TrainSettings, preset: str, path: Path | None = None) -> dict[str, dict[str, Any]]:
-    """A preset's settings by method, for a network that was trained so; those of a JSON file win over them."""
+def read_settings(data: str, model: str, preset: str, path: Path | None = None) -> dict[str, dict[str, Any]]:
+    """A preset's settings by method, for this data and this network; those of a JSON file win over them."""
     if preset not in PRESETS:
         raise unknown("preset", preset, PRESETS)
     chosen = {name: dict(values) for name, values in SHORT.items()} if preset == "short" else {}
-    files = [_tuned(settings)] if preset == "tuned" else []
+    files = [_tuned(data, model)] if preset == "tuned" else []
     for file in [*files, *([] if path is None else [path])]:
         for name, values in _read(file).items():
             chosen[name] = chosen.get(name, {}) | values
     return chosen
 
 
-def _tuned(settings: TrainSettings) -> Path:
+def _tuned(data: str, model: str) -> Path:
     """What was found for this data and this network."""
-    file = TUNED / f"{settings.data}-{settings.model}.json"
+    file = TUNED / f"{data}-{model}.json"
     if not file.is_file():
         known = ", ".join(sorted(path.stem for path in TUNED.glob("*.json") if not path.stem.endswith(".trials")))
         raise FedOrthoError(

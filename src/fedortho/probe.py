@@ -27,13 +27,17 @@ from fedortho.tail import Cut, cut_model, find_cut, norm_sums, repair, run_tail,
 from fedortho.train import fit
 
 NOTHING = Patch("", "")
+KINDS = (
+    *("peaks", "difference", "right", "moments", "layer", "inputs", "averages", "spread", "drift"),
+    *("fisher", "fisher-abs", "gradient"),
+)
 
 
 @dataclass(frozen=True)
 class Probe:
     """A question; `layers`, `edit` and `tap` say which kernels are meant, the rest belongs to single kinds."""
 
-    kind: str  # one of PROBES, or difference
+    kind: str  # one of KINDS
     layers: str = "deep"
     edit: str = "channel"
     tap: str = "stream"
@@ -46,8 +50,8 @@ class Probe:
     rate: float = 0.01  # drift: of the local epoch
 
     def __post_init__(self) -> None:
-        if self.kind not in (*PROBES, "difference"):
-            raise unknown("probe", self.kind, (*PROBES, "difference"))
+        if self.kind not in KINDS:
+            raise unknown("probe", self.kind, KINDS)
         if self.loss not in LOSSES:
             raise unknown("loss", self.loss, LOSSES)
 

@@ -82,7 +82,7 @@ def make_experiment(name: str, scale: str, told: Mapping[str, Any]) -> Experimen
         for found, _ in crossed(entry):
             settings = recipes[found.pop("like")] | found if "like" in found else found
             networks.append(make_settings(FederateSettings if "clients" in settings else TrainSettings, settings))
-    treatments, preset = [], read_settings(networks[0], keys.get("preset", "published"))
+    treatments, preset = [], read_settings(networks[0].data, networks[0].model, keys.get("preset", "published"))
     for entry in keys["methods"]:
         for found, swept in crossed({"name": entry} if isinstance(entry, str) else entry):
             method = found.pop("name")
