@@ -19,14 +19,15 @@ import torch
 from manifest import REPORTED, RUNS
 
 from fedortho.audits import run_audits
-from fedortho.audits.contract import Audit, Case
-from fedortho.audits.limits import PROPOSED, calibrated_limits
-from fedortho.audits.sight import Known
+from fedortho.audits.audit import Audit
+from fedortho.audits.measurements import Known
+from fedortho.audits.thresholds import PROPOSED, calibrated_limits
+from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadCheckpoint
-from fedortho.references import find_reference, reference_settings
-from fedortho.request import ForgetRequest
-from fedortho.results import write_results
-from fedortho.runs import Run, open_run
+from fedortho.evaluation.case import Case
+from fedortho.requests.references import find_reference, reference_settings
+from fedortho.runs.run import Run, open_run
+from fedortho.storage.provenance import write_results
 
 ORIGINAL = "cifar10-vgg-mini-lazy-0.1-seed0"
 OUT = Path(__file__).parent / "results" / "calibration.json"

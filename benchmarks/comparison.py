@@ -20,15 +20,15 @@ from typing import Any
 
 from manifest import REPORTED, RUNS, TUNED_ON, original
 
-from fedortho.compare import chosen_methods, compare
+from fedortho.data.request import ForgetRequest
 from fedortho.methods import METHODS
-from fedortho.methods.contract import Schedule
-from fedortho.presets import TUNED, read_settings
-from fedortho.request import ForgetRequest
-from fedortho.results import add_row
-from fedortho.runs import open_run
-from fedortho.settings import field_types
-from fedortho.tune import Attempt, tune_all
+from fedortho.methods.hyperparameters import TUNED, read_settings
+from fedortho.methods.method import Schedule
+from fedortho.requests.comparing import chosen_methods, compare
+from fedortho.requests.tuning import Attempt, tune_all
+from fedortho.runs.run import open_run
+from fedortho.storage.provenance import add_row
+from fedortho.storage.settings import field_types
 
 HERE = Path(__file__).parent
 OUT = HERE / "results" / "comparison.json"

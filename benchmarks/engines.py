@@ -21,19 +21,19 @@ from typing import Any
 
 import torch
 
-from fedortho.engine import Ask, Group
+from fedortho.data.request import ForgetRequest
 from fedortho.federated.client import client_app
-from fedortho.federated.flower import FlowerEngine
-from fedortho.federated.inprocess import InProcessGrid, WorkerGrid
+from fedortho.federated.engine import FlowerEngine
 from fedortho.federated.launch import simulate
+from fedortho.federated.local_grid import InProcessGrid, WorkerGrid
 from fedortho.federated.server import engine_for, in_process
 from fedortho.federated.wire import pack, prefixed, unpack
-from fedortho.models import build_model
-from fedortho.probe import Probe
-from fedortho.request import ForgetRequest
-from fedortho.results import write_results
-from fedortho.runs import FederateSettings, load_run_data
-from fedortho.settings import as_mapping
+from fedortho.models.zoo import build_model
+from fedortho.runs.run import load_run_data
+from fedortho.runs.settings import FederateSettings
+from fedortho.statistics.query import Ask, Group, Probe
+from fedortho.storage.provenance import write_results
+from fedortho.storage.settings import as_mapping
 
 HERE = Path(__file__).parent
 CLIENTS = 10

@@ -17,20 +17,23 @@ import torch
 from rich.progress import Progress
 from torch import nn
 
-from fedortho.accuracies import accuracies_of
-from fedortho.data import Dataset
-from fedortho.engine import Course, Group, Part
+from fedortho.data.images import Dataset
+from fedortho.data.request import ForgetRequest
 from fedortho.errors import FedOrthoError
-from fedortho.federated.exchange import bytes_of, exchange_of
-from fedortho.federated.flower import News
-from fedortho.federated.server import engine_for, forget_in_federation, in_process, silenced, train_federation
-from fedortho.federation import held_rows
-from fedortho.files import locked, read_json
-from fedortho.lessons import Manner
+from fedortho.evaluation.accuracies import accuracies_of
+from fedortho.federated.engine import News
+from fedortho.federated.server import engine_for, in_process, silenced, train_federation
+from fedortho.federated.transport import bytes_of, exchange_of
 from fedortho.methods import preset
-from fedortho.request import ForgetRequest
-from fedortho.results import write_results
-from fedortho.runs import FederateSettings, Run, load_run_data, open_run
+from fedortho.requests.federated_forgetting import forget_in_federation
+from fedortho.runs.federation import held_rows
+from fedortho.runs.run import Run, load_run_data, open_run
+from fedortho.runs.settings import FederateSettings
+from fedortho.statistics.query import Group
+from fedortho.statistics.training_plan import Course, Part
+from fedortho.storage.files import locked, read_json
+from fedortho.storage.provenance import write_results
+from fedortho.training.objectives import Manner
 
 HERE = Path(__file__).parent
 SETTINGS = FederateSettings(

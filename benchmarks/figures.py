@@ -17,26 +17,28 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from fedortho.audits.contract import Case
+from fedortho.audits.measurements import classifier_of, features, ready, sampled
 from fedortho.audits.probe import recall
-from fedortho.audits.sight import classifier_of, features, ready, sampled
-from fedortho.compare import compare
-from fedortho.data import Dataset, Images
-from fedortho.engine import draw
+from fedortho.data.images import Dataset, Images
+from fedortho.data.request import ForgetRequest
+from fedortho.evaluation.case import Case
 from fedortho.federated.server import train_federation
-from fedortho.figures import activations, costs, kernels, results
-from fedortho.figures.style import finding_of, png
-from fedortho.ledger import load_ledger
 from fedortho.methods import preset
-from fedortho.observe import Observation
-from fedortho.plan import ForgetSettings, plan_forgetting, trace_frontier
-from fedortho.presets import read_settings
-from fedortho.recipe import Recipe
-from fedortho.references import find_reference, reference_settings
-from fedortho.request import ForgetRequest
-from fedortho.runs import FederateSettings, Run, TrainSettings, open_run, train_run
-from fedortho.scores import accuracy, evaluate
-from fedortho.train import fit
+from fedortho.methods.hyperparameters import read_settings
+from fedortho.models.predictions import accuracy, evaluate
+from fedortho.reports.figures import activations, costs, kernels, results
+from fedortho.reports.figures.style import finding_of, png
+from fedortho.requests.comparing import compare
+from fedortho.requests.references import find_reference, reference_settings
+from fedortho.runs.run import Run, open_run
+from fedortho.runs.settings import FederateSettings, TrainSettings
+from fedortho.runs.training import train_run
+from fedortho.statistics.ledger import load_ledger
+from fedortho.statistics.observe import Observation
+from fedortho.statistics.query import draw
+from fedortho.training.loop import fit
+from fedortho.training.recipe import Recipe
+from fedortho.unlearning.plan import ForgetSettings, plan_forgetting, trace_frontier
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -19,20 +19,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedortho.accuracies import accuracies_of
-from fedortho.calibrate import Refused
-from fedortho.data import Dataset, evaluation_batches
-from fedortho.ledger import load_ledger, write_ledger
+from fedortho.data.images import Dataset, evaluation_batches
+from fedortho.data.request import ForgetRequest, joined
+from fedortho.evaluation.accuracies import accuracies_of
 from fedortho.methods import preset
-from fedortho.observe import Observation
-from fedortho.plan import ForgetSettings, Outcome, plan_forgetting, trace_frontier
-from fedortho.request import ForgetRequest
-from fedortho.results import write_results
-from fedortho.runs import Run, open_run
-from fedortho.scores import accuracy
-from fedortho.serve import joined
-from fedortho.sites import find_sites
-from fedortho.tail import Cut, batch_norms, cut_model, find_cut, repair, run_tail, tail_inputs
+from fedortho.models.predictions import accuracy
+from fedortho.models.sites import find_sites
+from fedortho.models.split import Cut, cut_model, find_cut, run_tail, tail_inputs
+from fedortho.runs.run import Run, open_run
+from fedortho.statistics.ledger import load_ledger, write_ledger
+from fedortho.statistics.observe import Observation
+from fedortho.storage.provenance import write_results
+from fedortho.unlearning.calibrate import Refused
+from fedortho.unlearning.plan import ForgetSettings, Outcome, plan_forgetting, trace_frontier
+from fedortho.unlearning.repair import batch_norms, repair
 
 HERE = Path(__file__).parent
 PAPER_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)

@@ -20,11 +20,19 @@ from typing import Any
 
 from orthogonality import VARIANTS, tell
 
+from fedortho.data.request import ForgetRequest
 from fedortho.errors import Busy
-from fedortho.files import locked, write_json
-from fedortho.references import find_reference, finished_runs, reference_name, reference_settings, train_reference
-from fedortho.request import ForgetRequest
-from fedortho.runs import Run, TrainSettings, train_run
+from fedortho.requests.references import (
+    find_reference,
+    finished_runs,
+    reference_name,
+    reference_settings,
+    train_reference,
+)
+from fedortho.runs.run import Run
+from fedortho.runs.settings import TrainSettings
+from fedortho.runs.training import train_run
+from fedortho.storage.files import locked, write_json
 
 RUNS = Path(__file__).parent / "runs"
 REPORTED, TUNED_ON = "class:1", "class:6"

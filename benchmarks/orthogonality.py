@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 
-from fedortho.results import add_row
-from fedortho.runs import Run, TrainSettings, train_run
-from fedortho.structure import select_layers, trace_layers
-from fedortho.train import Progress
+from fedortho.models.graph import select_layers, trace_layers
+from fedortho.runs.run import Run
+from fedortho.runs.settings import TrainSettings
+from fedortho.runs.training import train_run
+from fedortho.storage.provenance import add_row
+from fedortho.training.loop import Progress
 
 HERE = Path(__file__).parent
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from fedortho.data import Augment, images_from_tensors
-from fedortho.lessons import Lesson
-from fedortho.models import build_model
-from fedortho.ortho import align_penalty, ortho_penalty
-from fedortho.recipe import Recipe
-from fedortho.results import write_results
-from fedortho.train import _State, _take_step
+from fedortho.data.images import Augment, images_from_tensors
+from fedortho.models.zoo import build_model
+from fedortho.storage.provenance import write_results
+from fedortho.training.loop import _State, _take_step
+from fedortho.training.objectives import Lesson
+from fedortho.training.orthogonality import align_penalty, ortho_penalty
+from fedortho.training.recipe import Recipe
 
 HERE = Path(__file__).parent
 PLAIN = Recipe(batch=50, ortho=0.0, align=0.0, rate=0.01)

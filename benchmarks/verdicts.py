@@ -19,20 +19,21 @@ import torch
 from comparison import MODELS
 from manifest import REPORTED, RUNS, SEEDS
 
-from fedortho.audits.contract import Audit
-from fedortho.audits.sight import Known
-from fedortho.cli_verdict import print_verdict, shadowed
-from fedortho.cost import Cost
+from fedortho.audits.audit import Audit
+from fedortho.audits.measurements import Known
+from fedortho.audits.verdict import Verdict, judge_case
+from fedortho.cli.console import out
+from fedortho.cli.verdict import print_verdict, shadowed
+from fedortho.data.request import ForgetRequest
 from fedortho.errors import FedOrthoError
-from fedortho.files import write_json, write_text
-from fedortho.measure import Bench
-from fedortho.metrics import Metric
-from fedortho.references import case_of, find_references, reference_cost
-from fedortho.request import ForgetRequest
-from fedortho.results import write_results
-from fedortho.runs import Run, open_run
-from fedortho.screen import out
-from fedortho.verify import Verdict, entry_for, judge_case
+from fedortho.evaluation.metric_suite import Bench
+from fedortho.evaluation.metrics import Metric
+from fedortho.requests.judging import entry_for
+from fedortho.requests.references import case_of, find_references, reference_cost
+from fedortho.runs.run import Run, open_run
+from fedortho.statistics.cost import Cost
+from fedortho.storage.files import write_json, write_text
+from fedortho.storage.provenance import write_results
 
 HERE = Path(__file__).parent
 PAGES = HERE / "verdicts"

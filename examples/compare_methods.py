@@ -9,10 +9,11 @@ from torch import nn
 
 import fedortho as fo
 from fedortho.audits import run_audits
-from fedortho.audits.contract import Case
-from fedortho.engine import CentralEngine, Engine
+from fedortho.engines.central import CentralEngine
+from fedortho.evaluation.case import Case
 from fedortho.methods import make_method, unlearn
-from fedortho.methods.contract import Method, begin
+from fedortho.methods.method import Method, begin
+from fedortho.statistics.engine import Engine
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,10 @@ import json
 from pathlib import Path
 
 import fedortho as fo
-from fedortho.federated.flower import News
-from fedortho.federated.server import forget_in_federation, train_federation
-from fedortho.runs import FederateSettings
+from fedortho.federated.engine import News
+from fedortho.federated.server import train_federation
+from fedortho.requests.federated_forgetting import forget_in_federation
+from fedortho.runs.settings import FederateSettings
 
 
 def tell(news: News) -> None:

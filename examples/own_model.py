@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 import fedortho as fo
-from fedortho.sites import check_model
+from fedortho.models.sites import check_model
 
 
 class Net(nn.Module):

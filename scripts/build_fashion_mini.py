@@ -1,4 +1,4 @@
-"""Rebuild src/fedortho/assets/fashion-mini.parquet from Debian's package dataset-fashion-mnist.
+"""Rebuild src/fedortho/data/fashion-mini/fashion-mini.parquet from Debian's package dataset-fashion-mnist.
 
 The first 600 training and 200 test images of each class, in the original order.  The PNGs are stored uncompressed and
 Parquet compresses them together: 3.2 MB, against 3.4 MB as lossless WebP (which has no greyscale) and 4.1 MB as PNG.
@@ -19,10 +19,10 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from PIL import Image
 
-from fedortho.files import file_digest, replacing
+from fedortho.storage.files import file_digest, replacing
 
 SOURCE = Path("/usr/share/datasets/fashion-mnist")
-TARGET = Path(__file__).parents[1] / "src/fedortho/assets/fashion-mini.parquet"
+TARGET = Path(__file__).parents[1] / "src/fedortho/data/fashion-mini/fashion-mini.parquet"
 LIMIT = 4_000_000  # bytes
 NAMES = ["T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"]
 SPLITS = (("train", "train", 600), ("test", "t10k", 200))  # our name, theirs, images per class

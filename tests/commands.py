@@ -2,7 +2,7 @@
 
 from typer.testing import CliRunner
 
-from fedortho.cli import app
+from fedortho.cli.app import app
 
 
 def told(*words: object) -> str:

@@ -7,13 +7,11 @@ import torch
 from small import TinyNet
 from torch import nn
 
-from fedortho.data import Dataset, Images, images_from_tensors
-from fedortho.models import build_model
-from fedortho.recipe import Recipe
-from fedortho.sources import load_images
-from fedortho.train import fit
-
-collect_ignore_glob = ["conftest.py", "*/conftest.py"]  # two of one name cannot both be read for doctests
+from fedortho.data.images import Dataset, Images, images_from_tensors
+from fedortho.data.sources import load_images
+from fedortho.models.zoo import build_model
+from fedortho.training.loop import fit
+from fedortho.training.recipe import Recipe
 
 
 @pytest.fixture(autouse=True)

@@ -3,9 +3,9 @@
 import base64
 import re
 
-from fedortho.figures.activations import as_pictures
-from fedortho.illustrate import _thumbnail
-from fedortho.runs import Run
+from fedortho.reports.figures.activations import as_pictures
+from fedortho.reports.gallery import _thumbnail
+from fedortho.runs.run import Run
 
 
 def embedded(page: str) -> set[bytes]:

@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from fedortho import sources
+from fedortho.data import sources
 
 
 def noise(row: int, shape: tuple[int, ...] = (6, 8, 3)) -> NDArray[np.uint8]:

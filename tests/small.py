@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from fedortho.runs import FederateSettings
+from fedortho.runs.settings import FederateSettings
 
 
 class TinyNet(nn.Module):

@@ -10,7 +10,7 @@ import click
 import pytest
 import typer
 
-from fedortho.cli import app
+from fedortho.cli.app import app
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fedortho.settings import field_help
+from fedortho.storage.settings import field_help
 
 
 def test_the_example_forgets_something_and_keeps_the_rest(

@@ -29,7 +29,7 @@ def test_every_make_target_and_command_that_it_names_exists() -> None:
     targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"^make ([a-z-]+)", README, re.MULTILINE)) <= targets
     for command in set(re.findall(r"^fedortho ([a-z]+)", README, re.MULTILINE)):
-        subprocess.run([sys.executable, "-m", "fedortho.cli", command, "--help"], check=True, capture_output=True)
+        subprocess.run([sys.executable, "-m", "fedortho", command, "--help"], check=True, capture_output=True)
 
 
 def test_every_module_is_in_the_tree() -> None:

@@ -1,5 +1,5 @@
 """What Flower loads beside the SuperLink; everything it does is in fedortho.federated.server."""
 
-from fedortho.federated.server import server_app
+from fedortho.requests.server_app import server_app
 
 app = server_app()

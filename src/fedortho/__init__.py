@@ -2,20 +2,22 @@
 
 from importlib.metadata import version
 
-from fedortho.accuracies import Accuracies, accuracies_of
-from fedortho.data import Dataset, Images, images_from_tensors, make_dataset
+from fedortho.audits.verdict import Verdict, judge
+from fedortho.data.images import Dataset, Images, images_from_tensors, make_dataset
+from fedortho.data.partition import partition
+from fedortho.data.request import ForgetRequest
+from fedortho.data.sources import load_images
 from fedortho.errors import FedOrthoError
+from fedortho.evaluation.accuracies import Accuracies, accuracies_of
 from fedortho.methods import forget, preset
-from fedortho.models import build_model
-from fedortho.partition import partition
-from fedortho.plan import ForgetSettings, plan_forgetting
-from fedortho.recipe import Recipe
-from fedortho.request import ForgetRequest
-from fedortho.runs import Run, TrainSettings, open_run, train_run
-from fedortho.scores import accuracy, evaluate
-from fedortho.sources import load_images
-from fedortho.train import fit
-from fedortho.verify import Verdict, judge
+from fedortho.models.predictions import accuracy, evaluate
+from fedortho.models.zoo import build_model
+from fedortho.runs.run import Run, open_run
+from fedortho.runs.settings import TrainSettings
+from fedortho.runs.training import train_run
+from fedortho.training.loop import fit
+from fedortho.training.recipe import Recipe
+from fedortho.unlearning.plan import ForgetSettings, plan_forgetting
 
 __version__ = version("fedortho")
 

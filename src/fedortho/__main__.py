@@ -1,6 +1,6 @@
 """`python -m fedortho`."""
 
-from fedortho.cli import main
+from fedortho.cli.app import main
 
 if __name__ == "__main__":
     main()

@@ -5,12 +5,12 @@ import torch
 from torch import nn
 from worlds import COAT, World
 
-from fedortho.audits.sight import Known
-from fedortho.data import Dataset, Images, images_from_tensors
-from fedortho.models import build_model
-from fedortho.recipe import Recipe
-from fedortho.sources import load_images
-from fedortho.train import fit
+from fedortho.audits.measurements import Known
+from fedortho.data.images import Dataset, Images, images_from_tensors
+from fedortho.data.sources import load_images
+from fedortho.models.zoo import build_model
+from fedortho.training.loop import fit
+from fedortho.training.recipe import Recipe
 
 
 @pytest.fixture(scope="session")

@@ -12,11 +12,11 @@ from worlds import World
 
 from fedortho.audits.copies import exported, folded, halved, quantise
 from fedortho.audits.distance import cka, total_variation
+from fedortho.audits.measurements import features, sampled
 from fedortho.audits.norms import restored
 from fedortho.audits.probe import ridge, stage_entries
 from fedortho.audits.relearn import prototype, speed_up
-from fedortho.audits.sight import features, sampled
-from fedortho.models import build_model
+from fedortho.models.zoo import build_model
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -8,14 +8,14 @@ from torch import Tensor, nn
 from worlds import World
 
 from fedortho.audits import AUDITS, label, relearn, run_audits
-from fedortho.audits.contract import Audit
-from fedortho.audits.limits import LIMITS, PROPOSED
+from fedortho.audits.audit import Audit
 from fedortho.audits.retention import retention
-from fedortho.engine import CentralEngine
+from fedortho.audits.thresholds import LIMITS, PROPOSED
+from fedortho.data.request import ForgetRequest
+from fedortho.engines.central import CentralEngine
 from fedortho.errors import BadData, UnknownName
 from fedortho.methods import unlearn
-from fedortho.methods.fedortho import Paper
-from fedortho.request import ForgetRequest
+from fedortho.methods.paper import Paper
 
 
 def by_name(audits: list[Audit]) -> dict[str, Audit]:

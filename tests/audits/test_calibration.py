@@ -8,11 +8,12 @@ from types import ModuleType
 import pytest
 
 from fedortho.audits import relearn
-from fedortho.audits.limits import LIMITS, PROPOSED, calibrated_limits
+from fedortho.audits.thresholds import LIMITS, PROPOSED, calibrated_limits
+from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadCheckpoint
-from fedortho.references import reference_name, reference_settings, train_reference
-from fedortho.request import ForgetRequest
-from fedortho.runs import TrainSettings, train_run
+from fedortho.requests.references import reference_name, reference_settings, train_reference
+from fedortho.runs.settings import TrainSettings
+from fedortho.runs.training import train_run
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CALIBRATION = BENCHMARKS / "results" / "calibration.json"

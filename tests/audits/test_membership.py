@@ -8,13 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from fedortho.audits import AUDITS
-from fedortho.audits.contract import Audit, Case
+from fedortho.audits.audit import Audit
 from fedortho.audits.membership import audit_membership
-from fedortho.data import Dataset, images_from_tensors, make_dataset
-from fedortho.recipe import Recipe
-from fedortho.request import ForgetRequest
-from fedortho.shadows import ShadowSettings
-from fedortho.train import fit
+from fedortho.data.images import Dataset, images_from_tensors, make_dataset
+from fedortho.data.request import ForgetRequest
+from fedortho.evaluation.case import Case
+from fedortho.evaluation.shadows import ShadowSettings
+from fedortho.training.loop import fit
+from fedortho.training.recipe import Recipe
 
 RECIPE = Recipe(epochs=25, batch=20, rate=0.05, ortho=0.0, crop=0, flip=0.0, decay=0.0)
 SETTINGS = ShadowSettings(models=8, images=120, targets=60, recipe=RECIPE)

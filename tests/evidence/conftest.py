@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 from bundles import HOW, REQUEST, Runs
 
-from fedortho.bundle import make_bundle
-from fedortho.cli_report import report_command
-from fedortho.request import ForgetRequest
-from fedortho.runs import TrainSettings, train_run
-from fedortho.serve import serve_request
-from fedortho.signature import make_key
+from fedortho.cli.report import report_command
+from fedortho.data.request import ForgetRequest
+from fedortho.evidence.bundle import make_bundle
+from fedortho.evidence.signature import make_key
+from fedortho.requests.forgetting import serve_request
+from fedortho.runs.settings import TrainSettings
+from fedortho.runs.training import train_run
 
 TRAINED = TrainSettings(data="digits", model="vgg-mini", epochs=2, batch=64, rate=0.05, threads=1, crop=0, flip=0.0)
 

@@ -10,18 +10,19 @@ import torch
 from bundles import HOW, REQUEST, Runs, edited, forge
 from pages import data_pngs, embedded
 
-from fedortho.archive import BadArchive, pack_files
-from fedortho.bundle import BadBundle, make_bundle, open_bundle, read_bundle
-from fedortho.cli_report import report_command
+from fedortho.cli.report import report_command
+from fedortho.data.request import ForgetRequest
 from fedortho.errors import FedOrthoError
-from fedortho.figures.activations import as_pictures
-from fedortho.illustrate import _thumbnail
-from fedortho.journal import BadJournal, append_entry
-from fedortho.markup import LEFT_OUT, MARKED
-from fedortho.replay import reapply_patch, rerun_decision
-from fedortho.request import ForgetRequest
-from fedortho.runs import open_run
-from fedortho.serve import serve_request, write_derived
+from fedortho.evidence.bundle import BadBundle, make_bundle, open_bundle, read_bundle
+from fedortho.evidence.canonical_zip import BadArchive, pack_files
+from fedortho.evidence.markup import LEFT_OUT, MARKED
+from fedortho.evidence.recheck import reapply_patch, rerun_decision
+from fedortho.reports.figures.activations import as_pictures
+from fedortho.reports.gallery import _thumbnail
+from fedortho.requests.forgetting import serve_request
+from fedortho.runs.derived import write_derived
+from fedortho.runs.run import open_run
+from fedortho.storage.journal import BadJournal, append_entry
 
 
 def test_a_bundle_holds_these_files_and_no_others(made: Path) -> None:

@@ -4,10 +4,10 @@ from pathlib import Path
 import pytest
 from bundles import manifest
 
-from fedortho.archive import pack_files
-from fedortho.bundle import BadBundle, open_bundle, read_bundle
 from fedortho.errors import FedOrthoError
-from fedortho.signature import BadSignature, load_key, load_public, make_key
+from fedortho.evidence.bundle import BadBundle, open_bundle, read_bundle
+from fedortho.evidence.canonical_zip import pack_files
+from fedortho.evidence.signature import BadSignature, load_key, load_public, make_key
 
 
 def test_a_signature_is_of_one_key_and_cannot_be_taken_off(signed: Path, made: Path, tmp_path: Path) -> None:

@@ -9,14 +9,16 @@ import pytest
 from small import SETTINGS
 from typer.testing import CliRunner
 
-from fedortho.accuracies import accuracies_of
-from fedortho.cli import app
+from fedortho.cli.app import app
 from fedortho.errors import FedOrthoError
-from fedortho.experiments import Experiment, Treatment, load_experiment, runner
+from fedortho.evaluation.accuracies import accuracies_of
+from fedortho.experiments import runner
+from fedortho.experiments.experiment import Experiment, Treatment, load_experiment
 from fedortho.experiments.relations import parse_relation
 from fedortho.experiments.runner import Show, reproduce
-from fedortho.files import read_json
-from fedortho.runs import TrainSettings, open_run
+from fedortho.runs.run import open_run
+from fedortho.runs.settings import TrainSettings
+from fedortho.storage.files import read_json
 
 NETWORK = TrainSettings(data="digits", model="small:SmallNet", epochs=2, crop=0, flip=0.0, threads=1, device="cpu")
 RATIOS = tuple(Treatment("fedortho-paper", {"ratio": ratio}, {"ratio": ratio}) for ratio in (0.1, 0.4))
@@ -105,7 +107,7 @@ def test_the_command_lists_runs_and_explains(tmp_path: Path, monkeypatch: pytest
     told = invoke("reproduce")
     for name in ("unlearning_iid_non_iid: ", "unlearning_res50: ", "pruning: ", "continuous_unlearning_comparison: "):
         assert name in told
-    monkeypatch.setattr("fedortho.cli_reproduce.load_experiment", lambda name, scale="demo": experiment())
+    monkeypatch.setattr("fedortho.cli.reproduce.load_experiment", lambda name, scale="demo": experiment())
     told = invoke("reproduce", "pruning", "--seeds", "0,1", "--rows", "ratio=0.4", "--out", str(tmp_path))
     for text in ("forget", "(paper)", "92.00", "not printed", "other setting", "±", "no such rows", "seeds 0, 1"):
         assert text in told

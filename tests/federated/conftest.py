@@ -8,13 +8,13 @@ import pytest
 from small import SETTINGS
 from torch import nn
 
-from fedortho.data import Dataset
-from fedortho.federated.flower import FlowerEngine
+from fedortho.data.images import Dataset
+from fedortho.federated.engine import FlowerEngine
 from fedortho.federated.server import engine_for, in_process
-from fedortho.models import build_model
-from fedortho.recipe import Recipe
-from fedortho.runs import load_run_data
-from fedortho.train import fit
+from fedortho.models.zoo import build_model
+from fedortho.runs.run import load_run_data
+from fedortho.training.loop import fit
+from fedortho.training.recipe import Recipe
 
 Make = Callable[..., FlowerEngine]
 

@@ -13,8 +13,8 @@ from cryptography.hazmat.primitives import serialization
 from fedortho.errors import BadSetting, FedOrthoError
 from fedortho.federated import SWITCHES
 from fedortho.federated.deploy import app_files, app_pyproject, write_deployment
-from fedortho.federated.jobs import app_config
 from fedortho.federated.launch import Scalar, submit
+from fedortho.requests.federated_jobs import app_config
 
 APP = Path(__file__).parents[2] / "app"
 CONFIG: dict[str, Scalar] = {"do": "train", "out": "", "rounds": 3, "rate": 0.1, "augment": True}

@@ -10,20 +10,22 @@ from federations import CLASS, OTHER, PEAKS, RECIPE, grid_of, held, start
 from flwr.app import Message
 from torch import nn
 
-from fedortho.data import Dataset
-from fedortho.engine import Ask, Course, Group, Part
+from fedortho.data.images import Dataset
+from fedortho.data.request import EmptyGroup, ForgetRequest
 from fedortho.errors import FedOrthoError
-from fedortho.federated.flower import FlowerEngine
-from fedortho.federated.inprocess import FIRST, InProcessGrid
+from fedortho.federated.engine import FlowerEngine
+from fedortho.federated.local_grid import FIRST, InProcessGrid
 from fedortho.federated.wire import pack, unpack
-from fedortho.federation import sample_clients
-from fedortho.files import read_json, tensors_digest
-from fedortho.lessons import Aim, Manner
-from fedortho.models import build_model
-from fedortho.plan import plan_forgetting
-from fedortho.prune import bind_patch, plan_edit
-from fedortho.request import EmptyGroup, ForgetRequest
-from fedortho.sites import find_sites
+from fedortho.models.patch import bind_patch
+from fedortho.models.sites import find_sites
+from fedortho.models.zoo import build_model
+from fedortho.runs.federation import sample_clients
+from fedortho.statistics.query import Ask, Group
+from fedortho.statistics.training_plan import Course, Part
+from fedortho.storage.files import read_json, tensors_digest
+from fedortho.training.objectives import Aim, Manner
+from fedortho.unlearning.plan import plan_forgetting
+from fedortho.unlearning.select import plan_edit
 
 
 def test_drawn_clients_that_hold_nothing_are_replaced_by_others(make_engine, digits: Dataset) -> None:

@@ -14,13 +14,15 @@ from typing import Any
 
 import pytest
 
+from fedortho.data.request import ForgetRequest
 from fedortho.errors import FedOrthoError
 from fedortho.federated import SWITCHES, deploy, launch
-from fedortho.federated.jobs import app_config
-from fedortho.federated.server import forget_in_federation, train_federation
+from fedortho.federated.server import train_federation
 from fedortho.methods import preset
-from fedortho.request import ForgetRequest
-from fedortho.runs import FederateSettings, open_run
+from fedortho.requests.federated_forgetting import forget_in_federation
+from fedortho.requests.federated_jobs import app_config
+from fedortho.runs.run import open_run
+from fedortho.runs.settings import FederateSettings
 
 pytestmark = [
     pytest.mark.slow,

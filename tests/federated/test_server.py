@@ -8,31 +8,23 @@ import pytest
 import torch
 from small import SETTINGS, write_images
 
-from fedortho.accuracies import accuracies_of
-from fedortho.data import Dataset
-from fedortho.engine import Ask, Group
+from fedortho.data.images import Dataset
+from fedortho.data.request import ForgetRequest
 from fedortho.errors import FedOrthoError
-from fedortho.federated.flower import FlowerEngine
-from fedortho.federated.inprocess import InProcessGrid
-from fedortho.federated.server import (
-    do_job,
-    engine_for,
-    forget_in_federation,
-    in_process,
-    patches_of,
-    silenced,
-    sync,
-    train_federation,
-)
-from fedortho.federation import held_rows
-from fedortho.files import read_json
+from fedortho.evaluation.accuracies import accuracies_of
+from fedortho.federated.engine import FlowerEngine
+from fedortho.federated.local_grid import InProcessGrid
+from fedortho.federated.server import engine_for, in_process, patches_of, silenced, sync, train_federation
 from fedortho.methods import preset
-from fedortho.probe import Probe
-from fedortho.recipe import Recipe
-from fedortho.request import ForgetRequest
-from fedortho.runs import Run, open_run
-from fedortho.scores import evaluate
-from fedortho.serve import undo_run
+from fedortho.models.predictions import evaluate
+from fedortho.requests.federated_forgetting import forget_in_federation
+from fedortho.requests.forgetting import undo_run
+from fedortho.requests.server_app import do_job
+from fedortho.runs.federation import held_rows
+from fedortho.runs.run import Run, open_run
+from fedortho.statistics.query import Ask, Group, Probe
+from fedortho.storage.files import read_json
+from fedortho.training.recipe import Recipe
 
 TRAINED = replace(SETTINGS, model="vgg-mini", rounds=6, epochs=2, split="dirichlet:1", crop=1, timeout=60.0)
 CLASS = ForgetRequest.parse("class:3")

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small import TinyNet
 
-from fedortho.adapters import Adapters
-from fedortho.data import made_images
-from fedortho.engine import Ask, Course, Group, Part
+from fedortho.data.images import made_images
+from fedortho.data.request import ForgetRequest
 from fedortho.federated.wire import (
     BadReply,
     count_bytes,
@@ -25,12 +24,13 @@ from fedortho.federated.wire import (
     unpack_group,
     unpack_observations,
 )
-from fedortho.files import tensors_digest
-from fedortho.lessons import Aim, Manner
-from fedortho.observe import Observation
-from fedortho.probe import Probe
-from fedortho.prune import Patch
-from fedortho.request import ForgetRequest
+from fedortho.models.patch import Patch
+from fedortho.statistics.observe import Observation
+from fedortho.statistics.query import Ask, Group, Probe
+from fedortho.statistics.training_plan import Course, Part
+from fedortho.storage.files import tensors_digest
+from fedortho.training.adapters import Adapters
+from fedortho.training.objectives import Aim, Manner
 
 WORDS = st.lists(st.sampled_from(["cat", "3", "Ärger", "a b"]), unique=True).map(tuple)
 REQUESTS = st.none() | st.builds(ForgetRequest, WORDS, st.lists(st.integers(0, 9)).map(tuple), st.just(("1/2", "7")))

@@ -3,11 +3,11 @@
 import pytest
 from torch import nn
 
-from fedortho.data import Dataset
-from fedortho.engine import CentralEngine
-from fedortho.models import build_model
-from fedortho.recipe import Recipe
-from fedortho.train import fit
+from fedortho.data.images import Dataset
+from fedortho.engines.central import CentralEngine
+from fedortho.models.zoo import build_model
+from fedortho.training.loop import fit
+from fedortho.training.recipe import Recipe
 
 
 @pytest.fixture(scope="session")

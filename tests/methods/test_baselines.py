@@ -9,21 +9,21 @@ from small import SETTINGS
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fedortho.adapters import take_off
-from fedortho.data import Dataset
-from fedortho.engine import CentralEngine
+from fedortho.data.images import Dataset
+from fedortho.data.request import ForgetRequest
+from fedortho.engines.central import CentralEngine
 from fedortho.errors import BadData, BadSetting, FedOrthoError
 from fedortho.federated.server import engine_for, in_process
-from fedortho.files import tensors_digest
 from fedortho.methods.bad_teacher import BadTeacher
 from fedortho.methods.class_pruning import ClassPruning, most_telling, tf_idf
 from fedortho.methods.fused import Fused
 from fedortho.methods.logit_mask import LogitMask
-from fedortho.methods.negate import Negate, negated
+from fedortho.methods.not_ import Negate, negated
 from fedortho.methods.retrain import Retrain
 from fedortho.methods.salun import Salun, salient
 from fedortho.methods.unsir import Unsir
-from fedortho.request import ForgetRequest
+from fedortho.storage.files import tensors_digest
+from fedortho.training.adapters import take_off
 
 REQUEST = ForgetRequest.parse("class:3")
 SHAPE = (1, 8, 8)

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from fedortho.data import Dataset
-from fedortho.engine import CentralEngine
-from fedortho.methods.contract import Method
+from fedortho.data.images import Dataset
+from fedortho.data.request import ForgetRequest
+from fedortho.engines.central import CentralEngine
+from fedortho.methods.method import Method
 from fedortho.methods.salun import Salun
 from fedortho.methods.ssd import Dampen
-from fedortho.request import ForgetRequest
 
 REQUEST = ForgetRequest.parse("class:3")
 

@@ -10,21 +10,24 @@ import torch
 from small import SETTINGS
 from torch import nn
 
-from fedortho.data import Dataset
-from fedortho.engine import CentralEngine, Course, Engine, Group
-from fedortho.federated.flower import FlowerEngine
+from fedortho.data.images import Dataset
+from fedortho.data.request import ForgetRequest
+from fedortho.engines.central import CentralEngine
+from fedortho.federated.engine import FlowerEngine
 from fedortho.federated.server import engine_for, in_process
-from fedortho.files import tensors_digest
-from fedortho.lessons import step_seed
 from fedortho.methods import METHODS, make_method, unlearn
-from fedortho.methods.contract import CannotServe, Method
-from fedortho.models import build_model
-from fedortho.recipe import Recipe, learning_rate
-from fedortho.request import ForgetRequest
-from fedortho.runs import load_run_data
-from fedortho.scores import evaluate
-from fedortho.settings import field_help
-from fedortho.train import Mask
+from fedortho.methods.method import CannotServe, Method
+from fedortho.models.predictions import evaluate
+from fedortho.models.zoo import build_model
+from fedortho.runs.run import load_run_data
+from fedortho.statistics.engine import Engine
+from fedortho.statistics.query import Group
+from fedortho.statistics.training_plan import Course
+from fedortho.storage.files import tensors_digest
+from fedortho.storage.settings import field_help
+from fedortho.training.loop import Mask
+from fedortho.training.objectives import step_seed
+from fedortho.training.recipe import Recipe, learning_rate
 
 LABEL = 3
 REQUEST = ForgetRequest.parse(f"class:{LABEL}")

@@ -8,23 +8,24 @@ import torch
 from small import SETTINGS
 from torch import nn
 
-from fedortho.data import Dataset
-from fedortho.engine import CentralEngine, Group
+from fedortho.data.images import Dataset
+from fedortho.data.request import ForgetRequest
+from fedortho.engines.central import CentralEngine
 from fedortho.errors import BadCheckpoint
-from fedortho.federated.flower import FlowerEngine
-from fedortho.federated.rounds import Order
+from fedortho.federated.aggregation import Order
+from fedortho.federated.engine import FlowerEngine
 from fedortho.federated.server import engine_for, in_process
 from fedortho.federated.wire import Note
-from fedortho.federation import held_rows
-from fedortho.files import tensors_digest
 from fedortho.methods import make_method, unlearn
-from fedortho.methods.contract import CannotServe
 from fedortho.methods.federaser import FedEraser, read_round
-from fedortho.models import build_model
-from fedortho.recipe import Recipe, learning_rate
-from fedortho.request import ForgetRequest
-from fedortho.runs import load_run_data
-from fedortho.scores import accuracy
+from fedortho.methods.method import CannotServe
+from fedortho.models.predictions import accuracy
+from fedortho.models.zoo import build_model
+from fedortho.runs.federation import held_rows
+from fedortho.runs.run import load_run_data
+from fedortho.statistics.query import Group
+from fedortho.storage.files import tensors_digest
+from fedortho.training.recipe import Recipe, learning_rate
 
 LEAVING = ForgetRequest.parse("client:2")
 FEDERATION = replace(SETTINGS, model="small:SmallNet", clients=3, split="dirichlet:0.3", least_images=100)

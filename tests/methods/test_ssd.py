@@ -9,13 +9,13 @@ from small import SETTINGS
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fedortho.data import Dataset, Images
-from fedortho.engine import CentralEngine
+from fedortho.data.images import Dataset, Images
+from fedortho.data.request import ForgetRequest
+from fedortho.engines.central import CentralEngine
 from fedortho.errors import BadCheckpoint
 from fedortho.federated.server import engine_for, in_process
-from fedortho.files import tensors_digest
 from fedortho.methods.ssd import Dampen
-from fedortho.request import ForgetRequest
+from fedortho.storage.files import tensors_digest
 
 REQUEST = ForgetRequest.parse("class:3")
 

@@ -5,14 +5,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fedortho.audits.contract import Audit, Case
+from fedortho.audits.audit import Audit
 from fedortho.audits.copies import deployed_copies
 from fedortho.audits.distance import distance
+from fedortho.audits.measurements import Known, judged_answers, who_is_there
 from fedortho.audits.norms import norm_attacks
 from fedortho.audits.probe import linear_probe
 from fedortho.audits.relearn import relearning
-from fedortho.audits.sight import Known, judged_answers, who_is_there
 from fedortho.errors import unknown
+from fedortho.evaluation.case import Case
 
 logger = logging.getLogger(__name__)
 BUDGETS = ("quick", "full", "none")

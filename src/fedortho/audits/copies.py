@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from fedortho.audits.contract import Audit, Case
-from fedortho.audits.limits import LIMITS
-from fedortho.audits.sight import Known, compared, forget_accuracy, once, ready, right, ruled, who_is_there
-from fedortho.data import Images
+from fedortho.audits.audit import Audit
+from fedortho.audits.measurements import Known, compared, forget_accuracy, once, ready, right, ruled, who_is_there
+from fedortho.audits.thresholds import LIMITS
+from fedortho.data.images import Images
 from fedortho.errors import first_line
-from fedortho.structure import trace_layers
+from fedortho.evaluation.case import Case
+from fedortho.models.graph import trace_layers
 
 
 def deployed_copies(case: Case, known: Known, budget: str) -> Audit:

@@ -2,9 +2,10 @@
 
 from torch import Tensor
 
-from fedortho.audits.contract import Audit, Case
-from fedortho.audits.limits import LIMITS
-from fedortho.audits.sight import Known, judged_answers, last_features, ruled
+from fedortho.audits.audit import Audit
+from fedortho.audits.measurements import Known, judged_answers, last_features, ruled
+from fedortho.audits.thresholds import LIMITS
+from fedortho.evaluation.case import Case
 
 SPAN = 0.01  # CKA between two references must be so far above CKA of the original, or there is no scale
 

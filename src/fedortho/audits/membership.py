@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedortho.audits.contract import Audit, Case
-from fedortho.audits.limits import MEMBERSHIP
-from fedortho.data import Dataset, Images
+from fedortho.audits.audit import Audit
+from fedortho.audits.thresholds import MEMBERSHIP
+from fedortho.data.images import Dataset, Images
+from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadData
-from fedortho.lira import (
+from fedortho.evaluation.case import Case
+from fedortho.evaluation.lira import (
     Scores,
     area_under_curve,
     interval,
@@ -29,10 +31,9 @@ from fedortho.lira import (
     true_positives,
     unlearning_scores,
 )
-from fedortho.measure import untrained_like
-from fedortho.request import ForgetRequest
-from fedortho.scores import logits_of
-from fedortho.shadows import Report, Shadows, ShadowSettings, choose_proxy
+from fedortho.evaluation.metric_suite import untrained_like
+from fedortho.evaluation.shadows import Report, Shadows, ShadowSettings, choose_proxy
+from fedortho.models.predictions import logits_of
 
 NAME = "C4"
 OWN = "the image's own label"

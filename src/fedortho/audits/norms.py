@@ -7,11 +7,13 @@ kernels and batch-norm scales that stand out as short back to what is typical in
 import torch
 from torch import Tensor, nn
 
-from fedortho.audits.contract import Audit, Case
-from fedortho.audits.limits import LIMITS
-from fedortho.audits.sight import Known, compared, each, gap, ready, right, ruled
-from fedortho.engine import draw
-from fedortho.tail import Cut, batch_norms, repair, usable
+from fedortho.audits.audit import Audit
+from fedortho.audits.measurements import Known, compared, each, gap, ready, right, ruled
+from fedortho.audits.thresholds import LIMITS
+from fedortho.evaluation.case import Case
+from fedortho.models.split import Cut
+from fedortho.statistics.query import draw
+from fedortho.unlearning.repair import batch_norms, repair, usable
 
 IMAGES = 2000  # retained ones, for the statistics
 SHORT = 0.75  # of the layer's median: below it a kernel or a scale stands out

@@ -4,9 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fedortho.audits.contract import Audit, Case
-from fedortho.audits.limits import LIMITS
-from fedortho.audits.sight import (
+from fedortho.audits.audit import Audit
+from fedortho.audits.measurements import (
     Known,
     classifier_of,
     compared,
@@ -19,7 +18,9 @@ from fedortho.audits.sight import (
     sampled,
     who_is_there,
 )
-from fedortho.structure import trace_layers
+from fedortho.audits.thresholds import LIMITS
+from fedortho.evaluation.case import Case
+from fedortho.models.graph import trace_layers
 
 PENALTY = 1e-3  # of the squared weights, per image, on features of deviation 1
 

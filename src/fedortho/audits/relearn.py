@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedortho.audits.contract import Audit, Case
-from fedortho.audits.limits import LIMITS
-from fedortho.audits.sight import (
+from fedortho.audits.audit import Audit
+from fedortho.audits.measurements import (
     Known,
     classifier_of,
     compared,
@@ -23,9 +22,11 @@ from fedortho.audits.sight import (
     tells,
     who_is_there,
 )
-from fedortho.engine import draw
-from fedortho.recipe import Recipe
-from fedortho.train import fit
+from fedortho.audits.thresholds import LIMITS
+from fedortho.evaluation.case import Case
+from fedortho.statistics.query import draw
+from fedortho.training.loop import fit
+from fedortho.training.recipe import Recipe
 
 SAMPLES = (0, 10, 50)  # of what had to go, mixed with retained images
 STEPS, BATCH, EVERY = 60, 128, 2  # at most, images in each, and how many lie between two looks

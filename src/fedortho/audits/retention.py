@@ -1,8 +1,9 @@
 """Beside the audits: is the forgotten model still good for what it was meant to keep?"""
 
-from fedortho.audits.contract import Audit, Case
-from fedortho.audits.limits import RETENTION
-from fedortho.audits.sight import Known, compared, each, ready, right
+from fedortho.audits.audit import Audit
+from fedortho.audits.measurements import Known, compared, each, ready, right
+from fedortho.audits.thresholds import RETENTION
+from fedortho.evaluation.case import Case
 
 
 def retention(case: Case, known: Known | None = None) -> Audit:

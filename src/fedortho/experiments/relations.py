@@ -7,7 +7,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from fedortho.errors import FedOrthoError
-from fedortho.files import canonical_json
+from fedortho.storage.files import canonical_json
 
 Row = dict[str, Any]  # one seed's: seed, the keys that tell rows apart, what was measured
 METRICS = ("forget", "retain")

@@ -6,24 +6,34 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fedortho.accuracies import accuracies_of
-from fedortho.calibrate import Refused
-from fedortho.compare import compare, place_of, settings_for
-from fedortho.data import Dataset
+from fedortho.data.images import Dataset
+from fedortho.data.request import ForgetRequest, joined
+from fedortho.data.sources import DATASETS
 from fedortho.devices import using_threads
 from fedortho.errors import FedOrthoError
-from fedortho.experiments import Experiment, Treatment, check_relations, network_key, request_for, request_kind
+from fedortho.evaluation.accuracies import accuracies_of
+from fedortho.experiments.experiment import (
+    Experiment,
+    Treatment,
+    check_relations,
+    network_key,
+    request_for,
+    request_kind,
+)
 from fedortho.experiments.relations import Row, word
-from fedortho.federated.server import forget_in_federation, train_federation
-from fedortho.files import canonical_json
-from fedortho.plan import ForgetSettings
-from fedortho.references import find_reference, reference_name, reference_settings, train_reference
-from fedortho.request import ForgetRequest
-from fedortho.results import write_results
-from fedortho.runs import FREE, FederateSettings, Run, TrainSettings, load_run_data, open_run, train_run
-from fedortho.serve import joined, serve_request
-from fedortho.settings import as_mapping
-from fedortho.sources import DATASETS
+from fedortho.federated.server import train_federation
+from fedortho.requests.comparing import compare, place_of, settings_for
+from fedortho.requests.federated_forgetting import forget_in_federation
+from fedortho.requests.forgetting import serve_request
+from fedortho.requests.references import find_reference, reference_name, reference_settings, train_reference
+from fedortho.runs.run import Run, load_run_data, open_run
+from fedortho.runs.settings import FREE, FederateSettings, TrainSettings
+from fedortho.runs.training import train_run
+from fedortho.storage.files import canonical_json
+from fedortho.storage.provenance import write_results
+from fedortho.storage.settings import as_mapping
+from fedortho.unlearning.calibrate import Refused
+from fedortho.unlearning.plan import ForgetSettings
 
 Watch = Callable[[Any], None]
 

@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedortho.errors import FedOrthoError
-from fedortho.federated.holder import ACTIONS, Holder, Reply, act
+from fedortho.federated.client_state import ACTIONS, Holder, Reply, act
 from fedortho.federated.wire import Note, Tensors, pack, unpack
-from fedortho.runs import FederateSettings
-from fedortho.settings import field_types, make_settings
+from fedortho.runs.settings import FederateSettings
+from fedortho.storage.settings import field_types, make_settings
 
 if TYPE_CHECKING:
     from flwr.app import Context, Message
     from flwr.clientapp import ClientApp
+
 
 logger = logging.getLogger(__name__)
 Config = Mapping[str, Any]

@@ -38,19 +38,6 @@ def need_flower() -> None:
         raise FedOrthoError("Flower is not installed; run: pip install 'fedortho[federated]'")
 
 
-def run_ray(config: Mapping[str, Scalar], *, clients: int, store: Path, threads: int, workers: int = 2) -> None:
-    """Run both apps in Flower's Ray simulation until the server's main returns; what it raises is raised here."""
-    need_flower()
-    if importlib.util.find_spec("ray") is None:
-        raise FedOrthoError("Ray is not installed; run: pip install 'fedortho[simulation]', or use another --engine")
-    switch_off(os.environ)
-    from fedortho.federated.client import client_app
-    from fedortho.federated.server import server_app
-
-    settled = {**config, "store": str(store.absolute())}
-    simulate(server_app(settled), client_app(settled), clients=clients, threads=threads, workers=workers)
-
-
 def simulate(server: Any, client: Any, *, clients: int, threads: int, workers: int) -> None:
     """Run two Flower apps on Ray, `workers` clients at a time, and leave no process and no file behind."""
     switch_off(os.environ)

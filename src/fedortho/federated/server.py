@@ -1,54 +1,42 @@
-"""The server's two jobs, training and forgetting, over any grid; and the Flower server app that does them."""
+"""Training a federation over any grid, and bringing its clients up to date."""
 
-import json
-import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from fedortho.data import Dataset
-from fedortho.devices import choose_device
-from fedortho.engine import CentralEngine, Group
-from fedortho.errors import BadSetting, FedOrthoError
+from fedortho.data.images import Dataset
+from fedortho.data.request import ForgetRequest, joined
+from fedortho.errors import FedOrthoError
 from fedortho.federated import switch_off
-from fedortho.federated.client import client_app, federate_settings
-from fedortho.federated.flower import FlowerEngine, News
-from fedortho.federated.members import About
-from fedortho.federation import held_rows
-from fedortho.files import locked, read_json, write_json
-from fedortho.models import build_model
-from fedortho.plan import ForgetSettings
-from fedortho.prune import Patch, load_patch
-from fedortho.request import ForgetRequest
-from fedortho.runs import FederateSettings, Run, load_run_data, open_run, relocated, train_run
-from fedortho.scores import accuracy
-from fedortho.serve import (
-    Served,
-    check_places,
-    copy_patches,
-    describe,
-    earlier_requests,
-    joined,
-    kept_out,
-    serve_request,
-)
-from fedortho.settings import as_mapping, make_settings
-from fedortho.train import Epoch, Mask
+from fedortho.federated.client import client_app
+from fedortho.federated.engine import FlowerEngine, News
+from fedortho.federated.roster import About
+from fedortho.models.patch import Patch, load_patch
+from fedortho.models.predictions import accuracy
+from fedortho.models.zoo import build_model
+from fedortho.runs.derived import check_places, copy_patches
+from fedortho.runs.federation import held_rows
+from fedortho.runs.run import Run, load_run_data, open_run
+from fedortho.runs.served import earlier_requests, kept_out
+from fedortho.runs.settings import FederateSettings
+from fedortho.runs.training import train_run
+from fedortho.statistics.query import Group
+from fedortho.storage.files import locked, read_json, write_json
+from fedortho.storage.settings import as_mapping
+from fedortho.training.loop import Epoch, Mask
 
 if TYPE_CHECKING:
-    from flwr.app import Context
-    from flwr.serverapp import Grid, ServerApp
+    from flwr.serverapp import Grid
 
-logger = logging.getLogger(__name__)
-remote = logging.getLogger("flwr")  # the log that a SuperLink hands to whoever submitted the job
+
 Watch = Callable[[News], None]
 LASTING = ("data", "image-size", "valid", "seed", "split-seed", "model", "clients", "split", "least-images")
 
@@ -57,7 +45,7 @@ LASTING = ("data", "image-size", "valid", "seed", "split-seed", "model", "client
 def in_process(settings: FederateSettings, store: Path, workers: int = 1) -> "Iterator[Grid]":
     """A grid whose clients run here, or in so many further processes, with what they keep under `store`."""
     switch_off(os.environ)
-    from fedortho.federated.inprocess import InProcessGrid, WorkerGrid
+    from fedortho.federated.local_grid import InProcessGrid, WorkerGrid
 
     config, node = as_mapping(settings), {"store": str(store)}
     if workers <= 1:
@@ -188,34 +176,6 @@ def silenced(run: Run, model: nn.Module) -> dict[str, Tensor]:
     return masks
 
 
-def forget_in_federation(
-    run: Run,
-    request: ForgetRequest,
-    settings: ForgetSettings,
-    grid: "Grid | None" = None,
-    *,
-    out: Path | None,
-    undo: Path | None = None,
-    data: Dataset | None = None,
-    data_dir: str = "",
-    device: str = "auto",
-) -> Served:
-    """Serve a request in a federation: plan with its clients, write the new run, send the patch.
-
-    Without a grid the clients of the run are simulated here, in a copy of what they keep. `out` None only tells
-    what would be done.
-    """
-    check_places(out, undo)
-    assert isinstance(run.settings, FederateSettings), "the caller looked"
-    federated = relocated(run.settings, data_dir)
-    federated = federated if device == "auto" else replace(federated, device=device)
-    if grid is not None:
-        return _forget(run, federated, request, settings, grid, out=out, undo=undo, data=data)
-    with copied_clients(run, out) as (store, fresh), in_process(federated, store) as here:
-        served = _forget(run, federated, request, settings, here, out=fresh, undo=undo, data=data)
-    return served if out is None else replace(served, run=open_run(out))
-
-
 @contextmanager
 def copied_clients(run: Run, out: Path | None) -> Iterator[tuple[Path, Path | None]]:
     """A copy of what the clients of a simulation keep, and where to write the run that goes with it.
@@ -245,49 +205,6 @@ def _need_clients(run: Run, flags: str) -> None:
         raise FedOrthoError(f"{run.path} has no clients/: its clients are not simulated here; give {flags}")
 
 
-def _forget(
-    run: Run,
-    federated: FederateSettings,
-    request: ForgetRequest,
-    settings: ForgetSettings,
-    grid: "Grid",
-    *,
-    out: Path | None,
-    undo: Path | None,
-    data: Dataset | None,
-) -> Served:
-    data = data or load_run_data(federated)
-    engine = engine_for(grid, federated, data, earlier_requests(run))
-    model = run.load_model()
-    engine.bring_up_to_date(model, patches_of(run))
-    clients = (
-        None if any(note["own"] for note in engine.clients.values()) else held_rows(data, federated, federated.dealt_by)
-    )
-    if clients is not None:  # every image is known here, so every id can be looked up before anybody is asked
-        for holder in (engine, CentralEngine(data, clients=clients)):
-            holder.check(request, kept_out(run))
-    device = choose_device(federated.device)
-    served = serve_request(
-        run, data, request, settings, out=out, undo=undo, device=device, engine=engine, clients=clients
-    )
-    if out is not None:
-        try:
-            engine.send_patch(served.outcome.patch, request)
-        except FedOrthoError as error:  # too few took it; the run is written all the same, and they can be sent it
-            logger.warning("%s", error)
-        have = {client for client, note in engine.clients.items() if note["model"] == served.outcome.patch.after}
-        late = sorted(set(range(federated.clients)) - have - _left(engine))
-        if late:
-            word = f"fedortho sync {out.name} sends it again"
-            logger.warning("clients %s have not confirmed the patch; %s", late[:5], word)
-        write_log(out / "wire.json", engine)
-    return served
-
-
-def _left(engine: FlowerEngine) -> set[int]:
-    return {client for client, note in engine.clients.items() if note["left"]} | engine.left
-
-
 def sync(run: Run, grid: "Grid | None" = None) -> list[int]:
     """Bring every client that is there to the run's model; returns the clients that have it."""
     settings = run.settings
@@ -313,55 +230,3 @@ def write_log(path: Path, engine: FlowerEngine) -> None:
     """Every exchange with its bytes per client, up and down, and who failed; added to what was there."""
     before = read_json(path) if path.exists() else []
     write_json(path, [*before, *(asdict(exchange) for exchange in engine.line.log)])
-
-
-def server_app(config: Mapping[str, Any] | None = None) -> "ServerApp":
-    """The app; its job comes from `config`, or from the run's configuration: `do` (train, forget or sync), `out`, …"""
-    from flwr.serverapp import ServerApp
-
-    app = ServerApp()
-
-    @app.main()
-    def main(grid: "Grid", context: "Context") -> None:
-        do_job(grid, config or context.run_config)
-
-    return app
-
-
-def do_job(grid: "Grid", config: Mapping[str, Any]) -> None:
-    """One job, as a flat configuration describes it."""
-    out = Path(str(config.get("out") or "")) if config.get("out") else None
-    job = config.get("do")
-    if job == "train":
-        if out is None:
-            raise FedOrthoError("the job needs out, the run directory to write")
-        train_federation(out, federate_settings(config), grid, watch=_tell)
-    elif job in ("forget", "sync"):
-        run = open_run(Path(str(config["run"])))
-        if not isinstance(run.settings, FederateSettings):
-            raise FedOrthoError(f"{run.path} was not trained by a federation")
-        if job == "sync":
-            remote.info("clients %s have the model of %s", sync(run, grid), run.path)
-            return
-        settings = _forget_settings(str(config.get("forget") or "{}"))
-        served = forget_in_federation(run, ForgetRequest.parse(str(config["request"])), settings, grid, out=out)
-        remote.info("%s", json.dumps(describe(served)))
-    else:
-        raise FedOrthoError(f"no job {job!r}; choose from train, forget, sync")
-
-
-def _forget_settings(text: str) -> ForgetSettings:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise BadSetting(f"forget must be settings as JSON, not {text!r}") from error
-    if not isinstance(value, dict):
-        raise BadSetting(f"forget must be settings as JSON, not {text!r}")
-    return make_settings(ForgetSettings, value)
-
-
-def _tell(news: News) -> None:
-    if news.history and not news.asked:
-        entry = news.history[-1]
-        told = (entry.epoch + 1, news.rounds, entry.clients, entry.loss, news.bytes_down / 1e6, news.bytes_up / 1e6)
-        remote.info("round %d/%d: %d clients, loss %.3f, %.1f MB down, %.1f MB up so far", *told)

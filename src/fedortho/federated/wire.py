@@ -8,18 +8,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fedortho.adapters import Adapters
-from fedortho.data import Images, made_images
-from fedortho.engine import Ask, Course, Group, Part
+from fedortho.data.images import Images, made_images
+from fedortho.data.request import ForgetRequest
+from fedortho.engines.answer import answer
 from fedortho.errors import FedOrthoError
-from fedortho.lessons import Aim, Manner
-from fedortho.observe import Observation
-from fedortho.probe import Probe, answer
-from fedortho.prune import unpack_patch
-from fedortho.request import ForgetRequest
+from fedortho.models.patch import unpack_patch
+from fedortho.statistics.observe import Observation
+from fedortho.statistics.query import Ask, Group, Probe
+from fedortho.statistics.training_plan import Course, Part
+from fedortho.training.adapters import Adapters
+from fedortho.training.objectives import Aim, Manner
 
 if TYPE_CHECKING:
     from flwr.app import RecordDict
+
 
 Note = dict[str, Any]
 Tensors = Mapping[str, Tensor]

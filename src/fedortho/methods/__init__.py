@@ -6,26 +6,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedortho.data import Batches, Dataset, Images, make_dataset
-from fedortho.engine import Engine
+from fedortho.data.images import Batches, Dataset, Images, make_dataset
+from fedortho.data.request import ForgetRequest
 from fedortho.errors import unknown
 from fedortho.methods.bad_teacher import BadTeacher
 from fedortho.methods.class_pruning import ClassPruning
-from fedortho.methods.contract import Method, refusal, serves
+from fedortho.methods.directions import Erase
 from fedortho.methods.federaser import FedEraser
-from fedortho.methods.fedortho import PRESETS, Erase, Paper, Robust
 from fedortho.methods.finetune import FineTune
 from fedortho.methods.fused import Fused
+from fedortho.methods.hide import Robust
 from fedortho.methods.logit_mask import LogitMask
-from fedortho.methods.negate import Negate
+from fedortho.methods.method import Method, refusal, serves
 from fedortho.methods.neggrad import NegGrad
+from fedortho.methods.not_ import Negate
+from fedortho.methods.paper import Paper
 from fedortho.methods.retrain import Retrain, RetrainPlain
 from fedortho.methods.salun import Salun
 from fedortho.methods.ssd import Dampen
 from fedortho.methods.unsir import Unsir
-from fedortho.plan import ForgetSettings, plan_forgetting
-from fedortho.request import ForgetRequest
-from fedortho.settings import make_settings
+from fedortho.statistics.engine import Engine
+from fedortho.storage.settings import make_settings
+from fedortho.unlearning.plan import ForgetSettings, plan_forgetting
 
 METHODS: Mapping[str, type[Method]] = {
     "retrain": Retrain,
@@ -86,3 +88,6 @@ def forget(
     if isinstance(request, str):
         request = ForgetRequest.parse(request)
     return plan_forgetting(model, data, request, settings, device=device).patch.apply(model)
+
+
+PRESETS: Mapping[str, type[ForgetSettings]] = {"robust": Robust, "erase": Erase, "paper": Paper}

@@ -7,13 +7,14 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fedortho.engine import Ask, Engine, Group, or_withheld
+from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadData, BadSetting
-from fedortho.methods.contract import Schedule, begin
-from fedortho.probe import Probe
-from fedortho.prune import edit_model, kernel_count, plan_edit
-from fedortho.request import ForgetRequest
-from fedortho.sites import find_sites
+from fedortho.methods.method import Schedule, begin
+from fedortho.models.patch import edit_model
+from fedortho.models.sites import find_sites
+from fedortho.statistics.engine import Engine, or_withheld
+from fedortho.statistics.query import Ask, Group, Probe
+from fedortho.unlearning.select import kernel_count, plan_edit
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,15 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fedortho.engine import Course, Engine, Group, Part
+from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadCheckpoint, BadSetting
-from fedortho.files import read_tensors
-from fedortho.lessons import Manner, step_seed
-from fedortho.methods.contract import CannotServe, begin
-from fedortho.recipe import Recipe, learning_rate
-from fedortho.request import ForgetRequest
+from fedortho.methods.method import CannotServe, begin
+from fedortho.statistics.engine import Engine
+from fedortho.statistics.query import Group
+from fedortho.statistics.training_plan import Course, Part
+from fedortho.storage.files import read_tensors
+from fedortho.training.objectives import Manner, step_seed
+from fedortho.training.recipe import Recipe, learning_rate
 
 State = Mapping[str, Tensor]
 

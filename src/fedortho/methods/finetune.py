@@ -5,9 +5,9 @@ from typing import Annotated, ClassVar
 
 from torch import nn
 
-from fedortho.engine import Engine
-from fedortho.methods.contract import Schedule, begin
-from fedortho.request import KINDS, ForgetRequest
+from fedortho.data.request import KINDS, ForgetRequest
+from fedortho.methods.method import Schedule, begin
+from fedortho.statistics.engine import Engine
 
 
 @dataclass(frozen=True)

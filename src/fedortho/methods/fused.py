@@ -6,14 +6,15 @@ from typing import Annotated, ClassVar
 import torch
 from torch import nn
 
-from fedortho.adapters import ADAPTERS, Adapters, attach, merge
-from fedortho.engine import Ask, Course, Engine, Group, Part
+from fedortho.data.request import KINDS, ForgetRequest
 from fedortho.errors import unknown
-from fedortho.lessons import Aim, Manner
-from fedortho.methods.contract import Schedule, begin
-from fedortho.probe import Probe
-from fedortho.request import KINDS, ForgetRequest
-from fedortho.settings import kebab
+from fedortho.methods.method import Schedule, begin
+from fedortho.statistics.engine import Engine
+from fedortho.statistics.query import Ask, Group, Probe
+from fedortho.statistics.training_plan import Course, Part
+from fedortho.storage.settings import kebab
+from fedortho.training.adapters import ADAPTERS, Adapters, attach, merge
+from fedortho.training.objectives import Aim, Manner
 
 CLASS_MODES = ("exclude", "relabel")
 SIZES = ("sum", "mean")

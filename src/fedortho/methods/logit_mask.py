@@ -7,11 +7,11 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from fedortho.engine import Engine
+from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadSetting
-from fedortho.methods.contract import begin
-from fedortho.request import ForgetRequest
-from fedortho.scrub import find_classifier
+from fedortho.methods.method import begin
+from fedortho.models.classifier import find_classifier
+from fedortho.statistics.engine import Engine
 
 NEVER = -1e4  # a logit that no other is below
 

@@ -5,10 +5,10 @@ from typing import Annotated, ClassVar
 
 from torch import nn
 
-from fedortho.engine import Engine
-from fedortho.methods.contract import begin
-from fedortho.recipe import Recipe
-from fedortho.request import KINDS, ForgetRequest
+from fedortho.data.request import KINDS, ForgetRequest
+from fedortho.methods.method import begin
+from fedortho.statistics.engine import Engine
+from fedortho.training.recipe import Recipe
 
 
 @dataclass(frozen=True)

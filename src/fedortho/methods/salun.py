@@ -7,12 +7,13 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fedortho.engine import Ask, Course, Engine, Part
+from fedortho.data.request import KINDS, ForgetRequest
 from fedortho.errors import BadSetting
-from fedortho.lessons import Aim, Manner
-from fedortho.methods.contract import Schedule, begin
-from fedortho.probe import Probe
-from fedortho.request import KINDS, ForgetRequest
+from fedortho.methods.method import Schedule, begin
+from fedortho.statistics.engine import Engine
+from fedortho.statistics.query import Ask, Probe
+from fedortho.statistics.training_plan import Course, Part
+from fedortho.training.objectives import Aim, Manner
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fedortho.engine import Ask, Engine, Group
+from fedortho.data.request import KINDS, ForgetRequest
 from fedortho.errors import BadCheckpoint, BadSetting
-from fedortho.files import read_tensors, tensors_digest, write_tensors
-from fedortho.methods.contract import begin
-from fedortho.probe import Probe
-from fedortho.request import KINDS, ForgetRequest
+from fedortho.methods.method import begin
+from fedortho.statistics.engine import Engine
+from fedortho.statistics.query import Ask, Group, Probe
+from fedortho.storage.files import read_tensors, tensors_digest, write_tensors
 
 Importance = Mapping[str, Tensor]  # parameter → one number per coordinate, flat
 

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fedortho.data import Images, made_images
-from fedortho.engine import Course, Engine, Part
+from fedortho.data.images import Images, made_images
+from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadSetting
-from fedortho.lessons import Manner
-from fedortho.methods.contract import Schedule, begin
-from fedortho.request import ForgetRequest
+from fedortho.methods.method import Schedule, begin
+from fedortho.statistics.engine import Engine
+from fedortho.statistics.training_plan import Course, Part
+from fedortho.training.objectives import Manner
 
 
 @dataclass(frozen=True)

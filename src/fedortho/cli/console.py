@@ -1,0 +1,195 @@
+"""What the command line shows: tables, lines and progress bars."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+from rich.table import Table
+
+from fedortho.models.predictions import Evaluation
+from fedortho.models.sites import Finding
+from fedortho.requests.forgetting import Served
+from fedortho.runs.run import Run
+from fedortho.training.loop import Epoch, Progress
+from fedortho.unlearning.calibrate import Trial
+from fedortho.unlearning.plan import ForgetSettings
+
+out = Console(emoji=False)  # class:Dress: is no picture
+err = Console(stderr=True, emoji=False)
+
+
+def say(text: str) -> None:
+    out.print(text, highlight=False, soft_wrap=True)
+
+
+def print_served(served: Served, settings: ForgetSettings, run_path: Path) -> None:
+    say(escape(f"{run_path}: {served.request}"))
+    table = Table()
+    for name in ("accuracy", "before", "after"):
+        table.add_column(name, justify="left" if name == "accuracy" else "right")
+    for name in ("forget", "retain", "test"):
+        table.add_row(name, f"{getattr(served.before, name):.1%}", f"{getattr(served.after, name):.1%}")
+    out.print(table)
+    outcome = served.outcome
+    note = outcome.patch.note
+    if served.request.kind == "class" and served.after.forget > settings.target:
+        say(f"[yellow]the target, {settings.target:.1%}, is not met on test images[/]")
+    elif outcome.chosen is not None and not settings.ratio and served.request.kind != "class":
+        met = "; met before any edit" if served.before.forget <= outcome.chosen.limit else ""
+        say(f"limit: {outcome.chosen.limit:.1%}, what unseen images of the same labels get{met}")
+    what = "directions taken out" if "directions" in note else "kernels edited"
+    numbers = note.get("directions") or {site: len(found["kernels"]) for site, found in note["sites"].items()}
+    say(f"{what}: " + ", ".join(f"{number} in {site}" for site, number in numbers.items()))
+    if outcome.chosen is not None:
+        scrub = f", scrub at strength {outcome.chosen.scrub:g}" if outcome.chosen.scrub else ", no scrub"
+        say(f"ratio {outcome.chosen.ratio:g}{scrub}, {len(outcome.trials)} trial{'s' * (len(outcome.trials) > 1)}")
+    parts = [f"{k} {v:.2f} s ({outcome.images_read[k]:,} images read)" for k, v in outcome.seconds.items()]
+    say("; ".join(parts))
+    if wire := {phase: vars(tally) for phase, tally in outcome.spent.items() if tally.exchanges}:
+        say(wire_line(wire))
+    if len(served.all_forgotten) > 1:
+        told = ", ".join(f"{k} {v:.1%}" for k, v in served.all_forgotten.items())
+        say(f"forgotten so far: {told}; retention paid in all: {served.retain_paid:.1%}")
+    if served.advise_retraining:
+        say("[yellow]these requests have cost much retention: retrain before the next one[/]")
+    if served.run is None:
+        say(str(outcome.patch).replace("[", r"\["))
+    say("dry run: nothing was written" if served.run is None else f"written to {escape(str(served.run.path))}")
+
+
+def frontier_table(frontier: Sequence[Trial]) -> Table:
+    table = Table(caption="tried, on the images set aside", caption_justify="left")
+    for name in ("ratio", "scrub", "forget", "retain"):
+        table.add_column(name, justify="right")
+    for trial in frontier:
+        table.add_row(f"{trial.ratio:g}", f"{trial.scrub:g}", f"{trial.forget:.1%}", f"{trial.retain:.1%}")
+    return table
+
+
+def words_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
+    """Words as they are, the first column to the left and the others to the right; narrow, for many columns."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for place, name in enumerate(header):
+        table.add_column(name, justify="right" if place else "left", no_wrap=not place)
+    for line in lines:
+        table.add_row(*map(escape, line))
+    return table
+
+
+def check_table(findings: Sequence[Finding]) -> Table:
+    table = Table(caption_justify="left")
+    for name in ("layer", "kernels", "norm", "conv", "channel", "residual group"):
+        table.add_column(name, justify="right" if name == "kernels" else "left", overflow="fold")
+    for finding in findings:
+        layer = finding.layer
+        group = "–" if len(layer.writers) == 1 else finding.group or f"with {len(layer.writers) - 1} more"
+        edits = [finding.conv or ("yes*" if finding.is_undone else "yes"), finding.channel or "yes"]
+        table.add_row(layer.name, str(layer.kernels), layer.norm_kind or "none", *edits, group)
+    if any(finding.is_undone for finding in findings):
+        table.caption = "* undone by re-estimating batch-norm statistics; the channel edit is not"
+    return table
+
+
+def class_table(score: Evaluation, names: tuple[str, ...]) -> Table:
+    table = Table()
+    table.add_column("class")
+    table.add_column("images", justify="right")
+    table.add_column("right", justify="right")
+    for name, row, share in zip(names, score.confusion, score.per_class, strict=True):
+        table.add_row(escape(name), str(sum(row)), "–" if share is None else f"{share:.1%}")
+    table.add_section()
+    table.add_row("all", str(score.images), f"{score.accuracy:.1%}")
+    return table
+
+
+def print_run(run: Run) -> None:
+    result, about = run.record["result"], run.record["model"]
+    scores = ", ".join(f"{name.removesuffix('-accuracy')} {value:.1%}" for name, value in result.items())
+    history = run.history()
+    ortho = f", orthogonality penalty {history[-1].ortho:.3g}" if history and history[-1].ortho is not None else ""
+    title = f"[bold]{escape(str(run.path))}[/]: {escape(run.settings.model)}"
+    say(f"{title} ({about['weights']:,} weights) on {escape(run.settings.data)}")
+    say(f"  accuracy: {scores}{ortho}")
+    say(f"  model digest {about['digest'][:16]}")
+
+
+@contextmanager
+def bars() -> Iterator[Bars]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    news = TextColumn("{task.fields[news]}")
+    with Bars(*columns, news, console=err, transient=True, disable=not err.is_terminal) as shown:
+        yield shown
+
+
+def bar(bars: Bars, text: str) -> Callable[[int, int], None]:
+    task = bars.add_task(text, total=None, visible=False, news="")
+
+    def show(done: int, total: int) -> None:
+        bars.update(task, completed=done, total=total, visible=done < total)
+
+    return show
+
+
+def training_bar(bars: Bars) -> Callable[[Progress], None]:
+    task = bars.add_task("training", total=None, visible=False, news="")
+    told = 0
+
+    def show(now: Progress) -> None:
+        nonlocal told
+        news = f"loss {now.loss:.3f}  accuracy {now.accuracy:.1%}  {now.images_per_second:,.0f} images/s"
+        news += "" if now.ortho is None else f"  orthogonality {now.ortho:.3g}"
+        text = f"epoch {now.epoch + 1}/{now.epochs}"
+        bars.update(task, description=text, completed=now.step, total=now.steps, visible=True, news=news)
+        if len(now.history) > max(told, now.epoch):
+            told, entry = len(now.history), now.history[-1]
+            valid = "" if entry.valid is None else f"  validation {entry.valid:.1%}"
+            line = f"epoch {entry.epoch + 1}/{now.epochs}  loss {entry.loss:.3f}  accuracy {entry.accuracy:.1%}{valid}"
+            line += "" if entry.ortho is None else f"  orthogonality {entry.ortho:.3g}"
+            line += f"  {entry.seconds:.0f} s"
+            bars.console.print(line, highlight=False, soft_wrap=True)
+
+    return show
+
+
+def federation_bar(bars: Bars) -> Callable[[Any], None]:
+    """For the news of a federation: round, clients that have answered, bytes; a line for each round."""
+    task = bars.add_task("federation", total=None, visible=False, news="")
+    told = 0
+
+    def show(now: Any) -> None:
+        nonlocal told
+        up, down = now.bytes_up / 1e6, now.bytes_down / 1e6
+        text = f"round {min(now.round + 1, now.rounds)}/{now.rounds}"
+        news = f"clients  {down:,.1f} MB down, {up:,.1f} MB up"
+        bars.update(task, description=text, completed=now.answered, total=now.asked or None, visible=True, news=news)
+        if len(now.history) > told and not now.asked:
+            told = len(now.history)
+            line = f"{round_line(now.history[-1], now.rounds)}  {down:,.1f} MB down, {up:,.1f} MB up"
+            bars.console.print(line, highlight=False, soft_wrap=True)
+
+    return show
+
+
+def round_line(entry: Epoch, rounds: int) -> str:
+    line = (
+        f"round {entry.epoch + 1}/{rounds}  {entry.clients} client{'s' * (entry.clients != 1)}  loss {entry.loss:.3f}"
+    )
+    line += f"  accuracy {entry.accuracy:.1%}"
+    line += "" if entry.valid is None else f"  validation {entry.valid:.1%}"
+    return line + ("" if entry.drift is None else f"  drift {entry.drift:.2f}")
+
+
+def wire_line(wire: Mapping[str, Mapping[str, int]]) -> str:
+    """What a request sent over the network, all clients together."""
+    keys = ("exchanges", "bytes_up", "bytes_down", "withheld")
+    total = {key: sum(tally[key] for tally in wire.values()) for key in keys}
+    up, down = total["bytes_up"] / 1000, total["bytes_down"] / 1000
+    number = f"{total['exchanges']} exchange{'s' if total['exchanges'] > 1 else ''} with clients"
+    small = f"; {total['withheld']} groups of few images were withheld" if total["withheld"] else ""
+    return f"{number}, {down:,.0f} KB down and {up:,.0f} KB up in all, then the patch{small}"

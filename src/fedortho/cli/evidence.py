@@ -1,0 +1,137 @@
+"""The commands about evidence: the journal of requests, and bundles for an auditor."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from fedortho.cli.console import out, say, words_table
+from fedortho.cli.flags import AsJson, DataDir
+from fedortho.data.request import ForgetRequest
+from fedortho.errors import FedOrthoError
+from fedortho.evidence.bundle import make_bundle, open_bundle
+from fedortho.evidence.recheck import reapply_patch, rerun_decision
+from fedortho.evidence.signature import make_key
+from fedortho.runs.run import open_run
+from fedortho.storage.files import file_digest
+from fedortho.storage.journal import check_journal
+
+journal_app = typer.Typer(no_args_is_help=True, help="The record of all requests, beside the runs.")
+bundle_app = typer.Typer(no_args_is_help=True, help="Evidence of one request in one file.")
+
+Place = Annotated[Path, typer.Argument(metavar="DIR", help="the directory that holds the runs, or one of them")]
+
+
+def journal_check(
+    place: Place = Path("runs"),
+    head: Annotated[str, typer.Option(help="a hash that was noted earlier: it must still be in the journal")] = "",
+) -> None:
+    """Find any change, removal, insertion or reordering; prints the head's hash, to be noted elsewhere."""
+    directory = _journal_place(place)
+    journal = check_journal(directory, head.strip().lower())
+    say(escape(f"{directory / 'journal.jsonl'}: {len(journal.entries)} entries, each following from the one before"))
+    if journal.torn:
+        say("half a line after the last entry: a crash left it; the next entry moves it to journal.torn")
+    if head:
+        say(f"the entry {head.strip().lower()[:16]} is in it: nothing up to there was changed since it was noted")
+    else:
+        say("whoever can rewrite the journal and its head can hide it: note this hash elsewhere, for --head")
+    say(f"head: {journal.last.number} {journal.last.hash}")
+
+
+def journal_show(place: Place = Path("runs"), as_json: AsJson = False) -> None:
+    """List the entries of the journal, after checking it."""
+    entries = check_journal(_journal_place(place)).entries
+    if as_json:
+        typer.echo(json.dumps([asdict(entry) for entry in entries], indent=2))
+        return
+    header = ("entry", "time", "event", "run", "request", "before", "after")
+    lines = [
+        (str(e.number), e.time, e.event, e.run, e.request, (e.before or "–")[:12], (e.after or "–")[:12])
+        for e in entries
+    ]
+    out.print(words_table(header, lines))
+
+
+def _journal_place(place: Path) -> Path:
+    return place.resolve().parent if (place / "run.json").exists() else place
+
+
+def bundle_make(
+    run_path: Annotated[Path, typer.Argument(metavar="RUN", help="a run that fedortho forget wrote")],
+    request: Annotated[str, typer.Argument(metavar="REQUEST", help="which of its requests, such as class:3")],
+    out_path: Annotated[Path, typer.Option("--out", "-o", help="the zip file to write")],
+    sign: Annotated[Path | None, typer.Option(help="sign with this Ed25519 private key (PEM)")] = None,
+    journal: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="where the journal lies, if not beside RUN: beside the run before"),
+    ] = None,
+) -> None:
+    """Put the evidence of a served request into one file: no images of data, no weights that were removed."""
+    bundle = make_bundle(open_run(run_path), ForgetRequest.parse(request), out_path, sign=sign, journal=journal)
+    say(escape(f"{out_path}: {bundle.request['request']}, {len(bundle.files)} files"))
+    for name, command in (("journal.jsonl", ""), ("verdict.json", "judge"), ("report.html", "report")):
+        if name not in bundle.files:
+            fix = f"fedortho {command} {run_path} writes one" if command else "--journal DIR says where one lies"
+            say(escape(f"without {name}, of which there was none about it: {fix}"))
+    if bundle.signer:
+        say(f"signed by the key {bundle.signer}; a signature proves who, not that it is true")
+    say(f"SHA-256 of the file: {file_digest(out_path)}")
+    say(f"digest, to be told by another way, for check --digest: {bundle.digest}")
+
+
+def bundle_check(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="what fedortho bundle make wrote")],
+    model: Annotated[Path | None, typer.Option(help="the model before, safetensors: apply the patch to it")] = None,
+    run_path: Annotated[Path | None, typer.Option("--run", help="the run before, with its data: decide again")] = None,
+    data_dir: DataDir = "",
+    public: Annotated[Path | None, typer.Option(help="the public key (PEM) that must have signed it")] = None,
+    digest: Annotated[str, typer.Option(help="the digest that bundle make printed")] = "",
+) -> None:
+    """Check evidence without the data, or do again what it tells of; a changed byte fails and names the file."""
+    if data_dir and run_path is None:
+        raise FedOrthoError("--data-dir needs --run, the run before the request")
+    bundle = open_bundle(file, digest=digest.strip().lower(), public=public)
+    say(escape(f"{file}: {bundle.request['request']}, run {bundle.request.get('run')}"))
+    say(f"model before {bundle.patch.before}")
+    say(f"model after  {bundle.patch.after}")
+    say(f"checked: every digest of {len(bundle.files)} files, every byte of the archive, and that the files agree")
+    _tell(digest, "the digest is the one given", f"--digest, compare {bundle.digest} with what its maker says")
+    if bundle.signer:
+        whose = "the one given" if public else f"{bundle.signer}; --public compares it with one you know"
+        say(escape(f"checked: signed by a key that proves who, not that it is true: {whose}"))
+    else:
+        say("not signed")
+    if model:
+        reapply_patch(bundle, model)
+    _tell(
+        model,
+        "the patch makes the model after of the model before, bit for bit",
+        "--model, whether the patch gives the model after",
+    )
+    if run_path:
+        rerun_decision(bundle, open_run(run_path), data_dir)
+    _tell(run_path, "decided again with the data: the same patch", "--run, whether the data lead to this patch")
+
+
+def _tell(given: object, done: str, missing: str) -> None:
+    say(escape(f"checked: {done}" if given else f"not checked: {missing}"))
+
+
+def bundle_key(
+    out_path: Annotated[Path, typer.Option("--out", "-o", help="the private key to write, such as my.pem")],
+) -> None:
+    """Make an Ed25519 key pair for signing bundles; keep the private one, hand out the public one."""
+    public, text = make_key(out_path)
+    say(escape(f"{out_path}: private, readable by you only; {public}: to hand out"))
+    say(f"key {text}")
+
+
+journal_app.command("check")(journal_check)
+journal_app.command("show")(journal_show)
+bundle_app.command("make")(bundle_make)
+bundle_app.command("check")(bundle_check)
+bundle_app.command("key")(bundle_key)

@@ -1,0 +1,266 @@
+"""From encoded images in Parquet files or folders to uint8 tensors: labels checked first, then pixels in threads."""
+
+import io
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedortho.data.images import channel_statistics, split_stratified
+from fedortho.errors import BadData, first_line
+
+Report = Callable[[int, int], None]  # images decoded so far, images in this split
+
+DECODER = 1  # part of every cache key: raise it when the same bytes decode to other pixels
+TEST_SHARE, TEST_SEED = 0.2, 0  # set aside when a source has no test split; not the user's seed, so it never moves
+IMAGE_COLUMNS, LABEL_COLUMNS = ("image", "img"), ("label", "fine_label", "labels", "target")
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
+BATCH, CHUNK = 1024, 64  # rows read at once, and rows one thread decodes at once
+THREADS = min(8, max(2, os.cpu_count() or 2))
+
+
+@dataclass(frozen=True)
+class Place:
+    """The files of one split (`role`: train or test), or of a whole dataset that has to be split (`role` empty)."""
+
+    files: tuple[Path, ...]
+    role: str = ""
+    folders: tuple[str, ...] = ()  # the class of each file, if these are single images
+    image: str = ""
+    label: str = ""
+
+
+@dataclass(frozen=True)
+class Store:
+    """Decoded images, and which rows of them are for training and which for testing."""
+
+    pixels: Tensor  # (n, channels, height, width), uint8
+    labels: Tensor  # (n,), int64
+    train: Tensor  # rows, ascending
+    test: Tensor
+    cut: bool  # the source has no test split: some of its training images became one
+    names: tuple[str, ...]  # empty if the source only numbers its classes
+    mean: tuple[float, ...]  # of the training rows
+    std: tuple[float, ...]
+    digest: str  # of the source's content
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What is known before any image is decoded; `images` yields batches of (where it is, its bytes)."""
+
+    labels: Tensor
+    names: tuple[str, ...]
+    splits: tuple[str, ...]  # one per row, or empty
+    images: Callable[[], Iterator[list[tuple[str, bytes | None]]]]
+
+
+def decode_store(place: Place, size: int, digest: str, progress: Report | None) -> Store:
+    encoded = _open_folder(place) if place.folders else _open_parquet(place)
+    if not len(encoded.labels):
+        raise BadData(f"{place.files[0]} holds no images")
+    train, test, cut = _split_rows(encoded, place.role)
+    pixels = torch.from_numpy(_decode(encoded, size, progress))
+    mean, std = channel_statistics(pixels[train]) if len(train) else ((), ())
+    return Store(pixels, encoded.labels, train, test, cut, encoded.names, mean, std, digest)
+
+
+def _split_rows(encoded: Encoded, role: str) -> tuple[Tensor, Tensor, bool]:
+    """Rows for training, rows for testing, and whether the source left that choice to us."""
+    rows, none = torch.arange(len(encoded.labels)), torch.arange(0)
+    if role:
+        return (rows, none, False) if role == "train" else (none, rows, False)
+    if encoded.splits:
+        wanted = "test" if "test" in encoded.splits else "valid"
+        test = rows[torch.tensor([split == wanted for split in encoded.splits])]
+        rows = rows[torch.tensor([split == "train" for split in encoded.splits])]
+        if len(test):
+            return rows, test, False
+    kept, aside = split_stratified(encoded.labels[rows], TEST_SHARE, TEST_SEED)
+    return rows[kept], rows[aside], True
+
+
+def _open_folder(place: Place) -> Encoded:
+    names = tuple(sorted(set(place.folders)))
+    number = {name: label for label, name in enumerate(names)}
+
+    def images() -> Iterator[list[tuple[str, bytes | None]]]:
+        for start in range(0, len(place.files), BATCH):
+            yield [(str(file), file.read_bytes()) for file in place.files[start : start + BATCH]]
+
+    return Encoded(torch.tensor([number[name] for name in place.folders]), names, (), images)
+
+
+def _open_parquet(place: Place) -> Encoded:
+    labels: list[Tensor] = []
+    splits: list[str] = []
+    names: tuple[str, ...] | None = None
+    for file in place.files:
+        with _parquet(file) as parquet:
+            schema = parquet.schema_arrow
+            label = _column(file, schema, "label", place.label, LABEL_COLUMNS)
+            _column(file, schema, "image", place.image, IMAGE_COLUMNS)
+            with_split = not place.role and "split" in schema.names
+            table = parquet.read(columns=[label, "split"] if with_split else [label])
+        own = _class_names(schema, label)
+        if names not in (None, own):
+            raise BadData(f"{file} names other classes than {place.files[0]}; load them as separate datasets")
+        names = own
+        labels.append(_labels(file, table[label], own))
+        splits += _splits(file, table["split"].to_pylist()) if with_split else []
+    whole = torch.cat(labels)
+    if len(splits) not in (0, len(whole)):
+        raise BadData(f"some of the files beside {place.files[0]} have a column 'split' and some have none")
+    if not names and len(whole) and int(whole.max()) >= len(whole):
+        raise BadData(f"{place.files[0]}: label {int(whole.max())} is out of range: there are only {len(whole)} images")
+
+    def images() -> Iterator[list[tuple[str, bytes | None]]]:
+        for file in place.files:
+            yield from _encoded_images(file, place.image)
+
+    return Encoded(whole, names or (), tuple(splits), images)
+
+
+@contextmanager
+def _parquet(file: Path) -> Iterator[Any]:
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        with ParquetFile(file) as parquet:
+            yield parquet
+    except (pyarrow.ArrowException, OSError) as error:
+        raise BadData(f"{file} is not a whole Parquet file ({first_line(error)}); fetch or write it again") from error
+
+
+def _column(file: Path, schema: Any, kind: str, wanted: str, usual: Sequence[str]) -> str:
+    choices = [wanted] if wanted else usual
+    for name in choices:
+        if name in schema.names:
+            return name
+    raise BadData(
+        f"{file} has no {kind} column: looked for {' or '.join(map(repr, choices))}, "
+        f"its columns are {', '.join(schema.names) or 'none'}; rename one"
+    )
+
+
+def _class_names(schema: Any, label: str) -> tuple[str, ...]:
+    """The hub's class names, which travel in the schema; empty if there are none."""
+    try:
+        note = json.loads(schema.metadata[b"huggingface"])
+        return tuple(note["info"]["features"][label]["names"])
+    except (KeyError, TypeError, ValueError):
+        return ()
+
+
+def _labels(file: Path, column: Any, names: Sequence[str]) -> Tensor:
+    from pyarrow.types import is_integer
+
+    if not is_integer(column.type):
+        raise BadData(f"{file}: labels must be whole numbers, not {column.type}; number the classes from 0")
+    if column.null_count:
+        row = column.is_null().to_pylist().index(True)
+        raise BadData(f"{file}, row {row}: the label is missing; drop the row or give it a label")
+    labels = torch.tensor(column.to_numpy().astype("int64"))
+    wrong = (labels < 0) | (labels >= len(names)) if names else labels < 0
+    if wrong.any():
+        row = int(wrong.nonzero()[0])
+        high = f"0 to {len(names) - 1}" if names else "from 0"
+        raise BadData(f"{file}, row {row}: label {int(labels[row])} is out of range, labels run {high}")
+    return labels
+
+
+def _splits(file: Path, values: Sequence[object]) -> list[str]:
+    roles = [split_of(str(value)) for value in values]
+    if "" in roles:
+        row = roles.index("")
+        raise BadData(f"{file}, row {row}: split {values[row]!r}; choose from train, test, valid")
+    return roles
+
+
+def _encoded_images(file: Path, wanted: str) -> Iterator[list[tuple[str, bytes | None]]]:
+    from pyarrow.compute import struct_field
+    from pyarrow.types import is_binary, is_large_binary, is_struct
+
+    with _parquet(file) as parquet:
+        schema = parquet.schema_arrow
+        name = _column(file, schema, "image", wanted, IMAGE_COLUMNS)
+        kind, first = schema.field(name).type, 0
+        nested = is_struct(kind) and kind.get_field_index("bytes") >= 0
+        if not (nested or is_binary(kind) or is_large_binary(kind)):
+            raise BadData(f"{file}: column {name!r} holds {kind}, not encoded images: struct(bytes, path) or binary")
+        for batch in parquet.iter_batches(BATCH, columns=[name]):
+            column = struct_field(batch.column(0), "bytes") if nested else batch.column(0)
+            yield [(f"{file}, row {row}", blob) for row, blob in enumerate(column.to_pylist(), first)]
+            first += len(column)
+
+
+def _decode(encoded: Encoded, size: int, progress: Report | None) -> NDArray[np.uint8]:
+    """All images as one array; one channel if every image is grey, else three."""
+    pixels, done, total, origin = np.empty((0, 1, 0, 0), np.uint8), 0, len(encoded.labels), ""
+    with ThreadPoolExecutor(THREADS) as pool:
+        for batch in encoded.images():
+            chunks = [batch[first : first + CHUNK] for first in range(0, len(batch), CHUNK)]
+            for where, image in chain.from_iterable(pool.map(partial(_decode_chunk, size), chunks)):
+                if not done:
+                    pixels, origin = np.empty((total, *image.shape), np.uint8), where
+                if image.shape[1:] != pixels.shape[2:]:
+                    raise _other_size(where, image.shape[1:], origin, pixels.shape[2:])
+                if len(image) > pixels.shape[1]:
+                    pixels = np.repeat(pixels, 3, axis=1)
+                pixels[done] = image
+                done += 1
+            if progress is not None:
+                progress(done, total)
+    return pixels
+
+
+def _other_size(where: str, found: tuple[int, ...], origin: str, usual: tuple[int, ...]) -> BadData:
+    return BadData(
+        f"{where}: the image is {found[1]}x{found[0]} pixels, the first one ({origin}) is {usual[1]}x{usual[0]}; "
+        "pass --image-size N to resize them all"
+    )
+
+
+def _decode_chunk(size: int, chunk: Sequence[tuple[str, bytes | None]]) -> list[tuple[str, NDArray[np.uint8]]]:
+    return [(where, _decode_image(where, blob, size)) for where, blob in chunk]
+
+
+def _decode_image(where: str, blob: bytes | None, size: int) -> NDArray[np.uint8]:
+    """One image as (1 or 3, height, width), by what its bytes say and not by a file name."""
+    from PIL import Image
+
+    if not blob:
+        raise BadData(f"{where}: there are no image bytes")
+    try:
+        with Image.open(io.BytesIO(blob), formats=FORMATS) as image:
+            mode = image.mode
+            plain = image.convert("L" if mode in ("1", "L", "LA") else "RGB")
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise BadData(
+            f"{where}: the image cannot be decoded ({first_line(error).partition(' <')[0]}); use {', '.join(FORMATS)}"
+        ) from error
+    if mode[0] in "IF":  # converting would clip these without a word
+        raise BadData(f"{where}: a {mode} image has more than 8 bits per channel; save it with 8")
+    if size and plain.size != (size, size):
+        plain = plain.resize((size, size), Image.Resampling.BILINEAR)
+    array = np.asarray(plain)
+    return array[None] if array.ndim == 2 else array.transpose(2, 0, 1)
+
+
+def split_of(name: str) -> str:
+    """The split that a name begins with: train, test, valid, or nothing."""
+    match = re.match(r"train|test|valid|val(?![a-z])", name.lower())
+    return "" if match is None else {"val": "valid"}.get(match[0], match[0])

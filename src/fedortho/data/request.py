@@ -1,0 +1,219 @@
+"""Who must be forgotten: classes, clients, samples; as a value, as text, and as sets of images."""
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fedortho.data.images import Images
+from fedortho.errors import FedOrthoError, unknown
+
+SAMPLE = re.compile(r"(?:(\d+)/)?(\d+)")
+KINDS = ("class", "client", "samples")
+
+
+Clients = Mapping[int, Tensor]  # the rows that each client holds
+
+
+class EmptyGroup(FedOrthoError):
+    """A request that leaves nothing to forget, or nothing to keep."""
+
+
+@dataclass(frozen=True)
+class ForgetRequest:
+    """A request to forget; several kinds may be asked for at once.
+
+    >>> request = ForgetRequest.parse("class:3,cat client:12")
+    >>> request.classes, request.clients
+    (('3', 'cat'), (12,))
+    >>> str(request)
+    'class:3,cat client:12'
+    """
+
+    classes: tuple[str, ...] = ()  # labels or names, as given
+    clients: tuple[int, ...] = ()
+    samples: tuple[str, ...] = ()  # `row`, or `client/row` with the row among that client's images
+
+    @classmethod
+    def parse(cls, text: str) -> "ForgetRequest":
+        """Read `class:3`, `class:3,7`, `class:cat`, `client:12`, `samples:FILE` or `samples:17,4/20`, or several."""
+        try:
+            words = shlex.split(text)
+        except ValueError as error:
+            raise FedOrthoError(f"{text!r} is not a request: {error}") from error
+        found: dict[str, list[str]] = {kind: [] for kind in KINDS}
+        for word in words:
+            kind, colon, rest = word.partition(":")
+            if not colon or not rest:
+                raise FedOrthoError(f"{word!r} is not a request; write class:3, class:cat, client:12 or samples:FILE")
+            if kind not in KINDS:
+                raise unknown("kind of request", kind, KINDS)
+            found[kind] += _sample_ids(rest) if kind == "samples" else [w for w in rest.split(",") if w]
+        if not any(found.values()):
+            raise FedOrthoError(f"{text!r} asks for nothing; write class:3, class:cat, client:12 or samples:FILE")
+        for word in found["client"]:
+            if not word.isdecimal():
+                raise FedOrthoError(f"client:{word} must be a number, counted from 0")
+        unique = {kind: tuple(dict.fromkeys(words)) for kind, words in found.items()}
+        return cls(unique["class"], tuple(map(int, unique["client"])), unique["samples"])
+
+    def __str__(self) -> str:
+        parts = [("class", self.classes), ("client", tuple(map(str, self.clients))), ("samples", self.samples)]
+        return shlex.join(f"{kind}:{','.join(words)}" for kind, words in parts if words)
+
+    @property
+    def word(self) -> str:
+        """A short word for names of files; long requests may share it.
+
+        >>> ForgetRequest.parse("class:3,cat client:12").word
+        'class-3-cat-client-12'
+        """
+        return "".join(sign if sign.isalnum() else "-" for sign in str(self))[:40].strip("-")
+
+    @property
+    def kind(self) -> str:
+        """`class`, `client` or `samples`; `mixed` if it asks for more than one of them."""
+        return self.kinds[0] if len(self.kinds) == 1 else "mixed"
+
+    @property
+    def kinds(self) -> list[str]:
+        """All kinds that it is made of.
+
+        >>> ForgetRequest.parse("class:3 client:1").kinds
+        ['class', 'client']
+        """
+        return [k for k, words in zip(KINDS, (self.classes, self.clients, self.samples), strict=True) if words]
+
+    def __add__(self, other: "ForgetRequest") -> "ForgetRequest":
+        pairs = zip(
+            (self.classes, self.clients, self.samples), (other.classes, other.clients, other.samples), strict=True
+        )
+        classes, clients, samples = (tuple(dict.fromkeys((*mine, *theirs))) for mine, theirs in pairs)
+        return ForgetRequest(classes, clients, samples)  # type: ignore[arg-type]  # words, numbers, words
+
+    def settled(self, names: Sequence[str]) -> "ForgetRequest":
+        """The same in one spelling: labels as numbers, and everything in order.
+
+        >>> str(ForgetRequest.parse("class:cat,0 client:2,1").settled(["dog", "cat"]))
+        'class:0,1 client:1,2'
+        """
+        labels = tuple(str(label) for label in sorted(set(self.labels(names))))
+        return ForgetRequest(labels, tuple(sorted(self.clients)), tuple(sorted(self.samples)))
+
+    def covers(self, other: "ForgetRequest") -> bool:
+        """Whether all that the other names, in the same spelling, is named here."""
+        pairs = ((self.classes, other.classes), (self.clients, other.clients), (self.samples, other.samples))
+        return all(set(theirs) <= set(mine) for mine, theirs in pairs)
+
+    def parts(self) -> list["ForgetRequest"]:
+        """What is ranked on its own: each class, and all clients and samples together."""
+        single = ForgetRequest(clients=self.clients, samples=self.samples)
+        return [ForgetRequest((word,)) for word in self.classes] + [single] * bool(self.clients or self.samples)
+
+    def on_client(self, client: int) -> "ForgetRequest":
+        """What of it concerns this client: classes, the client itself, its samples and those named by row alone."""
+        mine = tuple(word for word in self.samples if "/" not in word or word.startswith(f"{client}/"))
+        return ForgetRequest(self.classes, (client,) if client in self.clients else (), mine)
+
+    def holders(self) -> int | None:
+        """How many clients can hold something of it; None: any of them."""
+        if self.classes or any("/" not in word for word in self.samples):
+            return None
+        return len({*self.clients, *(int(word.partition("/")[0]) for word in self.samples)})
+
+    def labels(self, names: Sequence[str]) -> list[int]:
+        """The labels of the classes asked for."""
+        return [_label(word, names) for word in self.classes]
+
+    def mask(self, images: Images, clients: Clients | None = None) -> Tensor:
+        """Which of these images must be forgotten, (n,) bool; `clients` are the rows that each client holds."""
+        chosen = torch.zeros(len(images), dtype=torch.bool)
+        if self.classes:
+            chosen |= torch.isin(images.labels, torch.tensor(self.labels(images.names)))
+        rows = [_rows_of(client, clients) for client in self.clients]
+        rows += [torch.tensor([_row(word, clients) for word in self.samples], dtype=torch.int64)] * bool(self.samples)
+        if rows:
+            chosen |= torch.isin(images.rows, torch.cat(rows))
+        return chosen
+
+    def split(self, images: Images, clients: Clients | None = None) -> tuple[Images, Images]:
+        """The images to forget and those to keep; neither may be empty, and every sample must be there."""
+        if self.samples:
+            there = set(images.rows.tolist())
+            missing = [word for word in self.samples if _row(word, clients) not in there]
+            if missing:
+                more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+                what = f"no training image has the id {', '.join(missing[:3])}{more}"
+                if "/" in missing[0]:
+                    raise EmptyGroup(f"{what}: that image was set aside for validation, or is forgotten already")
+                raise EmptyGroup(
+                    f"{what}; ids are rows {int(images.rows.min())} to {int(images.rows.max())}, less those set aside"
+                )
+        chosen = self.mask(images, clients)
+        if not chosen.any():
+            raise EmptyGroup(f"{_short(self)} selects none of the {len(images)} images; there is nothing to forget")
+        if chosen.all():
+            raise EmptyGroup(f"{_short(self)} selects all {len(images)} images; nothing would be left to keep: retrain")
+        return images.subset(chosen.nonzero().flatten()), images.subset((~chosen).nonzero().flatten())
+
+
+def _short(request: ForgetRequest) -> str:
+    text = str(request)
+    return text if len(text) < 60 else text[:57] + "..."
+
+
+def _sample_ids(text: str) -> list[str]:
+    if all(SAMPLE.fullmatch(word) for word in text.split(",")):
+        return text.split(",")
+    try:
+        lines = Path(text).expanduser().read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise FedOrthoError(f"samples:{text} names neither ids nor a readable file; is the path right?") from error
+    wrong = [line for line in lines if not SAMPLE.fullmatch(line)]
+    if wrong:
+        raise FedOrthoError(f"{text}: {wrong[0]!r} is not a sample id; write one `row` or `client/row` a line")
+    if not lines:
+        raise FedOrthoError(f"{text} holds no sample id; write one `row` or `client/row` a line")
+    return lines
+
+
+def _label(word: str, names: Sequence[str]) -> int:
+    if word in names:
+        return list(names).index(word)
+    if word.isdecimal() and int(word) < len(names):
+        return int(word)
+    folded = {name.casefold(): label for label, name in enumerate(names)}
+    if word.casefold() in folded:
+        return folded[word.casefold()]
+    raise unknown("class", word, [f"0 to {len(names) - 1}", *names])
+
+
+def _rows_of(client: int, clients: Clients | None) -> Tensor:
+    if clients is None:
+        raise FedOrthoError(f"client:{client} needs a federation; this model was trained without clients")
+    if client not in clients:
+        raise FedOrthoError(f"no client {client}; clients run 0 to {max(clients, default=0)}")
+    return clients[client]
+
+
+def _row(word: str, clients: Clients | None) -> int:
+    match = SAMPLE.fullmatch(word)
+    assert match is not None, "checked when parsed"
+    if match[1] is None:
+        return int(match[2])
+    rows = _rows_of(int(match[1]), clients)
+    if int(match[2]) >= len(rows):
+        raise FedOrthoError(f"no sample {word}; client {match[1]} has rows 0 to {len(rows) - 1}")
+    return int(rows[int(match[2])])
+
+
+def joined(requests: Sequence[ForgetRequest]) -> ForgetRequest | None:
+    """All of them as one; None if there are none."""
+    total = None
+    for request in requests:
+        total = request if total is None else total + request
+    return total

@@ -1,0 +1,293 @@
+"""Where images come from: Parquet files, image folders, the hub; decoded once, then memory-mapped from a cache."""
+
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fedortho.data.decoding import DECODER, TEST_SEED, TEST_SHARE, THREADS, Place, Report, Store, decode_store, split_of
+from fedortho.data.images import Dataset, Images, channel_statistics, split_stratified
+from fedortho.errors import BadCheckpoint, BadData, BadSetting, FedOrthoError, UnknownName, first_line, unknown
+from fedortho.storage.files import file_digest, read_tensors, replacing, tensors_digest, write_tensors
+
+logger = logging.getLogger(__name__)
+
+SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A dataset known by name: the package holds it (`asset`, `build`), or it is found in `folders` or on the `hub`."""
+
+    licence: str
+    image: str = ""  # the columns; empty: looked for
+    label: str = ""
+    hub: str = ""
+    folders: tuple[str, ...] = ()
+    asset: str = ""
+    build: Callable[[int], Store] | None = None
+
+
+def load_images(
+    name: Path | str,
+    data_dir: Path | str | None = None,
+    *,
+    valid: float = 0.1,
+    seed: int = 0,
+    size: int = 0,
+    progress: Report | None = None,
+) -> Dataset:
+    """A dataset of `DATASETS`, or the Parquet file, directory of Parquet files or image folder at the path `name`.
+
+    Validation images are cut from the training split; a row id is the image's row in its file (shards count on).
+    Statistics of the training split normalise all three.  `size` resizes every image to a square.
+    """
+    if size < 0:
+        raise BadSetting(f"the image size must be 0 (as it is) or a number of pixels, not {size}")
+    name = str(name)
+    source = DATASETS.get(name)
+    if source and source.build:
+        store, test = source.build(size), None
+    else:
+        try:
+            places = _locate(name, source, None if data_dir is None else Path(data_dir).expanduser())
+        except OSError as error:  # a device, or a directory that is closed to us
+            raise BadData(f"{error.filename} cannot be read: {error.strerror}") from error
+        store = _load_store(places[0], size, progress)
+        test = _load_store(places[1], size, progress) if len(places) > 1 else None
+    if store.cut:
+        logger.info("%s has no test split: %.0f %% of each class was set aside as one", name, 100 * TEST_SHARE)
+    if not len(store.train):
+        raise BadData(f"{name}: the training split is empty")
+    names = store.names or tuple(map(str, range(int(store.labels[store.train].max()) + 1)))
+    whole = Images(store.pixels, store.labels, store.train, names, store.mean, store.std)
+    tested = _test_images(name, whole, store, test or store)
+    kept, aside = split_stratified(whole.labels, valid, seed)
+    digest = store.digest if test is None else _joined([store.digest, test.digest])
+    return Dataset(name, whole.subset(kept), whole.subset(aside), tested, digest)
+
+
+def _test_images(name: str, whole: Images, train: Store, test: Store) -> Images:
+    """The test split with the training split's class numbers, channels and statistics."""
+    if not len(test.test):
+        raise BadData(f"{name}: the test split is empty")
+    pixels, labels = test.pixels, test.labels
+    if train.names and test.names and train.names != test.names:  # the same classes may be numbered in another order
+        number = {known: label for label, known in enumerate(train.names)}
+        labels = torch.tensor([number.get(known, whole.classes) for known in test.names])[labels]
+    foreign = (labels[test.test] >= whole.classes).nonzero().flatten()
+    if len(foreign):
+        label = int(test.labels[test.test[foreign[0]]])
+        word = repr(test.names[label]) if test.names else str(label)
+        raise BadData(
+            f"{name}: class {word} of the test split is not among the {whole.classes} classes of the training split"
+        )
+    if test.pixels.shape[1] == 1:
+        pixels = pixels.expand(-1, whole.shape[0], -1, -1)  # a view: grey images among coloured ones
+    if pixels.shape[1:] != whole.pixels.shape[1:]:
+        raise BadData(
+            f"{name}: training images are {_shape(whole.pixels)}, test images {_shape(pixels)}; "
+            "save both alike, or pass --image-size N if only the size differs"
+        )
+    if test is train:  # one file: its training rows keep their numbers, the test set gets a store of its own
+        pixels, labels = pixels[test.test], labels[test.test]
+    return replace(whole, pixels=pixels, store_labels=labels, rows=torch.arange(len(labels)))
+
+
+def _shape(pixels: Tensor) -> str:
+    return "x".join(map(str, pixels.shape[1:]))
+
+
+def cache_dir() -> Path:
+    """Decoded images and hub downloads live here; deleting it only costs time."""
+    if own := os.environ.get("FEDORTHO_CACHE"):
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fedortho"
+
+
+def _locate(name: str, source: Source | None, data_dir: Path | None) -> tuple[Place, ...]:
+    if source is None:
+        path = Path(name).expanduser()
+        if not path.exists():
+            hint = f", or give a path: there is no file or directory {path}" if _looks_like_path(name) else ""
+            raise UnknownName(f"{unknown('dataset', name, DATASETS)}{hint}")
+        return (Place((path,)),) if path.is_file() else _places(path)
+    if source.asset:
+        return (Place((Path(__file__).parent / source.asset,), image=source.image, label=source.label),)
+    directory = _from_hub(name, source) if data_dir is None else _within(name, source, data_dir)
+    return tuple(replace(place, image=source.image, label=source.label) for place in _places(directory))
+
+
+def _looks_like_path(name: str) -> bool:
+    return "/" in name or os.sep in name or name.startswith((".", "~")) or name.endswith(".parquet")
+
+
+def _within(name: str, source: Source, data_dir: Path) -> Path:
+    """The dataset's own folder in `data_dir`, or `data_dir` if that is the folder itself."""
+    choices = [data_dir / folder for folder in source.folders]
+    choices += [data_dir] * (data_dir.resolve().name in source.folders)
+    for directory in choices:
+        if directory.is_dir():
+            return directory
+    raise BadData(
+        f"{name}: there is no directory {' or '.join(map(str, choices))}; --data-dir must hold "
+        f"{source.folders[0]}/train*.parquet (or leave it out to fetch {source.hub} from the hub)"
+    )
+
+
+def _places(directory: Path) -> tuple[Place, ...]:
+    """The training and test split of a directory, or all of it as one place that has to be split."""
+    found = _parquet_splits(directory) or _folder_splits(directory)
+    if not found:
+        raise BadData(f"{directory} holds neither Parquet files nor images in CLASS/*.png or train/CLASS/*.png")
+    if set(found) == {""}:
+        return (found[""],)
+    if "train" not in found:
+        names = ", ".join(file.name for place in found.values() for file in place.files)
+        raise BadData(f"{directory} has no training split: looked for train*.parquet, found {names}")
+    test = found.get("test") or found.get("valid")
+    unused = [role or "unnamed" for role in found if found[role] not in (found["train"], test)]
+    if unused:
+        logger.info("%s: these splits are not used: %s", directory, ", ".join(unused))
+    return (replace(found["train"], role="train"), replace(test, role="test")) if test else (found["train"],)
+
+
+def _parquet_splits(directory: Path) -> dict[str, Place]:
+    splits: dict[str, list[Path]] = {}
+    for file in sorted(directory.glob("*.parquet")) or sorted(directory.glob("*/*.parquet")):
+        parts = reversed(file.relative_to(directory).parts)  # the file's own name first, then its folder's
+        splits.setdefault(next(filter(None, map(split_of, parts)), ""), []).append(file)
+    return {role: Place(tuple(files)) for role, files in splits.items()}
+
+
+def _folder_splits(directory: Path) -> dict[str, Place]:
+    """Splits of an image folder; a split holds class folders, so a class may be called `train`."""
+    folders = {split_of(child.name): child for child in _subfolders(directory) if _subfolders(child)}
+    if "train" not in folders:
+        folders = {"": directory}
+    splits = {}
+    for role, folder in folders.items():
+        files = [(file, child.name) for child in _subfolders(folder) for file in _pictures(child)]
+        if files and (role or folder is directory):  # beside train and test, a folder of another name is no split
+            splits[role] = Place(tuple(file for file, _ in files), folders=tuple(name for _, name in files))
+    return splits
+
+
+def _subfolders(directory: Path) -> list[Path]:
+    return [child for child in sorted(directory.iterdir()) if child.is_dir() and not child.name.startswith(".")]
+
+
+def _pictures(folder: Path) -> list[Path]:
+    files = sorted(folder.rglob("*"))
+    return [file for file in files if file.suffix.lower() in SUFFIXES and not file.name.startswith(".")]
+
+
+def _from_hub(name: str, source: Source) -> Path:
+    """Fetch a dataset once and keep it as Parquet files, so the next load needs no network."""
+    directory = cache_dir() / "hub" / name
+    if (directory / "train.parquet").is_file():
+        return directory
+    try:
+        import datasets
+    except ImportError as error:
+        raise BadData(
+            f"{name} is not part of the package: pass --data-dir DIR with {source.folders[0]}/train*.parquet, "
+            "or fetch it from the hub after: pip install 'fedortho[hub]'"
+        ) from error
+    try:
+        splits = dict(datasets.load_dataset(source.hub))
+    except Exception as error:  # the hub's errors come from four libraries and share no base class
+        raise BadData(
+            f"{source.hub} could not be fetched from the hub ({first_line(error)}); "
+            "check the network or pass --data-dir DIR"
+        ) from error
+    try:
+        for split in sorted(splits, key="train".__eq__):  # train last: it marks the download as complete
+            with replacing(directory / f"{split}.parquet") as temporary:
+                splits[split].to_parquet(temporary)
+    except FedOrthoError as error:
+        raise BadData(f"{directory} cannot be written ({error}); set FEDORTHO_CACHE to a writable directory") from error
+    return directory
+
+
+def _load_store(place: Place, size: int, progress: Report | None) -> Store:
+    """The decoded images of a place: from the cache, or decoded now and cached."""
+    digest = _content_digest(place)
+    key = _joined([digest, str(DECODER), str(size), place.role, place.image, place.label])
+    try:
+        return _read_store(_cache_file(key), digest)
+    except (BadCheckpoint, KeyError, ValueError, OSError, RuntimeError) as error:
+        logger.debug("no decoded images in the cache: %s", error)
+    store = decode_store(place, size, digest, progress)
+    note = {"cut": store.cut, "names": store.names, "mean": store.mean, "std": store.std}
+    tensors = {"pixels": store.pixels, "labels": store.labels, "train": store.train, "test": store.test}
+    try:
+        write_tensors(_cache_file(key), tensors, note)
+    except (OSError, RuntimeError, FedOrthoError) as error:  # RuntimeError: there is no home directory
+        logger.warning("decoded images are not cached (%s); set FEDORTHO_CACHE to a writable directory", error)
+    return store
+
+
+def _cache_file(key: str) -> Path:
+    return cache_dir() / f"{key[:40]}.safetensors"
+
+
+def _read_store(file: Path, digest: str) -> Store:
+    tensors, note = read_tensors(file)
+    pixels, labels = tensors["pixels"], tensors["labels"]
+    if pixels.dtype != torch.uint8 or pixels.dim() != 4 or len(pixels) != len(labels):
+        raise ValueError(f"{file} does not hold images")
+    names, mean, std = (tuple(note[key]) for key in ("names", "mean", "std"))
+    return Store(pixels, labels, tensors["train"], tensors["test"], note["cut"], names, mean, std, digest)
+
+
+def _content_digest(place: Place) -> str:
+    with ThreadPoolExecutor(THREADS) as pool:
+        try:
+            digests = list(pool.map(file_digest, place.files))
+        except OSError as error:
+            raise BadData(f"{error.filename} cannot be read: {error.strerror}") from error
+    return _joined([*digests, *place.folders])
+
+
+def _joined(words: Sequence[str]) -> str:
+    return hashlib.sha256("\0".join(words).encode()).hexdigest()
+
+
+def _digits(size: int) -> Store:
+    """Scikit-learn's 1,797 digits of 8x8 pixels in 17 shades; a fifth is the test split."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    pixels = torch.tensor(images.reshape(-1, 1, 8, 8) * (255 / 16))
+    if size:
+        pixels = torch.nn.functional.interpolate(pixels, (size, size), mode="bilinear", antialias=True)
+    pixels, labels = pixels.round().to(torch.uint8), torch.tensor(labels, dtype=torch.int64)
+    train, test = split_stratified(labels, TEST_SHARE, TEST_SEED)
+    mean, std = channel_statistics(pixels[train])
+    digest = tensors_digest({"pixels": pixels, "labels": labels})
+    return Store(pixels, labels, train, test, False, tuple("0123456789"), mean, std, digest)
+
+
+_CIFAR = "no licence stated; cite A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009"
+
+DATASETS: dict[str, Source] = {
+    "fashion-mini": Source("MIT, Zalando SE", "image", "label", asset="fashion-mini/fashion-mini.parquet"),
+    "digits": Source("CC BY 4.0, UCI Optical Recognition of Handwritten Digits", build=_digits),
+    "cifar10": Source(_CIFAR, "img", "label", "uoft-cs/cifar10", ("cifar10",)),
+    "cifar100": Source(_CIFAR, "img", "fine_label", "uoft-cs/cifar100", ("cifar100",)),
+    "tiny-imagenet": Source(
+        "ImageNet's terms: non-commercial research and education",
+        "image",
+        "label",
+        "zh-plus/tiny-imagenet",
+        ("tiny-imagenet", "tinyimagenet20"),
+    ),
+    "fashion-mnist": Source("MIT, Zalando SE", "image", "label", "zalando-datasets/fashion_mnist", ("fashion-mnist",)),
+}

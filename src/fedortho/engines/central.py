@@ -1,0 +1,117 @@
+"""The engine with all images in one place."""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from fedortho.data.images import Dataset, Images
+from fedortho.data.request import Clients, ForgetRequest
+from fedortho.engines.answer import Memory, answer
+from fedortho.errors import FedOrthoError
+from fedortho.statistics.engine import Tally
+from fedortho.statistics.observe import Observation
+from fedortho.statistics.query import Ask, Group
+from fedortho.statistics.training_plan import Course, as_course
+from fedortho.storage.files import tensors_digest
+from fedortho.training.loop import Mask, fit
+from fedortho.training.objectives import count_images
+from fedortho.training.recipe import Recipe
+
+
+@dataclass
+class CentralEngine:
+    """All images in one place."""
+
+    data: Dataset
+    ledger: Observation | None = None
+    clients: Clients | None = None  # rows of each client, where the images came from a federation
+    device: torch.device | str = "cpu"
+    tally: Tally = field(default_factory=Tally)
+    build: Callable[[int], nn.Module] | None = None  # from a seed to a network with new weights
+    at_once = 1
+    is_federated = False
+
+    def __post_init__(self) -> None:
+        self._digest, self._memory = "", Memory()
+        self._model: nn.Module | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.data.train.names
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.data.train.shape
+
+    @property
+    def has_ledger(self) -> bool:
+        return self.ledger is not None
+
+    def fit(
+        self, model: nn.Module, what: Group | Course, recipe: Recipe, *, trainable: Mask | None = None
+    ) -> nn.Module:
+        course = as_course(what)
+        lessons = [part.lesson(self._images(part.group)) for part in course.parts]
+        trained = fit(
+            model,
+            lessons,
+            recipe,
+            device=self.device,
+            trainable=trainable,
+            manner=course.manner,
+            teachers=course.teachers,
+        )
+        seen, taught = count_images(lessons, recipe.batch, recipe.epochs, course.manner)
+        self.add_work(read=taught, trained=seen)
+        return trained
+
+    def fresh(self, seed: int) -> nn.Module:
+        return fresh_model(self.build, seed)
+
+    def add_work(self, *, read: int = 0, trained: int = 0) -> None:
+        self.tally.images_read += read
+        self.tally.images_trained += trained
+
+    def measure(self, model: nn.Module, asks: Sequence[Ask]) -> list[list[Observation]]:
+        model, memory = self._remembered(model)
+        read, trained, tried = memory.images_read, memory.images_trained, memory.tail_flops
+        found = []
+        for ask in asks:
+            groups = [self._images(group) for group in ask.groups]
+            probe = replace(ask.probe, by_label=ask.probe.by_label or ask.probe.kind == "peaks")  # nobody to protect
+            found.append(answer(model, self.data.train, groups, probe, memory=memory, device=self.device))
+        self.add_work(read=memory.images_read - read, trained=memory.images_trained - trained)
+        self.tally.tail_flops += memory.tail_flops - tried
+        return found
+
+    def check(self, request: ForgetRequest, forgotten: ForgetRequest | None) -> None:
+        request.split(Group(but=forgotten).select(self.data.train, self.clients), self.clients)
+
+    def identify(self, group: Group) -> str:
+        images = self._images(group)
+        return f"{self.data.digest}:{tensors_digest({'rows': images.rows, 'labels': images.labels})}"
+
+    def _images(self, group: Group) -> Images:
+        images: Images = getattr(self.data, group.split)
+        return group.select(images, self.clients)
+
+    def _remembered(self, model: nn.Module) -> tuple[nn.Module, Memory]:
+        """A copy of the model on the engine's device, and what is known of it from earlier asks."""
+        digest = tensors_digest(model.state_dict())
+        if digest != self._digest or self._model is None:
+            ledger = self.ledger if self.ledger is not None and self.ledger.model == digest else None
+            self._digest, self._memory = digest, Memory(ledger, {}, {})
+            self._model = copy.deepcopy(model).to(self.device).eval()
+        return self._model, self._memory
+
+
+def fresh_model(build: Callable[[int], nn.Module] | None, seed: int) -> nn.Module:
+    """A new network, where the engine knows how to make one."""
+    if build is None:
+        raise FedOrthoError(
+            "this method needs networks with new weights; give the engine build=, a function from a seed to a network"
+        )
+    return build(seed)

@@ -1,0 +1,1 @@
+"""Accuracies, metrics, membership attacks, LiRA and shadow models."""

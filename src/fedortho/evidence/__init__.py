@@ -1,0 +1,1 @@
+"""Evidence bundles, signatures, and checking them again."""

@@ -1,0 +1,117 @@
+"""Do again what a bundle tells of: apply its patch to the model of before, or make the decision anew with the data."""
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedortho.data.images import Dataset
+from fedortho.data.request import ForgetRequest
+from fedortho.devices import choose_device, using_threads
+from fedortho.engines.central import CentralEngine
+from fedortho.errors import FedOrthoError
+from fedortho.evidence.bundle import BadBundle, Bundle
+from fedortho.models.patch import Patch
+from fedortho.models.zoo import MODELS, build_model
+from fedortho.requests.federated_forgetting import forget_in_federation
+from fedortho.runs.run import Run
+from fedortho.runs.served import earlier_requests, kept_out
+from fedortho.runs.settings import FederateSettings
+from fedortho.statistics.ledger import load_ledger
+from fedortho.storage.checkpoints import load_weights
+from fedortho.storage.files import read_tensors, tensors_digest
+from fedortho.storage.settings import make_settings
+from fedortho.unlearning.plan import ForgetSettings, plan_forgetting
+
+
+class _Weights(nn.Module):
+    """Weights without their network: enough to be edited and digested."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.tensors = dict(tensors)
+
+    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:  # type: ignore[override]  # called without arguments
+        return self.tensors
+
+
+def reapply_patch(bundle: Bundle, model: Path) -> None:
+    """Apply the patch to the model of before; refused if this is another one, or if another one than told comes out.
+
+    A network of ours is built and must fit; for one of somebody else's, whose code a bundle must not be able to
+    start, the weights suffice.
+    """
+    weights = read_tensors(model)[0]
+    digest = tensors_digest(weights)
+    if digest != bundle.patch.before:
+        raise BadBundle(f"{model} is the model {digest[:16]}; {bundle.source} begins with {bundle.patch.before[:16]}")
+    try:
+        kind = bundle.settings["model"]
+        network: nn.Module = _Weights(weights)
+        if kind["name"] in MODELS:
+            network = build_model(kind["name"], classes=kind["classes"], channels=kind["channels"])
+            load_weights(network, weights, model)
+        bundle.patch.apply(network)
+    except FedOrthoError as error:
+        raise BadBundle(f"{bundle.source}: patch.safetensors does not give the model after: {error}") from error
+    except (KeyError, TypeError, IndexError, RuntimeError) as error:  # a patch that somebody made up
+        raise BadBundle(f"{bundle.source}: patch.safetensors cannot be applied to {model} ({error})") from error
+
+
+def rerun_decision(bundle: Bundle, run: Run, data_dir: str = "") -> None:
+    """Decide again with the run of before and its data; refused if another patch comes out."""
+    _check_run(bundle, run)
+    try:
+        request = ForgetRequest.parse(bundle.request["request"])
+        settings = make_settings(ForgetSettings, bundle.settings["forgetting"])
+        threads = int(bundle.entry.get("threads") or bundle.environment["run"]["threads"])
+        device = choose_device(str(bundle.entry.get("device", "cpu")))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise BadBundle(f"{bundle.source} does not tell how the decision was made ({error})") from error
+    data = run.load_data(data_dir)
+    with using_threads(threads):
+        if isinstance(run.settings, FederateSettings):
+            how: dict[str, Any] = {"data": data, "data_dir": data_dir, "device": str(device)}
+            patch = forget_in_federation(run, request, settings, out=None, **how).outcome.patch
+        else:
+            patch = _decide(run, data, request, settings, device)
+    if _saved(patch) != bundle.files["patch.safetensors"]:
+        raise BadBundle(
+            f"{bundle.source}: decided again with {run.path}, patch.safetensors is another one (it gives the model "
+            f"{patch.after[:16]}, not {bundle.patch.after[:16]}); is it the same processor, are the versions those "
+            "in environment.json?"
+        )
+
+
+def _decide(run: Run, data: Dataset, request: ForgetRequest, settings: ForgetSettings, device: torch.device) -> Patch:
+    model = run.load_model().to(device)
+    engine = CentralEngine(data, load_ledger(run.path / "ledger.safetensors", model), device=device)
+    return plan_forgetting(model, engine, request, settings, forgotten=kept_out(run)).patch
+
+
+def _check_run(bundle: Bundle, run: Run) -> None:
+    if isinstance(run.settings, FederateSettings) and not (run.path / "clients").is_dir():
+        how = "its clients decided, on machines of their own"
+        raise FedOrthoError(f"{run.path} was trained by a federation: {how}; that cannot be re-run here")
+    mine, told = run.record["model"]["digest"], bundle.patch.before
+    if mine != told:
+        raise FedOrthoError(f"{run.path} is the model {mine[:16]}; give the run of before the request, {told[:16]}")
+    earlier = [str(request) for request in earlier_requests(run)]
+    ledger = load_ledger(run.path / "ledger.safetensors", run.load_model())
+    for what, known, here in (
+        ("data", bundle.digests.get("data"), run.record["data"]["digest"]),
+        ("earlier requests", bundle.request.get("earlier"), earlier),
+        ("ledger", bundle.digests.get("ledger"), None if ledger is None else ledger.digest),
+    ):
+        if known != here:
+            raise BadBundle(f"{bundle.source}: {what} of {run.path} are not those it tells of: {here}, not {known}")
+
+
+def _saved(patch: Patch) -> bytes:
+    with tempfile.TemporaryDirectory() as place:
+        file = Path(place) / "patch.safetensors"
+        patch.save(file)
+        return file.read_bytes()

@@ -1,0 +1,61 @@
+"""Settings of all methods together: as published, for a quick look, or as tuned for some data and network."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedortho.errors import FedOrthoError, unknown
+from fedortho.methods import METHODS
+from fedortho.storage.files import read_json
+from fedortho.storage.settings import make_settings
+
+PRESETS = ("published", "short", "tuned")
+TUNED = Path(__file__).parent / "tuned"  # DATA-MODEL.json, and beside it DATA-MODEL.trials.json: how it was found
+# few steps, small batches: minutes on two cores for small data; rates set beforehand and not tuned
+SHORT: Mapping[str, Mapping[str, Any]] = {
+    "finetune": {"epochs": 2, "rate": 0.01},
+    "not": {"epochs": 2, "rate": 0.02},
+    "fused": {"epochs": 2, "rate": 0.02},
+    "salun": {"epochs": 2, "batch": 64},
+    "unsir": {"rate": 0.002, "repair_rate": 0.001, "batch": 64, "noise_images": 64, "noise_copies": 4},
+    "bad-teacher": {"rate": 1e-3, "batch": 64},
+    "class-pruning": {"epochs": 2},
+    "neggrad": {"epochs": 1},
+}
+
+
+def read_settings(data: str, model: str, preset: str, path: Path | None = None) -> dict[str, dict[str, Any]]:
+    """A preset's settings by method, for this data and this network; those of a JSON file win over them."""
+    if preset not in PRESETS:
+        raise unknown("preset", preset, PRESETS)
+    chosen = {name: dict(values) for name, values in SHORT.items()} if preset == "short" else {}
+    files = [_tuned(data, model)] if preset == "tuned" else []
+    for file in [*files, *([] if path is None else [path])]:
+        for name, values in _read(file).items():
+            chosen[name] = chosen.get(name, {}) | values
+    return chosen
+
+
+def _tuned(data: str, model: str) -> Path:
+    """What was found for this data and this network."""
+    file = TUNED / f"{data}-{model}.json"
+    if not file.is_file():
+        known = ", ".join(sorted(path.stem for path in TUNED.glob("*.json") if not path.stem.endswith(".trials")))
+        raise FedOrthoError(
+            f"nothing was tuned for {file.stem}, only for {known}; "
+            "run fedortho tune all RUN REQUEST --out FILE, then compare with --settings FILE"
+        )
+    return file
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    told = read_json(path)
+    if not isinstance(told, dict):
+        raise FedOrthoError(f"{path} holds no settings by method; give a file that fedortho tune wrote")
+    for name, values in told.items():
+        if name not in METHODS:
+            raise unknown("method", name, METHODS)
+        if not isinstance(values, dict):
+            raise FedOrthoError(f"{path}: {name} must have a mapping of settings, not {type(values).__name__}")
+        make_settings(METHODS[name], values)
+    return told

@@ -1,0 +1,85 @@
+"""What every way to forget has: hyper-parameters, one call, and what it says of itself."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Protocol
+
+from torch import nn
+
+from fedortho.data.request import ForgetRequest
+from fedortho.errors import FedOrthoError
+from fedortho.statistics.engine import Engine
+from fedortho.statistics.query import Group
+from fedortho.training.recipe import Recipe
+
+
+class Method(Protocol):
+    """A frozen dataclass of hyper-parameters that is called with a model, an engine and a request."""
+
+    name: ClassVar[str]
+    kinds: ClassVar[tuple[str, ...]]  # of requests that it serves: class, client, samples
+    roles: ClassVar[str]  # which images it needs, and what for
+    norms: ClassVar[str]  # what becomes of batch-norm statistics
+
+    def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
+        """A new model that has forgotten; the given one stays as it was."""
+        ...
+
+
+class CannotServe(FedOrthoError):
+    """A request of a kind that the method has no answer to."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How a method trains after, or instead of, an edit: at a constant rate, with no penalty of ours."""
+
+    epochs: Annotated[int, "passes over the images; in a federation rounds"] = 5
+    rate: Annotated[float, "learning rate"] = 0.01
+    batch: Annotated[int, "images per step"] = 64
+    momentum: Annotated[float, "momentum of SGD"] = 0.9
+    decay: Annotated[float, "weight decay"] = 5e-4
+    crop: Annotated[int, "pixels of padding before a random crop; 0: none"] = 2
+    flip: Annotated[float, "probability of a left-right flip"] = 0.5
+    seed: Annotated[int, "of everything that is drawn"] = 0
+
+    def __post_init__(self) -> None:
+        _ = self.recipe  # its ranges are ours
+
+    @property
+    def recipe(self) -> Recipe:
+        return Recipe(
+            epochs=self.epochs,
+            batch=self.batch,
+            rate=self.rate,
+            schedule="constant",
+            momentum=self.momentum,
+            decay=self.decay,
+            crop=self.crop,
+            flip=self.flip,
+            ortho=0.0,
+            align=0.0,
+            seed=self.seed,
+        )
+
+
+def serves(method: Method | type[Method], request: ForgetRequest) -> bool:
+    return set(request.kinds) <= set(method.kinds)
+
+
+def refusal(method: Method, request: ForgetRequest, able: Iterable[str] = ()) -> CannotServe:
+    """The one sentence that says what the method serves and who serves this."""
+    others = f"; {', '.join(able)} can" if able else ""
+    return CannotServe(f"{method.name} serves {' and '.join(method.kinds)} requests only, not {request}{others}")
+
+
+def begin(method: Method, engine: Engine, request: ForgetRequest) -> tuple[Group, Group]:
+    """Refuse what cannot be served; otherwise the images to forget and those to keep."""
+    if not serves(method, request):
+        raise refusal(method, request)
+    engine.check(request, None)
+    return Group("train", request, seed=_seed(method)), Group("train", None, request, seed=_seed(method))
+
+
+def _seed(method: Method) -> int:
+    return int(getattr(method, "seed", 0))

@@ -1,0 +1,59 @@
+"""NoT: negate a layer, then repair what is to be kept (Khalil et al., CVPR 2025, arXiv:2503.05657)."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fedortho.data.request import KINDS, ForgetRequest
+from fedortho.errors import BadSetting
+from fedortho.methods.method import Schedule, begin
+from fedortho.models.graph import select_layers, trace_layers
+from fedortho.statistics.engine import Engine
+
+
+@dataclass(frozen=True)
+class Negate(Schedule):
+    """Negate the first convolution that a forward pass reaches, then fine-tune on what stays.
+
+    Weight and bias of the convolution are negated; scale and shift of the batch norm behind it are not, because
+    negating both would cancel. Running statistics right after the negation are stale: fine-tuning renews them.
+    """
+
+    name: ClassVar[str] = "not"
+    kinds: ClassVar[tuple[str, ...]] = KINDS
+    roles: ClassVar[str] = "retain: a few epochs"
+    norms: ClassVar[str] = "updated by training"
+    layers: Annotated[str, "convolutions to negate: names, patterns, depths; empty: the first"] = ""
+
+    def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
+        _, retain = begin(self, engine, request)
+        known = trace_layers(model, engine.shape)
+        names = [layer.name for layer in select_layers(known, self.layers)] if self.layers else [known[0].name]
+        return engine.fit(negated(model, names, engine.shape), retain, self.recipe)
+
+
+def negated(model: nn.Module, names: Sequence[str], shape: tuple[int, int, int]) -> nn.Module:
+    """A copy on the CPU with these layers negated; refused if that changes no answer."""
+    twin = copy.deepcopy(model).cpu()
+    with torch.no_grad():
+        for name in names:
+            for weight in twin.get_submodule(name).parameters(recurse=False):
+                weight.neg_()
+    if torch.allclose(_answers(model, shape), _answers(twin, shape), atol=1e-6):
+        raise BadSetting(f"negating {', '.join(names)} changes no answer of this network; choose other layers")
+    return twin
+
+
+def _answers(model: nn.Module, shape: tuple[int, int, int]) -> Tensor:
+    """What it says to noise, with the statistics of that batch: stale running ones would always differ."""
+    twin = copy.deepcopy(model).cpu().eval()
+    for module in twin.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.train()
+    with torch.no_grad():
+        outputs: Tensor = twin(torch.randn(8, *shape, generator=torch.Generator().manual_seed(0)))
+    return outputs

@@ -1,0 +1,155 @@
+"""What to change in which tensors of a model: applying, saving and undoing it.
+
+A patch names tensors and what becomes of them. It never holds what it removed: with factors above 0 an
+edit can be inverted by anyone who has the patch (the paper's edit), with factor 0 it cannot.
+"""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedortho.errors import BadCheckpoint
+from fedortho.storage.files import read_tensors, tensors_digest, write_tensors
+
+PATCH_SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Patch:
+    """What to do to a model: scale some entries, put values into others, replace whole tensors."""
+
+    before: str  # digest of the model that it fits
+    after: str  # digest of what must come out
+    scaled: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # tensor → channels, factors
+    put: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # tensor → channels, one value each
+    replaced: Mapping[str, Tensor] = field(default_factory=dict)
+    note: Mapping[str, Any] = field(default_factory=dict)  # request, settings, kernels per site
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """An edited copy; another model than the one the patch was made for is refused."""
+        digest = tensors_digest(model.state_dict())
+        if digest == self.after:
+            return copy.deepcopy(model)  # applied already: doing it twice must not weaken kernels twice
+        if digest != self.before:
+            raise BadCheckpoint(f"this patch is for the model {self.before[:12]}, not for {digest[:12]}")
+        edited = edit_model(model, self)
+        outcome = tensors_digest(edited.state_dict())
+        if outcome != self.after:
+            raise BadCheckpoint(f"the patch gave {outcome[:12]} instead of {self.after[:12]}: it is damaged")
+        return edited
+
+    def __str__(self) -> str:
+        """What it does, site by site: kernel × what is left of it."""
+        about = f"{self.note.get('request', '')} ({self.note.get('edit')} edit)"
+        lines = [f"patch {self.before[:12]} → {self.after[:12]}: {about}"]
+        for site, found in self.note.get("sites", {}).items():
+            kernels = ", ".join(f"{k} × {f:.3g}" for k, f in zip(found["kernels"], found["factors"], strict=True))
+            lines.append(f"  {site}: {kernels}")
+        if self.replaced:
+            lines.append(f"  replaced: {', '.join(sorted(self.replaced))}")
+        return "\n".join(lines)
+
+    def names(self) -> list[str]:
+        """All tensors that it changes."""
+        return sorted({*self.scaled, *self.put, *self.replaced})
+
+    def trainable(self, model: nn.Module) -> dict[str, Tensor]:
+        """Which coordinates later training may move: all but what was silenced; a weakened kernel may recover."""
+        parameters = dict(model.named_parameters())
+        masks: dict[str, Tensor] = {}
+        for entries in (self.scaled, self.put):
+            for name, (channels, values) in entries.items():
+                if name in parameters and bool((values == 0).any()):
+                    mask = masks.setdefault(name, torch.ones_like(parameters[name], dtype=torch.bool))
+                    mask[channels[values == 0]] = False
+        return masks
+
+    def packed(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """As tensors and a note, for a file or a message."""
+        tensors = {f"replaced.{name}": value for name, value in self.replaced.items()}
+        for kind, entries in (("scaled", self.scaled), ("put", self.put)):
+            for name, (channels, values) in entries.items():
+                tensors[f"{kind}.channels.{name}"] = channels.to(torch.int32)
+                tensors[f"{kind}.values.{name}"] = values
+        note = {"schema": PATCH_SCHEMA, "before": self.before, "after": self.after, "about": dict(self.note)}
+        return tensors, note
+
+    def save(self, path: Path) -> None:
+        write_tensors(path, *self.packed())
+
+
+def load_patch(path: Path) -> Patch:
+    """Read a saved patch."""
+    return unpack_patch(*read_tensors(path), path)
+
+
+def unpack_patch(tensors: Mapping[str, Tensor], note: Mapping[str, Any], source: Path | str = "the message") -> Patch:
+    """The patch that was packed into these."""
+    if note.get("schema") != PATCH_SCHEMA:
+        raise BadCheckpoint(f"{source} is not a patch of schema {PATCH_SCHEMA}")
+
+    def pairs(kind: str) -> dict[str, tuple[Tensor, Tensor]]:
+        start = f"{kind}.channels."
+        names = [name.removeprefix(start) for name in tensors if name.startswith(start)]
+        return {name: (tensors[start + name].long(), tensors[f"{kind}.values.{name}"]) for name in names}
+
+    replaced = {n.removeprefix("replaced."): t for n, t in tensors.items() if n.startswith("replaced.")}
+    return Patch(note["before"], note["after"], pairs("scaled"), pairs("put"), replaced, note["about"])
+
+
+def edit_model(model: nn.Module, patch: Patch) -> nn.Module:
+    """The edited copy, unchecked."""
+    return edit_in_place(copy.deepcopy(model), patch)
+
+
+def edit_in_place(edited: nn.Module, patch: Patch) -> nn.Module:
+    """The model itself, edited; for copies that nobody else has."""
+    state = edited.state_dict()  # shares memory with the model
+    with torch.no_grad():
+        for name, (channels, factors) in patch.scaled.items():
+            tensor = state[name]
+            wide = factors.to(tensor).view(-1, *[1] * (tensor.dim() - 1))
+            tensor[channels] = tensor[channels] * wide
+        for name, (channels, values) in patch.put.items():
+            tensor = state[name]
+            tensor[channels] = values.to(tensor).view(-1, *[1] * (tensor.dim() - 1)).expand_as(tensor[channels])
+        for name, value in patch.replaced.items():
+            state[name].copy_(value)
+    return edited
+
+
+def bind_patch(patch: Patch, model: nn.Module, **note: Any) -> Patch:
+    """The patch with the digests of the model before and after it, and more of a note."""
+    after = tensors_digest(edit_model(model, patch).state_dict())
+    return replace(patch, before=tensors_digest(model.state_dict()), after=after, note={**patch.note, **note})
+
+
+def write_undo(path: Path, patch: Patch, model: nn.Module) -> None:
+    """Keep what the patch removes in a file of its own: whoever has it can restore, whoever destroys it cannot."""
+    state = model.state_dict()
+    if tensors_digest(state) != patch.before:
+        raise BadCheckpoint(f"the undo file must be made from the model {patch.before[:12]} that the patch fits")
+    write_tensors(path, {name: state[name] for name in patch.names()}, {"before": patch.before, "after": patch.after})
+
+
+def undo_patch(path: Path, edited: nn.Module) -> nn.Module:
+    """The model as it was before the patch, bit for bit."""
+    tensors, note = read_tensors(path)
+    digest = tensors_digest(edited.state_dict())
+    if not {"before", "after"} <= note.keys():
+        raise BadCheckpoint(f"{path} is no undo file; give what forget --keep-undo wrote")
+    if note["after"] != digest:
+        wanted = f"{note['after'][:12]}, not {digest[:12]}"
+        raise BadCheckpoint(f"{path} undoes the request that ended in the model {wanted}; give the run of that model")
+    restored = edit_model(edited, Patch("", "", replaced=tensors))
+    if tensors_digest(restored.state_dict()) != note["before"]:
+        raise BadCheckpoint(f"{path} does not give the model {note['before'][:12]} back: it is damaged")
+    return restored
+
+
+NOTHING = Patch("", "")

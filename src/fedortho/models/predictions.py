@@ -1,0 +1,100 @@
+"""A model's answers on some images, counted."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fedortho.data.images import Batches, Images, check_labels, evaluation_batches
+from fedortho.errors import BadData, BadSetting
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A model's answers on some images, counted."""
+
+    images: int
+    loss: float
+    accuracy: float
+    confusion: tuple[tuple[int, ...], ...]  # [true label][answer]
+
+    @property
+    def per_class(self) -> tuple[float | None, ...]:
+        """Accuracy on each label; None where there is no image of it."""
+        return tuple(row[label] / sum(row) if sum(row) else None for label, row in enumerate(self.confusion))
+
+
+def evaluate(model: nn.Module, images: Images | Batches, *, device: torch.device | str = "cpu") -> Evaluation:
+    """Count a model's answers, in eval mode and without augmentation; the model keeps its mode."""
+    loss, counts = 0.0, None
+    with evaluating(model):
+        for outputs, labels in _answered(model, images, device):
+            classes = outputs.shape[1]
+            check_labels(labels, classes)
+            loss += float(functional.cross_entropy(outputs, labels, reduction="sum"))
+            cells = torch.bincount(labels * classes + outputs.argmax(1), minlength=classes**2)
+            counts = cells if counts is None else counts + cells
+    if counts is None or not int(counts.sum()):
+        raise BadData("there are no images to evaluate on")
+    table = counts.view(classes, classes)
+    total = int(counts.sum())
+    confusion = tuple(tuple(row) for row in table.tolist())
+    return Evaluation(total, loss / total, int(table.trace()) / total, confusion)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode and no gradients meanwhile; afterwards the mode is as it was."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+
+
+def _answered(
+    model: nn.Module, images: Images | Batches, device: torch.device | str
+) -> Iterator[tuple[Tensor, Tensor]]:
+    for inputs, labels in evaluation_batches(images, device=device):
+        if not inputs.is_floating_point():
+            raise BadData(f"images must be floats, normalised as in training, not {inputs.dtype}")
+        yield answers_of(model, inputs.contiguous(memory_format=torch.channels_last)).float(), labels
+
+
+def logits_of(model: nn.Module, images: Images, *, device: torch.device | str = "cpu") -> Tensor:
+    """What a model answers to each image, (n, classes), float64 on the CPU, in the order of the images."""
+    if not len(images):
+        raise BadData("there are no images to answer to")
+    with evaluating(model):
+        return torch.cat([outputs.cpu().double() for outputs, _ in _answered(model, images, device)])
+
+
+def refuse_broken(logits: Tensor, what: str) -> None:
+    """Refuse answers that are no finite numbers, naming whose they are."""
+    bad = (~torch.isfinite(logits)).any(1)
+    if bool(bad.any()):
+        first = int(bad.nonzero()[0])
+        raise BadData(
+            f"{what}: {int(bad.sum())} of {len(logits)} answers are not finite (the first to image {first}: "
+            f"{float(logits[first][~torch.isfinite(logits[first])][0])}); the model is broken, retrain or restore it"
+        )
+
+
+def answers_of(model: nn.Module, inputs: Tensor) -> Tensor:
+    """A row of numbers for each image; a model that answers otherwise is refused."""
+    outputs = model(inputs)
+    if not isinstance(outputs, Tensor) or outputs.dim() != 2 or len(outputs) != len(inputs):
+        got = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+        mode = "training" if model.training else "evaluation"
+        raise BadSetting(f"in {mode} the model answers {len(inputs)} images with {got}, not with (images, classes)")
+    return outputs
+
+
+def accuracy(model: nn.Module, images: Images | Batches, *, device: torch.device | str = "cpu") -> float:
+    """The share of images that the model names rightly."""
+    return evaluate(model, images, device=device).accuracy

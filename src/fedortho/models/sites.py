@@ -1,0 +1,148 @@
+"""Where a network can be edited: single layers, or all writers of one residual stream together; and where it cannot."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fedortho.errors import BadSetting, unknown
+from fedortho.models.graph import Layer, Select, select_layers, trace_layers
+
+EDITS = ("conv", "channel")
+TAPS = ("conv", "bn", "relu", "stream")
+
+
+@dataclass(frozen=True)
+class Site:
+    """Kernels that are ranked and edited as one: channel j of each of these layers."""
+
+    name: str  # of the layer, or of the module whose output is the residual stream
+    layers: tuple[Layer, ...]
+    kernels: int
+    is_stream: bool = False
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What `check` says of one layer: for each edit, why it does not apply (None: it does)."""
+
+    layer: Layer
+    conv: str | None
+    channel: str | None
+    group: str | None  # for the layers of a residual stream: why they cannot be edited together
+    is_undone: bool  # a conv edit here is invisible once batch-norm statistics are re-estimated
+
+
+def check_model(model: nn.Module, shape: tuple[int, int, int]) -> list[Finding]:
+    """Every convolution with the edits that apply to it, and why the others do not."""
+    layers = trace_layers(model, shape)
+    streams = _find_streams(model, shape, layers)
+    return [_judge(model, layer, layers, streams) for layer in layers]
+
+
+def _judge(model: nn.Module, layer: Layer, layers: Sequence[Layer], streams: dict[tuple[str, ...], str]) -> Finding:
+    problem = layer.problem or _shared(model, layer) or _depthwise(layer)
+    channel = problem or _norm_problem(model, layer)
+    group = None
+    if len(layer.writers) > 1:
+        others = [problem for x in layers if x.name in layer.writers and (problem := x.problem or _shared(model, x))]
+        group = channel or (others[0] if others else None)
+        if group is None and layer.writers not in streams:
+            group = "no module's output is the residual stream that it writes to"
+    undone = layer.norm_kind in ("BatchNorm2d", "SyncBatchNorm") and not problem
+    return Finding(layer, problem, channel, group, undone)
+
+
+def _shared(model: nn.Module, layer: Layer) -> str | None:
+    weight = model.get_parameter(f"{layer.name}.weight")
+    owners = [name for name, p in model.named_parameters(remove_duplicate=False) if p is weight]
+    return f"shares its weights with {owners[1]}" if len(owners) > 1 and owners[0] != owners[1] else None
+
+
+def _depthwise(layer: Layer) -> str | None:
+    if layer.groups == layer.kernels > 1:
+        return "depthwise: each kernel only filters one channel; edit the layer before it"
+    return None
+
+
+def _norm_problem(model: nn.Module, layer: Layer) -> str | None:
+    if layer.norm is None:
+        return None  # weight and bias are the channel
+    norm = model.get_submodule(layer.norm)
+    if isinstance(norm, nn.LayerNorm):
+        return "LayerNorm mixes channels: there is no scale of a single channel"
+    if norm.weight is None:
+        return f"its norm {layer.norm} has no scale to edit (affine=False)"
+    return None
+
+
+def _find_streams(model: nn.Module, shape: tuple[int, int, int], layers: Sequence[Layer]) -> dict[tuple[str, ...], str]:
+    """For each residual group the module whose output is the stream at its end, found by trying.
+
+    Silencing all writers must make that output 0, silencing only the last one must not.
+    """
+    found = {}
+    groups = dict.fromkeys(layer.writers for layer in layers if len(layer.writers) > 1)
+    for group in groups:
+        writers = [layer for layer in layers if layer.name in group]
+        main = [layer for layer in writers if not layer.is_shortcut] or writers
+        parts = main[-1].name.split(".")
+        ancestors = [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
+        silent = _outputs(model, shape, writers, ancestors)
+        spared = _outputs(model, shape, [main[-1]], ancestors)
+        for name in ancestors:
+            out = silent.get(name)
+            is_map = out is not None and out.dim() == 4 and out.shape[1] == main[-1].kernels
+            if out is not None and is_map and not out.any() and spared[name].any():
+                found[group] = name
+                break
+    return found
+
+
+def _outputs(
+    model: nn.Module, shape: tuple[int, int, int], silenced: Sequence[Layer], names: Sequence[str]
+) -> dict[str, Tensor]:
+    twin = copy.deepcopy(model).cpu().eval()
+    for layer in silenced:
+        module = twin.get_submodule(layer.norm or layer.name)
+        for parameter in module.parameters(recurse=False):
+            nn.init.zeros_(parameter)
+    outputs: dict[str, Tensor] = {}
+    for name in names:
+        twin.get_submodule(name).register_forward_hook(
+            lambda _, __, out, name=name: outputs.update({name: out}) if isinstance(out, Tensor) else None
+        )
+    with torch.no_grad():
+        twin(torch.rand(2, *shape, generator=torch.Generator().manual_seed(0)) + 0.1)
+    return outputs
+
+
+def find_sites(model: nn.Module, shape: tuple[int, int, int], which: Select, edit: str, tap: str) -> list[Site]:
+    """What an edit of these layers acts on; a layer that `check` refuses is refused here too.
+
+    With tap `stream`, layers that write to a residual stream become one site with all its writers; the
+    others stay single.
+    """
+    if edit not in EDITS:
+        raise unknown("edit", edit, EDITS)
+    if tap not in TAPS:
+        raise unknown("tap", tap, TAPS)
+    findings = {finding.layer.name: finding for finding in check_model(model, shape)}
+    layers = [finding.layer for finding in findings.values()]
+    chosen = select_layers(layers, which)
+    streams = _find_streams(model, shape, layers) if tap == "stream" else {}
+    sites: dict[str, Site] = {}
+    for layer in chosen:
+        together = tap == "stream" and len(layer.writers) > 1
+        finding = findings[layer.name]
+        reason = finding.group if together else (finding.conv if edit == "conv" else finding.channel)
+        if reason is not None:
+            raise BadSetting(f"layer {layer.name} cannot be edited ({edit}): {reason}; see fedortho check")
+        if together:
+            name = streams[layer.writers]
+            sites[name] = Site(name, tuple(x for x in layers if x.name in layer.writers), layer.kernels, True)
+        else:
+            sites[layer.name] = Site(layer.name, (layer,), layer.kernels)
+    return list(sites.values())

@@ -1,0 +1,1 @@
+"""The HTML page of a request, its figures, and tables of runs."""

@@ -1,0 +1,321 @@
+"""What forgetting came to: frontier, classes, confusion, confidence, relearning, probes, costs and training."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fedortho.data.images import Batches, Images, evaluation_batches
+from fedortho.models.predictions import Evaluation, answers_of
+from fedortho.reports.figures.style import (
+    AFTER,
+    BEFORE,
+    BLACK,
+    HATCH,
+    PURPLE,
+    REFERENCE,
+    entitle,
+    grid_lines,
+    new_figure,
+    percent,
+    percent_axis,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+MOST_CLASSES = 20  # shown one by one; of more, those that changed most
+ROLES = {
+    "original": (BEFORE, "o", "-"),
+    "forgot": (AFTER, "s", "--"),
+    "erased": (PURPLE, "D", ":"),
+    "reference": (REFERENCE, "^", "-."),
+}
+ROLE_NAMES = {
+    "original": "before",
+    "forgot": "after forgetting",
+    "erased": "after --preset erase",
+    "reference": "retrained without it",
+}
+HATCHES = {"original": None, "forgot": HATCH, "erased": "xx", "reference": ".."}  # of bars
+ABOVE: Mapping[str, Any] = {"ha": "center", "va": "bottom", "fontsize": 8}  # a number over its bar
+Curve = Sequence[tuple[float, float]]  # step, accuracy
+
+
+class Point(NamedTuple):
+    """What an edit of so many kernels came to."""
+
+    ratio: float
+    forget: float
+    retain: float
+
+
+def frontier_figure(
+    points: Sequence[Point], chosen: Point | None = None, *, target: float | None = None, least: float | None = None
+) -> "Figure":
+    """Forget and retain accuracy over the share of kernels edited, with the point that was chosen.
+
+    `target` is the forget accuracy asked for, `least` the retain accuracy that the budget allows.
+    """
+    figure, ((ax,),) = new_figure(6.4, 3.7)
+    line = sorted(points)
+    ratios = [point.ratio for point in line]
+    ax.plot(ratios, [p.retain for p in line], color=BEFORE, marker="o", label="retain accuracy")
+    ax.plot(ratios, [p.forget for p in line], color=AFTER, marker="s", linestyle="--", label="forget accuracy")
+    if target is not None:
+        ax.axhline(target, color=AFTER, linestyle=":", linewidth=1, label=f"target {percent(target)}")
+    if least is not None:
+        ax.axhline(least, color=BEFORE, linestyle=":", linewidth=1, label=f"least retain accuracy {percent(least)}")
+    if chosen is not None:
+        ax.axvline(chosen.ratio, color=BLACK, linewidth=1)
+        heights = [chosen.forget, chosen.retain]
+        ax.plot([chosen.ratio] * 2, heights, "*", color=BLACK, markersize=13, linestyle="none", label="chosen")
+    if len(ratios) > 1 and min(ratios) > 0 and max(ratios) / min(ratios) > 5:
+        ax.set_xscale("log")
+    percent_axis(ax, "x")
+    percent_axis(ax)
+    ax.set_ylim(-0.03, 1.03)
+    ax.set_xlabel("kernels edited in each layer", fontsize=9)
+    ax.set_ylabel("accuracy", fontsize=9)
+    grid_lines(ax, "both")
+    ax.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    entitle(figure, _frontier_finding(line, chosen))
+    return figure
+
+
+def _frontier_finding(line: Sequence[Point], chosen: Point | None) -> str:
+    if chosen is not None:
+        text = f"Editing {percent(chosen.ratio)} of the kernels leaves {percent(chosen.forget)} forget accuracy"
+        return f"{text} and {percent(chosen.retain)} retain accuracy"
+    best = max(line, key=lambda point: point.retain - point.forget)
+    text = f"Forgetting and keeping are furthest apart at {percent(best.ratio)} of the kernels"
+    return f"{text}: {percent(best.forget)} against {percent(best.retain)}"
+
+
+def most_changed(before: Evaluation, after: Evaluation, gone: Sequence[int], most: int = MOST_CLASSES) -> list[int]:
+    """The labels to show: what had to go, then those whose accuracy changed most, in the order of labels."""
+    known = [label for label, share in enumerate(before.per_class) if share is not None]
+    change = {label: abs((after.per_class[label] or 0) - (before.per_class[label] or 0)) for label in known}
+    kept = sorted((label for label in known if label not in gone), key=lambda label: -change[label])
+    return sorted([*(label for label in gone if label in change), *kept[: max(most - len(gone), 1)]])
+
+
+def class_accuracy_figure(
+    before: Evaluation,
+    after: Evaluation,
+    names: Sequence[str],
+    gone: Sequence[int],
+    reference: Evaluation | None = None,
+) -> "Figure":
+    """Accuracy on each class before and after, and of a model that never saw what had to go."""
+    labels = most_changed(before, after, gone)
+    figure, ((ax,),) = new_figure(max(6.4, 0.42 * len(labels) + 2), 3.6)
+    series = [("before", before, BEFORE, None), ("after forgetting", after, AFTER, HATCH)]
+    series += [("retrained without it", reference, REFERENCE, "..")] if reference is not None else []
+    wide = 0.8 / len(series)
+    for number, (name, score, colour, hatch) in enumerate(series):
+        heights = [score.per_class[label] or 0.0 for label in labels]
+        places = [place + (number - (len(series) - 1) / 2) * wide for place in range(len(labels))]
+        face = colour if hatch is None else "white"
+        ax.bar(places, heights, wide, facecolor=face, edgecolor=colour, hatch=hatch, label=name)
+    ax.set_xticks(range(len(labels)), [names[label] for label in labels], rotation=45, ha="right")
+    for place, label in enumerate(labels):
+        if label in gone:
+            ax.axvspan(place - 0.5, place + 0.5, color="#eeeeee", zorder=-1)
+            ax.get_xticklabels()[place].set_fontweight("bold")
+    percent_axis(ax)
+    ax.set_ylim(0, 1)
+    ax.set_ylabel("accuracy on test images", fontsize=9)
+    grid_lines(ax)
+    ax.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, 1.14), ncols=len(series))
+    entitle(figure, _classes_finding(before, after, names, gone))
+    return figure
+
+
+def _classes_finding(before: Evaluation, after: Evaluation, names: Sequence[str], gone: Sequence[int]) -> str:
+    change = {
+        label: new - old
+        for label, (old, new) in enumerate(zip(before.per_class, after.per_class, strict=True))
+        if old is not None and new is not None
+    }
+    parts = [
+        f"{names[label]} falls from {percent(before.per_class[label] or 0)} to {percent(after.per_class[label] or 0)}"
+        for label in gone
+        if label in change
+    ]
+    kept = {label: value for label, value in change.items() if label not in gone}
+    if kept:
+        worst = min(kept, key=lambda label: kept[label])
+        lost = f"loses {-100 * kept[worst]:.1f} points" if kept[worst] < 0 else f"gains {100 * kept[worst]:.1f} points"
+        parts.append(f"of the classes kept, {names[worst]} fares worst and {lost}")
+    return "; ".join(parts)
+
+
+def confusion_change(before: Evaluation, after: Evaluation) -> Tensor:
+    """Of each true label, the share of answers that moved to each label (positive) or away from it, (labels, labels).
+
+    >>> old, new = (Evaluation(4, 0, 0, rows) for rows in (((2, 0), (0, 2)), ((1, 1), (0, 2))))
+    >>> confusion_change(old, new).tolist()
+    [[-0.5, 0.5], [0.0, 0.0]]
+    """
+    tables = [torch.tensor(score.confusion, dtype=torch.float64) for score in (before, after)]
+    old, new = (table / table.sum(1, keepdim=True).clamp_min(1) for table in tables)
+    return (new - old).float()
+
+
+def confusion_figure(before: Evaluation, after: Evaluation, names: Sequence[str], gone: Sequence[int]) -> "Figure":
+    """Which answers moved where: shares of each true class, after less before."""
+    change = confusion_change(before, after)
+    few = len(names) <= MOST_CLASSES
+    figure, ((ax,),) = new_figure(6.2, 5.2)
+    most = max(float(change.abs().max()), 0.01)
+    shown = ax.imshow(100 * change.numpy(), cmap="PuOr", vmin=-100 * most, vmax=100 * most)
+    for true, answer in ((t, a) for t in range(len(names)) for a in range(len(names)) if few):
+        if abs(value := float(change[true, answer])) >= 0.005:
+            colour = "white" if abs(value) > 0.6 * most else "black"
+            ax.text(answer, true, f"{100 * value:+.0f}", ha="center", va="center", fontsize=7, color=colour)
+    ticks = range(len(names)) if few else range(0, len(names), 10)
+    ax.set_xticks(ticks, [names[label] for label in ticks], rotation=60, ha="right")
+    ax.set_yticks(ticks, [names[label] for label in ticks])
+    for label in gone if few else ():
+        ax.get_yticklabels()[label].set_fontweight("bold")
+    ax.set_xlabel("answer", fontsize=9)
+    ax.set_ylabel("true class", fontsize=9)
+    bar = figure.colorbar(shown, ax=ax, shrink=0.8)
+    bar.set_label("change in percentage points", fontsize=8)
+    bar.ax.tick_params(labelsize=8)
+    entitle(figure, _confusion_finding(change, names, gone))
+    return figure
+
+
+def _confusion_finding(change: Tensor, names: Sequence[str], gone: Sequence[int]) -> str:
+    told = []
+    for label in gone:
+        moved = change[label].clone()
+        moved[label] = 0
+        new = int(moved.argmax())
+        if moved[new] > 0:
+            told.append(
+                f"images of {names[label]} are now most often called {names[new]} ({100 * moved[new]:+.0f} points)"
+            )
+    kept = [label for label in range(len(names)) if label not in gone]
+    stays = float(change[kept].clamp_min(0).sum(1).mean()) if kept else 0.0
+    told.append(f"of the other images {percent(stays)} got another answer on balance")
+    return "; ".join(told)
+
+
+def own_confidence(model: nn.Module, images: Images | Batches, *, device: torch.device | str = "cpu") -> Tensor:
+    """The probability that a model gives to each image's own class, (images,)."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            parts = [
+                answers_of(model, inputs).float().softmax(1).gather(1, labels.unsqueeze(1)).squeeze(1).cpu()
+                for inputs, labels in evaluation_batches(images, device=device)
+            ]
+    finally:
+        model.train(was_training)
+    return torch.cat(parts)
+
+
+def confidence_figure(confidence: Mapping[str, Tensor], what: str, bins: int = 20) -> "Figure":
+    """Histograms of `own_confidence` on what had to go, by role: original, forgot, reference."""
+    figure, ((ax,),) = new_figure(6.2, 3.3)
+    for role, values in confidence.items():
+        colour, _, dash = ROLES[role]
+        counts = torch.histc(values.clamp(0, 1), bins, 0, 1) / len(values)
+        edges = [number / bins for number in range(bins + 1)]
+        ax.stairs(counts.tolist(), edges, color=colour, linewidth=1.8, linestyle=dash, label=ROLE_NAMES[role])
+    percent_axis(ax)
+    ax.set_ylim(bottom=0)
+    ax.set_xlabel("probability given to the image's own class", fontsize=9)
+    ax.set_ylabel("share of these images", fontsize=9)
+    grid_lines(ax)
+    ax.legend(fontsize=8, frameon=False)
+    means = [f"{ROLE_NAMES[role]} {percent(float(values.mean()))}" for role, values in confidence.items()]
+    entitle(figure, f"Mean confidence in {what}: " + ", ".join(means))
+    return figure
+
+
+def reached(curve: Curve, target: float) -> float | None:
+    """The first step at which a curve is at the target or above; None if never.
+
+    >>> reached([(0, 0.1), (5, 0.6), (10, 0.5)], 0.55)
+    5
+    """
+    return next((step for step, value in curve if value >= target), None)
+
+
+def relearn_figure(curves: Mapping[str, Curve], target: float | None = None) -> "Figure":
+    """Forget accuracy over the steps of learning it again, by role: original, forgot, reference."""
+    figure, ((ax,),) = new_figure(6.2, 3.4)
+    _role_lines(ax, {role: ([s for s, _ in c], [v for _, v in c]) for role, c in curves.items()})
+    ax.set_xlabel("steps of training on a few of the forgotten images", fontsize=9)
+    ax.set_ylabel("forget accuracy", fontsize=9)
+    if target is None:
+        ends = [f"{ROLE_NAMES[role]} {percent(curve[-1][1])}" for role, curve in curves.items()]
+        entitle(figure, "Forget accuracy at the end of relearning: " + ", ".join(ends))
+        return figure
+    ax.axhline(target, color=BLACK, linestyle=":", linewidth=1)
+    ax.text(ax.get_xlim()[1], target, "learnt again ", fontsize=8, ha="right", va="bottom")
+    told = []
+    for role, curve in curves.items():
+        step = reached(curve, target)
+        told.append(f"{ROLE_NAMES[role]} {f'over {curve[-1][0]:g}' if step is None else f'{step:g}'}")
+    entitle(figure, "Steps until the class is learnt again: " + ", ".join(told))
+    return figure
+
+
+def relearn_steps_figure(steps: Mapping[str, Mapping[str, float | None]], most: int) -> "Figure":
+    """Steps until what had to go is learnt again from so many of its images, by role; None: not within `most`."""
+    figure, ((ax,),) = new_figure(6.2, 3.4)
+    roles = [role for role in ROLES if any(role in found for found in steps.values())]
+    wide = 0.8 / max(len(roles), 1)
+    for number, role in enumerate(roles):
+        colour, hatch = ROLES[role][0], HATCHES[role]
+        for place, found in enumerate(steps.values()):
+            taken = found.get(role)
+            at = place + (number - (len(roles) - 1) / 2) * wide
+            face = colour if hatch is None else "white"
+            label = ROLE_NAMES[role] if place == 0 else None
+            ax.bar(
+                at, most if taken is None else taken, wide, facecolor=face, edgecolor=colour, hatch=hatch, label=label
+            )
+            ax.text(at, most if taken is None else taken, f"> {most}" if taken is None else f"{taken:g}", **ABOVE)
+    ax.set_xticks(range(len(steps)), [f"{key} forgotten images" for key in steps])
+    ax.set_ylabel("steps of training", fontsize=9)
+    ax.margins(y=0.1)
+    grid_lines(ax)
+    ax.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, 1.14), ncols=len(roles))
+    key, found = list(steps.items())[-1]
+    told = [
+        f"{ROLE_NAMES[r]} {f'over {most}' if found.get(r) is None else f'{found[r]:g}'}" for r in roles if r in found
+    ]
+    entitle(figure, f"Steps until it is learnt again from {key} images: {', '.join(told)}")
+    return figure
+
+
+def probe_figure(recall: Mapping[str, Mapping[str, float]]) -> "Figure":
+    """How well a linear probe finds the forgotten class in the features of each layer, by role."""
+    figure, ((ax,),) = new_figure(6.2, 3.4)
+    _role_lines(ax, {role: (list(layers), list(layers.values())) for role, layers in recall.items()})
+    ax.set_xlabel("layer, first to last", fontsize=9)
+    ax.set_ylabel("recall of what had to go", fontsize=9)
+    ax.tick_params(axis="x", labelrotation=30)
+    last = [f"{ROLE_NAMES[role]} {percent(list(layers.values())[-1])}" for role, layers in recall.items()]
+    entitle(figure, "A linear probe on the last layer still finds: " + ", ".join(last))
+    return figure
+
+
+def _role_lines(ax: "Axes", lines: Mapping[str, tuple[Sequence[float] | Sequence[str], Sequence[float]]]) -> None:
+    for role, (places, values) in lines.items():
+        colour, marker, dash = ROLES[role]
+        ax.plot(places, values, color=colour, marker=marker, linestyle=dash, label=ROLE_NAMES[role])
+    percent_axis(ax)
+    ax.set_ylim(-0.03, 1.03)
+    grid_lines(ax)
+    ax.legend(fontsize=8, frameon=False)

@@ -1,0 +1,101 @@
+"""How every figure looks: colours that colour-blind readers tell apart, a title that states the finding, PNG bytes."""
+
+import io
+import textwrap
+from typing import TYPE_CHECKING
+
+from fedortho.errors import FedOrthoError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+# Okabe and Ito's palette, which survives the common kinds of colour blindness; yellow is left out: too pale in print
+BLUE, RED, GREEN, ORANGE, PURPLE, SKY, BLACK = (
+    *("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#222222"),
+)
+SERIES = (BLUE, RED, GREEN, ORANGE, PURPLE, SKY, BLACK)
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # with the colours, so that a grey print can be read too
+DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)), (0, (6, 3)))
+BEFORE, AFTER, REFERENCE = BLUE, RED, GREEN  # the same thing has the same colour in every figure
+HATCH = "////"  # of what comes after
+LETTERS_PER_INCH = 11.5  # of a title
+
+
+class NoLibrary(FedOrthoError):
+    """A library that only figures need is not installed."""
+
+
+def new_figure(
+    width: float, height: float, rows: int = 1, columns: int = 1, *, share_y: bool = False
+) -> "tuple[Figure, list[list[Axes]]]":
+    """A figure of inches with a grid of axes; it belongs to nobody, so no window and no global state is touched."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise NoLibrary("figures need matplotlib; install it: pip install 'fedortho[figures]'") from error
+    figure = Figure(figsize=(width, height), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False, sharey=share_y)
+    for ax in grid.flat:
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.tick_params(labelsize=8)
+        ax.set_axisbelow(True)
+    return figure, [list(row) for row in grid]
+
+
+def entitle(figure: "Figure", finding: str) -> None:
+    """State the finding above the figure, wrapped to its width."""
+    lines = textwrap.wrap(finding[:1].upper() + finding[1:], int(figure.get_figwidth() * LETTERS_PER_INCH))
+    figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=10.5, fontweight="bold")
+
+
+def finding_of(figure: "Figure") -> str:
+    """The title of a figure in one line, for a caption or a text that stands for it."""
+    return " ".join(figure.get_suptitle().split())
+
+
+def png(figure: "Figure", dpi: int = 110) -> bytes:
+    """The figure as a PNG of at most 256 colours; the same figure gives the same bytes."""
+    from PIL import Image
+
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=dpi)
+    whole = Image.open(drawn).convert("RGB")
+    out = io.BytesIO()
+    whole.quantize(256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(out, "PNG", optimize=True)
+    return out.getvalue()
+
+
+def percent(share: float) -> str:
+    """A share as people read it; what is neither none nor all is not rounded to it.
+
+    >>> percent(0.512), percent(0.034), percent(0.0), percent(1.0), percent(0.0004), percent(0.9999)
+    ('51 %', '3.4 %', '0 %', '100 %', 'below 0.1 %', 'above 99.9 %')
+    """
+    if 0 < share < 0.001:
+        return "below 0.1 %"
+    if 0.999 < share < 1:
+        return "above 99.9 %"
+    digits = 0 if share in (0, 1) or 0.1 <= abs(share) <= 0.99 else 1
+    return f"{share:.{digits}%}".replace("%", " %")
+
+
+def times(ratio: float) -> str:
+    """A ratio as people read it.
+
+    >>> times(152.3), times(3.27), times(1.0)
+    ('152 times', '3.3 times', '1.0 times')
+    """
+    return f"{ratio:,.0f} times" if ratio >= 10 else f"{ratio:.1f} times"
+
+
+def grid_lines(ax: "Axes", axis: str = "y") -> None:
+    ax.grid(axis=axis, color="#dddddd", linewidth=0.6)  # type: ignore[arg-type]  # x, y or both
+
+
+def percent_axis(ax: "Axes", axis: str = "y") -> None:
+    """Shares, 0 to 1, written as percentages."""
+    from matplotlib.ticker import PercentFormatter
+
+    (ax.yaxis if axis == "y" else ax.xaxis).set_major_formatter(PercentFormatter(1.0, decimals=0, symbol=" %"))

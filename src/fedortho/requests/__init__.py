@@ -1,0 +1,1 @@
+"""Requests served on runs: forgetting, reference models, judging, comparing, tuning."""

@@ -1,0 +1,200 @@
+"""Serve a request on a run: plan, apply, judge, and write a new run that has forgotten; the old one stays."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedortho.data.images import Dataset
+from fedortho.data.request import Clients, ForgetRequest
+from fedortho.engines.central import CentralEngine
+from fedortho.errors import FedOrthoError
+from fedortho.evaluation.accuracies import Accuracies, accuracies_of
+from fedortho.models.patch import NOTHING, Patch, undo_patch, write_undo
+from fedortho.runs.derived import check_places, write_derived
+from fedortho.runs.run import Run
+from fedortho.runs.served import earlier_requests, kept_out, last_request
+from fedortho.statistics.engine import Engine
+from fedortho.statistics.ledger import forget_lines, load_ledger, rebind_ledger
+from fedortho.statistics.observe import Observation
+from fedortho.statistics.query import Ask, Group, Probe
+from fedortho.storage.files import tensors_digest
+from fedortho.storage.journal import append_entry
+from fedortho.storage.settings import as_mapping
+from fedortho.unlearning.plan import ForgetSettings, Outcome, plan_forgetting
+
+logger = logging.getLogger(__name__)
+RETRAIN_AFTER = 0.03  # retain accuracy lost over all requests, past which retraining is advised
+
+
+@dataclass(frozen=True)
+class Served:
+    """What serving a request came to."""
+
+    request: ForgetRequest
+    outcome: Outcome
+    before: Accuracies
+    after: Accuracies
+    all_forgotten: dict[str, float]  # forget accuracy of each request served so far, this one included
+    retain_paid: float  # retain accuracy lost over all of them
+    run: Run | None  # None if nothing was written
+
+    @property
+    def advise_retraining(self) -> bool:
+        return self.retain_paid > RETRAIN_AFTER
+
+
+def serve_request(
+    run: Run,
+    data: Dataset,
+    request: ForgetRequest,
+    settings: ForgetSettings,
+    *,
+    out: Path | None,
+    undo: Path | None = None,
+    device: torch.device | str = "cpu",
+    engine: Engine | None = None,
+    clients: Clients | None = None,
+) -> Served:
+    """Forget on a run and write the result to `out`, or only tell what would be done (`out` is None).
+
+    A federation passes itself as the `engine`, and the rows that its `clients` hold so that it can be judged.
+    """
+    check_places(out, undo)
+    serve = partial(_served, run, data, request, settings, out, undo, device, engine, clients)
+    return serve() if out is None else _recorded(serve, run, request, out.name)
+
+
+def _recorded(serve: Callable[[], Served], run: Run, request: ForgetRequest, name: str) -> Served:
+    """Serve, and tell the journal beside the runs that it was asked for and what became of it."""
+    place, before = run.path.absolute().parent, run.record["model"]["digest"]
+    append_entry(place, "received", run.path.name, str(request), before=before)
+    try:
+        served = serve()
+    except FedOrthoError as error:
+        append_entry(place, "refused", run.path.name, str(request), before=before, details={"reason": str(error)})
+        raise
+    append_entry(place, "executed", name, str(request), before=before, after=served.outcome.patch.after)
+    return served
+
+
+def _served(
+    run: Run,
+    data: Dataset,
+    request: ForgetRequest,
+    settings: ForgetSettings,
+    out: Path | None,
+    undo: Path | None,
+    device: torch.device | str,
+    engine: Engine | None,
+    clients: Clients | None,
+) -> Served:
+    earlier = earlier_requests(run)
+    forgotten = kept_out(run)
+    model = run.load_model().to(device)
+    ledger = load_ledger(run.path / "ledger.safetensors", model)
+    engine = engine or CentralEngine(data, ledger, clients, device)
+    outcome = plan_forgetting(model, engine, request, settings, forgotten=forgotten)
+    edited = outcome.patch.apply(model)
+    is_afar = engine.is_federated and clients is None  # the images of clients and samples are not here
+    asked = is_afar and request.kind != "class"
+    told = _told(engine, model, outcome.patch, request, forgotten, settings) if asked else (None, None)
+    before, after = (
+        accuracies_of(m, data, request, forgotten=forgotten, clients=clients, device=device, forget=forget)
+        for m, forget in zip((model, edited), told, strict=True)
+    )
+    if request.kind == "class" and before.forget <= settings.target:
+        share = f"{before.forget:.1%}"
+        logger.warning("%s was named rightly in %s of its images before: there was nothing to hide", request, share)
+    judged = [r for r in earlier if r.kind == "class" or not is_afar]
+    old = {str(r): accuracies_of(edited, data, r, clients=clients, device=device).forget for r in judged}
+    scores = old | {str(request): after.forget}
+    paid = before.retain - after.retain + sum(entry["retain-paid"] for entry in run.record.get("requests", []))
+    served = Served(request, outcome, before, after, scores, paid, None)
+    if out is None:
+        return served
+    if undo is not None:
+        write_undo(undo, outcome.patch, model)
+    entries = [*run.record.get("requests", []), _entry(served, settings, device, ledger)]
+    changes = {"requests": entries, "result": {"test-accuracy": after.test}}
+    bound = None
+    if ledger is not None:
+        stays = data.train.subset(~request.mask(data.train, clients))
+        bound = forget_lines(rebind_ledger(ledger, model, edited, data.train), stays)
+    return replace(served, run=write_derived(out, run, edited, changes, patch=outcome.patch, ledger=bound))
+
+
+def _told(
+    engine: Engine,
+    model: nn.Module,
+    patch: Patch,
+    request: ForgetRequest,
+    forgotten: ForgetRequest | None,
+    settings: ForgetSettings,
+) -> tuple[float, float]:
+    """Accuracy on what must go, before and after, as the holders of those images count it."""
+    probe = Probe("right", settings.layers, settings.edit, settings.tap, (NOTHING, patch))
+    ((seen,),) = engine.measure(model, [Ask((Group("train", request, forgotten),), probe)])
+    return float(seen.mean("0")), float(seen.mean("1"))
+
+
+def _entry(
+    served: Served, settings: ForgetSettings, device: torch.device | str, ledger: Observation | None
+) -> dict[str, Any]:
+    paid = served.before.retain - served.after.retain
+    place = {"threads": torch.get_num_threads(), "device": str(device)}  # float sums depend on them
+    place["ledger"] = None if ledger is None else ledger.digest  # what was decided by
+    return describe(served) | {"settings": as_mapping(settings), "retain-paid": paid} | place
+
+
+def describe(served: Served) -> dict[str, Any]:
+    """A served request as plain values: what was asked, done, measured and spent."""
+    outcome = served.outcome
+    chosen = outcome.chosen
+    value: dict[str, Any] = {
+        "request": str(served.request),
+        "before": asdict(served.before),
+        "after": asdict(served.after),
+        "all-forgotten": served.all_forgotten,
+        "seconds": dict(outcome.seconds),
+        "images-read": dict(outcome.images_read),
+        "tail-flops": {phase: tally.tail_flops for phase, tally in outcome.spent.items()},
+        "wire": {phase: asdict(tally) for phase, tally in outcome.spent.items() if tally.exchanges},
+        "kernels": {site: len(found["kernels"]) for site, found in outcome.patch.note["sites"].items()},
+        "opposed-kernels": outcome.opposed,
+        "sample-correlation": outcome.sample_correlation,
+        "digests": {"before": outcome.patch.before, "after": outcome.patch.after},
+    }
+    if "directions" in outcome.patch.note:
+        value["directions"] = dict(outcome.patch.note["directions"])
+    if chosen is not None:
+        value |= {
+            "ratio": chosen.ratio,
+            "scrub": chosen.scrub,
+            "trial-forget": chosen.forget,
+            "trial-retain": chosen.retain,
+            "trials": [
+                {"ratio": trial.ratio, "scrub": trial.scrub, "forget": trial.forget, "retain": trial.retain}
+                for trial in outcome.trials
+            ],
+        }
+    return value
+
+
+def undo_run(run: Run, undo: Path, out: Path) -> Run:
+    """The run as it was before its last request, from the undo file that was kept."""
+    last_request(run)  # refuses a run that has none
+    check_places(out, None)
+    restored = undo_patch(undo, run.load_model())
+    digests = {"before": run.record["model"]["digest"], "after": tensors_digest(restored.state_dict())}
+    *earlier, last = run.record["requests"]
+    undone = [*run.record.get("undone", []), last["request"]]
+    changes = {"requests": earlier, "undone": undone, "result": {"test-accuracy": last["before"]["test"]}}
+    derived = write_derived(out, run, restored, changes, patch=None, ledger=None)
+    append_entry(run.path.absolute().parent, "undone", run.path.name, last["request"], **digests)
+    return derived

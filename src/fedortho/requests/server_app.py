@@ -1,0 +1,78 @@
+"""The Flower server app: one job, as a flat configuration describes it."""
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedortho.data.request import ForgetRequest
+from fedortho.errors import BadSetting, FedOrthoError
+from fedortho.federated.client import federate_settings
+from fedortho.federated.engine import News
+from fedortho.requests.forgetting import describe
+from fedortho.runs.run import open_run
+from fedortho.runs.settings import FederateSettings
+from fedortho.storage.settings import make_settings
+from fedortho.unlearning.plan import ForgetSettings
+
+if TYPE_CHECKING:
+    from flwr.app import Context
+    from flwr.serverapp import Grid, ServerApp
+
+from fedortho.federated.server import sync, train_federation
+from fedortho.requests.federated_forgetting import forget_in_federation
+
+remote = logging.getLogger("flwr")  # the log that a SuperLink hands to whoever submitted the job
+
+
+def server_app(config: Mapping[str, Any] | None = None) -> "ServerApp":
+    """The app; its job comes from `config`, or from the run's configuration: `do` (train, forget or sync), `out`, …"""
+    from flwr.serverapp import ServerApp
+
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: "Grid", context: "Context") -> None:
+        do_job(grid, config or context.run_config)
+
+    return app
+
+
+def do_job(grid: "Grid", config: Mapping[str, Any]) -> None:
+    """One job, as a flat configuration describes it."""
+    out = Path(str(config.get("out") or "")) if config.get("out") else None
+    job = config.get("do")
+    if job == "train":
+        if out is None:
+            raise FedOrthoError("the job needs out, the run directory to write")
+        train_federation(out, federate_settings(config), grid, watch=_tell)
+    elif job in ("forget", "sync"):
+        run = open_run(Path(str(config["run"])))
+        if not isinstance(run.settings, FederateSettings):
+            raise FedOrthoError(f"{run.path} was not trained by a federation")
+        if job == "sync":
+            remote.info("clients %s have the model of %s", sync(run, grid), run.path)
+            return
+        settings = _forget_settings(str(config.get("forget") or "{}"))
+        served = forget_in_federation(run, ForgetRequest.parse(str(config["request"])), settings, grid, out=out)
+        remote.info("%s", json.dumps(describe(served)))
+    else:
+        raise FedOrthoError(f"no job {job!r}; choose from train, forget, sync")
+
+
+def _forget_settings(text: str) -> ForgetSettings:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise BadSetting(f"forget must be settings as JSON, not {text!r}") from error
+    if not isinstance(value, dict):
+        raise BadSetting(f"forget must be settings as JSON, not {text!r}")
+    return make_settings(ForgetSettings, value)
+
+
+def _tell(news: News) -> None:
+    if news.history and not news.asked:
+        entry = news.history[-1]
+        told = (entry.epoch + 1, news.rounds, entry.clients, entry.loss, news.bytes_down / 1e6, news.bytes_up / 1e6)
+        remote.info("round %d/%d: %d clients, loss %.3f, %.1f MB down, %.1f MB up so far", *told)

@@ -1,0 +1,1 @@
+"""Run directories: settings, records, training, and runs derived from others."""

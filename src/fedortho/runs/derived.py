@@ -1,0 +1,60 @@
+"""A run that differs from another in its weights: written beside its place, then moved there."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fedortho.errors import FedOrthoError
+from fedortho.models.patch import Patch
+from fedortho.runs.run import Run, open_run
+from fedortho.statistics.observe import Observation
+from fedortho.storage.files import check_writable, tensors_digest, write_json, write_tensors
+
+
+def check_places(out: Path | None, undo: Path | None) -> None:
+    """Refuse to write over anything, before any work is done."""
+    if out is not None and out.exists():
+        raise FedOrthoError(f"{out} is there already; choose a new directory for --out")
+    if undo is not None:
+        if undo.exists():
+            raise FedOrthoError(f"{undo} is there already; an undo file is never overwritten")
+        check_writable(next(place for place in undo.absolute().parents if place.exists()))
+
+
+def write_derived(
+    out: Path, run: Run, model: nn.Module, changes: dict[str, Any], *, patch: Patch | None, ledger: Observation | None
+) -> Run:
+    """Write a run that differs from another in its weights, beside the place it will take; then move it there."""
+    building = out.parent / f".{out.name}.building"
+    shutil.rmtree(building, ignore_errors=True)
+    try:
+        building.mkdir(parents=True)
+    except OSError as error:
+        raise FedOrthoError(f"{out} cannot be written: {error.strerror}; choose another --out") from error
+    state = model.cpu().state_dict()
+    write_tensors(building / "model.safetensors", state)
+    for name in ("split.json", "history.json"):
+        shutil.copyfile(run.path / name, building / name)
+    number = len(changes["requests"]) - (patch is not None)
+    copy_patches(run, building, number)
+    if patch is not None:
+        patch.save(building / "patches" / f"{number:04}.safetensors")
+    elif (run.path / "clients").is_dir():
+        (building / "clients").mkdir()  # of a simulation: they begin anew, with the restored model
+    if ledger is not None:
+        ledger.save(building / "ledger.safetensors")
+    about = run.record["model"] | {"digest": tensors_digest(state)}
+    write_json(
+        building / "run.json", run.record | {"model": about} | {"parent": run.record["model"]["digest"]} | changes
+    )
+    building.replace(out)
+    return open_run(out)
+
+
+def copy_patches(run: Run, to: Path, number: int) -> None:
+    """The patches of a run's first so many requests, for a run that has forgotten the same."""
+    for file in sorted((run.path / "patches").glob("*.safetensors"))[:number]:
+        (to / "patches").mkdir(exist_ok=True)
+        shutil.copyfile(file, to / "patches" / file.name)

@@ -1,0 +1,70 @@
+"""What a federation is: how many clients, who holds which images, how often and how many of them train."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedortho.data.images import Dataset
+from fedortho.data.partition import partition
+from fedortho.errors import BadSetting, FedOrthoError, unknown
+from fedortho.storage.settings import kebab
+
+LEAST = {"clients": 1, "rounds": 0, "least_images": 1, "evaluate_every": 0, "least_group": 1, "warmup_contacts": 0}
+NORMS = ("fedavg", "local", "recalibrate")
+
+
+@dataclass(frozen=True)
+class Federation:
+    """How clients train together; every field is a plain number or word."""
+
+    clients: Annotated[int, "number of clients"] = 100
+    rounds: Annotated[int, "exchanges of models"] = 100
+    fraction: Annotated[float, "share of the clients that train in a round, at least one of them"] = 0.1
+    split: Annotated[str, "who holds what: iid, dirichlet:BETA or shards:NUMBER"] = "iid"
+    least_images: Annotated[int, "images that each client holds at least"] = 10
+    norms: Annotated[
+        str, "running statistics: fedavg, local (never sent, then pooled), recalibrate (fedavg, then pooled)"
+    ] = "fedavg"
+    warmup_contacts: Annotated[int, "contacts of a client without alignment"] = 1
+    evaluate_every: Annotated[int, "rounds between two measurements; 0: only at the end"] = 5
+    timeout: Annotated[float, "seconds to wait for the clients in an exchange"] = 600.0
+    quorum: Annotated[float, "share of the asked clients that must answer"] = 0.5
+    least_group: Annotated[int, "a client withholds sums over fewer images than this; 1: it sends them all"] = 5
+
+    def __post_init__(self) -> None:
+        for name, least in LEAST.items():
+            if getattr(self, name) < least:
+                raise BadSetting(f"{kebab(name)} must be at least {least}, not {getattr(self, name)}")
+        if not 0 < self.fraction <= 1:
+            raise BadSetting(f"fraction must be above 0 and at most 1, not {self.fraction}")
+        if not 0 <= self.quorum <= 1:
+            raise BadSetting(f"quorum must be between 0 and 1, not {self.quorum}")
+        if self.norms not in NORMS:
+            raise unknown("norms", self.norms, NORMS)
+        if not 0 < self.timeout < float("inf"):
+            raise BadSetting(f"timeout must be a number of seconds above 0, not {self.timeout}")
+
+
+def held_rows(data: Dataset, federation: Federation, seed: int) -> dict[int, Tensor]:
+    """The rows of the training images that each client holds, those set aside for validation among them."""
+    rows = torch.cat([data.train.rows, data.valid.rows]).sort().values
+    labels = data.train.store_labels[rows]
+    parts = partition(labels, federation.clients, federation.split, seed=seed, minimum=federation.least_images)
+    return {client: rows[positions] for client, positions in enumerate(parts)}
+
+
+def sample_clients(there: Sequence[int], federation: Federation, seed: int, turn: int) -> list[int]:
+    """Who trains in a round: drawn by seed and round from those that are there, in ascending order.
+
+    >>> sample_clients(range(10), Federation(clients=10, fraction=0.3), seed=0, turn=0)
+    [0, 3, 7]
+    """
+    if not there:
+        raise FedOrthoError("no client is there; start the nodes, then begin again")
+    number = min(max(round(federation.fraction * federation.clients), 1), len(there))
+    random = np.random.default_rng([seed, turn, 77])
+    return sorted(int(client) for client in random.choice(np.asarray(sorted(there)), number, replace=False))

@@ -1,0 +1,98 @@
+"""A finished run, as read from its directory."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fedortho.data.decoding import Report
+from fedortho.data.images import Dataset
+from fedortho.data.sources import load_images
+from fedortho.errors import BadCheckpoint, BadData
+from fedortho.models.zoo import build_model
+from fedortho.runs.settings import FederateSettings, TrainSettings, relocated
+from fedortho.storage.checkpoints import load_weights
+from fedortho.storage.files import read_json, read_tensors, tensors_digest
+from fedortho.storage.provenance import SCHEMA
+from fedortho.storage.settings import make_settings
+from fedortho.training.loop import Epoch
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run, as read from its directory."""
+
+    path: Path
+    settings: TrainSettings
+    record: dict[str, Any]
+
+    def load_model(self) -> nn.Module:
+        """The trained weights in a model of the recorded kind, in eval mode; other bytes are refused."""
+        about = self.record["model"]
+        model = build_model(self.settings.model, classes=about["classes"], channels=about["channels"])
+        weights, _ = read_tensors(self.path / "model.safetensors")
+        load_weights(model, weights, self.path / "model.safetensors")
+        if tensors_digest(model.state_dict()) != about["digest"]:
+            raise BadCheckpoint(f"{self.path / 'model.safetensors'} is not the model that run.json describes")
+        return model.eval()
+
+    def load_data(self, data_dir: str = "", progress: Report | None = None) -> Dataset:
+        """The run's data, split as in training; data with other content is refused."""
+        data = load_run_data(self.settings, data_dir, progress)
+        if data.digest != self.record["data"]["digest"]:
+            raise BadData(f"{data.name} here is not the data that {self.path} was trained on (its digest differs)")
+        if read_json(self.path / "split.json").get("valid") != data.valid.rows.tolist():
+            raise BadCheckpoint(f"{self.path / 'split.json'} names other validation images than seed and share give")
+        return data
+
+    def at(self, data_dir: str = "", device: str = "auto") -> "Run":
+        """The same run with its data at another place, or for another device; on disk it stays as it is."""
+        settings = relocated(self.settings, data_dir)
+        return replace(self, settings=settings if device == "auto" else replace(settings, device=device))
+
+    def history(self) -> list[Epoch]:
+        try:
+            return [Epoch(**entry) for entry in read_json(self.path / "history.json")]
+        except TypeError as error:
+            raise BadCheckpoint(f"{self.path / 'history.json'} is no history of epochs ({error})") from error
+
+
+def load_run_data(settings: TrainSettings, data_dir: str = "", progress: Report | None = None) -> Dataset:
+    """The dataset that settings name, with its validation split."""
+    at = relocated(settings, data_dir)
+    return load_images(
+        at.data, at.data_dir or None, valid=at.valid, seed=at.dealt_by, size=at.image_size, progress=progress
+    )
+
+
+def open_run(path: Path | str) -> Run:
+    """Read a finished run."""
+    path = Path(path)
+    record = _read_record(path)
+    if record is None:
+        raise BadCheckpoint(
+            f"{path} is not a run directory: it has no run.json; make one with fedortho train --out {path}"
+        )
+    if record["status"] != "done":
+        raise BadCheckpoint(f"the training in {path} has not finished; run the same fedortho train again to go on")
+    return Run(path, make_settings(_kind(record), record["settings"]), record)
+
+
+def _kind(record: dict[str, Any]) -> type[TrainSettings]:
+    return FederateSettings if "clients" in record["settings"] else TrainSettings
+
+
+def _read_record(path: Path) -> dict[str, Any] | None:
+    try:
+        if not (path / "run.json").exists():
+            return None
+    except OSError as error:
+        raise BadCheckpoint(f"{path} cannot be read: {error.strerror}") from error
+    record = read_json(path / "run.json")
+    if not isinstance(record, dict) or record.get("schema") != SCHEMA:
+        raise BadCheckpoint(f"{path / 'run.json'} is not a run record of schema {SCHEMA}")
+    wanted = {"status", "settings", "data"} | ({"model", "result"} if record.get("status") == "done" else set())
+    if missing := sorted(wanted - record.keys()):
+        raise BadCheckpoint(f"{path / 'run.json'} is damaged: it lacks {', '.join(missing)}")
+    return record

@@ -1,0 +1,227 @@
+"""Train into a run directory, safe to kill and resume; or make one of weights trained elsewhere."""
+
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedortho.data.decoding import Report
+from fedortho.data.images import Dataset
+from fedortho.data.request import ForgetRequest
+from fedortho.devices import choose_device, using_threads
+from fedortho.errors import FedOrthoError
+from fedortho.models.predictions import evaluate
+from fedortho.models.zoo import build_model, check_output
+from fedortho.runs.run import Run, _kind, _read_record, load_run_data, open_run
+from fedortho.runs.settings import FREE, ImportSettings, TrainSettings
+from fedortho.statistics.ledger import write_ledger
+from fedortho.storage.checkpoints import load_weights, read_weights
+from fedortho.storage.files import locked, read_tensors, tensors_digest, write_json, write_tensors
+from fedortho.storage.provenance import SCHEMA, environment
+from fedortho.storage.settings import as_mapping, make_settings
+from fedortho.training.loop import Epoch, Watch, check_fit, fit, ortho_layers
+
+logger = logging.getLogger(__name__)
+GUESSING = 1.5  # accuracy below so many times that of a guess is nothing learnt
+
+
+Trainer = Callable[[nn.Module, Dataset, Path], tuple[nn.Module, Sequence[Epoch]]]
+
+
+def train_run(
+    path: Path | str,
+    settings: TrainSettings,
+    *,
+    watch: Watch | None = None,
+    progress: Report | None = None,
+    observing: Report | None = None,
+    trainer: Trainer | None = None,
+    inherited: Mapping[str, Any] | None = None,
+) -> Run:
+    """Train into a directory, or go on where a killed run stopped, or return the finished run.
+
+    A `trainer` takes the place of `fit`: it gets the fresh model, the data and a checkpoint file (a federation).
+    What is `inherited` of a run that training starts from goes into run.json.
+    """
+    with locked(Path(path)), using_threads(settings.threads):
+        return _train_run(Path(path), settings, watch, progress, observing, trainer, inherited or {})
+
+
+def _train_run(
+    path: Path,
+    settings: TrainSettings,
+    watch: Watch | None,
+    progress: Report | None,
+    observing: Report | None,
+    trainer: Trainer | None,
+    inherited: Mapping[str, Any],
+) -> Run:
+    record = _read_record(path)
+    data = load_run_data(settings, progress=progress)
+    _refuse_foreign(path, record, settings, data)
+    if record is not None and record["status"] == "done":
+        (path / "checkpoint.safetensors").unlink(missing_ok=True)  # killed just before it was removed
+        return open_run(path)
+    device = choose_device(settings.device)
+    model = _fresh_model(settings, data)
+    if trainer is None and settings.without:
+        data = replace(data, train=ForgetRequest.parse(settings.without).split(data.train)[1])
+    check_fit(model, data.train, settings)  # these two refuse before anything is written
+    ortho_layers(model, data.train.shape, settings)
+    if record is None:
+        record = _new_record(settings, data, device) | dict(inherited)
+        _write_split(path, settings, data)
+        write_json(path / "run.json", record)
+    elif record["environment"]["threads"] != torch.get_num_threads():
+        began, now = record["environment"]["threads"], torch.get_num_threads()
+        logger.warning("begun with %d threads, going on with %d: the bytes may differ; see --threads", began, now)
+    checkpoint = path / "checkpoint.safetensors"
+    if trainer is None:
+        trained = _train_centrally(path, settings, model, data, device, watch)
+    else:
+        trained, history = trainer(model, data, checkpoint)
+        write_json(path / "history.json", [asdict(entry) for entry in history])
+    has_ledger = trainer is None  # those of a federation stay with its clients
+    run = _finish(path, record, trained, data, device=device, observing=observing, has_ledger=has_ledger)
+    checkpoint.unlink(missing_ok=True)
+    return run
+
+
+def _train_centrally(
+    path: Path, settings: TrainSettings, model: nn.Module, data: Dataset, device: torch.device, watch: Watch | None
+) -> nn.Module:
+    checkpoint = path / "checkpoint.safetensors"
+    history: tuple[Epoch, ...] = ()
+
+    def keep(news: Any) -> None:
+        nonlocal history
+        history = news.history
+        if watch is not None:
+            watch(news)
+
+    trained = fit(
+        model, data.train, settings.recipe, valid=data.valid, device=device, checkpoint=checkpoint, watch=keep
+    )
+    if history or not checkpoint.exists():
+        write_json(path / "history.json", [asdict(entry) for entry in history])
+    else:  # killed between the last epoch and here
+        write_json(path / "history.json", read_tensors(checkpoint)[1]["progress"]["history"])
+    return trained
+
+
+def _write_split(path: Path, settings: TrainSettings, data: Dataset) -> None:
+    rows = data.valid.rows.tolist()
+    write_json(path / "split.json", {"seed": settings.dealt_by, "share": settings.valid, "valid": rows})
+
+
+def _fresh_model(settings: TrainSettings, data: Dataset) -> nn.Module:
+    channels = data.train.shape[0]
+    model = build_model(settings.model, classes=data.train.classes, channels=channels, seed=settings.seed)
+    check_output(model, data.train.shape, data.train.classes)
+    return model
+
+
+def _refuse_foreign(path: Path, record: dict[str, Any] | None, settings: TrainSettings, data: Dataset) -> None:
+    if record is None:
+        _refuse_occupied(path)
+        return
+    if made := next((key for key in ("imported-from", "parent") if key in record), None):
+        raise FedOrthoError(f"{path} was not trained but made ({made} {record[made]}); choose another --out")
+    mine, theirs = as_mapping(settings), as_mapping(make_settings(_kind(record), record["settings"]))
+    both = [*mine, *(key for key in theirs if key not in mine)]
+    other = [key for key in both if key not in FREE and mine.get(key) != theirs.get(key)]
+    if other:
+        difference = ", ".join(f"{key} is {theirs.get(key)!r}, not {mine.get(key)!r}" for key in other)
+        raise FedOrthoError(f"{path} belongs to other settings ({difference}); choose another --out")
+    if record["data"]["digest"] != data.digest:
+        raise FedOrthoError(f"{path} was begun on other data of the same name; choose another --out")
+
+
+def _refuse_occupied(path: Path) -> None:
+    """Refuse a file and a directory of other things; what we left there when we were killed is no such thing."""
+    if path.exists() and not path.is_dir():
+        raise FedOrthoError(f"{path} is a file; choose a directory for --out")
+    begun = {"split.json", "history.json", "ledger.safetensors", "clients", "updates"}  # of no use without run.json
+    if path.is_dir() and not {file.name for file in path.iterdir() if not _is_left_over(file)} <= begun:
+        raise FedOrthoError(f"{path} holds files of something else; choose a new directory for --out")
+
+
+def _is_left_over(file: Path) -> bool:
+    """Whether this is the temporary file of a write that was killed."""
+    return re.fullmatch(r"\.[a-z]+\.(json|safetensors)\.\w{8}", file.name) is not None
+
+
+def _new_record(settings: TrainSettings, data: Dataset, device: torch.device) -> dict[str, Any]:
+    sizes = {"train": len(data.train), "valid": len(data.valid), "test": len(data.test)}
+    return {
+        "schema": SCHEMA,
+        "status": "training",
+        "settings": as_mapping(settings),
+        "data": {"name": data.name, "digest": data.digest, "classes": list(data.train.names)} | sizes,
+        "environment": environment(device),
+    }
+
+
+def _finish(
+    path: Path,
+    record: dict[str, Any],
+    model: nn.Module,
+    data: Dataset,
+    *,
+    device: torch.device,
+    observing: Report | None,
+    has_ledger: bool = True,
+) -> Run:
+    model = model.to(device)
+    scores = {
+        name: evaluate(model, part, device=device)
+        for name, part in (("valid", data.valid), ("test", data.test))
+        if len(part)
+    }
+    if has_ledger:
+        write_ledger(path / "ledger.safetensors", model, data.train, device=device, progress=observing)
+    state = model.cpu().state_dict()
+    write_tensors(path / "model.safetensors", state)
+    channels = data.train.shape[0]
+    about = {"classes": data.train.classes, "channels": channels, "digest": tensors_digest(state)}
+    about["weights"] = sum(parameter.numel() for parameter in model.parameters())
+    result = {f"{name}-accuracy": score.accuracy for name, score in scores.items()}
+    if scores and max(score.accuracy for score in scores.values()) < GUESSING / data.train.classes:
+        logger.warning(
+            "the model is no better than guessing (%s): it did not learn; train longer, or at a lower --rate",
+            ", ".join(f"{name} {score.accuracy:.1%}" for name, score in scores.items()),
+        )
+    write_json(path / "run.json", record | {"status": "done", "model": about, "result": result})
+    for file in filter(_is_left_over, list(path.iterdir())):
+        file.unlink(missing_ok=True)
+    return open_run(path)
+
+
+def import_run(
+    path: Path | str,
+    weights: Path,
+    settings: ImportSettings,
+    *,
+    progress: Report | None = None,
+    observing: Report | None = None,
+) -> Run:
+    """Make a run of weights that were trained elsewhere; what those saw of our validation split is not known."""
+    path = Path(path)
+    if _read_record(path) is not None:
+        raise FedOrthoError(f"{path} is there already; choose a new directory for --out")
+    _refuse_occupied(path)
+    state = read_weights(weights)
+    known = TrainSettings(**asdict(settings), epochs=0)
+    data = load_run_data(known, progress=progress)
+    model = _fresh_model(known, data)
+    load_weights(model, state, weights)
+    device = choose_device(settings.device)
+    record = _new_record(known, data, device) | {"imported-from": weights.name}
+    _write_split(path, known, data)
+    write_json(path / "history.json", [])
+    return _finish(path, record, model.eval(), data, device=device, observing=observing)

@@ -1,0 +1,151 @@
+"""One forward pass → how strongly each kernel answers to each label; the ledger that later requests read.
+
+For a kernel and an image the peak is the largest value of its response map (paper, section 4.2). An
+observation holds sums of peaks per label and counts of images: observations of disjoint images add up.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedortho.data.images import Batches, Images, evaluation_batches
+from fedortho.errors import BadData
+from fedortho.models.sites import Site
+from fedortho.storage.files import tensors_digest, write_tensors
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Sums of peaks and counts of images; with a model's digest it is that model's ledger."""
+
+    sums: Mapping[str, Tensor]  # "tap:site" → (labels, kernels), float64
+    counts: Tensor  # (labels,), int64
+    model: str = ""  # digest of the model that was observed
+    stale: tuple[str, ...] = ()  # entries that an edit has made untrue
+
+    def __add__(self, other: "Observation") -> "Observation":
+        return self._combined(other, 1)
+
+    def __sub__(self, other: "Observation") -> "Observation":
+        return self._combined(other, -1)
+
+    def _combined(self, other: "Observation", sign: int) -> "Observation":
+        if self.sums.keys() != other.sums.keys():
+            raise BadData("observations of different layers or taps do not add up")
+        if self.model and other.model and self.model != other.model:
+            raise BadData(f"observations of two models do not add up ({self.model[:12]} and {other.model[:12]})")
+        sums = {key: value + sign * other.sums[key] for key, value in self.sums.items()}
+        return replace(self, sums=sums, counts=self.counts + sign * other.counts)
+
+    def only(self, labels: Sequence[int]) -> "Observation":
+        """The part that comes from images of these labels."""
+        kept = torch.zeros(len(self.counts), dtype=torch.bool)
+        kept[list(labels)] = True
+        sums = {key: value * kept.unsqueeze(1) for key, value in self.sums.items()}
+        return replace(self, sums=sums, counts=self.counts * kept)
+
+    def collapsed(self) -> "Observation":
+        """The same over all labels together, in one row: what a client sends of a group."""
+        sums = {key: value.sum(0, keepdim=True) for key, value in self.sums.items()}
+        return replace(self, sums=sums, counts=self.counts.sum().view(1))
+
+    @property
+    def images(self) -> int:
+        return int(self.counts.sum())
+
+    def among(self, keys: Sequence[str]) -> "Observation":
+        return replace(self, sums={key: self.sums[key] for key in keys})
+
+    def mean(self, key: str) -> Tensor:
+        """Mean peak of each kernel over all images seen, (kernels,)."""
+        if self.images <= 0:
+            raise BadData("no image was observed; a mean needs at least one")
+        return self.sums[key].sum(0) / self.images
+
+    @property
+    def digest(self) -> str:
+        """Of the sums and counts alone."""
+        return tensors_digest(self._tensors())
+
+    def save(self, path: Path) -> None:
+        write_tensors(path, self._tensors(), {"model": self.model, "stale": list(self.stale)})
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {f"sums.{key}": value for key, value in self.sums.items()} | {"counts": self.counts}
+
+
+def key_of(site: Site, tap: str) -> str:
+    """Where an observation keeps a site: `conv:features.3`; the tap `stream` of a single layer is its relu."""
+    if site.is_stream:
+        return f"stream:{site.name}"
+    return f"{'relu' if tap == 'stream' else tap}:{site.name}"
+
+
+def observe(
+    model: nn.Module,
+    images: Images | Batches,
+    taps: Sequence[tuple[Site, str]],
+    *,
+    classes: int,
+    device: torch.device | str = "cpu",
+    progress: Callable[[int, int], None] | None = None,
+) -> Observation:
+    """Peaks of all kernels at each (site, tap), in one pass that ends behind the last tapped layer."""
+    wanted: dict[str, tuple[str, str, int]] = {}  # key → module, kind, kernels
+    for site, tap in taps:
+        key = key_of(site, tap)
+        kind, layer = key.partition(":")[0], site.layers[0]
+        at_norm = kind in ("bn", "relu") and layer.norm is not None
+        module = site.name if site.is_stream else (layer.norm or layer.name) if at_norm else layer.name
+        wanted[key] = (module, kind, site.kernels)
+    sums = {key: torch.zeros(classes, kernels, dtype=torch.float64) for key, (_, _, kernels) in wanted.items()}
+    counts = torch.zeros(classes, dtype=torch.int64)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            for inputs, labels in evaluation_batches(images, device=device):
+                if len(labels) and int(labels.max()) >= classes:
+                    raise BadData(f"label {int(labels.max())} but {classes} classes are known")
+                peaks = _peaks(model, inputs.contiguous(memory_format=torch.channels_last), wanted)
+                for key, peak in peaks.items():
+                    sums[key].index_add_(0, labels.cpu(), peak.cpu().double())
+                counts += torch.bincount(labels.cpu(), minlength=classes)
+                if progress is not None and isinstance(images, Images):
+                    progress(int(counts.sum()), len(images))
+    finally:
+        model.train(was_training)
+    return Observation(sums, counts, tensors_digest(model.state_dict()))
+
+
+class _Enough(Exception):
+    """All taps were seen: the rest of the forward pass would be wasted."""
+
+
+def _peaks(model: nn.Module, inputs: Tensor, wanted: Mapping[str, tuple[str, str, int]]) -> dict[str, Tensor]:
+    peaks: dict[str, Tensor] = {}
+
+    def hook(key: str, kind: str) -> Callable[[nn.Module, Any, Tensor], None]:
+        def reduce(_: nn.Module, __: Any, out: Tensor) -> None:
+            peak = out.amax((2, 3))  # here, before an in-place activation can change `out`
+            peaks[key] = peak.clamp_min(0) if kind == "relu" else peak
+            if len(peaks) == len(wanted):
+                raise _Enough
+
+        return reduce
+
+    handles = [
+        model.get_submodule(module).register_forward_hook(hook(key, kind)) for key, (module, kind, _) in wanted.items()
+    ]
+    try:
+        model(inputs)
+    except _Enough:
+        pass
+    finally:
+        for handle in handles:
+            handle.remove()
+    return peaks

@@ -1,0 +1,1 @@
+"""What is written to disk: atomic files, tensors and digests, checkpoints, provenance, the journal."""

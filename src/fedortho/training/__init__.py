@@ -1,0 +1,1 @@
+"""The recipe, the penalties, the objectives and the only SGD loop."""

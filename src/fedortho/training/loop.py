@@ -1,0 +1,362 @@
+"""The only training loop of the project: lessons, orthogonal kernels, alignment; resumable to the same bytes."""
+
+import copy
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from fedortho.data.images import Augment, Images
+from fedortho.errors import BadCheckpoint, BadSetting, FedOrthoError
+from fedortho.models.graph import Layer, select_layers, trace_layers
+from fedortho.models.predictions import accuracy, answers_of
+from fedortho.storage.files import read_tensors, tensors_digest, write_tensors
+from fedortho.training.objectives import (
+    OPTIMISERS,
+    Aim,
+    Lesson,
+    Manner,
+    Rows,
+    as_lessons,
+    check_lessons,
+    check_teachers,
+    plan_steps,
+    read_step,
+    step_loss,
+    step_seed,
+)
+from fedortho.training.orthogonality import add_align_gradient, add_ortho_gradient, ortho_penalty
+from fedortho.training.recipe import Recipe, learning_rate
+
+CHECKPOINT_SECONDS = 30.0
+REPORT_SECONDS = 0.2
+ORTHO_SECONDS = 10.0  # measuring the penalty costs as much as applying it
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What one epoch of training came to."""
+
+    epoch: int
+    loss: float  # mean cross-entropy over the epoch's training images, as augmented
+    accuracy: float  # on those
+    ortho: float | None  # penalty of the chosen layers, summed, at the end of the epoch; None: no layer is chosen
+    valid: float | None  # accuracy on the validation images
+    seconds: float
+    clients: int | None = None  # in a federation, whose epochs are rounds: how many trained
+    drift: float | None = None  # mean over them of the distance from the received weights
+    images: int | None = None  # trained on, each time counted
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a watcher is told a few times a second and at the end of each epoch."""
+
+    epoch: int
+    epochs: int
+    step: int  # within the epoch
+    steps: int
+    loss: float
+    accuracy: float
+    images_per_second: float
+    ortho: float | None  # penalty of the chosen layers, a few seconds old
+    history: tuple[Epoch, ...]
+
+
+Watch = Callable[[Progress], None]
+Mask = Mapping[str, Tensor]  # parameter → which of its coordinates may move (bool); parameters not named move
+PLAIN = Manner()
+
+
+def fit(
+    model: nn.Module,
+    images: Images | Sequence[Lesson],
+    recipe: Recipe | None = None,
+    *,
+    valid: Images | None = None,
+    reference: nn.Module | None = None,
+    device: torch.device | str = "cpu",
+    checkpoint: Path | str | None = None,
+    watch: Watch | None = None,
+    trainable: Mask | None = None,
+    manner: Manner = PLAIN,
+    teachers: Mapping[str, nn.Module] | None = None,
+) -> nn.Module:
+    """Train a copy of the model on images and return it in eval mode on the CPU; the input stays as it was.
+
+    The loss is cross-entropy + ortho · ‖W Wᵀ − I‖² over the chosen layers + align · ‖W − W_ref‖²,
+    the last one only with a `reference` (the model that a federation's client has received). With
+    a `checkpoint` file a killed run goes on where it stopped, to the same bytes. `valid` is only measured. Coordinates
+    that `trainable` denies keep their value bit for bit. Lessons in place of images say what is to be
+    learnt from each part, a `manner` how; `teachers` are the models that they name.
+    """
+    recipe = recipe or Recipe()
+    checkpoint = None if checkpoint is None else Path(checkpoint)
+    lessons = as_lessons(images)
+    twin = copy.deepcopy(model)
+    check_lessons(twin, lessons, recipe.batch)
+    check_teachers(lessons, manner, teachers or {})
+    if checkpoint is not None and manner.optimiser != "sgd":
+        raise BadSetting(f"a checkpoint keeps the state of sgd only, not that of {manner.optimiser}")
+    with _reproducible():
+        state = _State(twin, lessons, recipe, torch.device(device), reference, trainable, manner, teachers)
+        if checkpoint is not None:
+            state.belongs_to = _identity(model, state, reference, trainable)
+            state.resume(checkpoint)
+        while state.epoch < recipe.epochs:
+            _run_epoch(state, valid, checkpoint, watch)
+    if not all(bool(torch.isfinite(weight).all()) for weight in state.model.parameters()):
+        raise FedOrthoError(
+            f"some weights are not finite at the end (ortho {recipe.ortho}); lower the rate or the ortho weight"
+        )
+    return arranged(state.model.eval().cpu(), torch.contiguous_format)
+
+
+def check_fit(model: nn.Module, images: Images, recipe: Recipe) -> None:
+    """Refuse images and a model that could not take a single step together."""
+    check_lessons(model, [Lesson(images)], recipe.batch)
+
+
+def _identity(model: nn.Module, state: "_State", reference: nn.Module | None, trainable: Mask | None) -> str:
+    """A digest of all that decides how training goes: a checkpoint of anything else is refused."""
+    parts = [json.dumps(asdict(state.recipe), sort_keys=True)]
+    for lesson in state.lessons:
+        images = lesson.images
+        parts.append(tensors_digest({"rows": images.rows, "labels": images.store_labels, "pixels": images.pixels}))
+    parts += [tensors_digest(m.state_dict()) for m in (model, reference, *state.teachers.values()) if m is not None]
+    parts += [tensors_digest(trainable)] if trainable else []
+    aims = [lesson.aim for lesson in state.lessons]
+    parts += [f"{state.manner} {aims}"] if state.manner != PLAIN or aims != [Aim()] else []
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def arranged(model: nn.Module, order: torch.memory_format) -> nn.Module:
+    """The model itself, its weights laid out in memory in this order; channels-last convolves faster."""
+    return model.to(memory_format=order)  # type: ignore[call-overload, no-any-return]  # torch's stub lacks this form
+
+
+class _State:
+    """Everything that a step reads and changes; what is saved in a checkpoint."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lessons: list[Lesson],
+        recipe: Recipe,
+        device: torch.device,
+        reference: nn.Module | None,
+        trainable: Mask | None = None,
+        manner: Manner = PLAIN,
+        teachers: Mapping[str, nn.Module] | None = None,
+    ) -> None:
+        self.lessons, self.recipe, self.device, self.manner = lessons, recipe, device, manner
+        self.belongs_to = ""
+        layers = ortho_layers(model, lessons[0].images.shape, recipe, aligning=reference is not None)
+        self.model = arranged(model.to(device), torch.channels_last)
+        self.set_mode()
+        self.teachers = {name: copy.deepcopy(teacher).to(device).eval() for name, teacher in (teachers or {}).items()}
+        self.convs = [_conv(self.model, layer.name) for layer in layers]
+        self.aligned, self.reference = _aligned(self.model, reference, layers, recipe)
+        self.held = _held(self.model, trainable or {})
+        self.optimiser = OPTIMISERS[manner.optimiser](
+            self.model.parameters(), recipe.rate, recipe.decay, recipe.momentum, device.type in ("cpu", "cuda")
+        )
+        self.epoch, self.step = 0, 0
+        self.loss_sum, self.right, self.seen = 0.0, 0, 0
+        self.seconds = 0.0
+        self.measured: tuple[float, float] | None = None  # when and how large the penalty was
+        self.history: list[Epoch] = []
+
+    def set_mode(self) -> None:
+        """Training mode; frozen norms stay in evaluation, so their statistics neither change nor depend on batches."""
+        self.model.train()
+        if self.manner.norms == "frozen":
+            for module in self.model.modules():
+                if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                    module.eval()
+
+    def ortho(self, *, at_most_old: float = 0.0) -> float | None:
+        """The penalty now, or as it was measured at most so many seconds ago."""
+        if not self.convs:
+            return None
+        if self.measured is None or time.perf_counter() - self.measured[0] >= at_most_old:
+            with torch.no_grad():
+                value = float(sum(ortho_penalty(conv, self.recipe.tall) for conv in self.convs))
+            self.measured = (time.perf_counter(), value)
+        return self.measured[1]
+
+    def save(self, path: Path) -> None:
+        tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
+        for name, parameter in self.model.named_parameters():
+            momentum = self.optimiser.state[parameter].get("momentum_buffer")
+            if momentum is not None:
+                tensors[f"momentum.{name}"] = momentum
+        note: dict[str, object] = {
+            "epoch": self.epoch,
+            "step": self.step,
+            "loss_sum": self.loss_sum,
+            "right": self.right,
+        }
+        note |= {"seen": self.seen, "seconds": self.seconds, "history": [asdict(entry) for entry in self.history]}
+        write_tensors(path, tensors, {"belongs_to": self.belongs_to, "progress": note})
+
+    def resume(self, path: Path) -> None:
+        if not path.exists():
+            return
+        try:
+            tensors, note = read_tensors(path)
+        except BadCheckpoint as error:
+            raise BadCheckpoint(f"{error}; remove it to start anew") from error
+        if note.get("belongs_to") != self.belongs_to:
+            raise BadCheckpoint(f"{path} belongs to other settings, data or weights; remove it to start anew")
+        saved = note["progress"]
+        weights = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
+        self.model.load_state_dict(weights)
+        for name, parameter in self.model.named_parameters():
+            if f"momentum.{name}" in tensors:
+                momentum = torch.empty_like(parameter).copy_(tensors[f"momentum.{name}"]).detach()
+                self.optimiser.state[parameter]["momentum_buffer"] = momentum
+        self.epoch, self.step, self.loss_sum = saved["epoch"], saved["step"], saved["loss_sum"]
+        self.right, self.seen, self.seconds = saved["right"], saved["seen"], saved["seconds"]
+        self.history = [Epoch(**entry) for entry in saved["history"]]
+
+
+def ortho_layers(
+    model: nn.Module, shape: tuple[int, int, int], recipe: Recipe, *, aligning: bool = False
+) -> list[Layer]:
+    """The layers that a recipe's penalties act on; what cannot be treated is refused by name."""
+    if not recipe.ortho and not (aligning and recipe.align and recipe.align_layers == "ortho"):
+        return []
+    chosen = select_layers(trace_layers(model, shape), recipe.ortho_layers)
+    if unused := [layer.name for layer in chosen if layer.stage < 0]:
+        raise BadSetting(f"no forward pass reaches {', '.join(unused)}; choose other ortho-layers")
+    computed = [layer.name for layer in chosen if not isinstance(_conv(model, layer.name).weight, nn.Parameter)]
+    if computed:
+        raise BadSetting(f"the weights of {', '.join(computed)} are computed (weight norm and the like); choose others")
+    if recipe.tall == "skip":
+        chosen = [layer for layer in chosen if not layer.is_tall]
+        if not chosen:
+            raise BadSetting(f"tall = skip leaves none of the layers {recipe.ortho_layers!r}; choose others")
+    return chosen
+
+
+def _conv(model: nn.Module, name: str) -> nn.Conv2d:
+    conv = model.get_submodule(name)
+    assert isinstance(conv, nn.Conv2d)
+    return conv
+
+
+def _aligned(
+    model: nn.Module, reference: nn.Module | None, layers: Sequence[Layer], recipe: Recipe
+) -> tuple[list[Tensor], list[Tensor]]:
+    if reference is None or not recipe.align:
+        return [], []
+    names = [f"{layer.name}.weight" for layer in layers]
+    if recipe.align_layers == "all":
+        names = [name for name, _ in model.named_parameters()]
+    mine, theirs = dict(model.named_parameters()), dict(reference.named_parameters())
+    names = [name for name in names if mine[name].requires_grad]
+    if other := [name for name in names if name not in theirs or theirs[name].shape != mine[name].shape]:
+        raise BadSetting(f"the reference is another network: {other[0]} is missing there or has another shape")
+    return [mine[n] for n in names], [torch.empty_like(mine[n]).copy_(theirs[n]).detach() for n in names]
+
+
+def _held(model: nn.Module, trainable: Mask) -> list[tuple[nn.Parameter, Tensor, Tensor]]:
+    """Parameters that move only in part: which coordinates move, and what the others stay at."""
+    known = dict(model.named_parameters())
+    if other := [name for name in trainable if name not in known or known[name].shape != trainable[name].shape]:
+        raise BadSetting(f"the mask names {other[0]}, which the model lacks or has in another shape")
+    held = [(known[name], mask.to(known[name].device)) for name, mask in trainable.items() if not bool(mask.all())]
+    return [(parameter, mask, parameter.detach().clone()) for parameter, mask in held]
+
+
+def _run_epoch(state: _State, valid: Images | None, checkpoint: Path | None, watch: Watch | None) -> None:
+    recipe = state.recipe
+    batches = plan_steps(state.lessons, recipe.batch, recipe.seed, state.epoch, state.manner.order)
+    started = saved = reported = time.perf_counter()
+    seen_before, seconds_before = state.seen, state.seconds
+    for step in range(state.step, len(batches)):
+        number = sum(map(len, batches[step]))
+        loss, right = _take_step(state, batches[step], step, len(batches))
+        state.loss_sum += loss * number
+        state.right += right
+        state.seen += number
+        state.step = step + 1
+        now = time.perf_counter()
+        state.seconds = seconds_before + now - started
+        if watch is not None and now - reported > REPORT_SECONDS:
+            reported = now
+            watch(_progress(state, len(batches), (state.seen - seen_before) / (now - started)))
+        if checkpoint is not None and now - saved > CHECKPOINT_SECONDS:
+            state.save(checkpoint)
+            saved = now
+    rate = (state.seen - seen_before) / max(time.perf_counter() - started, 1e-9)
+    score = accuracy(state.model, valid, device=state.device) if valid is not None and len(valid) else None
+    loss, share = state.loss_sum / state.seen, state.right / state.seen
+    entry = Epoch(state.epoch, loss, share, state.ortho(), score, state.seconds, images=state.seen)
+    state.history.append(entry)
+    final = _progress(state, len(batches), rate)
+    state.epoch, state.step, state.loss_sum, state.right, state.seen, state.seconds = state.epoch + 1, 0, 0.0, 0, 0, 0.0
+    state.set_mode()
+    if checkpoint is not None:
+        state.save(checkpoint)
+    if watch is not None:
+        watch(final)
+
+
+def _progress(state: _State, steps: int, rate: float) -> Progress:
+    loss, right = state.loss_sum / max(state.seen, 1), state.right / max(state.seen, 1)
+    ortho, history = state.ortho(at_most_old=ORTHO_SECONDS), tuple(state.history)
+    return Progress(state.epoch, state.recipe.epochs, state.step, steps, loss, right, rate, ortho, history)
+
+
+def _take_step(state: _State, rows: Rows, step: int, steps: int) -> tuple[float, int]:
+    """One step on these rows; the batch's mean loss and how many labels it got right."""
+    recipe = state.recipe
+    seed = step_seed(recipe.seed, state.epoch, step + 1)
+    torch.manual_seed(seed)  # for dropout and the like inside the model
+    augment = Augment(recipe.crop, recipe.flip, recipe.erase)
+    inputs, labels = read_step(state.lessons, rows, augment, seed, state.device)
+    inputs = inputs.contiguous(memory_format=torch.channels_last)
+    with torch.autocast(state.device.type, torch.bfloat16, enabled=recipe.precision == "bfloat16"):
+        outputs = answers_of(state.model, inputs)
+    loss = step_loss(state.lessons, rows, state.manner, inputs, outputs.float(), labels, state.teachers)
+    state.optimiser.zero_grad()
+    loss.backward()
+    rate = learning_rate(recipe, state.epoch + step / steps)
+    since_start = state.epoch * steps + step
+    if recipe.ortho and rate and since_start % recipe.ortho_every == 0:
+        add_ortho_gradient(state.convs, recipe.ortho * recipe.ortho_every, _most(recipe, rate))
+    if state.aligned:
+        add_align_gradient(state.aligned, state.reference, recipe.align)
+    state.optimiser.param_groups[0]["lr"] = rate
+    state.optimiser.step()
+    with torch.no_grad():
+        for parameter, mask, value_held in state.held:
+            parameter.copy_(torch.where(mask, parameter, value_held))
+    value = loss.item()
+    if not math.isfinite(value):
+        raise FedOrthoError(
+            f"the loss became {value} in epoch {state.epoch + 1}, step {step + 1} "
+            f"(rate {rate:.3g}, ortho {recipe.ortho}); lower the rate or the ortho weight"
+        )
+    return value, int((outputs.argmax(1) == labels).sum())
+
+
+def _most(recipe: Recipe, rate: float) -> float:
+    """The most curvature a penalty step may have: momentum descent with a kick every k steps is stable below 3.6/k."""
+    return min(2.4, 1.3 * (1 + recipe.momentum)) / (recipe.ortho_every * rate)  # without momentum the limit is 2/k
+
+
+@contextmanager
+def _reproducible() -> Iterator[None]:
+    """The caller's random state is given back, and a GPU chooses algorithms that repeat."""
+    with torch.random.fork_rng(), torch.backends.cudnn.flags(deterministic=True, benchmark=False):
+        yield

@@ -1,0 +1,105 @@
+"""How to train, as one flat value, and the learning rate that follows from it."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated
+
+from fedortho.errors import BadSetting, unknown
+from fedortho.storage.settings import kebab
+from fedortho.training.orthogonality import TALL
+
+PRECISIONS = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to train; every field is a plain number or word, so it fits a TOML line, a flag, a run config."""
+
+    epochs: Annotated[int, "passes over the training images"] = 6
+    batch: Annotated[int, "images per step"] = 64
+    rate: Annotated[float, "learning rate at the start"] = 0.05
+    schedule: Annotated[str, "cosine to 0, steps at the milestones, geometric (by gamma each epoch), or constant"] = (
+        "cosine"
+    )
+    milestones: Annotated[str, "epochs after which steps multiplies the rate by gamma"] = "30,60"
+    gamma: Annotated[float, "factor of the schedules steps and geometric (the paper: 0.1, and 0.998 a round)"] = 0.1
+    warmup: Annotated[float, "epochs over which the rate rises from 0"] = 0.0
+    momentum: Annotated[float, "momentum of SGD"] = 0.9
+    decay: Annotated[float, "weight decay"] = 5e-4
+    crop: Annotated[int, "pixels of padding before a random crop; 0: none"] = 2
+    flip: Annotated[float, "probability of a left-right flip"] = 0.5
+    erase: Annotated[float, "probability of erasing a rectangle"] = 0.0
+    ortho: Annotated[float, "weight of the orthogonality penalty; 0: off"] = 0.1
+    ortho_layers: Annotated[str, "its layers: shallow, mid, deep, all, names, patterns, re:EXPRESSION"] = "deep"
+    ortho_every: Annotated[int, "apply it every so many steps, so many times as strong; 1: at each step"] = 4
+    tall: Annotated[str, "layers with more kernels than inputs: columns or rows (one step, two values), or skip"] = (
+        "columns"
+    )
+    align: Annotated[float, "weight of the distance to the received model, where there is one"] = 0.1
+    align_layers: Annotated[str, "the layers of ortho-layers (ortho) or all weights (all)"] = "ortho"
+    precision: Annotated[str, "float32, or bfloat16 for mixed precision"] = "float32"
+    seed: Annotated[int, "of the weights, the order of images and the augmentation"] = 0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise BadSetting(f"{kebab(name)} must be a finite number, not {value}")
+        if self.seed >= 2**63:
+            raise BadSetting(f"seed must be below 2**63, not {self.seed}")
+        for name in ("epochs", "rate", "warmup", "decay", "gamma", "ortho", "align", "crop", "seed"):
+            if getattr(self, name) < 0:
+                raise BadSetting(f"{kebab(name)} must not be negative, not {getattr(self, name)}")
+        for name in ("batch", "ortho_every"):
+            if getattr(self, name) < 1:
+                raise BadSetting(f"{kebab(name)} must be at least 1, not {getattr(self, name)}")
+        for name in ("momentum", "flip", "erase"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise BadSetting(f"{kebab(name)} must be between 0 and 1, not {getattr(self, name)}")
+        for name, choices in (("schedule", SCHEDULES), ("tall", TALL), ("precision", PRECISIONS)):
+            if getattr(self, name) not in choices:
+                raise unknown(name, getattr(self, name), choices)
+        if self.align_layers not in ("ortho", "all"):
+            raise unknown("align-layers", self.align_layers, ("ortho", "all"))
+        _milestones(self)
+
+
+def _cosine(recipe: Recipe, clock: float) -> float:
+    return 0.5 * (1 + math.cos(math.pi * min(clock / max(recipe.epochs, 1e-9), 1.0)))
+
+
+def _steps(recipe: Recipe, clock: float) -> float:
+    return float(recipe.gamma ** sum(clock >= epoch for epoch in _milestones(recipe)))
+
+
+def _geometric(recipe: Recipe, clock: float) -> float:
+    return float(recipe.gamma ** math.floor(clock))
+
+
+def _constant(recipe: Recipe, clock: float) -> float:
+    return 1.0
+
+
+SCHEDULES: dict[str, Callable[[Recipe, float], float]] = {
+    "cosine": _cosine,
+    "steps": _steps,
+    "geometric": _geometric,
+    "constant": _constant,
+}
+
+
+def _milestones(recipe: Recipe) -> list[float]:
+    try:
+        return [float(word) for word in recipe.milestones.split(",") if word.strip()]
+    except ValueError as error:
+        raise BadSetting(f"milestones must be numbers with commas between, not {recipe.milestones!r}") from error
+
+
+def learning_rate(recipe: Recipe, clock: float) -> float:
+    """The rate after `clock` epochs (a federation counts rounds: `geometric`, gamma 0.998, is the paper's).
+
+    >>> [round(learning_rate(Recipe(epochs=10, rate=0.1), e), 3) for e in (0, 5, 10)]
+    [0.1, 0.05, 0.0]
+    """
+    rising = min((clock + 1e-9) / recipe.warmup, 1.0) if recipe.warmup else 1.0
+    return recipe.rate * rising * SCHEDULES[recipe.schedule](recipe, clock)

@@ -1,0 +1,1 @@
+"""The method: rank kernels, select them, repair batch norms, scrub, remove directions, calibrate, plan."""

@@ -1,0 +1,227 @@
+"""Directions in which a class stands out, taken out of convolutions in closed form, by sums of forward passes.
+
+Let y be the responses of a layer behind its norm and before its activation, m their mean at each position over retained
+images, Σ = S Sᵀ their covariance and F = E (y − m)(y − m)ᵀ the class's energy. In the coordinates S⁻¹ y the directions
+that separate the means of retained classes are spared; of the others those of most energy, V, are removed:
+
+    y' = m + P (y − m),  P = S (I − V Vᵀ) S⁻¹.
+
+The kernels absorb it, W' = P W, and have no part left in what was removed. Differences of retained means stay.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedortho.data.images import Images, evaluation_batches
+from fedortho.errors import BadSetting
+from fedortho.models.graph import Layer
+from fedortho.models.patch import Patch
+from fedortho.models.sites import Site
+from fedortho.statistics.observe import Observation
+from fedortho.unlearning.select import SPREADS, kernel_count
+
+FLOOR = 1e-2  # of the mean variance, added to every variance: directions that nothing uses are no evidence
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How a group's responses at one place lie: all that is kept of them."""
+
+    mean: Tensor  # (kernels, positions)
+    second: Tensor  # E y yᵀ over images and positions, (kernels, kernels)
+
+    def around(self, centre: Tensor) -> Tensor:
+        """E (y − c)(y − c)ᵀ with a centre for each position, (kernels, positions)."""
+        mixed = self.mean @ centre.T
+        return self.second + (centre @ centre.T - mixed - mixed.T) / centre.shape[1]
+
+
+def check_erasable(model: nn.Module, sites: Sequence[Site], example: Tensor) -> None:
+    """Refuse sites whose channels cannot be mixed: grouped kernels, other norms, streams with an identity in them."""
+    for site in sites:
+        for layer in site.layers:
+            if problem := _problem(model, layer):
+                raise BadSetting(f"no direction can be taken out of {layer.name}: {problem}")
+        if site.is_stream:
+            ends: dict[str, Tensor] = {}
+            handle = model.get_submodule(site.name).register_forward_hook(lambda _, __, out: ends.update(end=out))  # noqa: B023
+            try:
+                total = _responses(model, [site], example)[0][site.name]
+            finally:
+                handle.remove()
+            if total is None or not torch.allclose(ends["end"], total.relu(), rtol=1e-4, atol=1e-5):
+                raise BadSetting(
+                    f"no direction can be taken out of {site.name}: what enters it by an identity cannot be mixed; "
+                    "choose inner layers with --layers, or take the robust preset"
+                )
+
+
+def _problem(model: nn.Module, layer: Layer) -> str | None:
+    conv, norm = model.get_submodule(layer.name), model.get_submodule(layer.norm) if layer.norm else None
+    if layer.groups > 1:
+        return "its kernels are in groups"
+    if norm is None:
+        return "it has neither a bias nor a norm" if conv.bias is None else None
+    if not isinstance(norm, nn.BatchNorm2d) or norm.running_mean is None or norm.weight is None:
+        return f"its norm {layer.norm} is no batch norm with scales and running statistics"
+    return None
+
+
+def _responses(
+    model: nn.Module, sites: Sequence[Site], inputs: Tensor
+) -> tuple[dict[str, Tensor | None], dict[str, Tensor], Tensor]:
+    """Of one forward pass: responses of sites (None: their layers' do not add up), those of layers, and answers."""
+    seen: dict[str, Tensor] = {}
+    handles = []
+    for layer in (layer for site in sites for layer in site.layers):
+
+        def keep(_: nn.Module, __: Any, out: Tensor, name: str = layer.name) -> None:
+            seen[name] = out.clone()  # before an in-place activation can change it
+
+        handles.append(model.get_submodule(layer.norm or layer.name).register_forward_hook(keep))
+    try:
+        with torch.no_grad():
+            answers: Tensor = model(inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    whole: dict[str, Tensor | None] = {}
+    for site in sites:
+        parts = [seen[layer.name] for layer in site.layers]
+        alike = len({part.shape for part in parts}) == 1
+        whole[site.name] = torch.stack(parts).sum(0) if alike else None
+    return whole, seen, answers
+
+
+def _taps(sites: Sequence[Site]) -> Iterator[tuple[str, Layer]]:
+    """Where responses are summed: each site, and the single writers of a stream."""
+    for site in sites:
+        yield site.name, site.layers[0]
+        if len(site.layers) > 1:
+            yield from ((layer.name, layer) for layer in site.layers)
+
+
+def spread_sums(
+    model: nn.Module, images: Images, sites: Sequence[Site], device: torch.device | str = "cpu"
+) -> Observation:
+    """Sums over images: responses by position, their products, and pooled responses times the model's own answers."""
+    sums: dict[str, Tensor] = {"answers": torch.zeros(1, images.classes, dtype=torch.float64)}
+    for name, layer in _taps(sites):
+        places = layer.size[0] * layer.size[1]
+        for what, number in (("mean", places), ("second", layer.kernels), ("answered", images.classes)):
+            sums[f"{name}:{what}"] = torch.zeros(1, layer.kernels * number, dtype=torch.float64)
+    for inputs, _ in evaluation_batches(images, device=device):
+        whole, single, answers = _responses(model, sites, inputs)
+        shares = answers.softmax(1)
+        sums["answers"] += shares.cpu().double().sum(0)
+        for name, _ in _taps(sites):
+            found = whole.get(name, single.get(name))
+            assert found is not None, "checked before"
+            flat = found.flatten(2)  # (n, kernels, positions)
+            rows = flat.transpose(0, 1).flatten(1)
+            for what, value in (
+                ("mean", flat.sum(0)),
+                ("second", rows @ rows.T),
+                ("answered", flat.mean(2).T @ shares),
+            ):
+                sums[f"{name}:{what}"] += value.cpu().double().flatten()
+    return Observation(sums, torch.tensor([len(images)]))
+
+
+def spread_of(group: Observation, name: str, kernels: int) -> Spread:
+    """What a group's sums say of one tap."""
+    mean = group.mean(f"{name}:mean").view(kernels, -1)
+    return Spread(mean, group.mean(f"{name}:second").view(kernels, kernels) / mean.shape[1])
+
+
+def answered_means(group: Observation, name: str, kernels: int, labels: Sequence[int]) -> Tensor:
+    """The mean pooled response of each of these classes, images counting as much as the model's answer says."""
+    weights = group.mean("answers")[list(labels)]
+    sums: Tensor = group.mean(f"{name}:answered").view(kernels, -1)[:, list(labels)]
+    return sums / weights.clamp_min(1e-12)
+
+
+def projection(gone: Sequence[Spread], kept: Spread, means: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """P without so many directions, (kernels, kernels), and the class's energies in all that are not spared, falling.
+
+    `means` are those of retained classes, (kernels, classes); their differences are spared. An energy of 1 is that of
+    retained images.
+    """
+    covariance = kept.around(kept.mean)
+    unit = torch.eye(len(covariance), dtype=covariance.dtype)
+    root = torch.linalg.cholesky(covariance + FLOOR * covariance.diagonal().mean() * unit)
+    inverse = torch.linalg.inv(root)
+    apart = inverse @ (means - means.mean(1, keepdim=True))  # around the mean of all, they would tell of the class too
+    basis, values, _ = torch.linalg.svd(apart, full_matrices=False)
+    basis = basis[:, values > 1e-6 * values.max()]
+    others = unit - basis @ basis.T
+    energy = torch.stack([spread.around(kept.mean) for spread in gone]).mean(0)
+    white = others @ inverse @ energy @ inverse.T @ others
+    energies, directions = torch.linalg.eigh((white + white.T) / 2)
+    free = len(unit) - basis.shape[1]
+    removed = directions.flip(1)[:, : min(number, free)]
+    return root @ (unit - removed @ removed.T) @ inverse, energies.flip(0)[:free]
+
+
+def plan_erasure(
+    model: nn.Module,
+    sites: Sequence[Site],
+    gone: Sequence[Observation],
+    kept: Observation,
+    *,
+    labels: Sequence[int],
+    share: float,
+    spread: str = "rising",
+) -> Patch:
+    """The patch that takes this share of directions, on average, out of each site; not yet bound to digests.
+
+    `labels` are those of retained classes. Norms get the statistics that retained images would have behind the
+    original prefix; sites that follow another need a repair.
+    """
+    replaced: dict[str, Tensor] = {}
+    numbers = {}
+    for site, part in zip(sites, SPREADS[spread](len(sites)), strict=True):
+        number = kernel_count(min(share * part, 1.0), site.kernels)
+        whole = spread_of(kept, site.name, site.kernels)
+        means = answered_means(kept, site.name, site.kernels, labels)
+        taken, energies = projection([spread_of(o, site.name, site.kernels) for o in gone], whole, means, number)
+        numbers[site.name] = min(number, len(energies))
+        centre = whole.mean.mean(1)
+        rest = (centre - taken @ centre) / len(site.layers)  # what the removed part says on average
+        for layer in site.layers:
+            replaced |= _absorbed(model, layer, spread_of(kept, layer.name, layer.kernels), taken, rest)
+    return Patch("", "", replaced=replaced, note={"edit": "directions", "sites": {}, "directions": numbers})
+
+
+def _absorbed(model: nn.Module, layer: Layer, own: Spread, taken: Tensor, rest: Tensor) -> Mapping[str, Tensor]:
+    """The layer's tensors such that it answers P y + rest in place of y."""
+    conv = model.get_submodule(layer.name)
+    weight = conv.get_parameter("weight").detach()
+    bias = torch.zeros(len(weight)) if conv.bias is None else conv.get_parameter("bias").detach()
+    rows, shift = weight.cpu().double().flatten(1), bias.cpu().double()
+    changed: dict[str, Tensor] = {}
+    if layer.norm:
+        norm = model.get_submodule(layer.norm)
+        assert isinstance(norm, nn.BatchNorm2d), "checked before"
+        assert norm.running_mean is not None, "checked before"
+        assert norm.running_var is not None, "checked before"
+        scale = norm.weight.detach().cpu().double() / (norm.running_var.cpu().double() + norm.eps).sqrt()
+        rows, shift = scale[:, None] * rows, scale * (shift - norm.running_mean.cpu().double())
+        shift = shift + norm.bias.detach().cpu().double()
+        mean = own.mean.mean(1)
+        variance = (taken @ (own.second - torch.outer(mean, mean)) @ taken.T).diagonal().clamp_min(0)
+        changed[f"{layer.norm}.weight"] = (variance + norm.eps).sqrt()
+        changed[f"{layer.norm}.bias"] = taken @ mean + rest
+        changed[f"{layer.norm}.running_mean"] = taken @ (mean - shift)
+        changed[f"{layer.norm}.running_var"] = variance
+        shift = torch.zeros_like(shift)
+    else:
+        shift = taken @ shift + rest
+    changed[f"{layer.name}.weight"] = (taken @ rows).view_as(weight)
+    if conv.bias is not None:
+        changed[f"{layer.name}.bias"] = shift
+    return {name: value.to(weight.dtype) for name, value in changed.items()}

@@ -1,0 +1,52 @@
+"""Which kernels answer more to what must go than to what must stay; no model, no data, no files."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedortho.errors import BadData
+from fedortho.statistics.observe import Observation
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """One score per kernel and site: D_j = A_forget,j − A_retain,j (paper, equation of section 4.2)."""
+
+    scores: Mapping[str, Tensor]  # site → (kernels,), float64
+
+    def order(self, site: str) -> Tensor:
+        """Kernels of a site, highest score first; equal ones by number."""
+        return torch.argsort(self.scores[site], descending=True, stable=True)
+
+
+def rank_kernels(forget: Observation, retain: Observation, keys: Mapping[str, str]) -> Ranking:
+    """Rank each site by the difference of its mean peaks; `keys` says where an observation keeps each site."""
+    stale = [key for key in keys.values() if key in forget.stale or key in retain.stale]
+    if stale:
+        raise BadData(f"the ledger is stale for {', '.join(stale)}: an edit came before; observe anew")
+    return Ranking({site: forget.mean(key) - retain.mean(key) for site, key in keys.items()})
+
+
+def same_label_retain(forget: Observation, retain: Observation) -> Observation:
+    """Retained images weighted so that their labels occur as often as in the forgotten ones.
+
+    The contrast for single samples: against all retained images they would be taken for their class.
+    """
+    seen = forget.counts > 0
+    if bool((retain.counts[seen] == 0).any()):
+        missing = [int(label) for label in seen.nonzero().flatten() if not retain.counts[label]]
+        raise BadData(f"no retained image has label {missing[0]}; contrast with all retained images instead")
+    weight = torch.where(seen, forget.counts.double() / retain.counts.clamp_min(1), 0.0)
+    sums = {key: value * weight.unsqueeze(1) for key, value in retain.sums.items()}
+    return Observation(sums, forget.counts, retain.model, retain.stale)
+
+
+def rank_correlation(first: Ranking, second: Ranking) -> float:
+    """Spearman's correlation of two rankings, averaged over sites: 1 if they order all kernels alike."""
+    values = []
+    for site in first.scores:
+        places = torch.stack([r.order(site).argsort().double() for r in (first, second)])
+        values.append(float(torch.corrcoef(places)[0, 1]))
+    return sum(values) / len(values)

@@ -1,0 +1,35 @@
+"""A request, and what somebody could do to its bundle who knows how it is made."""
+
+import json
+from collections.abc import Callable, Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from fedortho.data.request import ForgetRequest
+from fedortho.evidence.bundle import _spelled, open_bundle
+from fedortho.evidence.canonical_zip import pack_files
+from fedortho.runs.run import Run
+from fedortho.storage.files import canonical_json
+from fedortho.unlearning.plan import ForgetSettings
+
+HOW = ForgetSettings(ratio=0.25, statistics_images=200, trial_images=200, repair_images=200)
+REQUEST = ForgetRequest.parse("class:3")
+Runs = dict[str, Run]
+
+
+def forge(made: Path, files: Mapping[str, bytes]) -> bytes:
+    """The bundle of somebody who knows how manifests are made: other files, and all digests anew."""
+    bundle = open_bundle(made)
+    changed = {name: data for name, data in (bundle.files | files).items() if name != "manifest.json"}
+    return pack_files(changed | {"manifest.json": manifest(bundle.manifest, changed)})
+
+
+def manifest(like: Mapping[str, Any], files: Mapping[str, bytes]) -> bytes:
+    listed = {name: {"size": len(data), "sha256": sha256(data).hexdigest()} for name, data in files.items()}
+    body = {key: value for key, value in like.items() if key != "digest"} | {"files": listed}
+    return _spelled(body | {"digest": sha256(canonical_json(body).encode()).hexdigest()})
+
+
+def edited(made: Path, name: str, change: Callable[[Any], Any]) -> bytes:
+    return _spelled(change(json.loads(open_bundle(made).files[name])))

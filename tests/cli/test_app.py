@@ -1,0 +1,309 @@
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedortho import __version__
+from fedortho.cli import app as cli
+from fedortho.models.zoo import build_model
+from fedortho.runs.run import open_run
+from fedortho.runs.settings import TrainSettings
+from fedortho.statistics.ledger import load_ledger
+from fedortho.storage.files import file_digest
+from fedortho.storage.settings import field_types, kebab
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
+    """The exit code of a command line."""
+    monkeypatch.setattr(sys, "argv", ["fedortho", *map(str, words)])
+    try:
+        cli.main()
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
+QUICK = ("--data", "digits", "--epochs", "1", "--batch", "256", "--rate", "0.05")
+
+
+def test_the_version_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"fedortho {__version__}\n"
+
+
+def test_train_then_evaluate(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = tmp_path / "settings.toml"
+    config.write_text('epochs = 7\northo-layers = "features.24"\n')
+    out = tmp_path / "run"
+    assert run(monkeypatch, "train", *QUICK, "--config", config, "--out", out) == 0
+    record = json.loads((out / "run.json").read_text())
+    assert record["settings"]["epochs"] == 1, "a flag wins over the file"
+    assert record["settings"]["ortho-layers"] == "features.24"
+    told = capsys.readouterr()
+    assert "accuracy: test" in told.out
+    assert "epoch 1/1" in told.err
+    assert run(monkeypatch, "evaluate", out, "--json") == 0
+    value = json.loads(capsys.readouterr().out)
+    assert value["accuracy"] == record["result"]["test-accuracy"]
+    assert len(value["per-class"]) == 10
+    assert run(monkeypatch, "evaluate", out, "--split", "valid") == 0
+    assert "valid images of digits" in capsys.readouterr().out
+
+
+def test_import_makes_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    torch.save(build_model("vgg-mini", classes=10, channels=1).state_dict(), tmp_path / "a.pt")
+    words = ("import", tmp_path / "a.pt", "--model", "vgg-mini", "--data", "digits", "--out", tmp_path / "run")
+    assert run(monkeypatch, *words) == 0
+    assert (tmp_path / "run" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("train", "--data", "cifar1"), "no dataset 'cifar1'; did you mean 'cifar10'?"),
+        (("train", "--model", "vgg-mni"), "did you mean 'vgg-mini'?"),
+        (("train", "--ortho-layers", "layer9"), "no layer 'layer9'"),
+        (("train", "--rate", "-1"), "rate must not be negative"),
+        (("train", "--data", "cifar10", "--data-dir", "/nowhere"), "/nowhere"),
+        (("train", "--config", "/nowhere.toml"), "no settings file /nowhere.toml"),
+        (("train", "--valid", "1.5"), "at least 0 and below 1"),
+        (("evaluate", "/nowhere"), "is not a run directory"),
+        (("import", "/nowhere.pt"), "there is no file /nowhere.pt"),
+        (("train", "--config", "/"), "/ cannot be read: Is a directory"),
+        (("train", "--epoch", "3"), "No such option"),
+        (("train", "--epochs", "three"), "'three' is not a valid integer"),
+        (("train", "--rate", "nan"), "rate must be a finite number"),
+        (("train", "--model", ":f"), "cannot import ''"),
+        (("train", "--device", "cpu:x"), "'cpu:x' names no device"),
+    ],
+)
+def test_bad_input_is_one_line_exit_2_and_nothing_written(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    words: tuple[str, ...],
+    message: str,
+) -> None:
+    out = () if words[0] == "evaluate" else ("--out", tmp_path / "run")
+    quick = ("--data", "digits") if words[0] == "train" and "--data" not in words else ()
+    assert run(monkeypatch, *words, *quick, *out) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_wrong_key_in_the_settings_file_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "x.toml").write_text("epoch = 3\n")
+    assert run(monkeypatch, "train", "--config", tmp_path / "x.toml", "--out", tmp_path / "run") == 2
+    assert "no setting 'epoch'; did you mean 'epochs'?" in capsys.readouterr().err
+
+
+def test_forget_writes_a_new_run_that_can_be_undone_and_forget_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    first, second, third = tmp_path / "first", tmp_path / "second", tmp_path / "third"
+    flags = ("--data", "digits", "--epochs", "6", "--rate", "0.05", "--flip", "0", "--crop", "1", "--threads", "1")
+    assert run(monkeypatch, "train", *flags, "--out", first) == 0
+    before = {path.name: file_digest(path) for path in first.iterdir()}
+    undo = tmp_path / "undo.safetensors"
+    budget = ("--max-retain-drop", "0.1")
+    capsys.readouterr()
+    words = ("forget", first, "class:3", *budget, "--out", second, "--keep-undo", undo, "--json")
+    assert run(monkeypatch, *words) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["images-read"]["statistics"] == 0, "the ledger serves a class request"
+    assert told["after"]["forget"] <= 0.06 < told["before"]["forget"]
+    assert {path.name: file_digest(path) for path in first.iterdir()} == before
+    assert open_run(second).record["parent"] == open_run(first).record["model"]["digest"]
+    ledger = load_ledger(second / "ledger.safetensors", open_run(second).load_model())
+    assert ledger is not None
+    assert "conv:features.15" in ledger.stale, "the first edited kernels were set to 0"
+    assert [label for label, number in enumerate(ledger.counts.tolist()) if not number] == [3], "its line is dropped"
+    assert not any(bool(sums[3].any()) for sums in ledger.sums.values())
+    assert run(monkeypatch, "forget", second, "class:5", *budget, "--out", third) == 0
+    assert "forgotten so far: class:3" in capsys.readouterr().out
+    assert [entry["request"] for entry in open_run(third).record["requests"]] == ["class:3", "class:5"]
+    assert run(monkeypatch, "undo", second, undo, "--out", tmp_path / "back") == 0
+    assert open_run(tmp_path / "back").record["model"] == open_run(first).record["model"]
+    assert run(monkeypatch, "undo", first, undo, "--out", tmp_path / "x") == 2
+    assert "has forgotten nothing" in capsys.readouterr().err
+    refused = ("class:3", "--target", "0", "--max-retain-drop", "0", "--no-scrub", "--layers", "features.24")
+    assert run(monkeypatch, "forget", first, *refused, "--out", tmp_path / "y") == 2
+    told = capsys.readouterr().err
+    assert "cannot both be had" in told
+    assert "tried, on the images set aside" in told
+    assert "or retrain (that took" in told
+    assert not (tmp_path / "y").exists()
+
+
+def test_a_dry_run_and_bad_requests_write_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:
+    assert run(monkeypatch, "train", *QUICK, "--out", tmp_path / "run") == 0
+    capsys.readouterr()
+    assert run(monkeypatch, "forget", tmp_path / "run", "class:3", "--preset", "paper", "--dry-run") == 0
+    assert "dry run: nothing was written" in capsys.readouterr().out
+    assert "undoes a conv edit" in caplog.text
+    for words, message in (
+        (("class:33",), "no class '33'"),
+        (("client:1",), "trained without clients"),
+        (("class:3", "--layers", "layer9"), "no layer 'layer9'"),
+        (("class:3", "--preset", "rough"), "no preset 'rough'"),
+    ):
+        assert run(monkeypatch, "forget", tmp_path / "run", *words, "--out", tmp_path / "new") == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "file").write_text("no directory")
+    assert (
+        run(monkeypatch, "forget", tmp_path / "run", "class:3", "--preset", "paper", "--out", tmp_path / "file/x") == 2
+    )
+    assert "cannot be written: Not a directory" in capsys.readouterr().err
+
+
+def test_check_tells_by_its_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "check", "resnet-mini") == 0
+    assert "with 1 more" in capsys.readouterr().out
+    assert run(monkeypatch, "check", "test_sites:Odd", "--shape", "1x8x8", "--json") == 1
+    found = {entry["layer"]["name"]: entry for entry in json.loads(capsys.readouterr().out)}
+    assert "depthwise" in found["depthwise"]["channel"]
+    assert run(monkeypatch, "check", "vgg-mini", "--shape", "big") == 2
+
+
+def test_a_model_of_ones_own_may_lie_where_the_command_is_given(tmp_path: Path) -> None:
+    net = "nn.Sequential(nn.Conv2d(1, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))"
+    (tmp_path / "nets.py").write_text(f"from torch import nn\ndef small(): return {net}\n")
+    command = [Path(sys.executable).with_name("fedortho"), "train", *QUICK, "--model", "nets:small", "--out", "run"]
+    subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)
+
+
+def test_brackets_in_names_are_shown_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "a[bold]b[" / "]c"
+    assert run(monkeypatch, "train", *QUICK, "--epochs", "0", "--out", out) == 0
+    assert f"{out}: vgg-mini" in capsys.readouterr().out
+    assert run(monkeypatch, "evaluate", out) == 0
+    assert f"{out}: test images of digits\n" in capsys.readouterr().out
+
+
+def test_an_interrupted_training_says_how_to_go_on(tmp_path: Path) -> None:
+    listen = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # a background job ignores it
+    start = [sys.executable, "-c", f"{listen}; from fedortho.cli import main; main()"]
+    command = [*start, "train", *QUICK, "--epochs", "500", "--out", tmp_path / "run"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "run" / "checkpoint.safetensors").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    told = process.communicate(timeout=60)[1]
+    assert process.returncode == 130
+    assert "a training goes on where it stopped" in told
+    assert "Traceback" not in told
+
+
+def test_every_setting_is_a_documented_flag() -> None:
+    text = subprocess.run(
+        [sys.executable, "-m", "fedortho", "train", "--help"],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={"COLUMNS": "200", "TERM": "dumb"},
+    ).stdout
+    for flag in ("--out", "--config", *(f"--{kebab(name)}" for name in field_types(TrainSettings))):
+        assert f" {flag} " in text
+
+
+def test_importing_fedortho_is_light() -> None:
+    """Under 2.5 times the time of torch alone, the better of three tries each, and nothing heavy comes along."""
+
+    def seconds(text: str) -> float:
+        tries = []
+        for _ in range(3):
+            started = time.perf_counter()
+            subprocess.run([sys.executable, "-c", text], check=True)
+            tries.append(time.perf_counter() - started)
+        return min(tries)
+
+    heavy = "{'flwr', 'matplotlib', 'sklearn', 'pyarrow', 'torch_pruning'}"
+    both = f"import sys, fedortho; assert not {heavy} & set(sys.modules)"
+    assert seconds(both) < 2.5 * seconds("import torch")
+
+
+FEDERATION = ("--data", "digits", "--clients", "3", "--rounds", "1", "--fraction", "1", "--threads", "1", "--flip", "0")
+
+
+def test_a_federation_is_trained_asked_to_forget_and_judged(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    fed, forgot = tmp_path / "fed", tmp_path / "forgot"
+    assert run(monkeypatch, "federate", *FEDERATION, "--out", fed) == 0
+    told = capsys.readouterr()
+    assert "round 1/1  3 clients" in told.err
+    assert "MB down" in told.err
+    words = ("--preset", "paper", "--ratio", "0.2", "--out", forgot, "--audit", "none")
+    assert run(monkeypatch, "forget", fed, "client:1", *words) == 0
+    assert "1 exchange with clients" in capsys.readouterr().out
+    assert run(monkeypatch, "judge", forgot, "--audit", "none", "--json") == 0
+    verdict = json.loads(capsys.readouterr().out)
+    assert verdict["subject"] == "client 1"
+    assert {"client-change-min", "mia-confidence"} <= {metric["name"] for metric in verdict["metrics"]}
+    digests = {open_run(path).record["model"]["digest"] for path in (fed, forgot)}
+    assert set(verdict["digests"].values()) == digests
+    words = ("--attack", "C2", "--after-rounds", "1", "--json")
+    assert run(monkeypatch, "audit", forgot, *words) == 0
+    later = json.loads(capsys.readouterr().out)
+    assert set(later) == {"0", "1"}
+    outcomes = {rounds: found["audits"][1]["outcome"] for rounds, found in later.items()}
+    assert outcomes == {"0": "NO REFERENCE", "1": "NO REFERENCE"}
+    assert open_run(tmp_path / "forgot-after-1").record["requests"][-1]["request"] == "client:1"
+    assert run(monkeypatch, "audit", forgot, "--after-rounds", "0") == 2
+    assert "numbers from 1 on" in capsys.readouterr().err
+    assert run(monkeypatch, "sync", forgot) == 0
+    assert "2 of 3 clients have the model" in capsys.readouterr().out, "one has left"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--split", "dirichlet"), "no partition 'dirichlet'"),
+        (("--clients", "3000"), "cannot give each of 3000 clients"),
+        (("--without", "client:7"), "no client 7; clients run 0 to 2"),
+        (("--engine", "cloud"), "no engine 'cloud'; choose from inprocess, ray, superlink"),
+        (("--engine", "superlink"), "belong together"),
+        (("--norms", "fedav"), "did you mean 'fedavg'"),
+        (("--fraction", "0"), "fraction must be above 0 and at most 1"),
+        (("--start", "nowhere"), "nowhere is not a run directory"),
+    ],
+)
+def test_a_federation_that_cannot_be_is_refused_before_anything_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    words: tuple[str, ...],
+    message: str,
+) -> None:
+    assert run(monkeypatch, "federate", *FEDERATION, *words, "--out", tmp_path / "fed") == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "fed").exists()
+
+
+def test_the_help_of_a_command_tells_what_its_arguments_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "forget", "--help") == 0
+    shown = capsys.readouterr().out
+    assert "a run directory" in shown, "not with every version of click and typer"
+    assert "client:3" in shown

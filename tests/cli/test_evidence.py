@@ -1,0 +1,160 @@
+import contextlib
+import errno
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from fedortho.cli import verdict as cli_verdict
+from fedortho.cli.evidence import bundle_app, journal_app
+from fedortho.cli.verdict import Wishes, judged
+from fedortho.data.request import ForgetRequest
+from fedortho.errors import FedOrthoError
+from fedortho.evidence.bundle import open_bundle
+from fedortho.requests.forgetting import serve_request
+from fedortho.runs.run import open_run
+from fedortho.runs.settings import TrainSettings
+from fedortho.runs.training import train_run
+from fedortho.storage.journal import append_entry, check_journal
+from fedortho.unlearning.plan import ForgetSettings
+
+app = typer.Typer()
+app.add_typer(journal_app, name="journal")
+app.add_typer(bundle_app, name="bundle")
+
+
+def told(*words: object) -> str:
+    """What a command prints; what it raises goes on, for the command line to make one line of."""
+    result = CliRunner().invoke(app, list(map(str, words)), catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.output
+
+
+def results(text: str) -> list[str]:
+    return [line.partition(":")[0] for line in text.splitlines()[3:]]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a run, the same without class 3, and their journal."""
+    place = tmp_path_factory.mktemp("runs")
+    settings = TrainSettings(data="digits", model="small:TinyNet", epochs=1, batch=64, threads=1, crop=0, flip=0.0)
+    run = train_run(place / "first", settings)
+    request = ForgetRequest.parse("class:3")
+    serve_request(run, run.load_data(), request, ForgetSettings(ratio=0.2), out=place / "second")
+    return place
+
+
+def test_the_journal_is_checked_and_its_head_told(place: Path, tmp_path: Path) -> None:
+    last = check_journal(place).last
+    for where in (place, place / "first"):
+        text = told("journal", "check", where)
+        assert "2 entries, each following from the one before" in text
+        assert f"head: 2 {last.hash}" in text
+        assert "note this hash elsewhere" in text
+    assert "nothing up to there was changed" in told("journal", "check", place, "--head", last.hash)
+    with pytest.raises(FedOrthoError, match="none of its 2 entries has the noted hash 0000"):
+        told("journal", "check", place, "--head", "0" * 64)
+    with pytest.raises(FedOrthoError, match="there is no journal in"):
+        told("journal", "check", tmp_path)
+
+
+def test_the_journal_is_shown(place: Path) -> None:
+    assert "received" in told("journal", "show", place)
+    assert [entry["event"] for entry in json.loads(told("journal", "show", place, "--json"))] == [
+        "received",
+        "executed",
+    ]
+
+
+def test_all_about_a_request_stands_in_the_journal_beside_the_run_it_was_asked_of(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "first", tmp_path / "runs" / "first")
+    run, out = open_run(tmp_path / "runs" / "first"), tmp_path / "elsewhere" / "out"
+    request = ForgetRequest.parse("class:3")
+    made = serve_request(run, run.load_data(), request, ForgetSettings(ratio=0.2), out=out).run
+    assert made is not None
+    judged(made, request, run.load_data(), run, Wishes("none"))
+    journal = check_journal(tmp_path / "runs")
+    assert [(entry.event, entry.run) for entry in journal.entries] == [
+        ("received", "first"),
+        ("executed", "out"),
+        ("judged", "out"),
+    ]
+    assert not (out.parent / "journal.jsonl").exists()
+    assert "without journal.jsonl" in told("bundle", "make", out, "class:3", "-o", tmp_path / "bare.zip")
+    told("bundle", "make", out, "class:3", "-o", tmp_path / "x.zip", "--journal", tmp_path / "runs")
+    assert open_bundle(tmp_path / "x.zip").files["journal.jsonl"] == (tmp_path / "runs/journal.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize(("passes", "event"), [(True, "verified"), (False, "judged")])
+def test_verified_means_that_every_audit_passed(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passes: bool, event: str
+) -> None:
+    for name in ("first", "second"):
+        shutil.copytree(place / name, tmp_path / name)
+    digests = {"before": "a" * 64, "after": "b" * 64}
+    verdict = SimpleNamespace(digests=digests, label="as it came out", passes=passes)
+    monkeypatch.setattr(cli_verdict, "judge_run", lambda *_, **__: verdict)
+    first, second = open_run(tmp_path / "first"), open_run(tmp_path / "second")
+    judged(second, ForgetRequest.parse("class:3"), first.load_data(), first, Wishes())
+    (entry,) = check_journal(tmp_path).entries
+    assert (entry.event, entry.details) == (event, {"label": "as it came out", "passes": passes})
+
+
+def test_where_no_verdict_can_be_written_none_is_worked_out(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(dir: Path) -> contextlib.nullcontext[None]:  # as tempfile names it
+        assert dir in (place, place / "second")
+        if dir == place / "second":
+            raise OSError(errno.EROFS, "Read-only file system")
+        return contextlib.nullcontext()
+
+    def too_late(*_: object, **__: object) -> None:
+        raise AssertionError("nothing may be judged yet")
+
+    monkeypatch.setattr(cli_verdict, "judge_run", too_late)
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    first, second = open_run(place / "first"), open_run(place / "second")
+    with pytest.raises(FedOrthoError, match="second cannot be written: Read-only file system; copy it to where"):
+        judged(second, ForgetRequest.parse("class:3"), first.load_data(), first, Wishes())
+
+
+def test_a_torn_line_is_told(tmp_path: Path) -> None:
+    append_entry(tmp_path, "received", "run", "class:3")
+    head = json.loads((tmp_path / "journal.head").read_text()) | {"announced": "0" * 64}
+    (tmp_path / "journal.head").write_text(json.dumps(head, sort_keys=True, separators=(",", ":")) + "\n")
+    with (tmp_path / "journal.jsonl").open("a") as stream:
+        stream.write('{"after":nu')
+    assert "half a line after the last entry: a crash left it" in told("journal", "check", tmp_path)
+
+
+def test_make_then_check_on_another_machine(place: Path, tmp_path: Path) -> None:
+    text = told("bundle", "key", "-o", tmp_path / "me.pem")
+    assert "readable by you only" in text
+    file = tmp_path / "evidence.zip"
+    text = told("bundle", "make", place / "second", "class:3", "-o", file, "--sign", tmp_path / "me.pem")
+    digest = open_bundle(file).digest
+    assert f"--digest: {digest}" in text
+    assert "proves who, not that it is true" in text
+    text = told("bundle", "check", file)
+    assert results(text) == ["checked", "not checked", "checked", "not checked", "not checked"]
+    model = place / "first" / "model.safetensors"
+    keys = ("--public", tmp_path / "me.pub", "--digest", digest.upper())
+    text = told("bundle", "check", file, "--model", model, "--run", place / "first", *keys)
+    assert results(text) == ["checked"] * 5
+    assert "bit for bit" in text
+
+
+def test_a_changed_bundle_fails_and_is_named(place: Path, tmp_path: Path) -> None:
+    told("bundle", "make", place / "second", "class:3", "-o", tmp_path / "x.zip")
+    assert "not signed" in told("bundle", "check", tmp_path / "x.zip")
+    text = (tmp_path / "x.zip").read_bytes().replace(b"What it does not show", b"What it does nov show")
+    (tmp_path / "x.zip").write_bytes(text)
+    with pytest.raises(FedOrthoError, match=r"x\.zip: README\.txt was changed"):
+        told("bundle", "check", tmp_path / "x.zip")
+    with pytest.raises(FedOrthoError, match="--data-dir needs --run"):
+        told("bundle", "check", tmp_path / "x.zip", "--data-dir", "there")

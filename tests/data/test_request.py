@@ -1,0 +1,89 @@
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedortho.data.images import Images
+from fedortho.data.request import EmptyGroup, ForgetRequest
+from fedortho.errors import FedOrthoError, UnknownName
+
+CLIENTS = dict(enumerate([torch.arange(0, 100), torch.arange(100, 240)]))
+
+
+@given(
+    st.lists(st.sampled_from(["3", "cat", "T-shirt/top", "Ankle boot"]), unique=True),
+    st.lists(st.integers(0, 99), unique=True),
+    st.lists(st.from_regex(r"\A(\d{1,2}/)?\d{1,4}\Z"), unique=True),
+)
+def test_the_text_form_round_trips(classes: list[str], clients: list[int], samples: list[str]) -> None:
+    request = ForgetRequest(tuple(classes), tuple(clients), tuple(samples))
+    if classes or clients or samples:
+        assert ForgetRequest.parse(str(request)) == request
+
+
+def test_forget_and_retain_part_the_images(toy: Images) -> None:
+    forget, retain = ForgetRequest.parse("class:1,3").split(toy)
+    assert set(forget.labels.tolist()) == {1, 3}
+    assert sorted(forget.rows.tolist() + retain.rows.tolist()) == list(range(240))
+
+
+def test_classes_are_found_by_name_number_and_without_regard_to_case(toy: Images) -> None:
+    names = ("cat", "Ankle boot", "3", "dog")
+    assert ForgetRequest.parse("class:CAT,'ankle boot',3,1").labels(names) == [0, 1, 2, 1]
+
+
+def test_samples_come_from_a_file_or_inline_and_may_name_a_client(toy: Images, tmp_path: Path) -> None:
+    (tmp_path / "ids.txt").write_text("5\n7\n1/2\n")
+    request = ForgetRequest.parse(f"samples:{tmp_path / 'ids.txt'}")
+    assert request == ForgetRequest.parse("samples:5,7,1/2")
+    assert request.split(toy, CLIENTS)[0].rows.tolist() == [5, 7, 102]
+
+
+def test_a_sample_of_a_client_that_was_set_aside_is_refused_with_that_reason(toy: Images) -> None:
+    rest = toy.subset(torch.arange(240) != 102)
+    with pytest.raises(EmptyGroup, match="id 1/2: that image was set aside for validation, or is forgotten already"):
+        ForgetRequest.parse("samples:1/2").split(rest, CLIENTS)
+
+
+def test_several_kinds_at_once_are_joined(toy: Images) -> None:
+    request = ForgetRequest.parse("class:0") + ForgetRequest.parse("client:1 samples:1")
+    assert request.kind == "mixed"
+    rows = set(request.split(toy, CLIENTS)[0].rows.tolist())
+    assert rows == {r for r in range(240) if r % 4 == 0} | set(range(100, 240)) | {1}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("class:9", "no class '9'"),
+        ("class:kat", "no class 'kat'"),
+        ("class", "is not a request; write class:3"),
+        ("klass:3", "did you mean 'class'"),
+        ("", "asks for nothing"),
+        ("class:,", "asks for nothing"),
+        ("client:x", "must be a number"),
+        ("client:7", "no client 7; clients run 0 to 1"),
+        ("samples:1/500", "client 1 has rows 0 to 139"),
+        ("samples:999", "no training image has the id 999"),
+        ("samples:nofile.txt", "neither ids nor a readable file"),
+        ("class:0,1,2,3", "selects all 240 images"),
+        ("class:'", "No closing quotation"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(toy: Images, text: str, message: str) -> None:
+    with pytest.raises((FedOrthoError, UnknownName), match=message):
+        ForgetRequest.parse(text).split(toy, CLIENTS)
+
+
+def test_an_empty_selection_and_a_bad_file_are_refused(toy: Images, tmp_path: Path) -> None:
+    kept = toy.subset((toy.labels != 2).nonzero().flatten())
+    with pytest.raises(EmptyGroup, match="selects none of the 180 images"):
+        ForgetRequest.parse("class:2").split(kept)
+    for text, message in (("5\nfive\n", "'five' is not a sample id"), ("\n", "holds no sample id")):
+        (tmp_path / "ids.txt").write_text(text)
+        with pytest.raises(FedOrthoError, match=message):
+            ForgetRequest.parse(f"samples:{tmp_path / 'ids.txt'}")
+    with pytest.raises(FedOrthoError, match="trained without clients"):
+        ForgetRequest.parse("client:0").split(toy)

@@ -1,0 +1,132 @@
+import math
+from statistics import NormalDist, median
+
+import pytest
+import torch
+
+from fedortho.errors import BadData
+from fedortho.evaluation.lira import (
+    Scores,
+    area_under_curve,
+    interval,
+    lira_scores,
+    margins,
+    offline_scores,
+    true_positives,
+    unlearning_scores,
+)
+
+
+def test_margins_are_log_odds_of_the_label_even_where_probabilities_are_0_or_1() -> None:
+    logits = 3 * torch.randn(50, 5, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(50) % 5
+    for row, label, value in zip(logits.tolist(), labels.tolist(), margins(logits, labels, "a").tolist(), strict=True):
+        odds = math.exp(row[label]) / sum(math.exp(x) for i, x in enumerate(row) if i != label)
+        assert value == pytest.approx(math.log(odds))
+    far = margins(torch.tensor([[2000.0, 0, 0], [0, 2000.0, 0]]), torch.tensor([0, 0]), "a")
+    assert far.tolist() == pytest.approx([2000 - math.log(2), -2000])
+    with pytest.raises(BadData, match=r"shadow 3.*not finite"):
+        margins(torch.tensor([[math.nan, 0.0]]), torch.tensor([0]), "shadow 3")
+
+
+def random_game(models: int, images: int, seed: int, shift: float) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    met = torch.rand(models, images, generator=generator) < 0.5
+    met[0], met[1] = True, False
+    hard = torch.randn(images, generator=generator, dtype=torch.float64)
+    noise = torch.randn(models, images, generator=generator, dtype=torch.float64)
+    return 2 * hard + noise + shift * met, met
+
+
+def slow_normal(values: list[list[float]], among: list[list[bool]], image: int) -> NormalDist:
+    """Median of the image's own values, spread of all images about their medians."""
+    squares, centre = [], math.nan
+    for column in range(len(values[0])):
+        own = [row[column] for row, mask in zip(values, among, strict=True) if mask[column]]
+        squares += [(value - median(own)) ** 2 for value in own]
+        centre = median(own) if column == image else centre
+    return NormalDist(centre, math.sqrt(sum(squares) / len(squares)))
+
+
+def test_lira_is_the_ratio_of_two_gaussians_with_pooled_spread() -> None:
+    shadows, met = random_game(9, 12, seed=1, shift=1.5)
+    target = torch.randn(12, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    online, offline = lira_scores(target, shadows, met).tolist(), offline_scores(target, shadows, met).tolist()
+    for image, value in enumerate(target.tolist()):
+        inside = slow_normal(shadows.tolist(), met.tolist(), image)
+        outside = slow_normal(shadows.tolist(), (~met).tolist(), image)
+        assert online[image] == pytest.approx(math.log(inside.pdf(value)) - math.log(outside.pdf(value)))
+        assert offline[image] == pytest.approx(outside.zscore(value))
+
+
+def test_lira_finds_members_that_answers_alone_hide() -> None:
+    shadows, met = random_game(64, 400, seed=3, shift=1.5)
+    target, mine = shadows[2], met[2]
+    rest = torch.arange(64) != 2
+    for scores in (lira_scores(target, shadows[rest], met[rest]), offline_scores(target, shadows[rest], met[rest])):
+        found = area_under_curve(scores[mine], scores[~mine])
+        assert 0.8 < found < 0.95
+        assert found > area_under_curve(target[mine], target[~mine]) + 0.05
+
+
+def test_unlearning_scores_leave_the_scored_model_out() -> None:
+    (unlearned, met), (never, _) = random_game(6, 5, seed=4, shift=1.0), random_game(6, 5, seed=5, shift=0.0)
+    met = torch.tensor([[True, False, True, True, False]] * 3 + [[True, True, True, False, True]] * 3)
+    mine, theirs = unlearning_scores(unlearned, met, never, met)
+    places = [(model, image) for model in range(6) for image in range(5) if met[model, image]]
+    assert mine.models.tolist() == theirs.models.tolist() == [model for model, _ in places]
+    for number, (model, image) in enumerate(places):
+        rest = [i for i in range(6) if i != model]
+        gone = slow_normal(unlearned[rest].tolist(), met[rest].tolist(), image)
+        none = slow_normal(never[rest].tolist(), met[rest].tolist(), image)
+        for scores, value in ((mine, float(unlearned[model, image])), (theirs, float(never[model, image]))):
+            ratio = math.log(gone.pdf(value)) - math.log(none.pdf(value))
+            assert float(scores.values[number]) == pytest.approx(ratio)
+
+
+def test_unlearning_that_equals_retraining_is_not_told_apart_and_a_shift_is() -> None:
+    met = random_game(16, 200, seed=6, shift=0.0)[1]
+    for shift, low, high in ((0.0, 0.4, 0.6), (1.5, 0.75, 0.95), (-1.5, 0.75, 0.95)):
+        unlearned, never = (random_game(16, 200, seed=s, shift=0.0)[0] for s in (7, 8))
+        hard = unlearned.mean(0) - never.mean(0)
+        mine, theirs = unlearning_scores(unlearned - hard + shift, met, never, met)
+        assert low < area_under_curve(mine.values, theirs.values) < high
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_curves_are_what_comparing_every_pair_gives(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    positive = torch.randint(0, 9, (37,), generator=generator).double() + seed % 3
+    negative = torch.randint(0, 9, (250,), generator=generator).double()
+    pairs = [(a > b) + (a == b) / 2 for a in positive.tolist() for b in negative.tolist()]
+    assert area_under_curve(positive, negative) == pytest.approx(sum(pairs) / len(pairs))
+    for false in (0.01, 0.1, 0.5):
+        rates = [0.0]
+        for limit in [*positive.tolist(), *negative.tolist()]:
+            if sum(b >= limit for b in negative.tolist()) / 250 <= false:
+                rates.append(sum(a >= limit for a in positive.tolist()) / 37)
+        assert true_positives(positive, negative, false) == pytest.approx(max(rates))
+
+
+def test_an_interval_covers_the_value_and_is_wider_when_models_differ_more() -> None:
+    widths = []
+    for spread in (0.0, 2.0):
+        generator = torch.Generator().manual_seed(1)
+        models = torch.arange(10).repeat_interleave(50)
+        shift = spread * torch.randn(10, generator=generator)
+        sides = [Scores(torch.randn(500, generator=generator) + shift[models], models) for _ in range(2)]
+        low, high = interval(area_under_curve, *sides)
+        assert low <= area_under_curve(sides[0].values, sides[1].values) <= high
+        assert (low, high) == interval(area_under_curve, *sides)
+        sides[1] = Scores(sides[1].values - shift[models] + shift.flip(0)[models], models)
+        low, high = interval(area_under_curve, *sides)
+        widths.append(high - low)
+    assert widths[1] > 2 * widths[0]
+
+
+def test_too_few_shadows_are_refused() -> None:
+    values, met = torch.zeros(2, 3, dtype=torch.float64), torch.tensor([[True] * 3, [False] * 3])
+    with pytest.raises(BadData, match="train more"):
+        unlearning_scores(values, met, values, met)
+    with pytest.raises(BadData, match="both sides"):
+        area_under_curve(torch.zeros(0), torch.zeros(1))

@@ -1,0 +1,77 @@
+import json
+import math
+
+import pytest
+
+from fedortho.errors import UnknownName
+from fedortho.evaluation.metrics import DIRECTIONS, METRICS, Metric, Reading, measured
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_every_metric_is_described_completely(name: str) -> None:
+    known = METRICS[name]
+    assert known.title
+    assert known.source
+    assert known.low < known.high
+    assert known.direction in DIRECTIONS
+    assert (known.ideal is None) == (known.direction == "as retrain")
+    assert known.ideal is None or known.low <= known.ideal <= known.high
+    assert len({description.title for description in METRICS.values()}) == len(METRICS)
+
+
+@pytest.mark.parametrize("name", METRICS)
+@pytest.mark.parametrize("reference", [None, 0.25])
+def test_no_number_is_shown_without_its_description(name: str, reference: float | None) -> None:
+    known, metric = METRICS[name], Metric(name, 0.125, reference, images=77)
+    for shown in (metric.text(), str(metric), f"{metric}", repr(metric)):
+        assert "0.1250" in shown
+        told = ["77 images", known.title, known.source, known.range_text(), f"ideal {known.ideal_text()}"]
+        told.append("no reference" if reference is None else "Retrain 0.2500")
+        told.append("best as Retrain" if known.direction == "as retrain" else f"better {known.direction}")
+        assert all(word in shown for word in told), shown
+    mapping = json.loads(json.dumps(metric.as_mapping(), allow_nan=False))
+    assert mapping["value"] == 0.125
+    assert mapping["reference"] == reference
+    assert mapping.keys() >= {"title", "source", "low", "high", "direction", "ideal", "images", "error", "details"}
+
+
+def test_an_unknown_metric_is_refused_with_the_choices() -> None:
+    with pytest.raises(UnknownName, match="did you mean 'forget-accuracy'"):
+        Metric("forget-acuracy", 0.5)
+    with pytest.raises(UnknownName):
+        measured("speed", lambda: Reading(1.0, 1))
+
+
+def test_whatever_raises_is_an_error_that_stays_in_sight() -> None:
+    class Odd(Exception):
+        pass
+
+    def fails() -> Reading:
+        raise Odd("no such luck\nsecond line")
+
+    for metric in (measured("zrf", fails), measured("zrf", lambda: Reading(0.5, 3), fails)):
+        assert metric.value is None
+        assert metric.error == "Odd: no such luck"
+        assert "ERROR, Odd: no such luck" in metric.text()
+        assert "range" not in metric.text()
+        assert METRICS["zrf"].range_text() in metric.text()
+        assert metric.as_mapping()["error"] == metric.error
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -0.1, 1.1])
+def test_a_number_outside_its_range_is_an_error(value: float) -> None:
+    metric = measured("tug-of-war", lambda: Reading(value, 3))
+    assert metric.value is None
+    assert "outside 0 to 1" in (metric.error or "")
+    assert measured("tug-of-war", lambda: Reading(1 + 1e-12, 3)).value == pytest.approx(1)
+    with pytest.raises(ValueError, match="both"):
+        Metric("tug-of-war", 0.5, error="no")
+
+
+def test_details_are_in_words_and_numbers() -> None:
+    details = {"attack accuracy": 0.5, "global threshold for": ["cat", "dog"], "gaps": {"mia": 0.125}, "none": []}
+    shown = Metric("mia-confidence", 0.5, 0.25, details=details).text()
+    assert "attack accuracy 0.5000; global threshold for cat, dog; gaps mia 0.1250; none none" in shown
+    assert Metric("mia-confidence", 0.5, 0.75).gap == 0.25
+    assert Metric("average-gap", None).gap is None
+    assert "not measured (no reference" in Metric("average-gap", None).text()

@@ -1,0 +1,195 @@
+"""The paper's tables as files: each can be run, and states only what the paper's own numbers say."""
+
+from dataclasses import replace
+from pathlib import Path, PurePath
+from typing import Any
+
+import pytest
+
+from fedortho.data.sources import DATASETS
+from fedortho.errors import FedOrthoError, UnknownName
+from fedortho.experiments.experiment import (
+    EXPERIMENTS,
+    HERE,
+    SCALES,
+    check_relations,
+    load_experiment,
+    make_experiment,
+    narrowed,
+    network_key,
+    printed_beside,
+    printed_lines,
+    read_seeds,
+    request_for,
+    request_kind,
+    row_verdict,
+)
+from fedortho.experiments.relations import HOLDS, Line, as_lines, differences, judged, parse_relation
+from fedortho.models.zoo import MODELS
+from fedortho.runs.run import load_run_data
+from fedortho.runs.settings import FederateSettings
+from fedortho.storage.settings import read_toml
+
+
+def line(values: list[float], **key: Any) -> Line:
+    return Line(key, {seed: {"forget": value, "retain": value} for seed, value in enumerate(values)})
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_table_can_be_loaded_at_every_scale(name: str, scale: str) -> None:
+    experiment = load_experiment(name, scale)
+    assert experiment.seeds
+    assert experiment.treatments
+    assert experiment.relations
+    for network in experiment.networks:
+        assert network.model in MODELS
+        assert network.data in DATASETS
+        assert (network.data == "fashion-mini") == (scale == "demo"), "the demo needs no data, the others are real"
+        assert scale == "paper" or (network.threads == 1 and network.device == "cpu"), "the same bytes everywhere"
+        kinds = {request_kind(words) for words in experiment.requests}
+        assert isinstance(network, FederateSettings) or kinds == {"class"}
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_claim_is_one_that_the_printed_numbers_support(name: str) -> None:
+    for entry in check_relations(load_experiment(name), []):
+        assert entry["paper"], f"{entry['relation']} is about no printed row"
+        assert set(entry["paper"]) == {HOLDS}, entry["relation"]
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_printed_row_of_the_paper_is_a_row_of_the_full_scale(name: str) -> None:
+    experiment = load_experiment(name, "paper")
+    ours = []
+    for network in experiment.networks:
+        for words in experiment.requests:
+            for step, treatment in [(1, None), *((s, t) for t in experiment.treatments for s in range(1, 6))]:
+                key: dict[str, Any] = {**network_key(network), "request": request_kind(words)}
+                key |= {"method": "original"} if treatment is None else {"method": treatment.method, **treatment.swept}
+                ours.append(Line(key | ({"step": step if treatment else 0} if experiment.is_sequence else {}), {}))
+    shown = {str(printed_beside(experiment, one)) for one in ours} - {"{}"}
+    assert shown == {str(one.values[0]) for one in printed_lines(name)}
+
+
+def test_every_file_of_an_experiment_is_installed_with_the_package() -> None:
+    declared = read_toml(Path(__file__).parents[2] / "pyproject.toml")["tool"]["setuptools"]["package-data"]["fedortho"]
+    for file in (path for path in HERE.iterdir() if path.suffix in (".toml", ".json")):
+        assert any(PurePath("experiments", file.name).match(pattern) for pattern in declared), file.name
+
+
+def test_printed_numbers_are_the_papers() -> None:
+    (found,) = [one for one in printed_lines("strength") if one.key.get("alpha") == 0.5]
+    assert found.values[0] == {"forget": 0.0, "retain": 79.7}
+    key = {"split": "iid", "data": "cifar100", "model": "resnet50", "method": "not", "request": "client"}
+    (found,) = [one for one in printed_lines("unlearning_iid_non_iid") if one.key == key]
+    assert (found.values[0]["forget"], found.values[0]["retain"]) == (36.67, 50.64)
+
+
+def test_a_relation_pairs_rows_that_agree_in_all_it_does_not_name() -> None:
+    rows = [line([1.0], method="a", ratio=r, ortho=o) for r in (0.1, 0.2) for o in ("deep", "none")]
+    pairs = parse_relation("a[ortho=deep] forget < a[ortho=none] forget").pairs(rows)
+    assert [(x.key["ratio"], y.key["ratio"]) for x, y in pairs] == [(0.1, 0.1), (0.2, 0.2)]
+    pairs = parse_relation("a[ratio=max] forget < a[ratio=min] retain at ortho=none").pairs(rows)
+    assert [(x.key["ratio"], y.key["ratio"], x.key["ortho"]) for x, y in pairs] == [(0.2, 0.1, "none")]
+    assert not parse_relation("a forget < b forget").pairs(rows)
+    alone = parse_relation("a[ratio=max] forget < a[ratio=min] forget").pairs(rows[:1])
+    assert len(parse_relation("a forget < b forget").pairs([*rows, line([2.0], method="b", ortho="deep")])) == 2
+    assert not alone, "a row is not compared with itself"
+
+
+def test_a_difference_within_its_noise_is_no_finding_in_either_direction() -> None:
+    relation = parse_relation("a forget < b forget")
+    pair = (line([10.0, 12.0, 11.0], method="a"), line([20.0, 23.0, 21.0], method="b"))
+    assert differences(relation, pair) == [10.0, 11.0, 10.0]
+    assert judged([10.0, 11.0, 10.0]) == "holds"
+    assert judged([1.0, 12.0, -4.0]) == "within noise"
+    assert judged([-10.0, -11.0]) == "does not hold"
+    assert judged([0.0, 0.0]) == judged([0.0]) == "equal"
+
+
+def test_seeds_that_only_one_side_has_are_not_compared() -> None:
+    pair = (Line({}, {0: {"forget": 1.0}, 1: {"forget": 2.0}}), Line({}, {1: {"forget": 5.0}, 2: {"forget": 9.0}}))
+    assert differences(parse_relation("a forget < b forget"), pair) == [3.0]
+
+
+def test_only_at_the_papers_scale_is_a_number_judged() -> None:
+    key = {"split": "iid", "data": "cifar100", "model": "resnet50", "method": "retrain", "request": "client"}
+    full, demo = (load_experiment("unlearning_iid_non_iid", scale) for scale in ("paper", "demo"))
+    printed = printed_beside(full, Line(key, {}))
+    near = Line(key, {0: {metric: printed[metric] + printed[f"{metric}-sd"] for metric in ("forget", "retain")}})
+    far = Line(key, {0: {"forget": printed["forget"] + 3 * printed["forget-sd"], "retain": printed["retain"]}})
+    assert row_verdict(full, near) == "within 2 sd"
+    assert row_verdict(full, far) == "outside 2 sd: forget"
+    assert row_verdict(demo, Line({**key, "split": "dirichlet:0.6"}, near.values)) == "other setting"
+    assert row_verdict(full, Line({**key, "method": "fedortho"}, near.values)) == "not printed"
+    assert row_verdict(full, Line(key, {0: {}})) == "refused"
+    central = {"data": "cifar10", "model": "resnet50", "method": "ssd"}
+    verdict = row_verdict(load_experiment("unlearning_res50", "paper"), line([1.76], **central))
+    assert verdict.endswith("no sd printed")
+
+
+def test_seeds_become_one_line() -> None:
+    rows = [{"seed": seed, "method": "ssd", "forget": seed / 10, "retain": 0.5, "test": 0.4} for seed in (0, 1)]
+    (found,) = as_lines([*rows, {"seed": 2, "method": "ssd", "refused": "why"}])
+    assert found.of("forget") == [0.0, 10.0]
+    assert found.key == {"method": "ssd"}
+
+
+def test_a_table_can_be_narrowed_to_methods_and_rows() -> None:
+    whole = load_experiment("pruning")
+    some = narrowed(whole, rows="ratio=0.2,ortho=none")
+    assert [one.swept for one in some.treatments] == [{"ratio": 0.2}]
+    assert [network.ortho for network in some.networks] == [0.0]
+    federated = load_experiment("unlearning_iid_non_iid", "paper")
+    assert narrowed(federated, rows="request=client").requests == ("client:0",)
+    assert len(narrowed(federated, rows="split=iid").networks) == 1
+    assert {one.method for one in narrowed(federated, "not,retrain").treatments} == {"not", "retrain"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"methods": "sdd"}, r"no method in unlearning_res50 'sdd'; did you mean 'ssd'\?"),
+        ({"methods": ","}, "no method in unlearning_res50 ','; choose from"),
+        ({"rows": "colour=red"}, "no key of --rows 'colour'; choose from data, model, ortho, ratio, request, split"),
+        ({"rows": "model=vgg"}, "no model in unlearning_res50 at scale demo 'vgg'; choose from resnet-mini"),
+        ({"rows": "iid"}, "'iid' is no key=value; write such as"),
+    ],
+)
+def test_what_a_table_does_not_have_is_refused_by_name(arguments: dict[str, str], message: str) -> None:
+    with pytest.raises(FedOrthoError, match=message):
+        narrowed(load_experiment("unlearning_res50"), **arguments)
+
+
+def test_names_scales_and_seeds_are_checked() -> None:
+    with pytest.raises(UnknownName, match="no experiment 'prunning'; did you mean 'pruning'"):
+        load_experiment("prunning")
+    with pytest.raises(UnknownName, match="no scale 'full'; choose from demo, paper, small"):
+        load_experiment("pruning", "full")
+    for text in ("one", "0,,1", "-1", "1.5"):
+        with pytest.raises(FedOrthoError, match="is no seed; write whole numbers"):
+            read_seeds(text)
+    with pytest.raises(FedOrthoError, match="is no relation; write"):
+        parse_relation("a is better than b")
+
+
+def test_the_first_samples_of_a_class_are_training_images_of_that_class() -> None:
+    (network,) = load_experiment("class_unlearning_performance").networks
+    data = load_run_data(replace(network, data="digits", image_size=0))
+    request = request_for("first 20 of class:3", data)
+    forget, _ = request.split(data.train)
+    assert forget.labels.tolist() == [3] * 20
+
+
+def test_keys_of_a_scale_win_and_lists_are_crossed() -> None:
+    told = {
+        "what": "a test",
+        "requests": ["class:0"],
+        "methods": ["ssd"],
+        "relations": [],
+        "demo": {"seeds": [0], "networks": [{"like": "demo", "ortho": [0.1, 0.0], "epochs": [1, 2]}]},
+    }
+    made = make_experiment("pruning", "demo", told | {"demo": told["demo"] | {"methods": [{"name": "salun"}]}})  # type: ignore[operator]
+    assert [(network.ortho, network.epochs) for network in made.networks] == [(0.1, 1), (0.1, 2), (0.0, 1), (0.0, 2)]
+    assert [one.method for one in made.treatments] == ["salun"]

@@ -1,0 +1,52 @@
+"""Settings of all methods together."""
+
+from pathlib import Path
+
+import pytest
+
+from fedortho.errors import FedOrthoError, UnknownName
+from fedortho.methods import METHODS
+from fedortho.methods.hyperparameters import TUNED, read_settings
+from fedortho.models.zoo import MODELS
+from fedortho.requests.comparing import settings_for
+from fedortho.runs.run import Run
+from fedortho.runs.settings import TrainSettings
+from fedortho.storage.files import write_json
+
+
+def test_a_file_wins_over_the_preset(tmp_path: Path) -> None:
+    settings, file = TrainSettings(), tmp_path / "tuned.json"
+    write_json(file, {"salun": {"rate": 0.5}})
+    assert read_settings(settings.data, settings.model, "short", file)["salun"] == {
+        "epochs": 2,
+        "batch": 64,
+        "rate": 0.5,
+    }
+    assert read_settings(settings.data, settings.model, "published", file) == {"salun": {"rate": 0.5}}
+
+
+@pytest.mark.parametrize("file", [path for path in sorted(TUNED.glob("*.json")) if ".trials" not in path.name])
+def test_tuned_settings_are_found_by_data_and_model_and_every_method_takes_them(file: Path, tmp_path: Path) -> None:
+    data, model = next((d, m) for d in ("cifar10", "fashion-mini") for m in MODELS if file.stem == f"{d}-{m}")
+    run = Run(tmp_path, TrainSettings(data=data, model=model), {})
+    found = read_settings(run.settings.data, run.settings.model, "tuned")
+    assert set(found) >= {"ssd", "salun", "finetune", "unsir", "bad-teacher", "fused", "not", "neggrad"}
+    for name, settings in found.items():
+        assert settings_for(run, name, settings).name == METHODS[name].name
+
+
+def test_what_cannot_be_read_is_refused_with_the_reason(tmp_path: Path) -> None:
+    settings = TrainSettings(data="digits")
+    with pytest.raises(FedOrthoError, match=r"nothing was tuned for digits-vgg-mini, only for .*cifar10-vgg-mini"):
+        read_settings(settings.data, settings.model, "tuned")
+    with pytest.raises(UnknownName, match="no preset 'fast'; choose from published, short, tuned"):
+        read_settings(settings.data, settings.model, "fast")
+    for wrong, why in (
+        ([], "holds no settings by method"),
+        ({"salun": 3}, "salun must have a mapping"),
+        ({"salum": {}}, "no method 'salum'; did you mean 'salun'"),
+        ({"salun": {"rates": 0.5}}, "no setting 'rates'"),
+    ):
+        write_json(tmp_path / "wrong.json", wrong)
+        with pytest.raises(FedOrthoError, match=why):
+            read_settings(settings.data, settings.model, "published", tmp_path / "wrong.json")

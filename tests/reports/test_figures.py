@@ -1,0 +1,273 @@
+"""Figures: values that can be checked by hand, and titles that say what was found."""
+
+import builtins
+import io
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from small import TinyNet
+from torch import Tensor, nn
+
+from fedortho.data.images import Images, images_from_tensors
+from fedortho.errors import BadData, FedOrthoError, UnknownName
+from fedortho.models.predictions import Evaluation, evaluate
+from fedortho.models.zoo import build_model
+from fedortho.reports.figures import activations, costs, kernels, results
+from fedortho.reports.figures.style import finding_of, png
+from fedortho.training.loop import Epoch
+
+LAYERS = ("features.0", "features.3", "features.6")
+
+
+def pair_of(value: float) -> Tensor:
+    return torch.tensor([[1.0, value], [value, 1.0]])
+
+
+def scored(*rows: Sequence[int]) -> Evaluation:
+    table = tuple(tuple(row) for row in rows)
+    return Evaluation(sum(map(sum, table)), 0.0, 0.0, table)
+
+
+def epoch(number: int, valid: float | None, clients: int | None = None) -> Epoch:
+    return Epoch(number, 1.0, 0.5, None, valid, 1.0, clients)
+
+
+def test_two_equal_kernels_are_alike_and_two_of_different_groups_are_not() -> None:
+    conv = nn.Conv2d(2, 4, 1, groups=2, bias=False)
+    conv.weight.data = torch.tensor([1.0, -2.0, 1.0, 1.0]).view(4, 1, 1, 1)
+    likeness = kernels.kernel_likeness(nn.Sequential(conv), ["0"])["0"]
+    assert likeness.tolist() == [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]
+    assert kernels.mean_likeness(likeness) == pytest.approx(2 / 6)
+    with pytest.raises(UnknownName, match="no convolution 'O'; choose from 0"):
+        kernels.kernel_likeness(nn.Sequential(conv), ["O"])
+
+
+def test_likeness_of_features_equals_a_plain_loop_over_pairs_whatever_the_batches(tiny: TinyNet, toy: Images) -> None:
+    few = toy.subset(range(12))
+    batches = [
+        (few.normalise(few.pixels[few.rows[start : start + 5]]), few.labels[start : start + 5]) for start in (0, 5, 10)
+    ]
+    tiny.train()
+    found = kernels.feature_likeness(tiny, batches, ["features.3"])["features.3"]
+    assert tiny.training, "the model keeps its mode"
+    tiny.eval()
+    with torch.no_grad():
+        maps = tiny.features[:4](few.normalise(few.pixels[few.rows])).double()
+    for one in range(8):
+        for other in range(8):
+            a, b = maps[:, one].flatten(), maps[:, other].flatten()
+            assert float(found[one, other]) == pytest.approx(abs(float(a @ b) / float(a.norm() * b.norm())), abs=1e-5)
+
+
+def test_heatmaps_say_how_much_less_alike_the_kernels_became() -> None:
+    plain, ortho = {"a": pair_of(0.3), "b": pair_of(0.2)}, {"a": pair_of(0.3), "b": pair_of(0.004)}
+    figure = kernels.gram_figure({"plain": plain, "orthogonal": ortho})
+    assert finding_of(figure) == (
+        "Trained orthogonal, kernels of b are 50 times less alike than plain, those of a about as alike"
+    )
+    assert len(figure.axes) == 5, "two models, two layers, one scale"
+    single = kernels.gram_figure({"plain": {"a": pair_of(0.2)}, "orthogonal": {"a": pair_of(0.4)}})
+    assert "2.0 times more alike" in finding_of(single), "also where orthogonality did not help"
+
+
+def test_depth_and_distribution_name_the_placement_that_helps(tiny: TinyNet) -> None:
+    depths = kernels.depths_of(tiny, (1, 8, 8))
+    assert depths == {"features.0": "shallow", "features.3": "mid", "features.6": "deep"}
+    models = {
+        "none": dict(zip(LAYERS, map(pair_of, (0.1, 0.5, 0.3)), strict=True)),
+        "deep": dict(zip(LAYERS, map(pair_of, (0.1, 0.5, 0.02)), strict=True)),
+    }
+    by_depth = kernels.likeness_by_depth_figure(models)
+    assert by_depth.axes[0].lines[0].get_ydata() == pytest.approx([0.1, 0.5, 0.3])
+    assert finding_of(by_depth) == (
+        "None: features are most alike in features.3 (0.50), and in the last layer 0.30 (with deep 0.02)"
+    )
+    curves = kernels.likeness_curves_figure(models, depths)
+    assert finding_of(curves).endswith("least alike with deep: median |cosine| 0.02 (none 0.30)")
+    assert [len(ax.lines) for ax in curves.axes] == [6, 3], "three layers each, and the legend's"
+
+
+def test_answers_of_a_class_equal_the_mean_of_single_images(tiny: TinyNet, toy: Images) -> None:
+    tiny.eval()
+    few = toy.subset(range(8))  # two of each class
+    peaks = activations.class_peaks(tiny, few, "features.3")
+    with torch.no_grad():
+        single = [tiny.features[:4](few.normalise(few.pixels[row : row + 1])).amax((2, 3))[0] for row in (1, 5)]
+    assert torch.allclose(peaks[1], (single[0] + single[1]) / 2, atol=1e-5)
+    with pytest.raises(BadData, match="some classes have no image"):
+        activations.class_peaks(tiny, toy.subset([0, 1, 2]), "features.3")
+
+
+def test_the_title_names_the_kernel_that_stands_out_and_what_is_left() -> None:
+    before = torch.tensor([[9.0, 1.0], [1.0, 1.0], [3.0, 2.0]])
+    after = before.clone()
+    after[0, 0] = 4.5
+    shown = activations.KernelAnswers("orthogonal", before, after, (0, 1))
+    figure = activations.activation_figure([shown], ["cat", "dog", "cow"], [0])
+    told = "cat stands out by at most 7.0 sd in the orthogonal model (kernel 1; of its answer 50 % is left)"
+    assert finding_of(figure) == f"Among the classes, {told}"
+
+
+def test_grad_cam_equals_its_formula(tiny: TinyNet, toy: Images) -> None:
+    pytest.importorskip("captum")
+    few = toy.subset(range(3))
+    tiny.eval().requires_grad_(False)
+    found = activations.grad_cam(tiny, few, "features.6")
+    inputs = few.normalise(few.pixels[few.rows])
+    for image, label in zip(inputs, few.labels.tolist(), strict=True):
+        maps = tiny.features[:7](image.unsqueeze(0)).detach().requires_grad_(True)
+        tiny.fc(tiny.features[7:](maps).mean((2, 3)))[0, label].backward()
+        assert maps.grad is not None
+        expected = (maps.grad.mean((2, 3), keepdim=True) * maps).sum(1)[0].relu().detach()
+        assert torch.allclose(found[0], expected, atol=1e-6)
+        found = found[1:]
+    assert not any(p.requires_grad for p in tiny.parameters()), "the model is left as it was"
+
+
+def test_without_its_libraries_a_figure_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, tiny: TinyNet, toy: Images
+) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.split(".", maxsplit=1)[0] in ("captum", "matplotlib"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(FedOrthoError, match=r"Grad-CAM needs captum; install it: pip install 'fedortho\[figures\]'"):
+        activations.grad_cam(tiny, toy.subset([0]), "features.6")
+    with pytest.raises(FedOrthoError, match="figures need matplotlib"):
+        results.frontier_figure([results.Point(0.1, 0.2, 0.3)])
+
+
+def test_examples_are_the_first_of_each_class_that_all_models_recognise(toy: Images) -> None:
+    class Answer(nn.Module):
+        def __init__(self, wrong: int) -> None:
+            super().__init__()
+            self.wrong = wrong
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = nn.functional.one_hot(toy.labels[: len(x)], 4).float()
+            out[self.wrong] = out[self.wrong].roll(1)
+            return out
+
+    chosen = activations.recognised_examples([Answer(1), Answer(2)], toy)
+    assert chosen.rows.tolist() == [0, 5, 6, 3]
+    with pytest.raises(FedOrthoError, match="no image of 1 is named rightly by every model"):
+        activations.recognised_examples([Answer(1)], toy.subset(range(4)))
+
+
+def test_attention_left_is_told_for_the_class_and_the_others(toy: Images) -> None:
+    before = torch.ones(4, 8, 8)
+    after = before * torch.tensor([0.05, 1.0, 0.9, 1.1]).view(4, 1, 1)
+    figure = activations.grad_cam_figure(toy.subset(range(4)), {"VGG": (before, after)}, [0])
+    assert finding_of(figure).endswith("attention to 0 is 5.0 % in VGG (others: 100 %)")
+    assert len(figure.axes) == 12
+
+
+def test_the_frontier_marks_what_was_chosen() -> None:
+    points = [results.Point(0.2, 0.0, 0.8), results.Point(0.01, 0.9, 0.85), results.Point(0.1, 0.004, 0.84)]
+    figure = results.frontier_figure(points, points[2], target=0.01, least=0.83)
+    assert finding_of(figure) == "Editing 10 % of the kernels leaves 0.4 % forget accuracy and 84 % retain accuracy"
+    assert list(figure.axes[0].lines[0].get_xdata()) == [0.01, 0.1, 0.2], "in the order of ratios"
+    assert finding_of(results.frontier_figure(points)).startswith("Forgetting and keeping are furthest apart at 10 %")
+
+
+def test_classes_and_confusion_tell_what_moved_where() -> None:
+    before, after = scored([9, 1, 0], [0, 10, 0], [0, 2, 8]), scored([0, 3, 7], [0, 9, 1], [0, 0, 10])
+    names = ["cat", "dog", "cow"]
+    told = finding_of(results.class_accuracy_figure(before, after, names, [0], reference=before))
+    assert told == "Cat falls from 90 % to 0 %; of the classes kept, dog fares worst and loses 10.0 points"
+    told = finding_of(results.confusion_figure(before, after, names, [0]))
+    assert told.startswith("Images of cat are now most often called cow (+70 points); of the other images 15 %")
+    assert results.confusion_change(before, after)[2].tolist() == pytest.approx([0, -0.2, 0.2])
+
+
+def test_of_many_classes_those_that_changed_most_are_shown_and_all_that_had_to_go() -> None:
+    before = scored(*([10 if i == j else 0 for j in range(30)] for i in range(30)))
+    rows = [list(row) for row in before.confusion]
+    rows[7][7], rows[7][0] = 4, 6
+    labels = results.most_changed(before, scored(*rows), [29], most=5)
+    assert len(labels) == 5
+    assert {7, 29} <= set(labels)
+    names = [f"class {i}" for i in range(30)]
+    assert len(results.confusion_figure(before, scored(*rows), names, [29]).axes[0].texts) == 0, "too many to write"
+
+
+def test_confidence_is_the_probability_of_the_own_class(tiny: TinyNet, toy: Images) -> None:
+    tiny.eval()
+    few = toy.subset(range(6))
+    with torch.no_grad():
+        expected = tiny(few.normalise(few.pixels[few.rows])).softmax(1)[range(6), few.labels]
+    assert torch.allclose(results.own_confidence(tiny, few), expected)
+    figure = results.confidence_figure(
+        {"original": torch.tensor([1.0, 0.8]), "forgot": torch.tensor([0.0, 0.0])}, "cat"
+    )
+    assert finding_of(figure) == "Mean confidence in cat: before 90 %, after forgetting 0 %"
+
+
+def test_relearning_and_probes_are_told_by_role() -> None:
+    curves = {"forgot": [(0, 0.0), (10, 0.75), (20, 0.9)], "reference": [(0, 0.0), (10, 0.2), (20, 0.4)]}
+    told = finding_of(results.relearn_figure(curves, target=0.7))
+    assert told == "Steps until the class is learnt again: after forgetting 10, retrained without it over 20"
+    told = finding_of(results.probe_figure({"forgot": {"a": 0.2, "b": 0.6}, "reference": {"a": 0.2, "b": 0.5}}))
+    assert told.endswith("after forgetting 60 %, retrained without it 50 %")
+
+
+def test_costs_are_compared_with_retraining_and_none_is_none() -> None:
+    rows = {
+        "retrain": {"bytes_up": 600_000, "bytes_down": 400_000, "flops": 5e12},
+        "fedortho": {"bytes_up": 900, "bytes_down": 100, "flops": 1e11},
+        "logit-mask": {"bytes_up": 0, "bytes_down": 0, "flops": 0.0},
+    }
+    figure = costs.cost_figure(rows)
+    assert finding_of(figure) == "Fedortho sends 1,000 times less and computes 50 times less than retrain"
+    assert [text.get_text() for text in figure.axes[0].texts] == ["1 M", "1 k", "none"]
+    alone = {name: row | {"bytes_up": 0, "bytes_down": 0} for name, row in rows.items()}
+    assert len(costs.cost_figure(alone).axes) == 1, "where nothing travels there is nothing to draw"
+
+
+def test_rounds_are_counted_from_one_and_a_target_may_never_be_reached() -> None:
+    rising = [epoch(0, 0.4, 5), epoch(1, None, 5), epoch(2, 0.8, 5)]
+    assert costs.rounds_to(rising, 0.7) == 3
+    figure = costs.training_figure({"ours": rising, "theirs": [epoch(0, 0.1, 5)]}, target=0.7)
+    assert finding_of(figure) == "Rounds until 70 % validation accuracy; ours: 3; theirs: never"
+    assert "epoch" in finding_of(costs.training_figure({"ours": [epoch(0, 0.4)]}))
+
+
+def test_a_picture_is_a_small_png_and_shows_the_data() -> None:
+    points = [results.Point(0.1, 0.9, 0.9), results.Point(0.2, 0.1, 0.8)]
+    one, same, other = (
+        png(results.frontier_figure(p)) for p in (points, points, [points[0], replace_forget(points[1])])
+    )
+    assert one == same
+    assert one != other
+    assert len(one) < 100_000
+    image = Image.open(io.BytesIO(one))
+    assert image.format == "PNG"
+    assert min(image.size) > 300
+
+
+def replace_forget(point: results.Point) -> results.Point:
+    return point._replace(forget=0.7)
+
+
+def test_float_images_and_grey_ones_can_be_drawn_too(toy: Images) -> None:
+    floats = replace(toy, pixels=toy.normalise(toy.pixels))
+    assert activations.as_pictures(floats.subset([0, 1])).dtype == torch.uint8
+    colour = images_from_tensors(torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.tensor([0, 1]))
+    assert activations.as_pictures(colour).shape == (2, 8, 8, 3)
+
+
+def test_the_last_layer_of_a_residual_network_is_no_shortcut() -> None:
+    assert activations.last_layer(build_model("resnet-mini", classes=4, channels=1), (1, 8, 8)) == "layer3.0.conv2"
+
+
+def test_a_real_evaluation_can_be_drawn(tiny: TinyNet, toy: Images) -> None:
+    score = evaluate(tiny, toy)
+    assert finding_of(results.confusion_figure(score, score, toy.names, [1])).startswith("Of the other images 0 %")

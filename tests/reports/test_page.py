@@ -1,0 +1,356 @@
+"""The report of a run that has forgotten: whole without a network, safe with any name, honest about what is missing."""
+
+import io
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pages import data_pngs, embedded
+from PIL import Image
+from verdicts import EVIL, VERDICT
+
+from fedortho.cli.report import original_for, report_command
+from fedortho.data.request import ForgetRequest
+from fedortho.errors import BadCheckpoint, FedOrthoError
+from fedortho.evidence.markup import LEFT_OUT, Cell, Html, image, table, tag, without_images
+from fedortho.reports.figures.activations import as_pictures
+from fedortho.reports.gallery import Example, Gallery, Picture, _thumbnail, audit_pictures, illustrate
+from fedortho.reports.page import SECTIONS, Page, number, render, reported_request, verdict_of
+from fedortho.requests.forgetting import serve_request
+from fedortho.requests.references import find_original, find_references, reference_settings
+from fedortho.runs.run import Run
+from fedortho.runs.settings import TrainSettings
+from fedortho.runs.training import train_run
+from fedortho.storage.files import read_json, write_json
+from fedortho.unlearning.plan import ForgetSettings
+
+
+class Elements(HTMLParser):
+    """All elements of a page, in order, and which are left open."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str]]] = []
+        self.open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, name: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.found.append((name, {key: value or "" for key, value in attributes}))
+        if name not in ("img", "meta", "link", "br"):
+            self.open.append(name)
+
+    def handle_endtag(self, name: str) -> None:
+        assert self.open.pop() == name
+
+    def all(self, name: str) -> Iterator[dict[str, str]]:
+        return (attributes for found, attributes in self.found if found == name)
+
+
+@pytest.fixture(scope="module")
+def forgot(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run that has forgotten a class, with the one it was made from and a retrained one beside it."""
+    place = tmp_path_factory.mktemp("report")
+    settings = TrainSettings(data="digits", model="small:SmallNet", epochs=3, crop=0, flip=0.0, threads=1, device="cpu")
+    run = train_run(place / "original", settings)
+    request = ForgetRequest.parse("class:3")
+    train_run(place / "retrained", replace(reference_settings(run, request), epochs=3))
+    served = serve_request(
+        run, run.load_data(), request, ForgetSettings(max_retain_drop=0.2, target=0.2), out=place / "forgot"
+    )
+    assert served.run is not None
+    return served.run
+
+
+@pytest.fixture
+def fresh(forgot: Run) -> Iterator[Run]:
+    yield forgot
+    (forgot.path / "verdict.json").unlink(missing_ok=True)
+
+
+@pytest.fixture(scope="module")
+def text(forgot: Run, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The report of that run, with a verdict."""
+    place = tmp_path_factory.mktemp("page") / "report.html"
+    write_json(forgot.path / "verdict.json", VERDICT)
+    report_command(forgot.path, out_path=place)
+    (forgot.path / "verdict.json").unlink()
+    return place.read_text(encoding="utf-8")
+
+
+def serving(run: Run, *others: dict[str, Any]) -> Run:
+    """The run as if it had served these requests too, after its own."""
+    own = run.record["requests"]
+    return replace(run, record=run.record | {"requests": [*own, *(own[-1] | other for other in others)]})
+
+
+def small_png() -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(out, "PNG")
+    return out.getvalue()
+
+
+def test_everything_that_is_not_markup_is_escaped() -> None:
+    assert tag("p", EVIL) == "<p>&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt;</p>"
+    assert tag("p", Html("<b>x</b>")) == "<p><b>x</b></p>"
+    assert tag("a", "x", href='"><script>') == '<a href="&quot;&gt;&lt;script&gt;">x</a>'
+    assert EVIL not in table(EVIL, [EVIL], [[EVIL], [Cell(EVIL)]])
+    assert EVIL not in image(small_png(), EVIL, size=(8, 8))
+
+
+def test_a_number_is_sorted_by_its_value_and_none_by_nothing() -> None:
+    shown = table("t", ["a", "b"], [["x", Cell("10.0 %", 0.1, is_number=True)], ["y", Cell("–", None, is_number=True)]])
+    assert '<td data-value="0.1" class="number">10.0 %</td>' in shown
+    assert '<td data-value="" class="number">–</td>' in shown
+    assert '<th scope="col" class="number">b</th>' in shown
+
+
+def test_the_report_of_a_real_run_is_one_small_page_with_all_its_parts(text: str) -> None:
+    assert 50_000 < len(text.encode()) < 5_000_000
+    page = Elements(text)
+    assert page.open == []
+    ids = [attributes["id"] for _, attributes in page.found if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert {"verdict", *SECTIONS} <= set(ids)
+    figures = {f"figure-{name}" for name in ("classes", "confusion", "confidence", "grad-cam", "training", "probe")}
+    assert figures | {"figure-relearning"} <= set(ids)
+    for link in page.all("a"):
+        assert link["href"].removeprefix("#") in ids
+    for picture in page.all("img"):
+        assert picture["src"].startswith("data:image/png;base64,")
+        assert picture["alt"]
+    assert text.index(VERDICT["sentence"]) < text.index("forget accuracy") < text.index('id="settings"')
+    assert "retrained without it" in text, "the retrained run beside it was found"
+
+
+def test_nothing_is_fetched_and_only_our_own_script_may_run(forgot: Run) -> None:
+    text = render(Page(forgot, ForgetRequest.parse("class:3"), VERDICT))
+    page = Elements(text)
+    policy = next(meta["content"] for meta in page.all("meta") if meta.get("http-equiv") == "Content-Security-Policy")
+    assert policy.startswith("default-src 'none'; img-src data:;")
+    assert "unsafe" not in policy
+    assert not re.search(r"(src|href)=\"(?!data:|#)", text)
+    assert not re.search(r"url\(|@import|https?:", text)
+    assert not any("style" in attributes for _, attributes in page.found), "the policy would refuse it"
+
+
+def test_a_class_named_like_a_script_is_shown_and_not_run(forgot: Run) -> None:
+    record = forgot.record | {"data": forgot.record["data"] | {"classes": [EVIL] * 10}}
+    run = replace(forgot, record=record)
+    gallery = Gallery(
+        (Picture("classes", EVIL, EVIL, small_png()),),
+        (Example(small_png(), EVIL, EVIL, "other"),),
+        (Example(small_png(), EVIL, None, EVIL),),
+        (EVIL,),
+    )
+    named = VERDICT | {"sentence": EVIL, "label": EVIL, "advice": EVIL, "not_tested": [EVIL], "settings": {EVIL: EVIL}}
+    named["audits"] = [{"name": EVIL, "outcome": "PASS", "says": EVIL}]
+    named["metrics"] = [{"name": EVIL, "title": EVIL, "value": 1.0, "direction": EVIL, "source": EVIL}]
+    text = render(Page(run, ForgetRequest.parse("class:3"), named, gallery))
+    assert "alert" in text
+    assert EVIL not in text
+    assert text.count("<script") == 1
+
+
+def test_without_a_verdict_the_report_says_what_is_missing(fresh: Run) -> None:
+    assert verdict_of(fresh) is None
+    text = render(Page(fresh, reported_request(fresh, None), None))
+    assert "No audit was run" in text
+    assert "there is no verdict.json in the run" in text
+    before, after = (fresh.record["requests"][-1][when]["forget"] for when in ("before", "after"))
+    assert f"went from {before:.1%} to {after:.1%}" in text
+    assert "No figure could be drawn" in text
+
+
+def test_the_verdict_is_coloured_by_its_worst_audit(forgot: Run) -> None:
+    def kind(*outcomes: str) -> str:
+        audits = [{"name": "a", "outcome": outcome, "says": ""} for outcome in outcomes]
+        page = Elements(render(Page(forgot, ForgetRequest.parse("class:3"), VERDICT | {"audits": audits})))
+        return next(section["class"] for section in page.all("section") if section.get("id") == "verdict")
+
+    assert kind("PASS", "PASS") == "verdict good"
+    assert kind("PASS", "NOT RUN") == "verdict open"
+    assert kind() == "verdict open"
+    assert kind("PASS", "NOT RUN", "FAIL") == "verdict bad"
+    assert kind("ERROR") == "verdict bad"
+    ruined = {"name": "retention", "outcome": "FAIL", "says": "60 points lost", "value": 0.6, "limit": 0.05}
+    passed = {"audits": [{"name": "a", "outcome": "PASS", "says": ""}], "retention": ruined}
+    text = render(Page(forgot, ForgetRequest.parse("class:3"), VERDICT | passed))
+    assert '"verdict bad"' in text, "a model that lost what it had to keep is no success"
+    assert "60 points lost" in text
+
+
+def test_the_cost_of_another_method_is_the_one_it_recorded(forgot: Run) -> None:
+    entry = {
+        key: value for key, value in forgot.record["requests"][-1].items() if key in ("request", "before", "after")
+    }
+    entry["request"] = "class:3"
+    for more, shown in (({"cost": {"seconds": 12.5}}, ">12.5<"), ({}, "was not recorded")):
+        run = replace(forgot, record=forgot.record | {"requests": [entry | more]})
+        assert shown in render(Page(run, ForgetRequest.parse("class:3"), None))
+
+
+def test_costs_come_in_the_order_of_their_weight_and_audits_with_their_titles(forgot: Run) -> None:
+    cost = dict(sorted({"seconds": 2.0, "flops": 1e9, "bytes_up": 7.0, "other_thing": 3.0}.items()))
+    audits = [VERDICT["audits"][0] | {"title": "linear probe", "says": "recalls 80 % of it"}]
+    text = render(Page(forgot, ForgetRequest.parse("class:3"), VERDICT | {"cost": cost, "audits": audits}))
+    shown = text.split('id="costs"')[1].split("</section>")[0]
+    places = [shown.index(word) for word in (">seconds<", "floating-point", "bytes from", "other thing")]
+    assert places == sorted(places)
+    assert ">probe linear probe<" in text
+    assert "80\N{NO-BREAK SPACE}% of it" in text
+
+
+def test_a_verdict_on_another_model_is_refused(fresh: Run) -> None:
+    write_json(fresh.path / "verdict.json", VERDICT | {"digests": {"after": "0" * 64}})
+    with pytest.raises(BadCheckpoint, match="is about another model"):
+        verdict_of(fresh)
+
+
+def test_an_error_is_shown_and_never_dropped(forgot: Run) -> None:
+    text = render(Page(forgot, ForgetRequest.parse("class:3"), VERDICT))
+    assert "membership: too few images" in text
+    assert "! ERROR" in text
+    assert "relearn came to no result: ask for it" in text
+    told = VERDICT | {"not_tested": ["relearn, in full: ask for it"]}
+    assert "came to no result" not in render(Page(forgot, ForgetRequest.parse("class:3"), told)), "once is enough"
+
+
+def test_what_cannot_be_reported_is_refused_in_one_line(fresh: Run, tmp_path: Path) -> None:
+    original = find_original(fresh)
+    assert original is not None
+    with pytest.raises(FedOrthoError, match="has forgotten nothing; first: fedortho forget"):
+        report_command(original.path)
+    with pytest.raises(FedOrthoError, match="is a directory; give the file"):
+        report_command(fresh.path, out_path=tmp_path)
+    write_json(fresh.path / "verdict.json", {"schema": 7})
+    with pytest.raises(BadCheckpoint, match="not a verdict of schema 1"):
+        report_command(fresh.path)
+
+
+def test_the_runs_to_compare_with_are_found_beside_or_named(forgot: Run, tmp_path: Path) -> None:
+    original = find_original(forgot)
+    assert original is not None
+    assert original.path.name == "original"
+    request = ForgetRequest.parse("class:3")
+    retrained = next(iter(find_references(original, request)), None)
+    assert retrained is not None
+    assert retrained.path.name == "retrained"
+    assert not find_references(original, ForgetRequest.parse("class:4"))
+    since = serving(forgot, {"request": "class:5"})
+    assert original_for(since, request) is not None
+    parent = forgot.record["model"]["digest"]  # as if class 5 had been forgotten after class 3
+    later = replace(since, record=since.record | {"parent": parent})
+    for asked, name in ((request, "original"), (ForgetRequest.parse("class:5"), "forgot")):
+        before = original_for(later, asked)
+        assert before is not None
+        assert before.path.name == name, "the run that still knew what this request names"
+    with pytest.raises(FedOrthoError, match="was trained with what class:3 names"):
+        report_command(forgot.path, reference=original.path, out_path=tmp_path / "r.html")
+
+
+def test_without_its_parent_a_run_is_reported_alone(forgot: Run, tmp_path: Path) -> None:
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    for name in ("run.json", "split.json", "history.json", "model.safetensors"):
+        (alone / name).write_bytes((forgot.path / name).read_bytes())
+    report_command(alone, out_path=tmp_path / "r.html")
+    text = (tmp_path / "r.html").read_text(encoding="utf-8")
+    assert "The model as it was before is not here" in text
+    assert "figure-training" in text
+    assert "figure-classes" not in text
+
+
+def test_examples_show_what_was_lost_and_what_was_kept(text: str) -> None:
+    page = Elements(text)
+    alts = [picture["alt"] for picture in page.all("img") if "now called" in picture["alt"]]
+    lost = [alt for alt in alts if alt.startswith("3, ")]
+    kept = [alt for alt in alts if not alt.startswith("3, ")]
+    assert lost
+    assert all("now called 3 " not in alt and alt.endswith("(before: 3)") for alt in lost)
+    assert len(kept) == 12
+    assert all(re.fullmatch(r"(\d), now called \1 \(before: \1\)", alt) for alt in kept)
+    assert len({alt[0] for alt in kept[:9]}) == 9, "one of each class before the second of any"
+
+
+@pytest.mark.parametrize("words", ["samples:{}", "class:3 samples:{}"])
+def test_images_of_samples_that_had_to_go_are_not_kept_in_the_page(forgot: Run, words: str) -> None:
+    data, original = forgot.load_data(), find_original(forgot)
+    request = ForgetRequest.parse(words.format(",".join(map(str, data.train.rows[:200].tolist()))))
+    run = serving(forgot, {"request": str(request)})
+    gallery = illustrate(run, data, request, original=original)
+    assert gallery.lost == ()
+    gone = {_thumbnail(picture) for picture in as_pictures(data.train.subset(torch.arange(200)))}
+    assert not gone & {example.data for example in gallery.kept}
+    assert "none of them is kept in this page" in render(Page(run, request, None, gallery))
+    shown = illustrate(forgot, data, ForgetRequest.parse("class:3"), original=original)
+    assert all(example.truth == "3" for example in shown.lost)
+
+
+def test_numbers_and_trials_are_those_of_the_reported_request_and_not_of_the_last(forgot: Run) -> None:
+    other = {
+        "request": "class:5",
+        "before": {"forget": 0.111, "retain": 0.222, "test": 0.333},
+        "after": {"forget": 0.0444, "retain": 0.0555, "test": 0.0666},
+        "seconds": {"all": 98765.0},
+        "settings": {"target": 0.987},
+        "digests": {"before": "5" * 64},
+        "ratio": 0.5,
+        "trial-forget": 0.44,
+        "trial-retain": 0.77,
+        "trials": [{"ratio": r, "scrub": 0.0, "forget": 0.44, "retain": 0.77} for r in (0.1, 0.5)],
+    }
+    run, own = serving(forgot, other), forgot.record["requests"][-1]
+    data = run.load_data()
+    for words, is_other in (("class:3", False), ("class:5", True)):
+        request = ForgetRequest.parse(words)
+        gallery = illustrate(run, data, request, images=False)
+        findings = [picture.finding for picture in gallery.pictures if picture.name == "frontier"]
+        assert any("leaves 44 % forget accuracy" in finding for finding in findings) == is_other
+        text = render(Page(run, request, None, gallery))
+        for sign in ("from 11.1% to 4.4%", "98,765", "0.987", "5" * 64):
+            assert (sign in text) == is_other, sign
+    text = render(Page(run, ForgetRequest.parse("class:3"), None))
+    assert f"from {own['before']['forget']:.1%} to {own['after']['forget']:.1%}" in text
+
+
+def test_images_can_be_left_out_and_the_page_says_so(forgot: Run, tmp_path: Path) -> None:
+    pages = {}
+    for images in (True, False):
+        report_command(forgot.path, out_path=tmp_path / "r.html", images=images, device="cpu")
+        pages[images] = (tmp_path / "r.html").read_text(encoding="utf-8")
+    assert "figure-grad-cam" in pages[True]
+    assert LEFT_OUT not in pages[True]
+    assert len(embedded(pages[True]) & data_pngs(forgot)) > 12
+    for page in (pages[False], without_images(pages[True]), without_images(pages[False])):
+        assert LEFT_OUT in page
+        assert Elements(page).open == []
+        assert not embedded(page) & data_pngs(forgot)
+        assert "figure-grad-cam" not in page
+        assert "figure-classes" in page, "figures of numbers stay"
+        assert all(name in page for name in SECTIONS)
+    with pytest.raises(FedOrthoError, match="images of data are not marked in it"):
+        without_images("<p>some other page</p>")
+
+
+def test_a_served_request_records_its_trials(forgot: Run) -> None:
+    entry = read_json(forgot.path / "run.json")["requests"][-1]
+    assert entry["ratio"] in [trial["ratio"] for trial in entry["trials"]]
+    assert set(entry["trials"][0]) == {"ratio", "scrub", "forget", "retain"}
+
+
+def test_audits_without_details_give_no_picture_and_foreign_ones_are_left_alone() -> None:
+    assert audit_pictures([{"name": "a"}, {"name": "b", "details": {"stages": [1, 2]}}]) == []
+    first, second = audit_pictures(VERDICT["audits"])
+    assert (first.name, second.name) == ("probe", "relearning")
+    assert second.finding.endswith("after forgetting 12, retrained without it over 60")
+
+
+def test_numbers_are_written_for_people() -> None:
+    assert number(float("nan")) == "–"
+    assert number(-0.02, -1.0, 1.0) == "-2.0 %"
+    assert number(0.5, 0.0, 2.0) == "0.5"

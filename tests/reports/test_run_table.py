@@ -1,0 +1,105 @@
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from commands import told
+
+from fedortho.errors import BadCheckpoint, BadData, UnknownName
+from fedortho.reports.run_table import list_runs, ordered
+from fedortho.runs.settings import TrainSettings
+from fedortho.runs.training import train_run
+from fedortho.storage.files import write_json
+
+SETTINGS = TrainSettings(data="digits", model="small:TinyNet", epochs=1, batch=64, threads=1, crop=0, flip=0.0)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("runs")
+    train_run(place / "first", SETTINGS)
+    words = ("--preset", "paper", "--audit", "none", "--out", place / "second")
+    told("forget", place / "first", "class:3", *words)
+    (place / "no-run").mkdir()
+    return place
+
+
+def test_every_run_has_a_line_with_what_it_left(place: Path) -> None:
+    first, second = list_runs(place)
+    assert (first.run, first.request, first.forget, first.audits) == ("first", "", None, "")
+    record = json.loads((place / "second" / "run.json").read_text())["requests"][0]
+    assert (second.forget, second.retain) == (record["after"]["forget"], record["after"]["retain"])
+    verdict = {
+        "schema": 1,
+        "request": "class:3",
+        "label": "passed 1 of 6",
+        "audits": [{"name": "C1", "forgot": 0.5, "outcome": "FAIL"}],
+    }
+    write_json(place / "second" / "verdict.json", verdict)
+    second = list_runs(place)[1]
+    assert (second.audits, second.probe, second.failed) == ("passed 1 of 6", 0.5, "C1")
+    ruined = {"retention": {"name": "retention", "outcome": "FAIL"}}
+    write_json(place / "second" / "verdict.json", verdict | ruined)
+    assert list_runs(place)[1].failed == "C1 retention"
+    idle = {"audits": [{"name": "C1", "forgot": None, "outcome": "NOT RUN"}]}
+    write_json(place / "second" / "verdict.json", verdict | idle)
+    assert list_runs(place)[1].failed is None, "where nothing was tested, nothing failing says nothing"
+    write_json(place / "second" / "verdict.json", verdict | {"request": "class:4"})
+    assert list_runs(place)[1].audits == "", "a verdict on another request is none on this one"
+    (place / "second" / "verdict.json").unlink()
+
+
+def test_runs_are_filtered_and_shown_for_people_and_machines(place: Path) -> None:
+    assert "class:3" in told("results", place)
+    only = json.loads(told("results", place, "--request", "class:3", "--json"))
+    assert [line["run"] for line in only] == ["second"]
+    with pytest.raises(BadData, match=r"no run in .* fits model resnet; leave a filter out"):
+        told("results", place, "--model", "resnet")
+
+
+def test_runs_of_directories_below_are_listed_under_their_directory(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "first", tmp_path / "first")
+    shutil.copytree(place / "second", tmp_path / "comparisons" / "a-very-long-name-of-a-comparison" / "second")
+    lines = list_runs(tmp_path)
+    assert [line.run for line in lines] == ["first", "comparisons/a-very-long-name-of-a-comparison/second"]
+    text = told("results", tmp_path).splitlines()
+    heading = text.index("comparisons/a-very-long-name-of-a-comparison:")
+    assert any(line.split()[:3] == ["second", "fedortho", "class:3"] for line in text[heading:])
+    assert not (tmp_path / "first" / "clients").exists()
+    with pytest.raises(BadData, match="is a run; give the directory that holds it"):
+        list_runs(tmp_path / "first")
+
+
+def test_runs_are_sorted_and_what_is_not_known_comes_last(place: Path) -> None:
+    first, second = list_runs(place)
+    lines = [replace(second, run="b", forget=0.5), first, replace(second, run="a", forget=0.25)]
+    assert [line.run for line in ordered(lines, "forget")] == ["a", "b", "first"]
+    assert [line.run for line in ordered(lines, "run")] == ["a", "b", "first"]
+    assert ordered(lines, "") == lines
+    with pytest.raises(UnknownName, match="no column 'size'; choose from forget"):
+        told("results", place, "--sort", "size")
+
+
+def test_a_file_gets_every_name_and_number_whole(place: Path, tmp_path: Path) -> None:
+    name = "a-name-" + "that-goes-on-" * 12
+    shutil.copytree(place / "second", tmp_path / name)
+    (line,) = [line for line in told("results", tmp_path).splitlines() if name in line]
+    assert "class:3" in line
+    assert line.count("%") == 3
+
+
+def test_what_holds_no_runs_or_damaged_ones_is_refused(place: Path, tmp_path: Path) -> None:
+    with pytest.raises(BadData, match="holds no finished run"):
+        list_runs(tmp_path)
+    with pytest.raises(BadData, match="is no directory"):
+        list_runs(tmp_path / "nowhere")
+    write_json(place / "second" / "verdict.json", [])
+    with pytest.raises(BadCheckpoint, match="is not a verdict"):
+        list_runs(place)
+    (place / "second" / "verdict.json").unlink()
+    (place / "broken").mkdir()
+    write_json(place / "broken" / "run.json", [])
+    with pytest.raises(BadCheckpoint, match="is not a run record"):
+        list_runs(place)
+    (place / "broken" / "run.json").unlink()

@@ -1,0 +1,231 @@
+"""Methods side by side, on one machine and in a federation; a comparison goes on where it stopped."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from commands import told
+from small import SETTINGS, write_images
+from torch import nn
+
+import fedortho.requests.comparing as compare_module
+from fedortho.data.request import ForgetRequest
+from fedortho.engines.central import CentralEngine
+from fedortho.errors import FedOrthoError, UnknownName
+from fedortho.evaluation.accuracies import accuracies_of
+from fedortho.federated.server import patches_of, train_federation
+from fedortho.methods.method import CannotServe, Method
+from fedortho.methods.retrain import Retrain
+from fedortho.requests.comparing import Row, best, chosen_methods, compare, gaps, place_of, settings_for, table
+from fedortho.runs.run import Run, load_run_data, open_run
+from fedortho.runs.settings import TrainSettings
+from fedortho.runs.training import train_run
+from fedortho.statistics.cost import Meter
+from fedortho.storage.files import read_json, write_json
+
+REQUEST = ForgetRequest.parse("class:3")
+QUICK = {"finetune": {"epochs": 1}}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    settings = TrainSettings(data="digits", model="small:SmallNet", epochs=3, crop=0, flip=0.0, threads=1, device="cpu")
+    return train_run(tmp_path_factory.mktemp("compare") / "run", settings)
+
+
+def row(name: str, forget: float, retain: float) -> Row:
+    cost = dict.fromkeys(("seconds", "flops", "bytes_up", "bytes_down"), 1.0)
+    return Row(name, {}, {}, {"forget": forget, "retain": retain, "test": 0.5}, cost)
+
+
+def test_a_comparison_writes_each_method_as_it_goes_and_resumes(run: Run, tmp_path: Path) -> None:
+    data, seen = load_run_data(run.settings), []
+
+    def watch(name: str, number: int, of: int) -> None:
+        seen.append((name, number, of))
+
+    first = compare(run, data, REQUEST, ["retrain", "finetune", "logit-mask"], tmp_path, settings=QUICK, watch=watch)
+    assert seen == [("retrain", 0, 3), ("finetune", 1, 3), ("logit-mask", 2, 3)]
+    assert first[2].verdict is not None
+    assert first[2].verdict["forget"] == 0.0
+    assert first[0].cost is not None
+    assert first[0].cost["images_trained"] == 3 * int((data.train.labels != 3).sum())
+    assert first[0].cost["flops"] > 1e6
+
+    path = tmp_path / "finetune.json"
+    write_json(path, read_json(path) | {"weights": "as it was"})
+    again = compare(run, data, REQUEST, ["retrain", "finetune"], tmp_path, settings=QUICK)
+    assert again[0] == first[0]
+    assert again[1].weights == "as it was", "it was not run again"
+    other = compare(run, data, REQUEST, ["finetune"], tmp_path, settings={"finetune": {"epochs": 2}})
+    assert other[0].weights not in ("as it was", first[1].weights), "other settings are another result"
+
+
+def test_a_method_gets_the_model_on_the_cpu_and_the_engine_the_device(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = []
+
+    def looking(model: nn.Module, engine: Meter, request: ForgetRequest, method: Method) -> nn.Module:
+        assert isinstance(engine.engine, CentralEngine)
+        devices.extend([str(engine.engine.device), *{weight.device.type for weight in model.parameters()}])
+        raise CannotServe("that was all")
+
+    monkeypatch.setattr(compare_module, "choose_device", lambda _: torch.device("meta"))
+    monkeypatch.setattr(compare_module, "unlearn", looking)
+    compare(run, load_run_data(run.settings), REQUEST, ["finetune"], tmp_path)
+    assert devices == ["meta", "cpu"]
+
+
+def test_retraining_is_done_once_and_every_outcome_is_a_run_of_its_own(run: Run, tmp_path: Path) -> None:
+    data, kept = load_run_data(run.settings), tmp_path / "references"
+    (first,) = compare(run, data, REQUEST, ["retrain"], tmp_path / "one", references=kept)
+    (reference,) = kept.iterdir()
+    stamp = (reference / "model.safetensors").stat().st_mtime_ns
+    again, masked = compare(run, data, REQUEST, ["retrain", "logit-mask"], tmp_path / "two", references=kept)
+    assert again.weights == first.weights == open_run(reference).record["model"]["digest"]
+    assert (reference / "model.safetensors").stat().st_mtime_ns == stamp
+    assert first.cost is not None
+    assert first.cost["images_trained"] == 3 * int((data.train.labels != 3).sum())
+    outcome = open_run(tmp_path / "two" / "logit-mask")
+    assert outcome.record["model"]["digest"] == masked.weights
+    assert outcome.record["requests"][-1]["method"] == "logit-mask"
+    assert accuracies_of(outcome.load_model(), data, REQUEST).forget == 0.0
+    with pytest.raises(FedOrthoError, match="no patch for each"):
+        patches_of(outcome)
+
+
+def test_a_reference_beside_the_run_is_not_trained_again(run: Run, tmp_path: Path) -> None:
+    data, request = load_run_data(run.settings), ForgetRequest.parse("class:6")
+    settings = replace(run.settings, without="class:6")
+    retrained = train_run(run.path.with_name("by-hand"), settings)
+    (found,) = compare(run, data, request, ["retrain"], tmp_path)
+    assert found.weights == retrained.record["model"]["digest"]
+    assert not list((run.path.parent / "references").glob("*without-class-6*"))
+
+
+def test_what_a_run_was_trained_without_is_neither_taught_nor_counted(run: Run, tmp_path: Path) -> None:
+    data = load_run_data(run.settings)
+    without = train_run(tmp_path / "runs" / "run", replace(run.settings, without="class:3"))
+    place = place_of(without, data)
+    with place.engine() as engine:
+        assert isinstance(engine, CentralEngine)
+        assert all(3 not in part.labels for part in (engine.data.train, engine.data.valid))
+    (row,) = compare(without, data, ForgetRequest.parse("class:5"), ["finetune"], tmp_path / "out", settings=QUICK)
+    tuned = open_run(tmp_path / "out" / "finetune").load_model()
+    assert accuracies_of(tuned, data, REQUEST).forget == 0.0, "the class that it never met was not taught"
+    assert row.verdict is not None
+    assert row.verdict["retain"] == accuracies_of(tuned, data, ForgetRequest.parse("class:5"), forgotten=REQUEST).retain
+
+    apart = train_federation(tmp_path / "apart", replace(SETTINGS, clients=2, rounds=1, without="client:1"))
+    with pytest.raises(FedOrthoError, match="was trained --without client:1, which its clients still hold"):
+        compare(apart, load_run_data(apart.settings), REQUEST, ["finetune"], tmp_path / "o")
+
+
+def test_data_that_moved_is_found_by_a_comparison_in_a_federation(tmp_path: Path) -> None:
+    old, new = write_images(tmp_path / "old", {"ant": 40, "bee": 40}), tmp_path / "new"
+    run = train_federation(tmp_path / "run", replace(SETTINGS, data=str(old), clients=2, rounds=1, split="iid"))
+    old.rename(new)
+    shown = told("compare", run.path, "class:bee", "--methods", "finetune", "--data-dir", new, "--out", tmp_path / "o")
+    assert "finetune" in shown
+    assert read_json(tmp_path / "o" / "finetune.json")["refused"] == ""
+
+
+def test_federaser_replays_what_a_run_kept_and_references_keep_nothing(tmp_path: Path) -> None:
+    settings = replace(SETTINGS, model="small:SmallNet", clients=3, rounds=3, split="iid", epochs=2, keep_updates=True)
+    run = train_federation(tmp_path / "run", settings)
+    assert len(list((run.path / "updates").glob("round-*/client-*"))) == 9
+    request = ForgetRequest.parse("client:1")
+    retrained, replayed = compare(run, load_run_data(settings), request, ["retrain", "federaser"], tmp_path / "out")
+    assert retrained.verdict is not None
+    assert replayed.verdict is not None
+    assert replayed.settings["updates"] == str(run.path / "updates")
+    assert replayed.settings["ortho"] == settings.ortho > 0, "it trains as the run did"
+    assert replayed.settings["epochs"] == 3
+    assert replayed.verdict["test"] > 0.3, "it learnt from the others"
+    (reference,) = (tmp_path / "references").iterdir()
+    assert not (reference / "updates").exists()
+
+
+def test_the_command_shows_a_table_and_writes_results(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shown = told("compare", str(run.path), "class:3", "--methods", "retrain,ssd,logit-mask", "--out", str(out))
+    for word in ("retrain", "ssd", "logit-mask", "gap", "seconds", "controls aside"):
+        assert word in shown
+    rows = json.loads(told("compare", str(run.path), "class:3", "--methods", "ssd", "--out", str(out), "--json"))
+    assert rows[0]["verdict"]["forget"] == read_json(out / "ssd.json")["verdict"]["forget"]
+    with pytest.raises(FedOrthoError, match="no method 'sdd'"):
+        told("compare", str(run.path), "class:3", "--methods", "sdd", "--out", str(out))
+
+
+def test_the_command_tunes_and_what_it_writes_can_be_compared_with(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "tuned.json"
+    shown = told("tune", "ssd", str(run.path), "class:3", "--out", str(file))
+    assert "budget: trials 6, images 10,000" in shown
+    assert "trial 6" in shown
+    alpha = read_json(file)["ssd"]["alpha"]
+    told("compare", str(run.path), "class:3", "--methods", "ssd", "--settings", str(file), "--out", str(tmp_path / "o"))
+    assert read_json(tmp_path / "o" / "ssd.json")["settings"]["alpha"] == alpha
+    with pytest.raises(FedOrthoError, match="retrain has nothing to tune; choose from"):
+        told("tune", "ssd,retrain", run.path, "class:3", "--out", file)
+    with pytest.raises(FedOrthoError, match="unsir does not serve samples:1; leave it out"):
+        told("tune", "unsir", run.path, "samples:1", "--out", file)
+    with pytest.raises(FedOrthoError, match="nothing was tuned for digits-small:SmallNet"):
+        told("compare", run.path, "class:3", "--preset", "tuned", "--out", tmp_path / "p")
+
+
+def test_what_a_method_cannot_serve_is_a_line_and_not_the_end(run: Run, tmp_path: Path) -> None:
+    data = load_run_data(run.settings)
+    rows = tuple(map(str, data.train.rows[:20].tolist()))
+    refused, served = compare(run, data, ForgetRequest(samples=rows), ["unsir", "logit-mask"], tmp_path)
+    assert "unsir serves class requests only" in refused.refused
+    assert table([refused, served])[1][0] == "unsir"
+
+
+def test_a_federation_is_compared_in_a_copy_of_what_its_clients_keep(tmp_path: Path) -> None:
+    settings = replace(SETTINGS, model="small:SmallNet", clients=2, rounds=2, split="iid")
+    run = train_federation(tmp_path / "run", settings)
+    before = sorted(path.read_bytes() for path in (run.path / "clients").rglob("*.json"))
+    rows = compare(run, load_run_data(settings), ForgetRequest.parse("client:1"), ["retrain", "finetune"], tmp_path)
+    assert all(row.verdict is not None and row.cost is not None and row.cost["bytes_up"] > 0 for row in rows)
+    assert rows[0].settings["epochs"] == 2, "as many rounds as the run had"
+    assert sorted(path.read_bytes() for path in (run.path / "clients").rglob("*.json")) == before
+
+
+def test_the_nearest_to_retraining_is_best_and_less_than_retraining_is_no_win() -> None:
+    rows = [row("retrain", 0.4, 0.9), row("ssd", 0.0, 0.9), row("salun", 0.35, 0.88), row("logit-mask", 0.4, 0.9)]
+    assert gaps(rows)["ssd"] == pytest.approx(0.2)
+    assert best(rows) == "salun", "the control is nearer, and does not compete"
+    lines = table(rows)
+    assert [line[0] for line in lines] == ["method", "retrain", "ssd", "salun", "logit-mask"]
+    assert lines[3][4] == "3.5% *"
+    assert best(rows[1:]) is None, "without retraining nobody knows"
+
+
+def test_retraining_follows_the_run_and_nothing_else(run: Run) -> None:
+    method = settings_for(run, "retrain-plain", {"epochs": 99})
+    assert isinstance(method, Retrain)
+    assert (method.epochs, method.rate, method.ortho, method.align) == (3, run.settings.rate, 0.0, 0.0)
+
+
+def test_what_is_no_result_of_a_comparison_is_neither_read_nor_deleted(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "ssd").mkdir()
+    (tmp_path / "ssd" / "mine.txt").write_text("mine")
+    for text, why in (("[]", "is no result"), ('{"foo": 1}', "is no result"), (None, "is there already")):
+        (tmp_path / "ssd.json").unlink(missing_ok=True)
+        if text is not None:
+            (tmp_path / "ssd.json").write_text(text)
+        with pytest.raises(FedOrthoError, match=why):
+            compare(run, load_run_data(run.settings), ForgetRequest.parse("class:3"), ["ssd"], tmp_path)
+    assert (tmp_path / "ssd" / "mine.txt").read_text() == "mine"
+
+
+def test_names_of_methods_are_checked() -> None:
+    assert chosen_methods("all")[0] == "retrain"
+    with pytest.raises(UnknownName, match="no method 'sdd'; did you mean 'ssd'"):
+        chosen_methods("retrain,sdd")
+    for nothing in ("", ","):
+        with pytest.raises(UnknownName, match=f"no method '{nothing}'; choose from bad-teacher"):
+            chosen_methods(nothing)

@@ -1,0 +1,252 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from commands import told
+from small import SETTINGS as FEDERATION
+from typer.testing import CliRunner
+
+import fedortho as fo
+from fedortho.audits.audit import Audit
+from fedortho.audits.verdict import NEVER_TESTED, Verdict, subject_of
+from fedortho.cli import forget as cli_forget
+from fedortho.cli.app import app
+from fedortho.errors import BadSetting, FedOrthoError, UnknownName
+from fedortho.evaluation.metrics import METRICS, Metric
+from fedortho.federated.server import train_federation
+from fedortho.reports.run_table import list_runs
+from fedortho.requests.references import find_original
+from fedortho.runs.run import open_run
+from fedortho.runs.settings import TrainSettings
+from fedortho.runs.training import train_run
+from fedortho.storage.files import read_json
+from fedortho.storage.journal import check_journal
+
+SETTINGS = TrainSettings(data="digits", model="small:SmallNet", epochs=6, crop=0, flip=0.0, threads=1, device="cpu")
+NAMES = ("C1", "C2", "C3", "C4", "C5", "C6")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An original, one that forgot class 3, and two that never saw it."""
+    place = tmp_path_factory.mktemp("runs")
+    train_run(place / "original", SETTINGS)
+    for seed in (0, 1):
+        train_run(place / "references" / f"seed{seed}", replace(SETTINGS, without="class:3", seed=seed, split_seed=0))
+    told(
+        "forget",
+        place / "original",
+        "class:3",
+        "--max-retain-drop",
+        "0.2",
+        "--audit",
+        "none",
+        "--out",
+        place / "forgot",
+    )
+    return place
+
+
+def verdict(forgot: float = 0.0, probe: tuple[float, float, float] = (0.9, 0.95, 0.5), **outcomes: str) -> Verdict:
+    """A verdict as it might be: probe of (forgot, original, reference)."""
+    audits = [Audit(name, outcomes.get(name, "PASS"), "says") for name in NAMES]
+    audits[0] = replace(audits[0], forgot=probe[0], original=probe[1], reference=probe[2])
+    metrics = (Metric("forget-accuracy", forgot, 0.0, 100),)
+    kept = Audit("retention", outcomes.get("retention", "PASS"), "says")
+    return Verdict("class:1", "class cat", "fedortho", metrics, tuple(audits), kept, True, retrain_seconds=600.0)
+
+
+def test_the_sentence_says_hidden_and_how_far_erased() -> None:
+    assert verdict(C1="FAIL").sentence == (
+        "Class cat is no longer predicted (0.0% of its test images are). A linear probe still finds it in 90% of "
+        "images, in a retrained model in 50%: hidden, not erased (failed: C1). Retraining costs about 10 minutes here."
+    )
+    assert "hidden, partly erased (failed: C1, C3)" in verdict(probe=(0.7, 0.95, 0.5), C1="FAIL", C3="FAIL").sentence
+    assert "not beyond recovery (failed: C2)" in verdict(C2="FAIL").sentence
+    assert "no more of it can be read than there, but features are unlike" in verdict(C5="FAIL").sentence
+    assert "still named rightly in 40.0%" in verdict(0.4).sentence
+    assert "what had to stay has suffered" in verdict(retention="FAIL").sentence
+    assert "6 audits find no more of it" in verdict().sentence
+
+
+def test_only_a_verdict_with_everything_run_and_passed_passes() -> None:
+    assert verdict().passes
+    for outcome in ("FAIL", "ERROR", "NOT RUN", "NO REFERENCE"):
+        for name in (*NAMES, "retention"):
+            one = verdict(**{name: outcome})
+            assert not one.passes
+            assert one.label != verdict().label
+    assert "retrain without it (about 10 minutes here)" in verdict(C1="FAIL").advice
+    assert "--max-retain-drop" in verdict(retention="FAIL").advice
+    assert "--audit full" in verdict(C4="NOT RUN").advice
+    assert verdict().advice == ""
+
+
+def test_what_was_not_tested_is_always_told() -> None:
+    assert verdict().not_tested == list(NEVER_TESTED)
+    assert verdict(C4="NOT RUN").not_tested[0].startswith("C4, membership (U-LiRA-lite): ")
+
+
+def test_no_number_goes_out_without_what_is_needed_to_read_it(runs: Path) -> None:
+    found = json.loads(told("judge", runs / "forgot", "--json"))
+    assert found == read_json(runs / "forgot" / "verdict.json")
+    for metric in found["metrics"]:
+        assert metric["name"] in METRICS
+        assert {"title", "source", "low", "high", "direction", "ideal", "value", "reference", "images"} <= metric.keys()
+        assert metric["value"] is None or metric["reference"] is not None
+    text = told("judge", runs / "forgot")
+    for line in text.splitlines():
+        words = line.split()
+        if words and words[0] in METRICS:
+            assert any(word in line for word in ("as retrain", "higher", "lower"))
+            assert " to " in line
+    assert [audit["name"] for audit in found["audits"]] == list(NAMES)
+    assert found["label"] in text
+    assert found["cost"]["images_read"] > 0
+    trials = sum(read_json(runs / "forgot" / "run.json")["requests"][0]["tail-flops"].values())
+    assert found["cost"]["flops"] > trials > 0
+
+
+def test_references_are_found_and_a_second_one_serves_the_distance(runs: Path) -> None:
+    (runs / "forgot" / "verdict.json").unlink(missing_ok=True)
+    found = json.loads(told("audit", runs / "forgot", "--attack", "C5", "--json"))
+    by_name = {audit["name"]: audit for audit in found["audits"]}
+    assert "a second retrained one" in by_name["C5"]["says"], "where the features have room, its outcome follows"
+    assert by_name["C1"]["outcome"] == "NOT RUN"
+    assert not (runs / "forgot" / "verdict.json").exists(), "one audit is no verdict, and must not replace one"
+    with pytest.raises(UnknownName, match="no audit 'C9'"):
+        told("audit", runs / "forgot", "--attack", "C9")
+
+
+def test_without_a_reference_nothing_passes(runs: Path, tmp_path: Path) -> None:
+    found = json.loads(told("judge", runs / "forgot", "--references", tmp_path, "--json"))
+    assert not found["passes"]
+    assert not any(audit["outcome"] == "PASS" for audit in found["audits"])
+    assert "no retrained model to compare with" in found["sentence"]
+    assert "--reference RUN" in replace(verdict(C1="NO REFERENCE"), has_reference=False).advice
+
+
+def test_a_retrained_model_passes_what_is_run_against_another(runs: Path) -> None:
+    original, first, second = (open_run(runs / name) for name in ("original", "references/seed0", "references/seed1"))
+    data = original.load_data()
+    models = {"original": original.load_model(), "reference": first.load_model()}
+    found = fo.judge(second.load_model(), data, "class:3", **models)
+    assert found.metric("forget-accuracy").value == 0.0  # type: ignore[union-attr]  # it is always measured
+    assert {audit.name for audit in found.audits if audit.outcome == "PASS"} >= {"C2", "C6"}
+    assert found.retention is not None
+    assert found.retention.outcome == "PASS"
+    assert "NOT RUN" in {audit.outcome for audit in fo.judge(second.load_model(), data, "class:3").audits}
+
+
+def test_noise_on_the_weights_fails_retention(runs: Path) -> None:
+    original = open_run(runs / "original")
+    model, noisy = original.load_model(), original.load_model()
+    with torch.no_grad():
+        for parameter in noisy.parameters():
+            parameter.add_(0.5 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    found = fo.judge(noisy, original.load_data(), "class:3", original=model)
+    assert found.retention is not None
+    assert found.retention.outcome == "FAIL"
+    assert "retention" in found.label
+
+
+def test_what_does_not_belong_together_is_refused(runs: Path, tmp_path: Path) -> None:
+    with pytest.raises(FedOrthoError, match=r"has not forgotten .class:4.; choose from class:3"):
+        told("judge", runs / "forgot", "class:4")
+    with pytest.raises(FedOrthoError, match="trained with what class:3 names"):
+        told("judge", runs / "forgot", "--reference", runs / "original")
+    with pytest.raises(FedOrthoError, match="has forgotten nothing; first: fedortho forget"):
+        told("judge", runs / "original")
+    with pytest.raises(FedOrthoError, match="was edited"):
+        told("judge", runs / "forgot", "--reference", runs / "forgot")
+    with pytest.raises(UnknownName, match="no audit budget 'fast'"):
+        told("judge", runs / "forgot", "--audit", "fast")
+    with pytest.raises(BadSetting, match="belongs to --audit full"):
+        told("judge", runs / "forgot", "--shadows", "8")
+    with pytest.raises(FedOrthoError, match="has forgotten class:3 before"):
+        told("judge", runs / "forgot", "--original", runs / "forgot")
+
+
+def test_forgetting_audits_by_default_and_the_journal_tells_all_of_it(runs: Path, tmp_path: Path) -> None:
+    words = ("--max-retain-drop", "0.04", "--out", runs / "again")
+    text = told("forget", runs / "original", "class:3", *words)
+    assert "audits: " in text
+    assert "retention" in text
+    assert (runs / "again" / "verdict.json").exists()
+    events = [entry.event for entry in check_journal(runs).entries if entry.run in ("original", "again")]
+    assert events[-3:] == ["received", "executed", "judged"]
+    with pytest.raises(FedOrthoError, match="no training image has the id 99999"):
+        told("forget", runs / "original", "samples:99999", "--out", tmp_path / "x")
+    assert check_journal(runs).entries[-1].event == "refused"
+
+
+def test_flags_that_would_have_no_effect_are_refused_before_anything_is_done(runs: Path, tmp_path: Path) -> None:
+    first, out = runs / "original", tmp_path / "out"
+    with pytest.raises(FedOrthoError, match="--audit none compares with nothing; leave --retrain"):
+        told("forget", first, "class:3", "--audit", "none", "--retrain", "--out", out)
+    with pytest.raises(FedOrthoError, match="nothing to undo; leave --keep-undo out"):
+        told("forget", first, "class:3", "--dry-run", "--keep-undo", tmp_path / "undo")
+    with pytest.raises(FedOrthoError, match="cannot be written"):
+        told("forget", first, "class:3", "--keep-undo", "/proc/undo.safetensors", "--out", out)
+    apart = train_federation(tmp_path / "apart", replace(FEDERATION, clients=2, rounds=1))
+    with pytest.raises(FedOrthoError, match="with --engine ray nothing is audited, so --reference, "):
+        told("forget", apart.path, "class:3", "--engine", "ray", "--retrain", "--out", out)
+    assert not out.exists()
+
+
+def test_a_missed_target_is_told_and_a_limit_only_where_one_was_aimed_at(runs: Path, tmp_path: Path) -> None:
+    original = runs / "original"
+    paper = told("forget", original, "class:3", "--preset", "paper", "--audit", "none", "--out", tmp_path / "paper")
+    assert "the target, 1.0%, is not met on test images" in paper
+    rows = ",".join(map(str, open_run(original).load_data().train.rows[:20].tolist()))
+    words = ("forget", original, f"samples:{rows}", "--max-retain-drop", "0.5", "--dry-run")
+    assert "what unseen images of the same labels get" in told(*words)
+    assert "limit:" not in told(*words, "--ratio", "0.1")
+
+
+def test_who_interrupts_the_judging_has_the_run_and_is_told_how_to_go_on(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli_forget, "judged", interrupted)
+    words = ["forget", str(runs / "original"), "class:3", "--max-retain-drop", "0.2", "--out", str(tmp_path / "out")]
+    found = CliRunner().invoke(app, words)
+    assert found.exit_code != 0
+    assert "before" in found.stdout, "what was done is shown"
+    assert f"the run is written: fedortho judge {tmp_path / 'out'}" in " ".join(found.stdout.split())
+    assert open_run(tmp_path / "out").record["requests"]
+
+
+def test_judging_without_audits_leaves_a_verdict_with_audits_alone(runs: Path) -> None:
+    told("judge", runs / "forgot")
+    before = (runs / "forgot" / "verdict.json").read_bytes()
+    told("judge", runs / "forgot", "--audit", "none")
+    assert (runs / "forgot" / "verdict.json").read_bytes() == before
+
+
+def test_a_federation_that_trained_on_is_listed_and_judged_as_what_it_is_now(tmp_path: Path) -> None:
+    settings = replace(FEDERATION, clients=2, rounds=1, split="iid")
+    first = train_federation(tmp_path / "first", settings)
+    told("forget", first.path, "class:3", "--preset", "paper", "--audit", "none", "--out", tmp_path / "forgot")
+    later = train_federation(tmp_path / "later", replace(settings, start=str(tmp_path / "forgot")))
+    assert find_original(later) is not None
+    assert find_original(later).path == first.path  # type: ignore[union-attr]  # just looked
+    line = next(line for line in list_runs(tmp_path) if line.run == "later")
+    assert (line.forget, line.retain, line.test) == (None, None, later.record["result"]["test-accuracy"])
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        ("class:0,1", "classes a, b"),
+        ("client:3", "client 3"),
+        ("samples:1,2", "2 samples"),
+        ("class:b client:1", "class b and client 1"),
+    ],
+)
+def test_a_request_in_words(request_: str, words: str) -> None:
+    assert subject_of(fo.ForgetRequest.parse(request_), ["a", "b"]) == words

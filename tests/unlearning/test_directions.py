@@ -1,0 +1,185 @@
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedortho.audits.probe import recall
+from fedortho.data.images import Dataset, Images
+from fedortho.data.request import ForgetRequest
+from fedortho.errors import BadSetting
+from fedortho.models.patch import edit_model, load_patch, undo_patch, write_undo
+from fedortho.models.predictions import evaluate
+from fedortho.models.sites import Site, find_sites
+from fedortho.models.split import Cut, received
+from fedortho.models.zoo import BasicBlock, ResNet
+from fedortho.unlearning.directions import Spread, check_erasable, plan_erasure, projection, spread_of, spread_sums
+from fedortho.unlearning.plan import ForgetSettings, plan_forgetting
+from fedortho.unlearning.repair import batch_norms, repair
+
+
+def sites_of(model: nn.Module, layers: str = "deep") -> list[Site]:
+    return find_sites(model, (1, 8, 8), layers, "channel", "stream")
+
+
+def behind(model: nn.Module, site: Site, images: Images) -> Tensor:
+    """The responses of a site, by hooks of its own."""
+    seen: list[Tensor] = []
+    handles = [
+        model.get_submodule(layer.norm or layer.name).register_forward_hook(lambda _, __, out: seen.append(out.clone()))
+        for layer in site.layers
+    ]
+    with torch.no_grad():
+        model(images.normalise(images.pixels[images.rows]))
+    for handle in handles:
+        handle.remove()
+    return torch.stack(seen).sum(0).double()
+
+
+def spread(values: Tensor) -> Spread:
+    """Of responses (n, kernels, positions), by the definition."""
+    return Spread(values.mean(0), torch.stack([y @ y.T for y in values]).mean(0) / values.shape[2])
+
+
+def responses(shift: Tensor, number: int = 400) -> Tensor:
+    generator = torch.Generator().manual_seed(int(shift.abs().sum()))
+    return torch.randn(number, 6, 4, generator=generator, dtype=torch.float64) + shift.view(1, -1, 1)
+
+
+def test_the_energy_around_a_centre_is_that_of_its_definition() -> None:
+    values, centre = responses(torch.tensor([1.0, 2, 0, 0, 0, 0])), torch.randn(6, 4, dtype=torch.float64)
+    apart = (values - centre).transpose(1, 2).flatten(0, 1)
+    assert torch.allclose(spread(values).around(centre), apart.T @ apart / len(apart))
+
+
+def test_a_projection_spares_retained_means_and_removes_the_class() -> None:
+    one, two = (responses(torch.tensor(shift)) for shift in ([2.0, 0, 0, 0, 0, 0], [-2.0, 0, 0, 0, 0, 0]))
+    gone = responses(torch.tensor([0.5, 0, 0, 5.0, 0, 0]))
+    kept, centre = spread(torch.cat([one, two])), torch.cat([one, two]).mean((0, 2))
+    means = torch.stack([one.mean((0, 2)), two.mean((0, 2))], 1)
+    taken, energies = projection([spread(gone)], kept, means, 1)
+    apart = means[:, 0] - means[:, 1]
+    assert torch.allclose(taken @ apart, apart, atol=1e-8)
+    assert torch.linalg.matrix_rank(taken, rtol=1e-9) == 5
+    assert float((taken @ (gone.mean((0, 2)) - centre))[3].abs()) < 0.3, "5 before"
+    assert energies[0] > 20, "one direction stands out"
+    assert energies[1] < 2
+    assert torch.equal(energies, energies.sort(descending=True).values)
+
+
+def test_never_more_is_removed_than_is_not_spared() -> None:
+    kept, gone = responses(torch.zeros(6)), responses(torch.ones(6))
+    means = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    taken, energies = projection([spread(gone)], spread(kept), means, 6)
+    assert torch.linalg.matrix_rank(taken, rtol=1e-9) == 3
+    assert len(energies) == 3
+
+
+@pytest.mark.parametrize("name", ["vgg-mini", "resnet-mini"])
+def test_sums_add_up_and_say_how_responses_lie(digits: Dataset, digit_nets: dict[str, nn.Module], name: str) -> None:
+    model, images = digit_nets[name].eval(), digits.train.subset(torch.arange(40))
+    sites = sites_of(model)
+    parts = [spread_sums(model, images.subset(torch.arange(40) % 3 == part), sites) for part in range(3)]
+    whole = spread_sums(model, images, sites)
+    added = parts[0] + parts[1] + parts[2]
+    assert all(torch.allclose(added.sums[key], value, rtol=1e-4, atol=1e-3) for key, value in whole.sums.items())
+    for site in sites:
+        found, true = spread_of(whole, site.name, site.kernels), spread(behind(model, site, images).flatten(2))
+        assert torch.allclose(found.mean, true.mean, atol=1e-4)
+        assert torch.allclose(found.second, true.second, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["vgg-mini", "resnet-mini"])
+def test_an_edited_layer_answers_the_projected_responses_and_its_norm_knows_them(
+    digits: Dataset, digit_nets: dict[str, nn.Module], name: str
+) -> None:
+    model = digit_nets[name].eval()
+    (*_, site) = sites_of(model)
+    is_gone = digits.train.labels == 3
+    gone, kept = digits.train.subset(is_gone), digits.train.subset(~is_gone)
+    sums = [spread_sums(model, images, [site]) for images in (gone, kept)]
+    labels = [label for label in range(10) if label != 3]
+    patch = plan_erasure(model, [site], sums[:1], sums[1], labels=labels, share=0.2)
+    edited = edit_model(model, patch)
+    before, after = (behind(m, site, digits.valid).transpose(0, 1).flatten(1) for m in (model, edited))
+    centre = behind(model, site, kept).mean((0, 2, 3))[:, None]
+    assert patch.note["directions"][site.name] == 26
+    joint = torch.cat([before - centre, after - centre])
+    rank_before, rank_joint = (torch.linalg.matrix_rank(values, rtol=1e-4) for values in (before - centre, joint))
+    assert rank_joint == rank_before, "what comes out is a linear map of what came out before"
+    assert torch.linalg.matrix_rank(after - centre, rtol=1e-4) <= rank_before - 20
+    norms = [layer.norm for layer in site.layers if layer.norm]
+    twin = copy.deepcopy(edited)
+    inputs = kept.normalise(kept.pixels[kept.rows])
+    repair(twin, Cut(None), norms, inputs[: len(inputs) // 256 * 256])
+    for norm in norms:
+        old, new = (m.get_buffer(f"{norm}.running_var") for m in (edited, twin))
+        assert torch.allclose(old, new, rtol=0.15, atol=1e-4 * float(old.max())), "re-estimating brings nothing back"
+
+
+def forgotten(model: nn.Module, digits: Dataset, share: float) -> nn.Module:
+    settings = ForgetSettings(erase=share > 0, ratio=share, max_retain_drop=0.1)
+    return plan_forgetting(model, digits, ForgetRequest.parse("class:8"), settings).patch.apply(model).eval()
+
+
+@pytest.mark.parametrize("name", ["vgg-mini", "resnet-mini"])
+def test_taking_directions_out_forgets_the_class_and_keeps_the_rest(
+    digits: Dataset, digit_nets: dict[str, nn.Module], name: str
+) -> None:
+    table = torch.tensor(evaluate(forgotten(digit_nets[name], digits, 0.2), digits.test).confusion)
+    kept = [label for label in range(10) if label != 8]
+    assert float(table[8, 8] / table[8].sum()) <= 0.06
+    assert 0.85 < float(table[kept, kept].sum() / table[kept].sum()) <= 1.0
+
+
+def test_it_leaves_less_to_read_than_silencing_kernels_does(digits: Dataset, digit_nets: dict[str, nn.Module]) -> None:
+    train, test = digits.train, digits.test.subset(digits.test.labels == 8)
+
+    def recalled(share: float) -> float:
+        model = forgotten(digit_nets["vgg-mini"], digits, share)
+        parts = [received(model, ["fc"], i.normalise(i.pixels[i.rows]))["fc"].double() for i in (train, test)]
+        return recall(*parts, train.labels, test.labels)
+
+    assert recalled(0.2) < recalled(0.0)
+
+
+def test_a_patch_of_directions_is_written_and_undone_bit_for_bit(
+    digits: Dataset, digit_nets: dict[str, nn.Module], tmp_path: Path
+) -> None:
+    place, model = tmp_path, digit_nets["vgg-mini"]
+    outcome = plan_forgetting(model, digits, ForgetRequest.parse("class:1"), ForgetSettings(erase=True, ratio=0.1))
+    outcome.patch.save(place / "patch")
+    write_undo(place / "undo", outcome.patch, model)
+    edited = load_patch(place / "patch").apply(model)
+    restored = undo_patch(place / "undo", edited)
+    assert all(
+        torch.equal(a, b) for a, b in zip(restored.state_dict().values(), model.state_dict().values(), strict=True)
+    )
+    assert "features.24.weight" in str(outcome.patch)
+    assert set(batch_norms(model)) - {name.rpartition(".")[0] for name in outcome.patch.names()}, "only deep ones"
+
+
+def test_what_cannot_be_mixed_is_refused(digits: Dataset) -> None:
+    identity = ResNet(BasicBlock, 8, [(8, 1, 1), (16, 2, 2)], 10, 1).eval()
+    with pytest.raises(BadSetting, match="identity"):
+        check_erasable(identity, sites_of(identity), torch.rand(2, 1, 8, 8))
+    grouped = nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1, groups=2), nn.ReLU()
+    )
+    grouped = nn.Sequential(*grouped, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10)).eval()
+    with pytest.raises(BadSetting, match="groups"):
+        check_erasable(grouped, sites_of(grouped), torch.rand(2, 1, 8, 8))
+    with pytest.raises(BadSetting, match="of a class"):
+        plan_forgetting(identity, digits, ForgetRequest.parse("samples:0"), ForgetSettings(erase=True))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"repair": False}, {"edit": "conv"}, {"tap": "bn"}, {"alpha": 0.5}, {"scope": "global"}, {"weighting": "paper"}],
+)
+def test_a_setting_that_would_do_nothing_is_refused_by_name(setting: dict[str, Any]) -> None:
+    ((name, value),) = setting.items()
+    with pytest.raises(BadSetting, match=f"erase takes {name} .*, not {value}; leave --{name} out"):
+        ForgetSettings(erase=True, **setting)

@@ -1,0 +1,36 @@
+"""What the tests of audits work on, importable by name."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fedortho.audits.measurements import Known
+from fedortho.data.images import Dataset
+from fedortho.data.request import ForgetRequest
+from fedortho.evaluation.case import Case
+
+COAT = ForgetRequest.parse("class:Coat")
+
+
+@dataclass(frozen=True)
+class World:
+    """An original, networks retrained without coats, and the images of both."""
+
+    data: Dataset
+    original: nn.Module
+    references: list[nn.Module]
+    known: Known  # what was measured on them, for all tests
+
+    def case(self, forgot: nn.Module, *, reference: bool = True, second: bool = False) -> Case:
+        first, other = self.references[:2]
+        return Case(forgot, self.original, first if reference else None, other if second else None, self.data, COAT)
+
+    def changed(self, change: Callable[[nn.Module], None]) -> nn.Module:
+        """The original after an edit."""
+        twin = copy.deepcopy(self.original)
+        with torch.no_grad():
+            change(twin)
+        return twin
