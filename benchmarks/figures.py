@@ -21,6 +21,7 @@ from fedortho.audits.measurements import classifier_of, features, ready, sampled
 from fedortho.audits.probe import recall
 from fedortho.data.images import Dataset, Images
 from fedortho.data.request import ForgetRequest
+from fedortho.engines.central import CentralEngine, central_engine
 from fedortho.evaluation.case import Case
 from fedortho.federated.server import train_federation
 from fedortho.methods import preset
@@ -85,7 +86,7 @@ class Bench:
         key = f"{model} {variant}"
         if key not in self._forgot:
             before = self.run(model, variant).load_model()
-            outcome = plan_forgetting(before, self.data, REQUEST, ledger=self.ledger(model, variant))
+            outcome = plan_forgetting(before, central_engine(before, self.data, self.ledger(model, variant)), REQUEST)
             self._forgot[key] = before, outcome.patch.apply(before)
         return self._forgot[key]
 
@@ -223,9 +224,9 @@ def cost(bench: Bench) -> "Figure":
 def frontier(bench: Bench) -> "Figure":
     model, settings = bench.run("vgg-mini").load_model(), ForgetSettings(scrub=False)
     ledger = bench.ledger("vgg-mini")
-    trials = trace_frontier(model, bench.data, REQUEST, settings, ledger=ledger)
+    trials = trace_frontier(model, central_engine(model, bench.data, ledger), REQUEST, settings)
     points = [results.Point(t.ratio, t.forget, t.retain) for t in trials if t.ratio]
-    outcome = plan_forgetting(model, bench.data, REQUEST, replace(settings, scrub=True), ledger=ledger)
+    outcome = plan_forgetting(model, central_engine(model, bench.data, ledger), REQUEST, replace(settings, scrub=True))
     least = None if outcome.retain_before is None else outcome.retain_before - settings.max_retain_drop
     chosen = next((p for p in points if outcome.chosen is not None and p.ratio == outcome.chosen.ratio), None)
     return results.frontier_figure(points, chosen, target=settings.target, least=least)
@@ -266,7 +267,7 @@ def relearn(bench: Bench, forgotten: int = 50, kept: int = 450, turns: int = 8) 
 def probe(bench: Bench) -> "Figure":
     """The probe of audit C1 on what each convolution but the first receives, and on what the classifier does."""
     before, after = bench.pair("vgg-mini")
-    erased = plan_forgetting(before, bench.data, REQUEST, preset("erase")).patch.apply(before)
+    erased = plan_forgetting(before, CentralEngine(bench.data), REQUEST, preset("erase")).patch.apply(before)
     roles = {"original": before, "forgot": after, "erased": erased} | bench.roles
     case = Case(after, before, None, None, bench.data, REQUEST)
     layers = list(kernels.depths_of(before, bench.data.train.shape))[1:]

@@ -21,6 +21,7 @@ from torch import nn
 
 from fedortho.data.images import Dataset, evaluation_batches
 from fedortho.data.request import ForgetRequest, joined
+from fedortho.engines.central import CentralEngine, central_engine
 from fedortho.evaluation.accuracies import accuracies_of
 from fedortho.methods import preset
 from fedortho.models.predictions import accuracy
@@ -96,7 +97,7 @@ def timing(run: Run, data: Dataset, ledger: Observation) -> list[dict[str, Any]]
         ("fixed ratio", fixed, ledger),
         ("robust", ForgetSettings(max_retain_drop=0.05), ledger),
     ):
-        outcome = plan_forgetting(model, data, request, settings, ledger=known)
+        outcome = plan_forgetting(model, central_engine(model, data, known), request, settings)
         seconds = outcome.seconds["statistics"] + (0 if name.startswith("observe") else outcome.seconds["edit"])
         read = outcome.images_read["statistics"] + outcome.images_read["edit"]
         rows.append({"what": name, "seconds": round(seconds, 4), "images_read": read})
@@ -112,7 +113,9 @@ def sequence(run: Run, data: Dataset, ledger: Observation) -> list[dict[str, Any
     for label in range(5):
         request, before = ForgetRequest.parse(f"class:{label}"), joined(done)
         try:
-            outcome = plan_forgetting(model, data, request, ForgetSettings(max_retain_drop=0.02), forgotten=before)
+            outcome = plan_forgetting(
+                model, CentralEngine(data), request, ForgetSettings(max_retain_drop=0.02), forgotten=before
+            )
         except Refused as refusal:
             rows.append({"request": str(request), "refused": str(refusal)})
             break
@@ -136,7 +139,7 @@ def samples(run: Run, data: Dataset, ledger: Observation) -> list[dict[str, Any]
         settings = ForgetSettings(contrast=contrast)
         row: dict[str, Any] = {"contrast": contrast, "forget_before": before.forget, "retain_before": before.retain}
         try:
-            outcome = plan_forgetting(model, data, request, settings, ledger=ledger)
+            outcome = plan_forgetting(model, central_engine(model, data, ledger), request, settings)
             after = accuracies_of(outcome.patch.apply(model), data, request)
             row |= {"forget": after.forget, "retain": after.retain, "limit": outcome.trials[0].limit} | summary(outcome)
         except Refused as refusal:
@@ -181,7 +184,7 @@ def measure(
 
     def attempt(settings: ForgetSettings) -> dict[str, Any]:
         try:
-            outcome = plan_forgetting(model, data, request, settings, ledger=ledger)
+            outcome = plan_forgetting(model, central_engine(model, data, ledger), request, settings)
         except Refused as refusal:
             frontier = [replace(trial, patch=None) for trial in refusal.frontier]  # type: ignore[arg-type]  # not for a file
             return {"refused": str(refusal), "frontier": [asdict(trial) for trial in frontier]}
@@ -217,7 +220,9 @@ def best_ratio(
     model: nn.Module, data: Dataset, request: ForgetRequest, ledger: Observation, drop: float
 ) -> float | None:
     """The ratio at which the paper's edit forgets most, on the images set aside, within the robust preset's budget."""
-    none, *trials = trace_frontier(model, data, request, preset("paper"), ratios=PAPER_RATIOS, ledger=ledger)
+    none, *trials = trace_frontier(
+        model, central_engine(model, data, ledger), request, preset("paper"), ratios=PAPER_RATIOS
+    )
     affordable = [trial for trial in trials if trial.retain >= none.retain - drop]
     return min(affordable, key=lambda trial: trial.forget).ratio if affordable else None
 

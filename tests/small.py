@@ -76,3 +76,28 @@ class PooledNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc(self.features(x).mean((2, 3)))
+
+
+class Odd(nn.Module):
+    """One convolution for each reason to refuse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = nn.Conv2d(1, 8, 3, padding=1)
+        self.depthwise = nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.grouped = nn.Conv2d(8, 8, 3, padding=1, groups=2)
+        self.group_norm = nn.GroupNorm(2, 8)
+        self.twice = nn.Conv2d(8, 8, 3, padding=1)
+        self.bare = nn.Conv2d(8, 8, 3, padding=1)
+        self.bare_norm = nn.BatchNorm2d(8, affine=False)
+        self.left = nn.Conv2d(8, 8, 3, padding=1)
+        self.right = nn.Conv2d(8, 8, 3, padding=1)
+        self.right.weight = self.left.weight
+        self.fc = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.depthwise(torch.relu(self.plain(x))))
+        x = torch.relu(self.group_norm(self.grouped(x)))
+        x = self.twice(torch.relu(self.twice(x)))
+        x = torch.relu(self.bare_norm(self.bare(x)))
+        return self.fc(self.right(torch.relu(self.left(x))).mean((2, 3)))

@@ -108,9 +108,11 @@ def test_the_map_of_equations_names_a_function_in_every_line() -> None:
 
 
 def test_a_name_that_does_not_exist_is_found() -> None:
-    assert named("`rank.rank_kernels` and `log.md`, `verdict.json`, `journal.jsonl`") == ["rank.rank_kernels"]
+    assert named("`unlearning.rank.rank_kernels` and `log.md`, `verdict.json`, `journal.jsonl`") == [
+        "unlearning.rank.rank_kernels"
+    ]
     with pytest.raises(AttributeError):
-        resolved("rank.no_such_function")
+        resolved("unlearning.rank.no_such_function")
 
 
 def test_files_that_reproduction_names_are_there() -> None:

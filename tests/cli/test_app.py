@@ -176,7 +176,7 @@ def test_a_dry_run_and_bad_requests_write_nothing(
 def test_check_tells_by_its_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "check", "resnet-mini") == 0
     assert "with 1 more" in capsys.readouterr().out
-    assert run(monkeypatch, "check", "test_sites:Odd", "--shape", "1x8x8", "--json") == 1
+    assert run(monkeypatch, "check", "small:Odd", "--shape", "1x8x8", "--json") == 1
     found = {entry["layer"]["name"]: entry for entry in json.loads(capsys.readouterr().out)}
     assert "depthwise" in found["depthwise"]["channel"]
     assert run(monkeypatch, "check", "vgg-mini", "--shape", "big") == 2
@@ -201,7 +201,7 @@ def test_brackets_in_names_are_shown_as_they_are(
 
 def test_an_interrupted_training_says_how_to_go_on(tmp_path: Path) -> None:
     listen = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # a background job ignores it
-    start = [sys.executable, "-c", f"{listen}; from fedortho.cli import main; main()"]
+    start = [sys.executable, "-c", f"{listen}; from fedortho.cli.app import main; main()"]
     command = [*start, "train", *QUICK, "--epochs", "500", "--out", tmp_path / "run"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     while not (tmp_path / "run" / "checkpoint.safetensors").exists():

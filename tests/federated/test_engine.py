@@ -273,7 +273,7 @@ def test_one_client_and_no_federation_plan_the_same_patch(
     engine.send_model(model)
     settings = preset("robust", ratio=0.1, scrub=False)
     federated = plan_forgetting(model, engine, CLASS, settings).patch
-    central = plan_forgetting(model, digits, CLASS, settings).patch
+    central = plan_forgetting(model, CentralEngine(digits), CLASS, settings).patch
     assert federated.note["sites"] == central.note["sites"]
     for name, value in central.replaced.items():
         assert torch.allclose(federated.replaced[name], value, rtol=1e-4, atol=1e-6)

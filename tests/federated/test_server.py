@@ -232,8 +232,6 @@ def test_a_job_comes_from_a_flat_configuration(run: Run, tmp_path: Path) -> None
 
 
 def test_a_federation_is_asked_where_its_images_lie_now(tmp_path: Path, digits: Dataset) -> None:
-    from test_holder import write_images
-
     old, new = tmp_path / "old", tmp_path / "new"
     write_images(old, {"ant": 40, "bee": 40, "cat": 40})
     settings = replace(SETTINGS, data=str(old), rounds=1)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
+from fedortho.engines.central import CentralEngine
 from fedortho.models.sites import find_sites
 from fedortho.models.split import Cut, cut_model, find_cut, run_tail, tail_inputs
 from fedortho.training.loop import fit
@@ -72,7 +73,7 @@ def test_norms_without_statistics_need_no_repair(digits: Dataset, by: str) -> No
     sites = find_sites(model, (1, 8, 8), "all", "channel", "relu")
     assert norms_behind(model, sites, torch.rand(2, 1, 8, 8)) == ["features.7"]
     settings = ForgetSettings(layers="all", ratio=0.2, repair_by=by)
-    patch = plan_forgetting(model, digits, ForgetRequest.parse("class:3"), settings).patch
+    patch = plan_forgetting(model, CentralEngine(digits), ForgetRequest.parse("class:3"), settings).patch
     assert set(patch.replaced) >= {"features.7.running_mean", "features.7.running_var"}
 
 

@@ -18,7 +18,7 @@ from fedortho.storage.journal import BadJournal, Entry, Head, append_entry, chec
 WRITER = """
 import sys
 from pathlib import Path
-from fedortho.journal import append_entry
+from fedortho.storage.journal import append_entry
 name, number = sys.argv[2], int(sys.argv[3])
 for place in range(number):
     append_entry(Path(sys.argv[1]), "received", name, f"samples:{place}", details={"filler": "x" * 2000})
@@ -57,8 +57,8 @@ def test_entries_come_back_as_they_were_written_and_chained(place: Path) -> None
     for entry, line, next_ in zip(journal.entries, lines_of(place), journal.entries[1:], strict=False):
         body = json.loads(line)
         own = body.pop("hash")
-        assert own == fedortho.journal._digest(canonical_json(body)) == entry.hash
-        assert next_.previous == fedortho.journal._digest(line.decode().rstrip("\n"))
+        assert own == fedortho.storage.journal._digest(canonical_json(body)) == entry.hash
+        assert next_.previous == fedortho.storage.journal._digest(line.decode().rstrip("\n"))
     assert journal.last == journal.head == Head(4, journal.entries[-1].hash)
 
 
@@ -135,7 +135,7 @@ def test_an_entry_that_was_rewritten_with_a_fitting_hash_breaks_the_chain_behind
 
 def test_an_entry_that_was_added_behind_the_head_is_found(place: Path) -> None:
     last = check_journal(place).entries[-1]
-    previous = fedortho.journal._digest(last.line)
+    previous = fedortho.storage.journal._digest(last.line)
     forged = Entry(5, last.time, "undone", "one", "class:3", None, None, {}, previous).sealed()
     rewrite(place, [*lines_of(place), f"{forged.line}\n".encode()])
     with pytest.raises(BadJournal, match="entry 5 was inserted: the head ends at entry 4"):
@@ -150,13 +150,13 @@ def test_only_the_lines_in_their_order_pass(order: list[int]) -> None:
     for number in range(1, 5):
         entry = Entry(number, "now", "received", "run", f"class:{number}", None, None, {}, previous).sealed()
         lines.append(f"{entry.line}\n".encode())
-        previous = fedortho.journal._digest(entry.line)
+        previous = fedortho.storage.journal._digest(entry.line)
     text, head = b"".join(lines[at] for at in order), Head(4, parse_entry(lines[3].strip()).hash)
     if order == [0, 1, 2, 3]:
-        assert len(fedortho.journal._examine(Path("j"), text, head).entries) == 4
+        assert len(fedortho.storage.journal._examine(Path("j"), text, head).entries) == 4
     else:
         with pytest.raises(BadJournal, match=r"entry \d|line \d"):
-            fedortho.journal._examine(Path("j"), text, head)
+            fedortho.storage.journal._examine(Path("j"), text, head)
 
 
 def test_a_head_that_is_gone_is_told(place: Path) -> None:
@@ -190,7 +190,7 @@ def test_a_line_torn_anywhere_is_moved_away_by_the_next_append(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(fedortho.journal, "_append", die)
+        patched.setattr(fedortho.storage.journal, "_append", die)
         with pytest.raises(KeyboardInterrupt):
             append_entry(place, "undone", "one", "class:3")
     announced = (place / "journal.head").read_bytes()
@@ -214,7 +214,7 @@ def test_a_line_torn_anywhere_is_moved_away_by_the_next_append(
 
 
 def test_a_crash_between_the_line_and_the_head_loses_nothing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = fedortho.journal._write_head
+    write = fedortho.storage.journal._write_head
 
     def die(directory: Path, head: Head) -> None:
         if head.announced is None:
@@ -222,7 +222,7 @@ def test_a_crash_between_the_line_and_the_head_loses_nothing(place: Path, monkey
         write(directory, head)
 
     with monkeypatch.context() as patched:
-        patched.setattr(fedortho.journal, "_write_head", die)
+        patched.setattr(fedortho.storage.journal, "_write_head", die)
         with pytest.raises(KeyboardInterrupt):
             append_entry(place, "undone", "one", "class:3")
     assert [entry.event for entry in check_journal(place).entries][4:] == ["undone"]
@@ -260,7 +260,7 @@ def test_processes_that_write_at_once_and_one_killed_among_them_leave_a_whole_jo
 def test_a_writer_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from filelock import FileLock
 
-    monkeypatch.setattr(fedortho.journal, "PATIENCE", 0.05)
+    monkeypatch.setattr(fedortho.storage.journal, "PATIENCE", 0.05)
     with (
         FileLock(tmp_path / ".journal.lock", is_singleton=False),
         pytest.raises(Busy, match="others have been writing"),

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from fedortho.audits.probe import recall
 from fedortho.data.images import Dataset, Images
 from fedortho.data.request import ForgetRequest
+from fedortho.engines.central import CentralEngine
 from fedortho.errors import BadSetting
 from fedortho.models.patch import edit_model, load_patch, undo_patch, write_undo
 from fedortho.models.predictions import evaluate
@@ -121,7 +122,11 @@ def test_an_edited_layer_answers_the_projected_responses_and_its_norm_knows_them
 
 def forgotten(model: nn.Module, digits: Dataset, share: float) -> nn.Module:
     settings = ForgetSettings(erase=share > 0, ratio=share, max_retain_drop=0.1)
-    return plan_forgetting(model, digits, ForgetRequest.parse("class:8"), settings).patch.apply(model).eval()
+    return (
+        plan_forgetting(model, CentralEngine(digits), ForgetRequest.parse("class:8"), settings)
+        .patch.apply(model)
+        .eval()
+    )
 
 
 @pytest.mark.parametrize("name", ["vgg-mini", "resnet-mini"])
@@ -149,7 +154,9 @@ def test_a_patch_of_directions_is_written_and_undone_bit_for_bit(
     digits: Dataset, digit_nets: dict[str, nn.Module], tmp_path: Path
 ) -> None:
     place, model = tmp_path, digit_nets["vgg-mini"]
-    outcome = plan_forgetting(model, digits, ForgetRequest.parse("class:1"), ForgetSettings(erase=True, ratio=0.1))
+    outcome = plan_forgetting(
+        model, CentralEngine(digits), ForgetRequest.parse("class:1"), ForgetSettings(erase=True, ratio=0.1)
+    )
     outcome.patch.save(place / "patch")
     write_undo(place / "undo", outcome.patch, model)
     edited = load_patch(place / "patch").apply(model)
@@ -172,7 +179,7 @@ def test_what_cannot_be_mixed_is_refused(digits: Dataset) -> None:
     with pytest.raises(BadSetting, match="groups"):
         check_erasable(grouped, sites_of(grouped), torch.rand(2, 1, 8, 8))
     with pytest.raises(BadSetting, match="of a class"):
-        plan_forgetting(identity, digits, ForgetRequest.parse("samples:0"), ForgetSettings(erase=True))
+        plan_forgetting(identity, CentralEngine(digits), ForgetRequest.parse("samples:0"), ForgetSettings(erase=True))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
+from fedortho.engines.central import CentralEngine, central_engine
 from fedortho.errors import BadData, BadSetting, UnknownName
 from fedortho.methods import forget, preset
 from fedortho.models.predictions import evaluate
@@ -50,7 +51,7 @@ def test_the_robust_preset_forgets_a_class_keeps_the_rest_and_leaves_its_input(
 
 def test_the_same_request_gives_the_same_patch(digits: Dataset, digit_nets: dict[str, nn.Module]) -> None:
     request, settings = ForgetRequest.parse("class:7"), ForgetSettings(max_retain_drop=0.03)
-    first, again = (plan_forgetting(digit_nets["vgg-mini"], digits, request, settings) for _ in range(2))
+    first, again = (plan_forgetting(digit_nets["vgg-mini"], CentralEngine(digits), request, settings) for _ in range(2))
     assert first.patch.after == again.patch.after
     assert first.chosen is not None
     assert first.chosen.reaches
@@ -62,8 +63,10 @@ def test_a_ledger_serves_a_class_without_reading_an_image_and_gives_the_same_pat
 ) -> None:
     model, request = digit_nets[name], ForgetRequest.parse("class:5")
     settings = ForgetSettings(ratio=0.2, repair=False)
-    with_it = plan_forgetting(model, digits, request, settings, ledger=ledger_of(model, digits, "stream"))
-    without = plan_forgetting(model, digits, request, settings)
+    with_it = plan_forgetting(
+        model, central_engine(model, digits, ledger_of(model, digits, "stream")), request, settings
+    )
+    without = plan_forgetting(model, CentralEngine(digits), request, settings)
     assert with_it.images_read["statistics"] == 0
     assert without.images_read["statistics"] == len(digits.train)
     assert with_it.patch.after == without.patch.after
@@ -78,8 +81,10 @@ def test_a_ledger_makes_a_sample_request_read_the_named_samples_only(
     settings = ForgetSettings(ratio=0.05, repair=False)
     for contrast in ("retain", "same-class"):
         chosen = replace(settings, contrast=contrast)
-        with_it = plan_forgetting(model, digits, request, chosen, ledger=ledger_of(model, digits, "stream"))
-        without = plan_forgetting(model, digits, request, chosen)
+        with_it = plan_forgetting(
+            model, central_engine(model, digits, ledger_of(model, digits, "stream")), request, chosen
+        )
+        without = plan_forgetting(model, CentralEngine(digits), request, chosen)
         assert with_it.images_read["statistics"] == 40
         assert with_it.patch.after == without.patch.after
 
@@ -89,7 +94,9 @@ def test_a_sample_request_aims_at_held_out_accuracy_and_not_at_nothing(
 ) -> None:
     rows = digits.train.rows[:30].tolist()
     request = ForgetRequest(samples=tuple(map(str, rows)))
-    outcome = plan_forgetting(digit_nets["vgg-mini"], digits, request, ForgetSettings(max_retain_drop=0.3))
+    outcome = plan_forgetting(
+        digit_nets["vgg-mini"], CentralEngine(digits), request, ForgetSettings(max_retain_drop=0.3)
+    )
     assert outcome.chosen is not None
     assert outcome.chosen.limit > 0.7
     assert outcome.chosen.reaches
@@ -105,12 +112,14 @@ def test_a_sequence_of_requests_forgets_all_of_them(digits: Dataset, digit_nets:
     model, done = digit_nets["vgg-mini"], None
     for text in ("class:2", "class:6"):
         request = ForgetRequest.parse(text)
-        outcome = plan_forgetting(model, digits, request, ForgetSettings(max_retain_drop=0.1), forgotten=done)
+        outcome = plan_forgetting(
+            model, CentralEngine(digits), request, ForgetSettings(max_retain_drop=0.1), forgotten=done
+        )
         model = outcome.patch.apply(model)
         done = request if done is None else done + request
     assert max(accuracies(model, digits, label)[0] for label in (2, 6)) <= 0.08
     with pytest.raises(Exception, match="selects none"):
-        plan_forgetting(model, digits, ForgetRequest.parse("class:2"), forgotten=done)
+        plan_forgetting(model, CentralEngine(digits), ForgetRequest.parse("class:2"), forgotten=done)
 
 
 def test_the_paper_preset_edits_conv_weights_only_and_warns(
@@ -118,7 +127,7 @@ def test_the_paper_preset_edits_conv_weights_only_and_warns(
 ) -> None:
     model = digit_nets["vgg-mini"]
     with caplog.at_level(logging.WARNING):
-        outcome = plan_forgetting(model, digits, ForgetRequest.parse("class:0"), preset("paper"))
+        outcome = plan_forgetting(model, CentralEngine(digits), ForgetRequest.parse("class:0"), preset("paper"))
     assert outcome.patch.names() == sorted(f"features.{n}.weight" for n in (15, 18, 21, 24))
     assert all(len(found["kernels"]) == 2 for found in outcome.patch.note["sites"].values())
     assert [f for found in outcome.patch.note["sites"].values() for f in found["factors"]] == [0.5] * 8
@@ -130,8 +139,8 @@ def test_repairing_a_conv_edit_is_refused_and_silencing_is_not(
 ) -> None:
     model, request = digit_nets["vgg-mini"], ForgetRequest.parse("class:0")
     with pytest.raises(BadSetting, match=r"repair undoes a conv edit before batch norm .*--no-repair or --alpha 1"):
-        plan_forgetting(model, digits, request, preset("paper", repair=True))
-    plan_forgetting(model, digits, request, preset("paper", repair=True, alpha=1.0))
+        plan_forgetting(model, CentralEngine(digits), request, preset("paper", repair=True))
+    plan_forgetting(model, CentralEngine(digits), request, preset("paper", repair=True, alpha=1.0))
 
 
 def test_kernels_that_respond_more_to_what_stays_are_counted_told_and_can_be_spared(
@@ -139,8 +148,8 @@ def test_kernels_that_respond_more_to_what_stays_are_counted_told_and_can_be_spa
 ) -> None:
     model, request = digit_nets["vgg-mini"], ForgetRequest.parse("class:0")
     with caplog.at_level(logging.WARNING):
-        all_of_them = plan_forgetting(model, digits, request, preset("paper", ratio=1.0))
-        spared = plan_forgetting(model, digits, request, preset("paper", ratio=1.0, min_difference=1e-9))
+        all_of_them = plan_forgetting(model, CentralEngine(digits), request, preset("paper", ratio=1.0))
+        spared = plan_forgetting(model, CentralEngine(digits), request, preset("paper", ratio=1.0, min_difference=1e-9))
     numbers = [sum(len(found["kernels"]) for found in o.patch.note["sites"].values()) for o in (all_of_them, spared)]
     assert all_of_them.opposed == numbers[0] - numbers[1] > 0
     assert spared.opposed == 0
@@ -150,13 +159,17 @@ def test_kernels_that_respond_more_to_what_stays_are_counted_told_and_can_be_spa
 def test_a_target_for_samples_is_refused(digits: Dataset, digit_nets: dict[str, nn.Module]) -> None:
     request = ForgetRequest(samples=tuple(map(str, digits.train.rows[:2].tolist())))
     with pytest.raises(BadSetting, match=r"target 0.5 is for classes; samples requests aim at what unseen images"):
-        plan_forgetting(digit_nets["vgg-mini"], digits, request, ForgetSettings(target=0.5))
+        plan_forgetting(digit_nets["vgg-mini"], CentralEngine(digits), request, ForgetSettings(target=0.5))
 
 
 def test_the_ledger_of_another_model_is_refused(digits: Dataset, digit_nets: dict[str, nn.Module]) -> None:
     foreign = ledger_of(digit_nets["resnet-mini"], digits, "stream")
     with pytest.raises(BadData, match="ledger is that of another model"):
-        plan_forgetting(digit_nets["vgg-mini"], digits, ForgetRequest.parse("class:0"), ledger=foreign)
+        plan_forgetting(
+            digit_nets["vgg-mini"],
+            central_engine(digit_nets["vgg-mini"], digits, foreign),
+            ForgetRequest.parse("class:0"),
+        )
 
 
 def test_a_subsample_is_seeded_and_its_agreement_with_the_ledger_is_told(
@@ -165,7 +178,8 @@ def test_a_subsample_is_seeded_and_its_agreement_with_the_ledger_is_told(
     model, request = digit_nets["vgg-mini"], ForgetRequest.parse("class:4")
     settings = ForgetSettings(ratio=0.1, repair=False, statistics_images=60)
     outcomes = [
-        plan_forgetting(model, digits, request, settings, ledger=ledger_of(model, digits, "stream")) for _ in range(2)
+        plan_forgetting(model, central_engine(model, digits, ledger_of(model, digits, "stream")), request, settings)
+        for _ in range(2)
     ]
     assert outcomes[0].patch.after == outcomes[1].patch.after
     assert 100 < outcomes[0].images_read["statistics"] <= 120
@@ -179,7 +193,7 @@ def test_what_cannot_be_had_is_refused_and_shows_its_frontier(
     with pytest.raises(Refused, match="cannot both be had") as refusal:
         plan_forgetting(
             digit_nets["vgg-mini"],
-            digits,
+            CentralEngine(digits),
             ForgetRequest.parse("class:3"),
             ForgetSettings(target=0.0, max_retain_drop=0.0, scrub=False, layers="features.24"),
         )

@@ -10,7 +10,7 @@ from torch import nn
 from fedortho.data.images import Dataset, Images
 from fedortho.data.request import Clients, ForgetRequest
 from fedortho.engines.answer import Memory, answer
-from fedortho.errors import FedOrthoError
+from fedortho.errors import BadData, FedOrthoError
 from fedortho.statistics.engine import Tally
 from fedortho.statistics.observe import Observation
 from fedortho.statistics.query import Ask, Group
@@ -115,3 +115,12 @@ def fresh_model(build: Callable[[int], nn.Module] | None, seed: int) -> nn.Modul
             "this method needs networks with new weights; give the engine build=, a function from a seed to a network"
         )
     return build(seed)
+
+
+def central_engine(
+    model: nn.Module, data: Dataset, ledger: Observation | None = None, device: torch.device | str = "cpu"
+) -> CentralEngine:
+    """An engine over a dataset; the ledger of another model is refused."""
+    if ledger is not None and ledger.model != tensors_digest(model.state_dict()):
+        raise BadData("the ledger is that of another model; observe this one, or leave the ledger out")
+    return CentralEngine(data, ledger, device=device)

@@ -17,9 +17,9 @@ from fedortho.federated.launch import CONNECTION, Scalar, connection_toml, need_
 
 FIRST_NODE_PORT = 9094  # where a node talks to its own client app, on its own machine only
 VALID_FOR = datetime.timedelta(days=730)
-SHIM = '''"""What Flower loads {where}; everything it does is in fedortho.federated.{module}."""
+SHIM = '''"""What Flower loads {where}; everything it does is in fedortho.{package}."""
 
-from fedortho.federated.{module} import {module}_app
+from fedortho.{package} import {module}_app
 
 app = {module}_app()
 '''
@@ -112,8 +112,10 @@ def app_files(config: Mapping[str, Scalar]) -> dict[str, str]:
     return {
         "pyproject.toml": app_pyproject(config),
         "fedortho_app/__init__.py": '"""The Flower app: two shims, no logic."""\n',
-        "fedortho_app/client_app.py": SHIM.format(module="client", where="on a client"),
-        "fedortho_app/server_app.py": SHIM.format(module="server", where="beside the SuperLink"),
+        "fedortho_app/client_app.py": SHIM.format(module="client", package="federated.client", where="on a client"),
+        "fedortho_app/server_app.py": SHIM.format(
+            module="server", package="requests.server_app", where="beside the SuperLink"
+        ),
     }
 
 

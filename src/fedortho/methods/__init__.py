@@ -8,6 +8,7 @@ from torch import nn
 
 from fedortho.data.images import Batches, Dataset, Images, make_dataset
 from fedortho.data.request import ForgetRequest
+from fedortho.engines.central import CentralEngine
 from fedortho.errors import unknown
 from fedortho.methods.bad_teacher import BadTeacher
 from fedortho.methods.class_pruning import ClassPruning
@@ -87,7 +88,7 @@ def forget(
     data = data if isinstance(data, Dataset) else make_dataset(data)
     if isinstance(request, str):
         request = ForgetRequest.parse(request)
-    return plan_forgetting(model, data, request, settings, device=device).patch.apply(model)
+    return plan_forgetting(model, CentralEngine(data, device=device), request, settings).patch.apply(model)
 
 
 PRESETS: Mapping[str, type[ForgetSettings]] = {"robust": Robust, "erase": Erase, "paper": Paper}

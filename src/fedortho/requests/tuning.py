@@ -69,7 +69,7 @@ def candidates(name: str, budget: Budget) -> list[dict[str, Any]]:
     grid = GRIDS.get(name)
     if grid is None:
         if "rate" not in field_types(METHODS[name]):
-            raise FedOrthoError(f"{name} has no rate and no grid of its own; add one to GRIDS in tune.py")
+            raise FedOrthoError(f"{name} has no rate and no grid of its own; add one to GRIDS in requests/tuning.py")
         published: float = getattr(METHODS[name](), "rate")  # noqa: B009  # the protocol knows no rate
         grid = {"rate": tuple(float(f"{published * factor:.6g}") for factor in FACTORS)}
     combined = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]

@@ -35,7 +35,7 @@ def field_help(kind: type[Any]) -> dict[str, str]:
 def make_settings(kind: type[S], *sources: Mapping[str, Any]) -> S:
     """Build settings from mappings with kebab-case or snake_case keys; later ones win.
 
-    >>> from fedortho.recipe import Recipe
+    >>> from fedortho.training.recipe import Recipe
     >>> make_settings(Recipe, {"epochs": 3}, {"ortho-every": 1}).ortho_every
     1
     """

@@ -9,10 +9,8 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 
-from fedortho.data.images import Dataset
 from fedortho.data.request import EmptyGroup, ForgetRequest
 from fedortho.devices import work_clock
-from fedortho.engines.central import CentralEngine
 from fedortho.errors import BadData, BadSetting, unknown
 from fedortho.models.classifier import find_classifier
 from fedortho.models.patch import NOTHING, Patch, bind_patch
@@ -20,7 +18,6 @@ from fedortho.models.sites import EDITS, TAPS, Site, find_sites
 from fedortho.statistics.engine import Engine, Tally, or_withheld
 from fedortho.statistics.observe import Observation, key_of
 from fedortho.statistics.query import Ask, Group, Probe
-from fedortho.storage.files import tensors_digest
 from fedortho.storage.settings import kebab
 from fedortho.unlearning.calibrate import RATIOS, SHARES, Bench, Candidate, Trial, calibrate
 from fedortho.unlearning.directions import check_erasable, plan_erasure
@@ -106,21 +103,18 @@ class Outcome:
 
 def plan_forgetting(
     model: nn.Module,
-    data: Engine | Dataset,
+    engine: Engine,
     request: ForgetRequest,
     settings: ForgetSettings | None = None,
     *,
-    ledger: Observation | None = None,
     forgotten: ForgetRequest | None = None,
-    device: torch.device | str = "cpu",
 ) -> Outcome:
     """Find the patch for a request; the model is not changed.
 
-    `data` is an engine, or a dataset that is all here. `forgotten` names what earlier requests have removed:
+    `forgotten` names what earlier requests have removed:
     it is no longer part of what is kept. Raises `Refused` with the frontier if target and budget cannot both hold.
     """
     settings = settings or ForgetSettings()
-    engine = _engine(model, data, ledger, device)
     clock, spent = [work_clock()], [replace(engine.tally)]
     task = _Task(model, engine, request, settings, forgotten)
     clock.append(work_clock())
@@ -153,28 +147,17 @@ def plan_forgetting(
 
 def trace_frontier(
     model: nn.Module,
-    data: Engine | Dataset,
+    engine: Engine,
     request: ForgetRequest,
     settings: ForgetSettings,
     *,
     ratios: Sequence[float] = RATIOS,
-    ledger: Observation | None = None,
-    device: torch.device | str = "cpu",
 ) -> list[Trial]:
     """What each ratio comes to on the images set aside, from no edit at all (ratio 0) on; for plots and comparisons."""
-    engine = _engine(model, data, ledger, device)
     task = _Task(model, engine, request, settings)
     plan = task.erase if settings.erase else task.plan
     candidates = [Candidate(NOTHING, 0.0), *(Candidate(plan(ratio), ratio) for ratio in ratios)]
     return task.bench().attempt(candidates)
-
-
-def _engine(model: nn.Module, data: Engine | Dataset, ledger: Observation | None, device: torch.device | str) -> Engine:
-    if not isinstance(data, Dataset):
-        return data
-    if ledger is not None and ledger.model != tensors_digest(model.state_dict()):
-        raise BadData("the ledger is that of another model; observe this one, or leave the ledger out")
-    return CentralEngine(data, ledger, device=device)
 
 
 class _Task:
