@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-FEDERATION := --data fashion-mini --clients 10 --split dirichlet:0.3 --fraction 1 --rounds 6 --batch 32 --threads 1 --workers 2
+FEDERATION := --data fashion-mini --clients 10 --split dirichlet:0.3 --fraction 1 --rounds 6 --batch-size 32 --threads 1 --workers 2
 
 .PHONY: help demo test test-slow benchmark clean
 

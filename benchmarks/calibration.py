@@ -20,7 +20,7 @@ from manifest import REPORTED, RUNS
 
 from fedortho.audits import run_audits
 from fedortho.audits.audit import Audit
-from fedortho.audits.measurements import Known
+from fedortho.audits.measurements import MeasurementCache
 from fedortho.audits.thresholds import PROPOSED, calibrated_limits
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadCheckpoint
@@ -63,14 +63,14 @@ def measure(
     run: Run, references: dict[int, Run], request: ForgetRequest, data_dir: str, done: list[dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
     """All audits of each pair that is not done; what is measured on one model is measured once."""
-    original, data, known = run.load_model(), run.load_data(data_dir), Known()
+    original, data, cache = run.load_model(), run.load_data(data_dir), MeasurementCache()
     models = {seed: found.load_model() for seed, found in references.items()}
     pairs = {(row["forgot"], row["reference"]) for row in done}
     for forgot, other in permutations(models, 2):
         if (forgot, other) not in pairs:
             second = third(list(models), forgot, other)
             case = Case(models[forgot], original, models[other], models[second], data, request)
-            audits = run_audits(case, "full", known=known)
+            audits = run_audits(case, "full", cache=cache)
             yield {"forgot": forgot, "reference": other, "second": second} | summary(audits)
 
 

@@ -76,7 +76,7 @@ def measure(arguments: Any) -> None:
         if issubclass(kind, Schedule):
             settings[name] = settings.get(name, {}) | {"epochs": arguments.epochs}
             if is_federation and "batch" in field_types(kind):
-                settings[name] |= {"batch": run.settings.batch}
+                settings[name] |= {"batch": run.settings.batch_size}
     request = ForgetRequest.parse(arguments.request)
     about = {"run": run.path.name, "model": run.settings.model, "seed": run.settings.seed, "request": str(request)}
     about["engine"] = "federation" if is_federation else "central"

@@ -23,15 +23,15 @@ import torch
 
 from fedortho.data.request import ForgetRequest
 from fedortho.federated.client import client_app
-from fedortho.federated.engine import FlowerEngine
+from fedortho.federated.engine import FederatedEngine
 from fedortho.federated.launch import simulate
-from fedortho.federated.local_grid import InProcessGrid, WorkerGrid
-from fedortho.federated.server import engine_for, in_process
+from fedortho.federated.local_grid import LocalGrid, WorkerGrid
+from fedortho.federated.server import federated_engine, local_grid
 from fedortho.federated.wire import pack, prefixed, unpack
 from fedortho.models.zoo import build_model
 from fedortho.runs.run import load_run_data
 from fedortho.runs.settings import FederateSettings
-from fedortho.statistics.query import Ask, Group, Probe
+from fedortho.statistics.query import Query, Selection, Statistic
 from fedortho.storage.provenance import write_results
 from fedortho.storage.settings import as_mapping
 
@@ -73,16 +73,16 @@ def sizes() -> dict[str, Any]:
     """What one client of ResNet-50 really sends: answers to a class request, and a round of training."""
     settings = replace(TRAINING, model="resnet50", clients=2, least_group=1, threads=1, valid=0.99, least_images=2)
     data = load_run_data(settings)
-    model = build_model("resnet50", classes=10, channels=1)
-    with tempfile.TemporaryDirectory() as store, in_process(settings, Path(store)) as grid:
-        federation = engine_for(grid, settings, data)
+    model = build_model("resnet50", num_classes=10, channels=1)
+    with tempfile.TemporaryDirectory() as store, local_grid(settings, Path(store)) as grid:
+        federation = federated_engine(grid, settings, data)
         federation.send_model(model, ledger=False)
         request = ForgetRequest.parse("class:3")
-        groups = (Group("train", request), Group("train", None, request))
-        federation.measure(model, [Ask(groups, Probe("peaks"))])
-        observe = federation.line.log[-1]
-        federation.fit(model, Group(), replace(settings.recipe, epochs=1))
-        trained = federation.line.log[-1]
+        groups = (Selection("train", request), Selection("train", None, request))
+        federation.measure(model, [Query(groups, Statistic("peaks"))])
+        observe = federation.transport.log[-1]
+        federation.fit(model, Selection(), replace(settings.recipe, epochs=1))
+        trained = federation.transport.log[-1]
     found = {"observe_up": max(observe.up.values()), "observe_down": max(observe.down.values())}
     return found | {"round_up": max(trained.up.values()), "round_down": max(trained.down.values())}
 
@@ -91,7 +91,7 @@ def on_engine(engine: str, client: Any, job: Callable[[Any], None]) -> float:
     """Run a job over a grid of this engine; the seconds that the whole took, with start-up."""
     started = time.perf_counter()
     if engine == "inprocess":
-        job(InProcessGrid(client_app(client) if isinstance(client, dict) else client, CLIENTS))
+        job(LocalGrid(client_app(client) if isinstance(client, dict) else client, CLIENTS))
     elif engine == "workers":
         grid = WorkerGrid(client, CLIENTS, {}, workers=2)
         job(grid)
@@ -121,7 +121,7 @@ def transport(engine: str, rounds: int) -> dict[str, Any]:
     def back(message: Message, context: Context) -> Message:
         return Message(pack(*unpack(message.content)), reply_to=message)
 
-    state = prefixed("model.", build_model("resnet18", classes=10).state_dict())
+    state = prefixed("model.", build_model("resnet18", num_classes=10).state_dict())
     seconds: list[float] = []
 
     def job(grid: Any) -> None:
@@ -152,10 +152,10 @@ def training(engine: str, rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as store:
 
         def job(grid: Any) -> None:
-            federation = engine_for(grid, settings, data)
-            model = build_model(settings.model, classes=10, channels=1)
+            federation = federated_engine(grid, settings, data)
+            model = build_model(settings.model, num_classes=10, channels=1)
             recipe = replace(settings.recipe, epochs=rounds + 1)
-            federation.fit(model, Group(), recipe)
+            federation.fit(model, Selection(), recipe)
             seconds.extend(entry.seconds for entry in federation.history)
 
         whole = on_engine(engine, {**as_mapping(settings), "store": store}, job)
@@ -177,14 +177,16 @@ def peak_memory(clients: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     settings = replace(TRAINING, clients=clients, fraction=10 / clients, least_images=2, threads=1, least_group=1)
     data = load_run_data(settings)
-    with tempfile.TemporaryDirectory() as store, in_process(settings, Path(store)) as grid:
-        federation: FlowerEngine = engine_for(grid, settings, data)
-        model = build_model(settings.model, classes=10, channels=1)
-        model = federation.fit(model, Group(), replace(settings.recipe, epochs=2))
+    with tempfile.TemporaryDirectory() as store, local_grid(settings, Path(store)) as grid:
+        federation: FederatedEngine = federated_engine(grid, settings, data)
+        model = build_model(settings.model, num_classes=10, channels=1)
+        model = federation.fit(model, Selection(), replace(settings.recipe, epochs=2))
         after_training = _peak()
         federation.send_model(model)
         request = ForgetRequest.parse("class:3")
-        federation.measure(model, [Ask((Group("train", request), Group("train", None, request)), Probe("peaks"))])
+        federation.measure(
+            model, [Query((Selection("train", request), Selection("train", None, request)), Statistic("peaks"))]
+        )
     peak = _peak()
     return {"megabytes": round(peak / 1000, 1), "megabytes_after_training": round(after_training / 1000, 1)}
 

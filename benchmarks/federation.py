@@ -21,19 +21,19 @@ from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import FedOrthoError
 from fedortho.evaluation.accuracies import accuracies_of
-from fedortho.federated.engine import News
-from fedortho.federated.server import engine_for, in_process, silenced, train_federation
+from fedortho.federated.engine import RoundProgress
+from fedortho.federated.server import federated_engine, local_grid, silenced, train_federation
 from fedortho.federated.transport import bytes_of, exchange_of
 from fedortho.methods import preset
-from fedortho.requests.federated_forgetting import forget_in_federation
+from fedortho.requests.federated_forgetting import forget_federated_run
 from fedortho.runs.federation import held_rows
 from fedortho.runs.run import Run, load_run_data, open_run
 from fedortho.runs.settings import FederateSettings
-from fedortho.statistics.query import Group
-from fedortho.statistics.training_plan import Course, Part
+from fedortho.statistics.query import Selection
+from fedortho.statistics.training_plan import PlanPart, TrainingPlan
 from fedortho.storage.files import locked, read_json
 from fedortho.storage.provenance import write_results
-from fedortho.training.objectives import Manner
+from fedortho.training.objectives import FitOptions
 
 HERE = Path(__file__).parent
 SETTINGS = FederateSettings(
@@ -44,7 +44,7 @@ SETTINGS = FederateSettings(
     fraction=0.1,
     split="dirichlet:0.6",
     epochs=2,
-    batch=32,
+    batch_size=32,
     threads=1,
     device="cpu",
     evaluate_every=10,
@@ -81,7 +81,7 @@ def main() -> None:
 
 def requests(data: Dataset, base: FederateSettings) -> dict[str, ForgetRequest]:
     """A class, the client with the median number of images, and twenty images each of five clients."""
-    rows = held_rows(data, base, base.dealt_by)
+    rows = held_rows(data, base, base.partition_seed)
     order = sorted(rows, key=lambda client: (len(rows[client]), client))
     kept = {c: torch.isin(rows[c], data.train.rows).nonzero().flatten().tolist() for c in order[60:65]}
     samples = tuple(f"{client}/{place}" for client, places in kept.items() for place in places[:20])
@@ -102,7 +102,7 @@ def train(path: Path, settings: FederateSettings) -> Run:
     with Progress() as bars:
         task = bars.add_task(path.name, total=settings.rounds)
 
-        def watch(news: News) -> None:
+        def watch(news: RoundProgress) -> None:
             part = news.answered / news.asked if news.asked else 0
             bars.update(task, completed=news.round + part)
             if not news.asked:
@@ -136,7 +136,7 @@ def compared(kind: str, request: ForgetRequest, original: Run, retrained: Run, d
     """The original, retraining, fine-tuning and the presets, for one request."""
     settings = original.settings
     assert isinstance(settings, FederateSettings)
-    clients = held_rows(data, settings, settings.dealt_by)
+    clients = held_rows(data, settings, settings.partition_seed)
     about = {"what": "request", "kind": kind, "images": int(request.mask(data.train, clients).sum())}
     rows = [
         about | {"method": "original"} | asdict(accuracies_of(original.load_model(), data, request, clients=clients))
@@ -164,7 +164,7 @@ def served(run: Run, request: ForgetRequest, name: str, data: Dataset) -> dict[s
         changes["repair_by"] = "layers"
     started = time.time()
     try:
-        done = forget_in_federation(run, request, preset(name.partition(",")[0], **changes), out=None, data=data)
+        done = forget_federated_run(run, request, preset(name.partition(",")[0], **changes), out=None, data=data)
     except FedOrthoError as error:
         return {"method": name, "refused": str(error), "seconds": time.time() - started}
     row: dict[str, Any] = {"method": name, **asdict(done.after), "seconds": time.time() - started}
@@ -179,7 +179,7 @@ def finetuned(run: Run, request: ForgetRequest, data: Dataset) -> dict[str, Any]
     """Some more rounds on what stays, at a tenth of the first rate."""
     started = time.time()
     model, up, down = more_rounds(run, run.load_model(), request, data, FT_ROUNDS, None)
-    clients = held_rows(data, run.settings, run.settings.dealt_by)  # type: ignore[arg-type]  # a federation's
+    clients = held_rows(data, run.settings, run.settings.partition_seed)  # type: ignore[arg-type]  # a federation's
     row = {"method": "ft", "rounds": FT_ROUNDS, **asdict(accuracies_of(model, data, request, clients=clients))}
     return row | {"seconds": time.time() - started, "exchanges": FT_ROUNDS, "bytes_up": up, "bytes_down": down}
 
@@ -189,12 +189,12 @@ def more_rounds(
 ) -> tuple[nn.Module, int, int]:
     settings = run.settings
     assert isinstance(settings, FederateSettings)
-    recipe = replace(settings.recipe, epochs=rounds, rate=settings.rate / 10, schedule="constant")
-    with in_process(settings, run.path / "clients") as grid:
-        engine = engine_for(grid, settings, data)
-        group = Group("train", None, request)
-        course = Course((Part(group),), Manner(local_epochs=passes))
-        trained = engine.fit(model, course, recipe, trainable=mask)
+    recipe = replace(settings.recipe, epochs=rounds, lr=settings.lr / 10, schedule="constant")
+    with local_grid(settings, run.path / "clients") as grid:
+        engine = federated_engine(grid, settings, data)
+        group = Selection("train", None, request)
+        plan = TrainingPlan((PlanPart(group),), FitOptions(local_epochs=passes))
+        trained = engine.fit(model, plan, recipe, trainable=mask)
     return trained, engine.tally.bytes_up, engine.tally.bytes_down
 
 
@@ -203,7 +203,7 @@ def recovery(name: str, run: Run, data: Dataset, runs: Path) -> dict[str, Any]:
     request, out = ForgetRequest.parse("class:cat"), runs / f"forgot-{name}"
     changes: dict[str, Any] = {"max_retain_drop": 0.03} if name == "robust" else {"ratio": 0.3}
     if not out.exists():
-        forget_in_federation(run, request, preset(name, **changes), out=out, data=data)
+        forget_federated_run(run, request, preset(name, **changes), out=out, data=data)
     forgot = open_run(out)
     model = forgot.load_model()
     mask = silenced(forgot, model)

@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 REQUEST = ForgetRequest.parse("class:1")  # as benchmarks/manifest.py drew it
 PLACES = {"none": "deep", "shallow": "shallow", "mid": "mid", "deep": "deep"}
-METHODS = ["retrain", "fedortho", "fedortho-paper", "finetune", "not", "fused", "ssd"]
-RELEARN = Recipe(epochs=1, batch=50, rate=0.01, schedule="constant", ortho=0.0, crop=0, flip=0.0)
+METHODS = ["retrain", "hide", "paper", "finetune", "not", "fused", "ssd"]
+RELEARN = Recipe(epochs=1, batch_size=50, lr=0.01, schedule="constant", ortho=0.0, crop=0, flip=0.0)
 
 
 class Bench:
@@ -207,7 +207,7 @@ def grad_cam(bench: Bench) -> "Figure":
 def cost(bench: Bench) -> "Figure":
     place = bench.runs / "figures"
     settings = FederateSettings(
-        data="fashion-mini", clients=10, fraction=1.0, rounds=8, split="dirichlet:0.3", batch=32, threads=1
+        data="fashion-mini", clients=10, fraction=1.0, rounds=8, split="dirichlet:0.3", batch_size=32, threads=1
     )
     run = train_federation(place / "fashion-mini-federation", settings)
     rows = compare(
@@ -259,7 +259,7 @@ def relearn(bench: Bench, forgotten: int = 50, kept: int = 450, turns: int = 8) 
         student, curve = model, [(0, accuracy(model, bench.forget_test))]
         for turn in range(turns):
             student = fit(student, mixed, replace(RELEARN, seed=turn))
-            curve.append(((turn + 1) * (forgotten + kept) // RELEARN.batch, accuracy(student, bench.forget_test)))
+            curve.append(((turn + 1) * (forgotten + kept) // RELEARN.batch_size, accuracy(student, bench.forget_test)))
         curves[role] = curve
     return results.relearn_figure(curves, 0.8 * curves["original"][0][1])
 

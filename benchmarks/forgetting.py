@@ -20,19 +20,19 @@ import torch
 from torch import nn
 
 from fedortho.data.images import Dataset, evaluation_batches
-from fedortho.data.request import ForgetRequest, joined
+from fedortho.data.request import ForgetRequest, union_of
 from fedortho.engines.central import CentralEngine, central_engine
 from fedortho.evaluation.accuracies import accuracies_of
 from fedortho.methods import preset
 from fedortho.models.predictions import accuracy
 from fedortho.models.sites import find_sites
-from fedortho.models.split import Cut, cut_model, find_cut, run_tail, tail_inputs
+from fedortho.models.split import Split, entry_inputs, find_split, run_tail, tail_model
 from fedortho.runs.run import Run, open_run
 from fedortho.statistics.ledger import load_ledger, write_ledger
 from fedortho.statistics.observe import Observation
 from fedortho.storage.provenance import write_results
 from fedortho.unlearning.calibrate import Refused
-from fedortho.unlearning.plan import ForgetSettings, Outcome, plan_forgetting, trace_frontier
+from fedortho.unlearning.plan import ForgetPlan, ForgetSettings, plan_forgetting, trace_frontier
 from fedortho.unlearning.repair import batch_norms, repair
 
 HERE = Path(__file__).parent
@@ -111,7 +111,7 @@ def sequence(run: Run, data: Dataset, ledger: Observation) -> list[dict[str, Any
     done: list[ForgetRequest] = []
     rows: list[dict[str, Any]] = []
     for label in range(5):
-        request, before = ForgetRequest.parse(f"class:{label}"), joined(done)
+        request, before = ForgetRequest.parse(f"class:{label}"), union_of(done)
         try:
             outcome = plan_forgetting(
                 model, CentralEngine(data), request, ForgetSettings(max_retain_drop=0.02), forgotten=before
@@ -155,13 +155,13 @@ class TestBench:
     def __init__(self, model: nn.Module, data: Dataset) -> None:
         example = data.test.normalise(data.test.pixels[data.test.rows[:2]])
         sites = find_sites(model, data.test.shape, "deep", "channel", "stream")
-        self.cut, self.labels, self.names = find_cut(model, sites, example), data.test.labels, data.test.names
-        parts = [tail_inputs(model, self.cut, inputs) for inputs, _ in evaluation_batches(data.test)]
-        self.remembered = torch.cat(parts)
+        self.cut, self.labels, self.names = find_split(model, sites, example), data.test.labels, data.test.names
+        parts = [entry_inputs(model, self.cut, inputs) for inputs, _ in evaluation_batches(data.test)]
+        self.cached = torch.cat(parts)
 
     def judge(self, model: nn.Module, request: ForgetRequest) -> dict[str, float]:
         with torch.no_grad():
-            right = run_tail(cut_model(model, self.cut), self.cut, self.remembered).argmax(1) == self.labels
+            right = run_tail(tail_model(model, self.cut), self.cut, self.cached).argmax(1) == self.labels
         gone = torch.isin(self.labels, torch.tensor(request.labels(self.names)))
         parts = {"forget": right[gone], "retain": right[~gone], "test": right}
         return {name: float(part.double().mean()) for name, part in parts.items()}
@@ -205,7 +205,7 @@ def measure(
     return rows
 
 
-def summary(outcome: Outcome) -> dict[str, Any]:
+def summary(outcome: ForgetPlan) -> dict[str, Any]:
     value: dict[str, Any] = {f"{key}_seconds": round(spent, 3) for key, spent in outcome.seconds.items()}
     value["images_read"] = dict(outcome.images_read)
     value["kernels"] = {site: len(found["kernels"]) for site, found in outcome.patch.note["sites"].items()}
@@ -236,7 +236,7 @@ def attacked(model: nn.Module, data: Dataset, request: ForgetRequest) -> dict[st
     order = torch.Generator().manual_seed(1)
     part = retain.subset(torch.randperm(len(retain), generator=order)[:2048])
     victim = copy.deepcopy(model)
-    repair(victim, Cut(None), batch_norms(model), part.normalise(part.pixels[part.rows]))
+    repair(victim, Split(None), batch_norms(model), part.normalise(part.pixels[part.rows]))
     some = kept.subset(torch.randperm(len(kept), generator=order)[:2000])
     return {"forget_bn": accuracy(victim, gone), "retain_bn": accuracy(victim, some)}
 

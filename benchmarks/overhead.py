@@ -24,12 +24,12 @@ from fedortho.data.images import Augment, images_from_tensors
 from fedortho.models.zoo import build_model
 from fedortho.storage.provenance import write_results
 from fedortho.training.loop import _State, _take_step
-from fedortho.training.objectives import Lesson
+from fedortho.training.objectives import TrainingSet
 from fedortho.training.orthogonality import align_penalty, ortho_penalty
 from fedortho.training.recipe import Recipe
 
 HERE = Path(__file__).parent
-PLAIN = Recipe(batch=50, ortho=0.0, align=0.0, rate=0.01)
+PLAIN = Recipe(batch_size=50, ortho=0.0, align=0.0, lr=0.01)
 VARIANTS = {
     "plain": PLAIN,
     "exact": replace(PLAIN, ortho=0.1, ortho_every=1),
@@ -56,14 +56,16 @@ def measure(name: str, rounds: int) -> list[dict[str, Any]]:
     """One row per variant of one model."""
     pixels = torch.randint(0, 256, (50, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     images = images_from_tensors(pixels, torch.arange(50) % 10)
-    model = build_model(name, classes=10)
+    model = build_model(name, num_classes=10)
     steps: dict[str, Callable[[int], object]] = {}
     for variant, recipe in VARIANTS.items():
         state = _State(
-            copy.deepcopy(model), [Lesson(images)], recipe, torch.device("cpu"), model if recipe.align else None
+            copy.deepcopy(model), [TrainingSet(images)], recipe, torch.device("cpu"), model if recipe.align else None
         )
         steps[variant] = lambda step, state=state: _take_step(state, [images.rows], step, 1000)  # type: ignore[misc]  # bound early
-    state = _State(copy.deepcopy(model), [Lesson(images)], VARIANTS["exact + alignment"], torch.device("cpu"), model)
+    state = _State(
+        copy.deepcopy(model), [TrainingSet(images)], VARIANTS["exact + alignment"], torch.device("cpu"), model
+    )
     steps["autograd + alignment"] = lambda step: autograd_step(state, images)
     times: dict[str, list[float]] = {variant: [] for variant in steps}
     for turn in range(rounds + 1):

@@ -20,13 +20,13 @@ from comparison import MODELS
 from manifest import REPORTED, RUNS, SEEDS
 
 from fedortho.audits.audit import Audit
-from fedortho.audits.measurements import Known
+from fedortho.audits.measurements import MeasurementCache
 from fedortho.audits.verdict import Verdict, judge_case
 from fedortho.cli.console import out
 from fedortho.cli.verdict import print_verdict, shadowed
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import FedOrthoError
-from fedortho.evaluation.metric_suite import Bench
+from fedortho.evaluation.metric_suite import MetricSuite
 from fedortho.evaluation.metrics import Metric
 from fedortho.requests.judging import entry_for
 from fedortho.requests.references import case_of, find_references, reference_cost
@@ -37,7 +37,7 @@ from fedortho.storage.provenance import write_results
 
 HERE = Path(__file__).parent
 PAGES = HERE / "verdicts"
-METHODS = "fedortho,fedortho-erase,fedortho-paper,ssd,salun,finetune,logit-mask,retrain"
+METHODS = "fedortho,directions,paper,ssd,salun,finetune,logit-mask,retrain"
 
 
 def main() -> None:
@@ -62,7 +62,7 @@ def main() -> None:
 def network(model: str, seed: int, arguments: Any) -> None:
     original, request = open_run(RUNS / f"cifar10-{model}-lazy-0.1-seed{seed}"), ForgetRequest.parse(REPORTED)
     references = find_references(original, request, RUNS, arguments.data_dir)
-    data, known, bench = original.load_data(arguments.data_dir), Known(), None
+    data, cache, suite = original.load_data(arguments.data_dir), MeasurementCache(), None
     loaded: dict[str, Any] = {}
     for method in arguments.methods.split(","):
         page = PAGES / f"{model}-seed{seed}-{method}{'-full' if arguments.audit == 'full' else ''}.json"
@@ -76,15 +76,15 @@ def network(model: str, seed: int, arguments: Any) -> None:
         roles = ("original", "reference", "second")  # the same models, so that what is known of them is used again
         same = {role: loaded.setdefault(f"{role} {others[0].path}", getattr(case, role)) for role in roles}
         case = replace(case, **same)
-        if bench is None or method == "retrain":
-            bench = Bench(case)
+        if suite is None or method == "retrain":
+            suite = MetricSuite(case)
         only = ["C1", "C2", "C3", "C5", "C6"] if arguments.audit == "quick" and len(others) > 1 else []
         told = about(original, forgot, others[0], method, data)
         if arguments.shadows and method != "retrain":
             entry = entry_for(forgot, request)
             place = MODELS.parent / "shadows"
             told["membership"] = shadowed(original, entry, place, arguments.shadows, torch.device("cpu"))
-        write(page, judge_case(case, arguments.audit, only=only, bench=bench, known=known, **told))
+        write(page, judge_case(case, arguments.audit, only=only, suite=suite, cache=cache, **told))
 
 
 def is_current(page: Path, forgot: Run, references: list[Run], *, shadows: bool) -> bool:

@@ -39,14 +39,14 @@ class Deafen:
 
 def main() -> None:
     data = fo.load_images("digits", valid=0.2)
-    recipe = fo.Recipe(epochs=3, batch=32, crop=0, flip=0.0)
-    fresh = fo.build_model("vgg-mini", classes=10, channels=1)
+    recipe = fo.Recipe(epochs=3, batch_size=32, crop=0, flip=0.0)
+    fresh = fo.build_model("vgg-mini", num_classes=10, channels=1)
     model = fo.fit(fresh, data.train, recipe)
     request = fo.ForgetRequest.parse("class:3")
     never = fo.fit(fresh, request.split(data.train)[1], recipe)
 
-    short = {"epochs": 1, "rate": 0.01, "batch": 32, "crop": 0, "flip": 0.0}
-    methods: list[Method] = [Deafen(), make_method("fedortho"), make_method("finetune", short)]
+    short = {"epochs": 1, "lr": 0.01, "batch_size": 32, "crop": 0, "flip": 0.0}
+    methods: list[Method] = [Deafen(), make_method("hide"), make_method("finetune", short)]
     for method in methods:
         forgot = unlearn(model, CentralEngine(data), request, method)
         probe = run_audits(Case(forgot, model, never, None, data, request), only=["C1"])[0]

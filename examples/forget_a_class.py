@@ -14,7 +14,7 @@ def main() -> None:
 
     images = fo.load_images(given.data)
     recipe = fo.Recipe(epochs=given.epochs, crop=1, flip=0.0)
-    fresh = fo.build_model("vgg-mini", classes=images.train.classes, channels=images.train.shape[0])
+    fresh = fo.build_model("vgg-mini", num_classes=images.train.classes, channels=images.train.shape[0])
     model = fo.fit(fresh, images.train, recipe)
     forgot = fo.forget(model, images, given.forget)  # refused, with the reason, if no edit meets target and budget
 

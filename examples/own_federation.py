@@ -7,7 +7,7 @@ from pathlib import Path
 import fedortho as fo
 from fedortho.federated.engine import News
 from fedortho.federated.server import train_federation
-from fedortho.requests.federated_forgetting import forget_in_federation
+from fedortho.requests.federated_forgetting import forget_federated_run
 from fedortho.runs.settings import FederateSettings
 
 
@@ -30,7 +30,7 @@ def main() -> None:
         rounds=given.rounds,
         fraction=1.0,  # of the clients, in each round
         split="dirichlet:0.5",
-        batch=32,
+        batch_size=32,
         crop=0,
         flip=0.0,
         valid=0.2,
@@ -39,7 +39,7 @@ def main() -> None:
     run = train_federation(given.directory / "federation", settings, watch=tell)
     leaver = fo.ForgetRequest.parse(f"client:{given.clients - 1}")
     chosen = fo.preset("robust", max_retain_drop=0.05)
-    served = forget_in_federation(run, leaver, chosen, out=given.directory / "left")
+    served = forget_federated_run(run, leaver, chosen, out=given.directory / "left")
     for name, found in (("before", served.before), ("after", served.after)):
         print(f"{name:7} forget {found.forget:.1%}  retain {found.retain:.1%}")
     for exchange in json.loads((given.directory / "left" / "wire.json").read_text()):  # bytes per client

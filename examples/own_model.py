@@ -41,7 +41,7 @@ def main() -> None:
     data = fo.make_dataset(train, test, valid=0.2)  # a fifth is set aside for every choice on the way
 
     torch.manual_seed(0)
-    model = fo.fit(Net(classes=4), data.train, fo.Recipe(epochs=4, batch=32, crop=0, flip=0.0))
+    model = fo.fit(Net(classes=4), data.train, fo.Recipe(epochs=4, batch_size=32, crop=0, flip=0.0))
     for finding in check_model(model, data.train.shape):  # which edits apply to which layer
         print(f"{finding.layer.name}: {finding.channel or 'can be edited'}")
     forgot = fo.forget(model, data, "class:rising")

@@ -45,9 +45,9 @@ def digits() -> Dataset:
 @pytest.fixture(scope="session")
 def digit_nets(digits: Dataset) -> dict[str, nn.Module]:
     """Both small networks, trained on digits with orthogonal kernels to over 95 %."""
-    recipe = Recipe(epochs=8, batch=64, rate=0.05, flip=0.0, crop=1)
+    recipe = Recipe(epochs=8, batch_size=64, lr=0.05, flip=0.0, crop=1)
     names = ("vgg-mini", "resnet-mini")
-    return {name: fit(build_model(name, classes=10, channels=1), digits.train, recipe) for name in names}
+    return {name: fit(build_model(name, num_classes=10, channels=1), digits.train, recipe) for name in names}
 
 
 @pytest.fixture

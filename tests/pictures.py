@@ -74,7 +74,7 @@ def folder_of(root: Path, classes: Sequence[str], number: int = 5) -> None:
 
 CHILD = """
 import sys
-from fedortho.sources import load_images
+from fedortho.data.sources import load_images
 early = {"pyarrow", "PIL", "sklearn", "datasets"} & set(sys.modules)
 data = load_images(sys.argv[1])
 sys.stdout.write(f"{data.digest} {data.train.pixels.sum()} {early or 'light'}")

@@ -45,7 +45,7 @@ SETTINGS = FederateSettings(
     device="cpu",
     crop=0,
     flip=0.0,
-    batch=32,
+    batch_size=32,
     timeout=5.0,
     least_group=1,
 )

@@ -76,8 +76,8 @@ def test_an_own_method_is_judged_like_the_others(
 ) -> None:
     text = told(capsys, monkeypatch, "compare_methods")
     found = numbers(text)
-    assert list(found) == ["deafen", "fedortho", "finetune"]
+    assert list(found) == ["deafen", "hide", "finetune"]
     assert found["deafen"][0] == 0
-    assert found["fedortho"][0] < 10
+    assert found["hide"][0] < 10
     assert min(retain for _, retain in found.values()) > 80
     assert text.count("a linear probe on the features recalls") == 3

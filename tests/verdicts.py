@@ -6,7 +6,7 @@ EVIL = "<script>alert('x')</script>"
 VERDICT: dict[str, Any] = {
     "schema": 1,
     "request": "class:3",
-    "method": "fedortho",
+    "method": "hide",
     "sentence": "The model no longer answers 3.",
     "label": "passed 1 of 3, 1 not run",
     "advice": "Retrain: a probe still finds it.",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fedortho.audits.measurements import Known
+from fedortho.audits.measurements import MeasurementCache
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.evaluation.case import Case
@@ -22,7 +22,7 @@ class World:
     data: Dataset
     original: nn.Module
     references: list[nn.Module]
-    known: Known  # what was measured on them, for all tests
+    cache: MeasurementCache  # what was measured on them, for all tests
 
     def case(self, forgot: nn.Module, *, reference: bool = True, second: bool = False) -> Case:
         first, other = self.references[:2]

@@ -79,7 +79,7 @@ def test_quantising_moves_no_weight_by_more_than_half_a_step(bits: int, seed: in
 
 @pytest.mark.parametrize("name", ["vgg-mini", "resnet-mini"])
 def test_folded_and_exported_copies_answer_as_the_network_does(name: str, world: World) -> None:
-    model = build_model(name, classes=10, channels=1).eval()
+    model = build_model(name, num_classes=10, channels=1).eval()
     with torch.no_grad():
         for norm in (module for module in model.modules() if isinstance(module, nn.BatchNorm2d)):
             for tensor in (norm.weight, norm.bias, norm.running_mean, norm.running_var):

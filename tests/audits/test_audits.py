@@ -38,13 +38,13 @@ def proposed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_retrained_network_leaves_room_for_the_probe_to_tell(world: World) -> None:
-    probed = by_name(run_audits(world.case(world.references[2]), known=world.known))["C1"]
+    probed = by_name(run_audits(world.case(world.references[2]), cache=world.cache))["C1"]
     assert probed.reference is not None
     assert probed.reference < 0.8
 
 
 def test_editing_only_the_classifier_row_fails_probe_and_prototype(world: World) -> None:
-    audits = run_audits(world.case(without_row(world)), known=world.known)
+    audits = run_audits(world.case(without_row(world)), cache=world.cache)
     found = by_name(audits)
     assert (found["C1"].outcome, found["C3"].outcome) == ("FAIL", "FAIL")
     assert found["C1"].forgot == found["C1"].original
@@ -53,7 +53,7 @@ def test_editing_only_the_classifier_row_fails_probe_and_prototype(world: World)
 
 def test_the_papers_edit_before_batch_norm_fails_the_norm_attacks(world: World) -> None:
     edited = unlearn(world.original, CentralEngine(world.data), "class:Coat", Paper(ratio=0.3))
-    audit = by_name(run_audits(world.case(edited), known=world.known))["C2"]
+    audit = by_name(run_audits(world.case(edited), cache=world.cache))["C2"]
     assert audit.outcome == "FAIL"
     for recovered in audit.details["attacks"].values():
         assert recovered["forgot"] == pytest.approx(recovered["original"], abs=0.02)  # the edit is gone
@@ -62,14 +62,14 @@ def test_the_papers_edit_before_batch_norm_fails_the_norm_attacks(world: World) 
 def test_another_retrained_network_passes_everything_that_is_run(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relearn, "STEPS", 30)
     case = world.case(world.references[2], second=True)
-    audits = run_audits(case, "full", membership=lambda _: Audit("C4", "PASS", "not here"), known=world.known)
+    audits = run_audits(case, "full", membership=lambda _: Audit("C4", "PASS", "not here"), cache=world.cache)
     assert label(audits) == "passed 6 of 6", [audit.says for audit in audits]
     assert set(by_name(audits)["C1"].details["stages"]["forgot"]) == {"features.7", "features.11", "fc"}
     assert by_name(audits)["C3"].details["relearning"]["0"] == {"forgot": None, "reference": None}
 
 
 def test_the_original_itself_fails_and_relearns_at_once(world: World) -> None:
-    audits = run_audits(world.case(world.original, second=True), "full", only=("C3", "C5"), known=world.known)
+    audits = run_audits(world.case(world.original, second=True), "full", only=("C3", "C5"), cache=world.cache)
     found = by_name(audits)
     assert found["C3"].outcome == found["C5"].outcome == "FAIL"
     assert found["C3"].details["relearning"]["0"]["forgot"] == 0
@@ -83,8 +83,8 @@ def test_random_noise_on_the_weights_fails_retention_and_a_retrained_network_doe
         for weight in model.parameters():
             weight.add_(0.5 * weight.std() * torch.randn(weight.shape, generator=generator))
 
-    assert retention(world.case(world.changed(disturb)), known=world.known).outcome == "FAIL"
-    assert retention(world.case(world.references[2]), known=world.known).outcome == "PASS"
+    assert retention(world.case(world.changed(disturb)), cache=world.cache).outcome == "FAIL"
+    assert retention(world.case(world.references[2]), cache=world.cache).outcome == "PASS"
 
 
 def test_without_a_reference_nothing_reads_pass(world: World) -> None:
@@ -138,7 +138,7 @@ def test_an_audit_that_raises_is_an_error_and_stays_in_the_list(world: World) ->
         def forward(self, x: Tensor) -> Tensor:
             return 2 * self.inner(x)
 
-    audits = run_audits(world.case(Twisted(world.references[2])), only=("C1", "C6"), known=world.known)
+    audits = run_audits(world.case(Twisted(world.references[2])), only=("C1", "C6"), cache=world.cache)
     assert audits[0].outcome == "ERROR"
     assert "linear layer" in audits[0].says
     assert audits[5].outcome == "PASS"

@@ -45,7 +45,7 @@ def test_one_command_calibrates_and_goes_on_where_it_was_stopped(
     calibration: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(relearn, "STEPS", 2)
-    settings = TrainSettings(data="digits", model="small:TinyNet", epochs=2, batch=64, threads=1, crop=0, flip=0.0)
+    settings = TrainSettings(data="digits", model="small:TinyNet", epochs=2, batch_size=64, threads=1, crop=0, flip=0.0)
     run, asked = train_run(tmp_path / "original", settings), ForgetRequest.parse("class:3")
     for seed in (0, 1, 2):
         wanted = reference_settings(run, asked, seed=seed)

@@ -17,7 +17,7 @@ from fedortho.evaluation.shadows import ShadowSettings
 from fedortho.training.loop import fit
 from fedortho.training.recipe import Recipe
 
-RECIPE = Recipe(epochs=25, batch=20, rate=0.05, ortho=0.0, crop=0, flip=0.0, decay=0.0)
+RECIPE = Recipe(epochs=25, batch_size=20, lr=0.05, ortho=0.0, crop=0, flip=0.0, weight_decay=0.0)
 SETTINGS = ShadowSettings(models=8, images=120, targets=60, recipe=RECIPE)
 SEEDS = itertools.count(500)
 

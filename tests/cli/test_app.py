@@ -28,7 +28,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
     return 0
 
 
-QUICK = ("--data", "digits", "--epochs", "1", "--batch", "256", "--rate", "0.05")
+QUICK = ("--data", "digits", "--epochs", "1", "--batch-size", "256", "--lr", "0.05")
 
 
 def test_the_version_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,7 +58,7 @@ def test_train_then_evaluate(
 
 
 def test_import_makes_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    torch.save(build_model("vgg-mini", classes=10, channels=1).state_dict(), tmp_path / "a.pt")
+    torch.save(build_model("vgg-mini", num_classes=10, channels=1).state_dict(), tmp_path / "a.pt")
     words = ("import", tmp_path / "a.pt", "--model", "vgg-mini", "--data", "digits", "--out", tmp_path / "run")
     assert run(monkeypatch, *words) == 0
     assert (tmp_path / "run" / "model.safetensors").exists()
@@ -70,7 +70,7 @@ def test_import_makes_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         (("train", "--data", "cifar1"), "no dataset 'cifar1'; did you mean 'cifar10'?"),
         (("train", "--model", "vgg-mni"), "did you mean 'vgg-mini'?"),
         (("train", "--ortho-layers", "layer9"), "no layer 'layer9'"),
-        (("train", "--rate", "-1"), "rate must not be negative"),
+        (("train", "--lr", "-1"), "rate must not be negative"),
         (("train", "--data", "cifar10", "--data-dir", "/nowhere"), "/nowhere"),
         (("train", "--config", "/nowhere.toml"), "no settings file /nowhere.toml"),
         (("train", "--valid", "1.5"), "at least 0 and below 1"),
@@ -79,7 +79,7 @@ def test_import_makes_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         (("train", "--config", "/"), "/ cannot be read: Is a directory"),
         (("train", "--epoch", "3"), "No such option"),
         (("train", "--epochs", "three"), "'three' is not a valid integer"),
-        (("train", "--rate", "nan"), "rate must be a finite number"),
+        (("train", "--lr", "nan"), "rate must be a finite number"),
         (("train", "--model", ":f"), "cannot import ''"),
         (("train", "--device", "cpu:x"), "'cpu:x' names no device"),
     ],
@@ -112,7 +112,7 @@ def test_forget_writes_a_new_run_that_can_be_undone_and_forget_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     first, second, third = tmp_path / "first", tmp_path / "second", tmp_path / "third"
-    flags = ("--data", "digits", "--epochs", "6", "--rate", "0.05", "--flip", "0", "--crop", "1", "--threads", "1")
+    flags = ("--data", "digits", "--epochs", "6", "--lr", "0.05", "--flip", "0", "--crop", "1", "--threads", "1")
     assert run(monkeypatch, "train", *flags, "--out", first) == 0
     before = {path.name: file_digest(path) for path in first.iterdir()}
     undo = tmp_path / "undo.safetensors"

@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 
 from fedortho.cli import verdict as cli_verdict
 from fedortho.cli.evidence import bundle_app, journal_app
-from fedortho.cli.verdict import Wishes, judged
+from fedortho.cli.verdict import JudgeOptions, judged
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import FedOrthoError
 from fedortho.evidence.bundle import open_bundle
-from fedortho.requests.forgetting import serve_request
+from fedortho.requests.forgetting import forget_run
 from fedortho.runs.run import open_run
 from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
@@ -43,10 +43,10 @@ def results(text: str) -> list[str]:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a run, the same without class 3, and their journal."""
     place = tmp_path_factory.mktemp("runs")
-    settings = TrainSettings(data="digits", model="small:TinyNet", epochs=1, batch=64, threads=1, crop=0, flip=0.0)
+    settings = TrainSettings(data="digits", model="small:TinyNet", epochs=1, batch_size=64, threads=1, crop=0, flip=0.0)
     run = train_run(place / "first", settings)
     request = ForgetRequest.parse("class:3")
-    serve_request(run, run.load_data(), request, ForgetSettings(ratio=0.2), out=place / "second")
+    forget_run(run, run.load_data(), request, ForgetSettings(ratio=0.2), out=place / "second")
     return place
 
 
@@ -76,9 +76,9 @@ def test_all_about_a_request_stands_in_the_journal_beside_the_run_it_was_asked_o
     shutil.copytree(place / "first", tmp_path / "runs" / "first")
     run, out = open_run(tmp_path / "runs" / "first"), tmp_path / "elsewhere" / "out"
     request = ForgetRequest.parse("class:3")
-    made = serve_request(run, run.load_data(), request, ForgetSettings(ratio=0.2), out=out).run
+    made = forget_run(run, run.load_data(), request, ForgetSettings(ratio=0.2), out=out).run
     assert made is not None
-    judged(made, request, run.load_data(), run, Wishes("none"))
+    judged(made, request, run.load_data(), run, JudgeOptions("none"))
     journal = check_journal(tmp_path / "runs")
     assert [(entry.event, entry.run) for entry in journal.entries] == [
         ("received", "first"),
@@ -101,7 +101,7 @@ def test_verified_means_that_every_audit_passed(
     verdict = SimpleNamespace(digests=digests, label="as it came out", passes=passes)
     monkeypatch.setattr(cli_verdict, "judge_run", lambda *_, **__: verdict)
     first, second = open_run(tmp_path / "first"), open_run(tmp_path / "second")
-    judged(second, ForgetRequest.parse("class:3"), first.load_data(), first, Wishes())
+    judged(second, ForgetRequest.parse("class:3"), first.load_data(), first, JudgeOptions())
     (entry,) = check_journal(tmp_path).entries
     assert (entry.event, entry.details) == (event, {"label": "as it came out", "passes": passes})
 
@@ -120,7 +120,7 @@ def test_where_no_verdict_can_be_written_none_is_worked_out(place: Path, monkeyp
     monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
     first, second = open_run(place / "first"), open_run(place / "second")
     with pytest.raises(FedOrthoError, match="second cannot be written: Read-only file system; copy it to where"):
-        judged(second, ForgetRequest.parse("class:3"), first.load_data(), first, Wishes())
+        judged(second, ForgetRequest.parse("class:3"), first.load_data(), first, JudgeOptions())
 
 
 def test_a_torn_line_is_told(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from fedortho.training.recipe import learning_rate
 
 reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="no tensorboard")
 TRAINED = TrainSettings(
-    data="digits", model="small:TinyNet", epochs=4, batch=64, threads=1, crop=0, flip=0.0, device="cpu"
+    data="digits", model="small:TinyNet", epochs=4, batch_size=64, threads=1, crop=0, flip=0.0, device="cpu"
 )
 
 
@@ -41,7 +41,7 @@ def expected(run: Run, epochs: int) -> dict[str, dict[int, float]]:
         "loss": [entry.loss for entry in history],
         "accuracy/training": [entry.accuracy for entry in history],
         "accuracy/validation": [entry.valid for entry in history],
-        "rate": [learning_rate(recipe, number) for number in range(len(history))],
+        "lr": [learning_rate(recipe, number) for number in range(len(history))],
         "seconds": [entry.seconds for entry in history],
         "clients": [entry.clients for entry in history],
         "drift": [entry.drift for entry in history],

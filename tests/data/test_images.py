@@ -205,7 +205,7 @@ def test_no_augmentation_is_the_identity() -> None:
 
 def test_evaluation_batches_are_normalised_and_in_order() -> None:
     images = toy().subset(list(range(19, -1, -1)))
-    batches = list(evaluation_batches(images, batch=8))
+    batches = list(evaluation_batches(images, batch_size=8))
     assert [len(labels) for _, labels in batches] == [8, 8, 4]
     assert torch.equal(torch.cat([labels for _, labels in batches]), images.labels)
     assert torch.equal(torch.cat([pixels for pixels, _ in batches]), images.normalise(images.pixels.flip(0)))

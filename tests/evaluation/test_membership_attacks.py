@@ -12,7 +12,7 @@ from fedortho.evaluation.membership_attacks import (
     ATTACKS,
     STATISTICS,
     Answers,
-    Known,
+    KnownMembership,
     answers_from,
     best_threshold,
     fit_thresholds,
@@ -96,7 +96,7 @@ def test_a_threshold_for_many_values_is_found_quickly() -> None:
     assert best_threshold(values[0] ** 0.25, values[1]) == pytest.approx(best, abs=0.02)
 
 
-def slow_attack(name: str, forgotten: Answers, known: Known, least: int, seed: int) -> tuple[float, ...]:
+def slow_attack(name: str, forgotten: Answers, known: KnownMembership, least: int, seed: int) -> tuple[float, ...]:
     """Image by image, with thresholds by exhaustive search."""
     fit, check = known.halves(seed)
 
@@ -114,14 +114,14 @@ def slow_attack(name: str, forgotten: Answers, known: Known, least: int, seed: i
             count += slow_statistic(name, p, y) >= threshold - 1e-12
         return Fraction(count, len(answers))
 
-    rate, true, false = called(forgotten), called(check.members), called(check.others)
-    return float(rate), float((true + 1 - false) / 2), float(false)
+    lr, true, false = called(forgotten), called(check.members), called(check.others)
+    return float(lr), float((true + 1 - false) / 2), float(false)
 
 
 @pytest.mark.parametrize("name", STATISTICS)
 @pytest.mark.parametrize("empty", [None, 2])
 def test_statistic_attacks_agree_with_a_loop_also_when_a_class_has_no_known_image(name: str, empty: int | None) -> None:
-    known = Known(random_answers(90, 2, sharp=4, empty=empty), random_answers(70, 3, empty=empty))
+    known = KnownMembership(random_answers(90, 2, sharp=4, empty=empty), random_answers(70, 3, empty=empty))
     forgotten = random_answers(50, 4, sharp=3)
     attack = statistic_attack(name, forgotten, known, least=5, seed=1)
     slow = slow_attack(name, forgotten, known, 5, 1)
@@ -151,7 +151,7 @@ def confident(share: float, number: int, seed: int) -> Answers:
 
 @pytest.mark.parametrize("name", [name for name in ATTACKS if name != "correctness"])
 def test_every_attack_tells_sure_from_unsure_answers(name: str) -> None:
-    known = Known(confident(0.95, 200, 1), confident(0.6, 200, 2))
+    known = KnownMembership(confident(0.95, 200, 1), confident(0.6, 200, 2))
     seen, unseen = (ATTACKS[name](confident(share, 100, 3), known, seed=0) for share in (0.95, 0.6))
     assert seen.name == name
     assert seen.member_rate > 0.9
@@ -163,20 +163,20 @@ def test_every_attack_tells_sure_from_unsure_answers(name: str) -> None:
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_no_attack_has_power_where_members_answer_like_the_others(name: str) -> None:
-    known = Known(random_answers(1000, 5), random_answers(1000, 6))
+    known = KnownMembership(random_answers(1000, 5), random_answers(1000, 6))
     attack = ATTACKS[name](random_answers(400, 7), known, seed=0)
     assert attack.accuracy == pytest.approx(0.5, abs=0.06)
     assert attack.member_rate == pytest.approx(attack.false_positive_rate, abs=0.15)
 
 
 def test_accuracy_is_measured_on_images_that_the_attack_was_not_fitted_on() -> None:
-    known = Known(random_answers(60, 8, classes=2, sharp=5), random_answers(60, 9, classes=2, sharp=5))
+    known = KnownMembership(random_answers(60, 8, classes=2, sharp=5), random_answers(60, 9, classes=2, sharp=5))
     for half in range(2):
         part, other = known.halves(3)[half], known.halves(3)[1 - half]
         assert len(part.members) + len(other.members) == 60
         assert abs(len(part.others) - len(other.others)) <= 2
     marked = Answers(known.members.probabilities, torch.arange(60) % 2)
-    fit, check = Known(marked, marked).halves(3)
+    fit, check = KnownMembership(marked, marked).halves(3)
     assert fit.members.labels.bincount().tolist() == check.members.labels.bincount().tolist() == [15, 15]
 
 
@@ -216,7 +216,11 @@ def test_huge_finite_answers_are_probabilities_of_exactly_0_and_1() -> None:
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack_without_images_is_refused(name: str) -> None:
     none, some = random_answers(0, 1), random_answers(40, 1)
-    for forgotten, known in ((none, Known(some, some)), (some, Known(none, some)), (some, Known(some, none))):
+    for forgotten, known in (
+        (none, KnownMembership(some, some)),
+        (some, KnownMembership(none, some)),
+        (some, KnownMembership(some, none)),
+    ):
         with pytest.raises(BadData):
             ATTACKS[name](forgotten, known, seed=0)
     with pytest.raises(BadData, match="calibrate"):

@@ -12,7 +12,15 @@ from fedortho.errors import BadData, BadSetting
 from fedortho.evaluation.accuracies import accuracies_of
 from fedortho.evaluation.case import Case
 from fedortho.evaluation.membership_attacks import ATTACKS
-from fedortho.evaluation.metric_suite import BESIDE, Bench, Groups, Look, js_divergence, measure_all, untrained_like
+from fedortho.evaluation.metric_suite import (
+    BESIDE,
+    Groups,
+    MetricSuite,
+    ModelOutputs,
+    js_divergence,
+    measure_all,
+    untrained_like,
+)
 from fedortho.evaluation.metrics import METRICS, Metric
 from fedortho.models.predictions import accuracy, evaluate, logits_of
 
@@ -233,13 +241,13 @@ def test_a_model_with_broken_weights_gives_errors_that_name_it_and_drops_nothing
 
 def test_each_group_is_passed_once_and_models_stay_as_they_were(data: Dataset) -> None:
     case = case_of(data, "class:1")
-    look = Look("a model", case.forgot, Groups(case))
+    outputs = ModelOutputs("a model", case.forgot, Groups(case))
     calls = []
-    look.model.register_forward_hook(lambda _, given, __: calls.append(len(given[0])))
+    outputs.model.register_forward_hook(lambda _, given, __: calls.append(len(given[0])))
     for _ in range(3):
-        look.answers("test")
-        look.answers("gone")
-        look.features("gone")
+        outputs.answers("test")
+        outputs.answers("gone")
+        outputs.features("gone")
     assert sum(calls) <= len(data.test) + len(case.gone_train) + 2 * 2  # and two examples for each pass
     before = {name: value.clone() for name, value in case.forgot.state_dict().items()}
     case.forgot.train()
@@ -251,12 +259,12 @@ def test_each_group_is_passed_once_and_models_stay_as_they_were(data: Dataset) -
 
 def test_a_bench_passes_the_retrained_model_once_for_several_others(data: Dataset) -> None:
     case = case_of(data, "class:1")
-    bench = Bench(case)
-    first = bench.measure(case.forgot)
+    suite = MetricSuite(case)
+    first = suite.measure(case.forgot)
     calls: list[int] = []
-    assert bench.retrain is not None
-    bench.retrain.model.register_forward_hook(lambda _, given, __: calls.append(len(given[0])))
-    other = bench.measure(net(9))
+    assert suite.retrain is not None
+    suite.retrain.model.register_forward_hook(lambda _, given, __: calls.append(len(given[0])))
+    other = suite.measure(net(9))
     assert not calls
     assert first == measure_all(case)
     assert [metric.reference for metric in first] == [metric.reference for metric in other]
@@ -267,7 +275,7 @@ def test_groups_are_capped_but_forget_accuracy_of_samples_is_exact(data: Dataset
     by_sample, by_class = case_of(data, "samples:" + rows_of(data, 30)), case_of(data, "class:1")
     assert len(Groups(by_sample, 8).gone) == 30
     assert len(Groups(by_class, 8).gone) == 8
-    assert len(Look("a model", by_sample.forgot, Groups(by_sample, 8)).forgotten) == 8
+    assert len(ModelOutputs("a model", by_sample.forgot, Groups(by_sample, 8)).forgotten) == 8
     assert len(Groups(by_class, 9).kept) == len(Groups(by_class, 9).others) == 9
 
 

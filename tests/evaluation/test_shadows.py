@@ -12,7 +12,7 @@ from fedortho.evaluation.shadows import Shadows, ShadowSettings, choose_proxy, h
 from fedortho.storage.files import write_tensors
 from fedortho.training.recipe import Recipe
 
-QUICK = Recipe(epochs=1, batch=32, ortho=0.0, crop=0, flip=0.0)
+QUICK = Recipe(epochs=1, batch_size=32, ortho=0.0, crop=0, flip=0.0)
 SETTINGS = ShadowSettings(models=8, images=100, recipe=QUICK)
 
 

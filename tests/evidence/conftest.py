@@ -10,11 +10,11 @@ from fedortho.cli.report import report_command
 from fedortho.data.request import ForgetRequest
 from fedortho.evidence.bundle import make_bundle
 from fedortho.evidence.signature import make_key
-from fedortho.requests.forgetting import serve_request
+from fedortho.requests.forgetting import forget_run
 from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
 
-TRAINED = TrainSettings(data="digits", model="vgg-mini", epochs=2, batch=64, rate=0.05, threads=1, crop=0, flip=0.0)
+TRAINED = TrainSettings(data="digits", model="vgg-mini", epochs=2, batch_size=64, lr=0.05, threads=1, crop=0, flip=0.0)
 
 
 @pytest.fixture(scope="package")
@@ -26,7 +26,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     for name, parent, words in (("second", "first", "class:3"), ("third", "second", "class:5")):
         request = ForgetRequest.parse(words)
         undo = place / f"{name}.undo"
-        run = serve_request(found[parent], data, request, HOW, out=place / name, undo=undo).run
+        run = forget_run(found[parent], data, request, HOW, out=place / name, undo=undo).run
         assert run is not None
         found[name] = run
     about = {"schema": 1, "request": "class:3", "sentence": '3 is "gone".', "label": "none run"}

@@ -19,7 +19,7 @@ from fedortho.evidence.markup import LEFT_OUT, MARKED
 from fedortho.evidence.recheck import reapply_patch, rerun_decision
 from fedortho.reports.figures.activations import as_pictures
 from fedortho.reports.gallery import _thumbnail
-from fedortho.requests.forgetting import serve_request
+from fedortho.requests.forgetting import forget_run
 from fedortho.runs.derived import write_derived
 from fedortho.runs.run import open_run
 from fedortho.storage.journal import BadJournal, append_entry
@@ -92,7 +92,7 @@ def test_no_file_holds_a_picture_of_a_sample_that_had_to_go(runs: Runs, tmp_path
     data = before.load_data()
     gone = data.train.subset(range(100))
     request = ForgetRequest.parse("samples:" + ",".join(map(str, gone.rows.tolist())))
-    run = serve_request(before, data, request, HOW, out=tmp_path / "left").run
+    run = forget_run(before, data, request, HOW, out=tmp_path / "left").run
     assert run is not None
     report_command(run.path, device="cpu")
     files = make_bundle(run, request, tmp_path / "x.zip").files

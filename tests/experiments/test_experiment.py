@@ -24,15 +24,15 @@ from fedortho.experiments.experiment import (
     request_kind,
     row_verdict,
 )
-from fedortho.experiments.relations import HOLDS, Line, as_lines, differences, judged, parse_relation
+from fedortho.experiments.relations import HOLDS, ResultRow, as_lines, differences, judged, parse_relation
 from fedortho.models.zoo import MODELS
 from fedortho.runs.run import load_run_data
 from fedortho.runs.settings import FederateSettings
 from fedortho.storage.settings import read_toml
 
 
-def line(values: list[float], **key: Any) -> Line:
-    return Line(key, {seed: {"forget": value, "retain": value} for seed, value in enumerate(values)})
+def line(values: list[float], **key: Any) -> ResultRow:
+    return ResultRow(key, {seed: {"forget": value, "retain": value} for seed, value in enumerate(values)})
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -67,7 +67,7 @@ def test_every_printed_row_of_the_paper_is_a_row_of_the_full_scale(name: str) ->
             for step, treatment in [(1, None), *((s, t) for t in experiment.treatments for s in range(1, 6))]:
                 key: dict[str, Any] = {**network_key(network), "request": request_kind(words)}
                 key |= {"method": "original"} if treatment is None else {"method": treatment.method, **treatment.swept}
-                ours.append(Line(key | ({"step": step if treatment else 0} if experiment.is_sequence else {}), {}))
+                ours.append(ResultRow(key | ({"step": step if treatment else 0} if experiment.is_sequence else {}), {}))
     shown = {str(printed_beside(experiment, one)) for one in ours} - {"{}"}
     assert shown == {str(one.values[0]) for one in printed_lines(name)}
 
@@ -109,21 +109,24 @@ def test_a_difference_within_its_noise_is_no_finding_in_either_direction() -> No
 
 
 def test_seeds_that_only_one_side_has_are_not_compared() -> None:
-    pair = (Line({}, {0: {"forget": 1.0}, 1: {"forget": 2.0}}), Line({}, {1: {"forget": 5.0}, 2: {"forget": 9.0}}))
+    pair = (
+        ResultRow({}, {0: {"forget": 1.0}, 1: {"forget": 2.0}}),
+        ResultRow({}, {1: {"forget": 5.0}, 2: {"forget": 9.0}}),
+    )
     assert differences(parse_relation("a forget < b forget"), pair) == [3.0]
 
 
 def test_only_at_the_papers_scale_is_a_number_judged() -> None:
     key = {"split": "iid", "data": "cifar100", "model": "resnet50", "method": "retrain", "request": "client"}
     full, demo = (load_experiment("unlearning_iid_non_iid", scale) for scale in ("paper", "demo"))
-    printed = printed_beside(full, Line(key, {}))
-    near = Line(key, {0: {metric: printed[metric] + printed[f"{metric}-sd"] for metric in ("forget", "retain")}})
-    far = Line(key, {0: {"forget": printed["forget"] + 3 * printed["forget-sd"], "retain": printed["retain"]}})
+    printed = printed_beside(full, ResultRow(key, {}))
+    near = ResultRow(key, {0: {metric: printed[metric] + printed[f"{metric}-sd"] for metric in ("forget", "retain")}})
+    far = ResultRow(key, {0: {"forget": printed["forget"] + 3 * printed["forget-sd"], "retain": printed["retain"]}})
     assert row_verdict(full, near) == "within 2 sd"
     assert row_verdict(full, far) == "outside 2 sd: forget"
-    assert row_verdict(demo, Line({**key, "split": "dirichlet:0.6"}, near.values)) == "other setting"
-    assert row_verdict(full, Line({**key, "method": "fedortho"}, near.values)) == "not printed"
-    assert row_verdict(full, Line(key, {0: {}})) == "refused"
+    assert row_verdict(demo, ResultRow({**key, "split": "dirichlet:0.6"}, near.values)) == "other setting"
+    assert row_verdict(full, ResultRow({**key, "method": "hide"}, near.values)) == "not printed"
+    assert row_verdict(full, ResultRow(key, {0: {}})) == "refused"
     central = {"data": "cifar10", "model": "resnet50", "method": "ssd"}
     verdict = row_verdict(load_experiment("unlearning_res50", "paper"), line([1.76], **central))
     assert verdict.endswith("no sd printed")

@@ -21,11 +21,11 @@ from fedortho.runs.settings import TrainSettings
 from fedortho.storage.files import read_json
 
 NETWORK = TrainSettings(data="digits", model="small:SmallNet", epochs=2, crop=0, flip=0.0, threads=1, device="cpu")
-RATIOS = tuple(Treatment("fedortho-paper", {"ratio": ratio}, {"ratio": ratio}) for ratio in (0.1, 0.4))
+RATIOS = tuple(Treatment("paper", {"ratio": ratio}, {"ratio": ratio}) for ratio in (0.1, 0.4))
 
 
 def experiment(**changes: Any) -> Experiment:
-    claim = parse_relation("fedortho-paper[ratio=max] forget < fedortho-paper[ratio=min] forget")
+    claim = parse_relation("paper[ratio=max] forget < paper[ratio=min] forget")
     base = replace(load_experiment("pruning"), networks=(NETWORK,), seeds=(0,), treatments=RATIOS, relations=(claim,))
     return replace(base, **changes)
 
@@ -47,7 +47,7 @@ def test_the_same_seed_gives_the_same_bytes_elsewhere_and_nothing_is_done_twice(
     rows = reproduce(both, tmp_path / "one", show=show, results=first)
     assert reproduce(both, tmp_path / "two", results=second) == rows
     assert first.read_bytes() == second.read_bytes()
-    assert [row["method"] for row in rows] == ["original", "retrain", "fedortho-paper", "fedortho-paper"]
+    assert [row["method"] for row in rows] == ["original", "retrain", "paper", "paper"]
     assert [row.get("ratio") for row in rows] == [None, None, 0.1, 0.4]
     assert rows[1]["forget"] == 0.0, "it never saw the class"
     assert any("retrain class" in text for text in seen)
@@ -86,13 +86,13 @@ def test_a_federation_forgets_one_after_the_other_and_by_client_and_samples(tmp_
     asked = experiment(networks=(network,), requests=("client:0", "first 10 of class:0"), treatments=RATIOS[:1])
     rows = reproduce(asked, tmp_path)
     assert [(row["request"], row["method"]) for row in rows] == [
-        (kind, method) for kind in ("client", "samples") for method in ("original", "fedortho-paper")
+        (kind, method) for kind in ("client", "samples") for method in ("original", "paper")
     ]
     assert len(list((tmp_path / "networks").glob("digits-*"))) == 1, "the two experiments share it"
 
 
 def test_what_a_method_refuses_is_a_row_and_not_the_end(tmp_path: Path) -> None:
-    hard = Treatment("fedortho", {"target": 0.0, "max-retain-drop": 0.0, "scrub": False}, {})
+    hard = Treatment("hide", {"target": 0.0, "max-retain-drop": 0.0, "scrub": False}, {})
     rows = reproduce(experiment(treatments=(hard, *RATIOS[:1])), tmp_path)
     assert "refused" in rows[1]
     assert "forget" in rows[2]
@@ -116,7 +116,7 @@ def test_the_command_lists_runs_and_explains(tmp_path: Path, monkeypatch: pytest
     assert "(1 seed)" in told
     value = json.loads(invoke("reproduce", "pruning", "--seeds", "0", "--out", str(tmp_path), "--json"))
     assert value == read_json(tmp_path / "pruning-demo.json")
-    assert [row["method"] for row in value["rows"]] == ["original", "fedortho-paper", "fedortho-paper"]
+    assert [row["method"] for row in value["rows"]] == ["original", "paper", "paper"]
 
 
 def test_missing_data_is_refused_before_anything_is_trained(tmp_path: Path) -> None:

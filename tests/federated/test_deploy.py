@@ -17,7 +17,7 @@ from fedortho.federated.launch import Scalar, submit
 from fedortho.requests.federated_jobs import app_config
 
 APP = Path(__file__).parents[2] / "app"
-CONFIG: dict[str, Scalar] = {"do": "train", "out": "", "rounds": 3, "rate": 0.1, "augment": True}
+CONFIG: dict[str, Scalar] = {"do": "train", "out": "", "rounds": 3, "lr": 0.1, "augment": True}
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -22,16 +22,16 @@ from fedortho.methods import preset
 from fedortho.models.sites import find_sites
 from fedortho.models.zoo import build_model
 from fedortho.statistics.observe import Observation
-from fedortho.statistics.query import Ask, Group, Probe
-from fedortho.statistics.training_plan import Course, Part
+from fedortho.statistics.query import Query, Selection, Statistic
+from fedortho.statistics.training_plan import PlanPart, TrainingPlan
 from fedortho.storage.files import tensors_digest
 from fedortho.training.loop import fit
-from fedortho.training.objectives import Aim, Manner, step_seed
+from fedortho.training.objectives import FitOptions, Target, step_seed
 from fedortho.unlearning.plan import plan_forgetting
 
 
-def centrally(digits: Dataset, model: nn.Module, asks: list[Ask]) -> list[list[Observation]]:
-    found = CentralEngine(digits).measure(model, asks)
+def centrally(digits: Dataset, model: nn.Module, queries: list[Query]) -> list[list[Observation]]:
+    found = CentralEngine(digits).measure(model, queries)
     return [[observation.collapsed() for observation in row] for row in found]
 
 
@@ -43,8 +43,8 @@ def test_pooled_statistics_equal_the_centralized_ones_for_any_partition(
     # the seed moves the partition only: the validation split stays that of seed 0
     engine = make_engine(clients=clients, split=split, least_images=2, norms="fedavg", threads=1 + seed % 2)
     engine.send_model(tiny_digits, ledger=bool(seed % 2))
-    asks = [Ask((Group("train", CLASS), Group("train", None, CLASS)), PEAKS)]
-    (found,), (wanted,) = engine.measure(tiny_digits, asks), centrally(digits, tiny_digits, asks)
+    queries = [Query((Selection("train", CLASS), Selection("train", None, CLASS)), PEAKS)]
+    (found,), (wanted,) = engine.measure(tiny_digits, queries), centrally(digits, tiny_digits, queries)
     for mine, theirs in zip(found, wanted, strict=True):
         assert mine.images == theirs.images
         for key in theirs.sums:
@@ -57,9 +57,9 @@ def test_right_answers_and_exact_layer_sums_equal_the_centralized_ones(
     engine = make_engine(clients=7)
     engine.send_model(tiny_digits)
     base = replace(PEAKS, kind="right")
-    asks = [Ask((Group("valid"), Group("train", CLASS)), base)]
-    asks.append(Ask((Group("train", None, CLASS),), replace(PEAKS, kind="layer", norms=("features.4",))))
-    for mine, theirs in zip(engine.measure(tiny_digits, asks), centrally(digits, tiny_digits, asks), strict=True):
+    queries = [Query((Selection("valid"), Selection("train", CLASS)), base)]
+    queries.append(Query((Selection("train", None, CLASS),), replace(PEAKS, kind="layer", norms=("features.4",))))
+    for mine, theirs in zip(engine.measure(tiny_digits, queries), centrally(digits, tiny_digits, queries), strict=True):
         for a, b in zip(mine, theirs, strict=True):
             assert torch.equal(a.counts, b.counts)
             for key, value in b.sums.items():
@@ -71,8 +71,8 @@ def test_how_responses_lie_is_the_same_over_clients_as_in_one_place(
 ) -> None:
     engine = make_engine(clients=7)
     engine.send_model(tiny_digits)
-    asks = [Ask((Group("train", CLASS), Group("train", None, CLASS)), replace(PEAKS, kind="spread"))]
-    (found,), (wanted,) = engine.measure(tiny_digits, asks), centrally(digits, tiny_digits, asks)
+    queries = [Query((Selection("train", CLASS), Selection("train", None, CLASS)), replace(PEAKS, kind="spread"))]
+    (found,), (wanted,) = engine.measure(tiny_digits, queries), centrally(digits, tiny_digits, queries)
     for mine, theirs in zip(found, wanted, strict=True):
         assert mine.images == theirs.images > 0
         for key in theirs.sums:
@@ -82,16 +82,14 @@ def test_how_responses_lie_is_the_same_over_clients_as_in_one_place(
 def test_averaging_equals_a_plain_loop_over_clients(make_engine, digits: Dataset) -> None:
     engine = make_engine()
     model = start()
-    trained = engine.fit(model, Group(), RECIPE)
+    trained = engine.fit(model, Selection(), RECIPE)
     current = model
     for turn in range(2):
-        rate = RECIPE.rate * (1.0 if turn == 0 else 0.5)  # cosine over two rounds
+        lr = RECIPE.lr * (1.0 if turn == 0 else 0.5)  # cosine over two rounds
         states, sizes = [], []
         for client in range(4):
             images = digits.train.subset(torch.isin(digits.train.rows, held(engine)[client]))
-            local = replace(
-                RECIPE, epochs=1, rate=rate, schedule="constant", seed=step_seed(0, turn, client), warmup=0.0
-            )
+            local = replace(RECIPE, epochs=1, lr=lr, schedule="constant", seed=step_seed(0, turn, client), warmup=0.0)
             received = current if turn else None  # the first contact has no alignment
             states.append(fit(current, images, local, reference=received).state_dict())
             sizes.append(len(images))
@@ -119,7 +117,7 @@ def test_a_running_mean_is_the_weighted_mean(pairs: list[tuple[float, int]]) -> 
 
 
 def test_a_killed_training_goes_on_to_the_same_bytes(make_engine, tmp_path: Path) -> None:
-    whole = make_engine().fit(start(), Group(), replace(RECIPE, epochs=3))
+    whole = make_engine().fit(start(), Selection(), replace(RECIPE, epochs=3))
 
     class Killed(Exception):
         pass
@@ -130,16 +128,16 @@ def test_a_killed_training_goes_on_to_the_same_bytes(make_engine, tmp_path: Path
 
     engine, file = make_engine(), tmp_path / "checkpoint.safetensors"
     with pytest.raises(Killed):
-        engine.fit(start(), Group(), replace(RECIPE, epochs=3), checkpoint=file, watch=kill)
+        engine.fit(start(), Selection(), replace(RECIPE, epochs=3), checkpoint=file, watch=kill)
     after = make_engine()
-    resumed = after.fit(start(), Group(), replace(RECIPE, epochs=3), checkpoint=file)
-    rounds = [exchange for exchange in after.line.log if exchange.kind == "train.local"]
+    resumed = after.fit(start(), Selection(), replace(RECIPE, epochs=3), checkpoint=file)
+    rounds = [exchange for exchange in after.transport.log if exchange.kind == "train.local"]
     assert [len(exchange.up) for exchange in rounds] == [4, 4, 4], (
         "what travelled before it was killed is not forgotten"
     )
     assert tensors_digest(resumed.state_dict()) == tensors_digest(whole.state_dict())
     with pytest.raises(BadCheckpoint, match="belongs to other settings"):
-        make_engine().fit(start(), Group(), replace(RECIPE, epochs=3, rate=0.01), checkpoint=file)
+        make_engine().fit(start(), Selection(), replace(RECIPE, epochs=3, lr=0.01), checkpoint=file)
 
 
 @pytest.mark.parametrize("norms", ["fedavg", "local", "recalibrate"])
@@ -148,7 +146,7 @@ def test_running_statistics_travel_unless_they_are_local(make_engine, norms: str
     grid = grid_of(engine)
     pull = grid.pull_messages
     grid.pull_messages = lambda names: [replies.append(reply) or reply for reply in pull(names)]
-    trained = engine.fit(start(), Group(), RECIPE)
+    trained = engine.fit(start(), Selection(), RECIPE)
     sent = {name for reply in replies for name in unpack(reply.content)[0]}
     statistics = {f"model.{name}" for name in trained.state_dict() if name.endswith(("_mean", "_var"))}
     assert statistics
@@ -164,9 +162,11 @@ def test_whoever_trains_gets_the_statistics_of_all_images_trained_on(
     engine = make_engine(norms=norms)
     engine.send_model(tiny_digits)  # the ledger that clients write is of another model than the one to come
     gone = ForgetRequest.parse("class:5")
-    course = Course((Part(Group("train", CLASS, gone), Aim("other")), Part(Group("train", None, CLASS + gone))))
-    trained = engine.fit(tiny_digits, course, RECIPE)
-    kinds = [exchange.kind for exchange in engine.line.log[-4:]]
+    plan = TrainingPlan(
+        (PlanPart(Selection("train", CLASS, gone), Target("other")), PlanPart(Selection("train", None, CLASS + gone)))
+    )
+    trained = engine.fit(tiny_digits, plan, RECIPE)
+    kinds = [exchange.kind for exchange in engine.transport.log[-4:]]
     assert kinds == ["train.keep", "train.local", "train.local", "query.observe"]
     images = digits.train.subset(digits.train.labels != 5)
     with torch.no_grad():
@@ -180,25 +180,25 @@ def test_statistics_that_all_clients_withhold_are_told_of(
     make_engine, tiny_digits: nn.Module, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = make_engine(norms="local", least_group=10_000)
-    trained = engine.fit(tiny_digits, Group(), replace(RECIPE, epochs=1))
+    trained = engine.fit(tiny_digits, Selection(), replace(RECIPE, epochs=1))
     assert torch.equal(trained.get_buffer("features.1.running_var"), tiny_digits.get_buffer("features.1.running_var"))
     assert "running statistics were not pooled" in caplog.text
 
 
 def test_frozen_statistics_are_not_pooled_either(make_engine, tiny_digits: nn.Module) -> None:
     engine = make_engine(norms="local")
-    trained = engine.fit(tiny_digits, Course((Part(),), Manner(norms="frozen")), RECIPE)
+    trained = engine.fit(tiny_digits, TrainingPlan((PlanPart(),), FitOptions(norms="frozen")), RECIPE)
     for name, buffer in tiny_digits.named_buffers():
         assert torch.equal(trained.get_buffer(name), buffer), name
 
 
 def test_a_draw_is_shared_among_those_who_can_hold_it_and_is_never_too_small_to_tell() -> None:
     draws = [
-        (Group("train", None, CLASS, 1024), 1000, 5),
-        (Group("train", ForgetRequest.parse("client:2"), None, 1000), 100, 1000),
-        (Group("train", ForgetRequest.parse("samples:2/1,3/4"), None, 1000), 100, 500),
-        (Group("train", ForgetRequest.parse("class:3 client:2"), None, 1000), 100, 10),
-        (Group(), 100, 0),
+        (Selection("train", None, CLASS, 1024), 1000, 5),
+        (Selection("train", ForgetRequest.parse("client:2"), None, 1000), 100, 1000),
+        (Selection("train", ForgetRequest.parse("samples:2/1,3/4"), None, 1000), 100, 500),
+        (Selection("train", ForgetRequest.parse("class:3 client:2"), None, 1000), 100, 10),
+        (Selection(), 100, 0),
     ]
     for group, share, most in draws:
         assert group.on_client(2, share, 5).most == most
@@ -207,11 +207,11 @@ def test_a_draw_is_shared_among_those_who_can_hold_it_and_is_never_too_small_to_
 def test_validation_images_are_never_read_from_the_ledger_of_training_images(
     make_engine, tiny_digits: nn.Module
 ) -> None:
-    asks, deep = [Ask((Group("valid"),), replace(PEAKS, layers="deep"))], []
+    queries, deep = [Query((Selection("valid"),), replace(PEAKS, layers="deep"))], []
     for ledger in (True, False):
         engine = make_engine(clients=1, valid=0.5)  # as many for validation as for training, label by label
         engine.send_model(tiny_digits, ledger=ledger)
-        deep.append(engine.measure(tiny_digits, asks)[0][0])
+        deep.append(engine.measure(tiny_digits, queries)[0][0])
     for key, value in deep[1].sums.items():
         assert torch.allclose(deep[0].sums[key], value, rtol=1e-6)
 
@@ -219,7 +219,7 @@ def test_validation_images_are_never_read_from_the_ledger_of_training_images(
 def test_the_same_images_are_looked_at_anew_for_other_layers(digits: Dataset, tiny_digits: nn.Module) -> None:
     engine = CentralEngine(digits)
     first, second = (replace(PEAKS, layers=layers) for layers in ("features.0", "features.3"))
-    ((one,), (two,)) = engine.measure(tiny_digits, [Ask((Group(),), first), Ask((Group(),), second)])
+    ((one,), (two,)) = engine.measure(tiny_digits, [Query((Selection(),), first), Query((Selection(),), second)])
     assert one.sums.keys() != two.sums.keys()
 
 
@@ -228,7 +228,9 @@ def test_small_groups_are_withheld_unless_allowed(make_engine, digits: Dataset, 
     for least, images in ((5, 0), (1, 4)):
         engine = make_engine(least_group=least, valid=0.0)
         engine.send_model(tiny_digits)
-        ((gone, _),) = engine.measure(tiny_digits, [Ask((Group("train", few), Group("train", None, few)), PEAKS)])
+        ((gone, _),) = engine.measure(
+            tiny_digits, [Query((Selection("train", few), Selection("train", None, few)), PEAKS)]
+        )
         assert gone.images == images
         assert engine.tally.withheld == (1 if least == 5 else 0)
 
@@ -238,13 +240,13 @@ def test_the_papers_weighting_is_the_weighted_mean_of_local_differences(
 ) -> None:
     engine = make_engine(clients=3, split="shards:4")
     engine.send_model(tiny_digits)
-    group, rest = Group("train", CLASS), Group("train", None, CLASS)
-    ((found,),) = engine.measure(tiny_digits, [Ask((group, rest), replace(PEAKS, kind="difference"))])
+    group, rest = Selection("train", CLASS), Selection("train", None, CLASS)
+    ((found,),) = engine.measure(tiny_digits, [Query((group, rest), replace(PEAKS, kind="difference"))])
     total, weights = dict.fromkeys(found.sums, 0.0), 0
     for rows in held(engine).values():
         images = digits.train.subset(torch.isin(digits.train.rows, rows))
         local = CentralEngine(replace(digits, train=images))
-        ((gone, kept),) = local.measure(tiny_digits, [Ask((group, rest), PEAKS)])
+        ((gone, kept),) = local.measure(tiny_digits, [Query((group, rest), PEAKS)])
         if gone.images and kept.images:
             weights += len(images)
             for key in total:
@@ -283,12 +285,12 @@ def test_a_request_for_resnet50s_last_stage_sends_few_bytes(make_engine) -> None
     """The sums of both groups as they travel, for 3,072 inner kernels and 2,048 stream channels: at most 64 KB."""
     from fedortho.federated.wire import count_bytes, pack_observations
 
-    sites = find_sites(build_model("resnet50", classes=10), (3, 32, 32), "deep", "channel", "stream")
+    sites = find_sites(build_model("resnet50", num_classes=10), (3, 32, 32), "deep", "channel", "stream")
     assert sum(site.kernels for site in sites) == 5120
     sums = {f"x:{site.name}": torch.zeros(1, site.kernels, dtype=torch.float64) for site in sites}
     seen = Observation(sums, torch.tensor([9]))
-    asks = [Ask((Group(), Group()), Probe("peaks"))]
-    assert 40_960 < count_bytes(pack(pack_observations([[seen, seen]], asks), {"client": 1})) < 65_536
+    queries = [Query((Selection(), Selection()), Statistic("peaks"))]
+    assert 40_960 < count_bytes(pack(pack_observations([[seen, seen]], queries), {"client": 1})) < 65_536
 
 
 def test_the_tiny_network_is_what_the_settings_name() -> None:

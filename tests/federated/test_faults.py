@@ -13,17 +13,17 @@ from torch import nn
 from fedortho.data.images import Dataset
 from fedortho.data.request import EmptyGroup, ForgetRequest
 from fedortho.errors import FedOrthoError
-from fedortho.federated.engine import FlowerEngine
-from fedortho.federated.local_grid import FIRST, InProcessGrid
+from fedortho.federated.engine import FederatedEngine
+from fedortho.federated.local_grid import FIRST, LocalGrid
 from fedortho.federated.wire import pack, unpack
 from fedortho.models.patch import bind_patch
 from fedortho.models.sites import find_sites
 from fedortho.models.zoo import build_model
 from fedortho.runs.federation import sample_clients
-from fedortho.statistics.query import Ask, Group
-from fedortho.statistics.training_plan import Course, Part
+from fedortho.statistics.query import Query, Selection
+from fedortho.statistics.training_plan import PlanPart, TrainingPlan
 from fedortho.storage.files import read_json, tensors_digest
-from fedortho.training.objectives import Aim, Manner
+from fedortho.training.objectives import FitOptions, Target
 from fedortho.unlearning.plan import plan_forgetting
 from fedortho.unlearning.select import plan_edit
 
@@ -32,26 +32,26 @@ def test_drawn_clients_that_hold_nothing_are_replaced_by_others(make_engine, dig
     engine = make_engine(clients=4, fraction=0.25, split="shards:3", rounds=1)
     one = draws(engine, RECIPE.seed)
     label = next(n for n in range(10) if not bool((digits.train.labels[held_by(engine, digits, one)] == n).any()))
-    only = Group("train", ForgetRequest.parse(f"class:{label}"))
+    only = Selection("train", ForgetRequest.parse(f"class:{label}"))
     trained = engine.fit(start(), only, replace(RECIPE, epochs=1))
     assert tensors_digest(trained.state_dict()) != tensors_digest(start().state_dict())
-    first = next(exchange for exchange in engine.line.log if exchange.kind == "train.local")
+    first = next(exchange for exchange in engine.transport.log if exchange.kind == "train.local")
     assert list(first.up) == [one]
     assert engine.history[0].clients == 1
 
 
-def draws(engine: FlowerEngine, seed: int) -> int:
+def draws(engine: FederatedEngine, seed: int) -> int:
     return sample_clients(engine.present(), engine.federation, seed, 0)[0]
 
 
-def held_by(engine: FlowerEngine, digits: Dataset, client: int) -> torch.Tensor:
+def held_by(engine: FederatedEngine, digits: Dataset, client: int) -> torch.Tensor:
     return torch.isin(digits.train.rows, held(engine)[client])
 
 
-class Spoiled(InProcessGrid):
+class Spoiled(LocalGrid):
     """Clients that fail in some way."""
 
-    def __init__(self, good: InProcessGrid, bad: dict[int, str]) -> None:
+    def __init__(self, good: LocalGrid, bad: dict[int, str]) -> None:
         self.__dict__.update(good.__dict__)
         self.bad = bad
 
@@ -83,19 +83,19 @@ def test_a_client_that_fails_is_named_and_the_others_go_on(
 ) -> None:
     engine = make_engine(timeout=0.3)
     engine.send_model(tiny_digits)
-    without = FlowerEngine(grid_of(engine), engine.federation, engine.about)
-    engine.line.grid = Spoiled(grid_of(engine), {2: how})
+    without = FederatedEngine(grid_of(engine), engine.federation, engine.about)
+    engine.transport.grid = Spoiled(grid_of(engine), {2: how})
     if how == "silent":
-        engine.line.grid.silent = {2}
-    asks = [Ask((Group("train", CLASS), Group("train", None, CLASS)), PEAKS)]
-    ((gone, _),) = engine.measure(tiny_digits, asks)
+        engine.transport.grid.silent = {2}
+    queries = [Query((Selection("train", CLASS), Selection("train", None, CLASS)), PEAKS)]
+    ((gone, _),) = engine.measure(tiny_digits, queries)
     without.clients = {client: note for client, note in without.clients.items() if client != 2}
-    ((expected, _),) = without.measure(tiny_digits, asks)
+    ((expected, _),) = without.measure(tiny_digits, queries)
     assert torch.equal(gone.counts, expected.counts), "nobody is counted twice or for another"
     assert all(torch.equal(gone.sums[key], value) for key, value in expected.sums.items())
-    assert list(engine.line.log[-1].failed) == [2]
+    assert list(engine.transport.log[-1].failed) == [2]
     assert "client 2" in caplog.text
-    trained = engine.fit(start(), Group(), replace(RECIPE, epochs=1))
+    trained = engine.fit(start(), Selection(), replace(RECIPE, epochs=1))
     assert all(bool(torch.isfinite(value).all()) for value in trained.state_dict().values())
     assert engine.history[0].clients == 3
 
@@ -104,13 +104,13 @@ def test_a_client_that_fails_is_named_and_the_others_go_on(
 def test_the_first_client_does_not_decide_what_fits(make_engine, tiny_digits: nn.Module, how: str) -> None:
     engine = make_engine()
     engine.send_model(tiny_digits)
-    asks = [Ask((Group("train", CLASS), Group("train", None, CLASS)), PEAKS)]
-    ((whole, _),) = engine.measure(tiny_digits, asks)
-    engine.line.grid = Spoiled(grid_of(engine), {0: how})
-    ((gone, _),) = engine.measure(tiny_digits, asks)
-    assert list(engine.line.log[-1].failed) == [0]
+    queries = [Query((Selection("train", CLASS), Selection("train", None, CLASS)), PEAKS)]
+    ((whole, _),) = engine.measure(tiny_digits, queries)
+    engine.transport.grid = Spoiled(grid_of(engine), {0: how})
+    ((gone, _),) = engine.measure(tiny_digits, queries)
+    assert list(engine.transport.log[-1].failed) == [0]
     assert 0 < gone.images < whole.images
-    engine.fit(start(), Group(), replace(RECIPE, epochs=1))
+    engine.fit(start(), Selection(), replace(RECIPE, epochs=1))
     assert engine.history[0].clients == 3
 
 
@@ -118,20 +118,22 @@ def test_a_client_that_went_away_is_named_and_messages_that_were_not_taken_are_a
     make_engine, tiny_digits: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine()
-    push = engine.line.grid.push_messages  # Flower gives None for a node that is gone, and nothing if all is too large
-    monkeypatch.setattr(engine.line.grid, "push_messages", lambda messages: [None, None, *push(messages)[2:]])
+    push = (
+        engine.transport.grid.push_messages
+    )  # Flower gives None for a node that is gone, and nothing if all is too large
+    monkeypatch.setattr(engine.transport.grid, "push_messages", lambda messages: [None, None, *push(messages)[2:]])
     assert engine.send_model(tiny_digits) == [2, 3]
-    assert engine.line.log[-1].failed == dict.fromkeys([0, 1], "is no longer connected")
-    monkeypatch.setattr(engine.line.grid, "push_messages", lambda messages: [])
+    assert engine.transport.log[-1].failed == dict.fromkeys([0, 1], "is no longer connected")
+    monkeypatch.setattr(engine.transport.grid, "push_messages", lambda messages: [])
     with pytest.raises(FedOrthoError, match="did not take 4 messages"):
         engine.send_model(tiny_digits)
 
 
 def test_too_few_answers_end_the_round_with_a_reason(make_engine, tiny_digits: nn.Module) -> None:
     engine = make_engine(timeout=0.2, quorum=0.9)
-    engine.line.grid.silent = {0}
+    engine.transport.grid.silent = {0}
     with pytest.raises(FedOrthoError, match=r"only 3 of 4 clients answered train.local \(client 0: silent"):
-        engine.fit(start(), Group(), RECIPE)
+        engine.fit(start(), Selection(), RECIPE)
 
 
 def test_an_error_text_never_reaches_the_server(make_engine, caplog: pytest.LogCaptureFixture) -> None:
@@ -147,25 +149,25 @@ def test_nothing_to_train_on_is_refused_and_not_divided_by(make_engine) -> None:
     engine = make_engine()
     everything = ForgetRequest(classes=tuple(map(str, range(10))))
     with pytest.raises(FedOrthoError, match="has images to train on"):
-        engine.fit(start(), Group("train", None, everything), RECIPE)
+        engine.fit(start(), Selection("train", None, everything), RECIPE)
 
 
 def test_a_client_with_a_single_image_is_passed_over_like_one_without(make_engine) -> None:
     engine = make_engine(valid=0.0)
-    three = Group("train", ForgetRequest(samples=("0/0", "1/0", "1/1")))
+    three = Selection("train", ForgetRequest(samples=("0/0", "1/0", "1/1")))
     engine.fit(start(), three, replace(RECIPE, epochs=1))
     assert (engine.history[0].clients, engine.history[0].images) == (1, 2)
-    assert not engine.line.log[-1].failed
+    assert not engine.transport.log[-1].failed
     with pytest.raises(FedOrthoError, match="has images to train on"):
-        engine.fit(start(), Group("train", ForgetRequest(samples=("0/0",))), RECIPE)
+        engine.fit(start(), Selection("train", ForgetRequest(samples=("0/0",))), RECIPE)
 
 
 def test_nobody_fails_over_the_few_images_that_it_is_to_forget(make_engine) -> None:
     engine = make_engine(clients=20, split="dirichlet:0.3", least_images=2, model="vgg-mini")
-    net = build_model("vgg-mini", classes=10, channels=1)
-    wrong, rest = Part(Group("train", CLASS), Aim("other")), Part(Group("train", None, CLASS))
-    engine.fit(net, Course((wrong, rest), Manner("turns")), replace(RECIPE, epochs=1, ortho=0.0))
-    assert not engine.line.log[-1].failed
+    net = build_model("vgg-mini", num_classes=10, channels=1)
+    wrong, rest = PlanPart(Selection("train", CLASS), Target("other")), PlanPart(Selection("train", None, CLASS))
+    engine.fit(net, TrainingPlan((wrong, rest), FitOptions("turns")), replace(RECIPE, epochs=1, ortho=0.0))
+    assert not engine.transport.log[-1].failed
 
 
 def silencing(model: nn.Module):
@@ -180,15 +182,15 @@ def test_a_patch_is_applied_once_however_often_it_is_sent_and_a_late_client_gets
     engine = make_engine(timeout=0.3)
     engine.send_model(tiny_digits)
     patch = silencing(tiny_digits)
-    engine.line.grid.silent = {3}
+    engine.transport.grid.silent = {3}
     assert engine.send_patch(patch, CLASS) == [0, 1, 2]
     assert engine.send_patch(patch, CLASS, [0, 1, 2]) == [0, 1, 2]
-    engine.line.grid.silent = set()
-    later = FlowerEngine(grid_of(engine), engine.federation, engine.about)
+    engine.transport.grid.silent = set()
+    later = FederatedEngine(grid_of(engine), engine.federation, engine.about)
     assert [note["model"] for note in later.clients.values()] == [patch.after] * 3 + [patch.before]
     later.bring_up_to_date(patch.apply(tiny_digits), [(patch, CLASS)])
     assert {note["model"] for note in later.hello().values()} == {patch.after}
-    kinds = [exchange.kind for exchange in later.line.log]
+    kinds = [exchange.kind for exchange in later.transport.log]
     assert kinds == ["query.hello", "train.patch", "query.hello"], "the model itself did not travel"
     states = [read_json(path) for path in sorted((tmp_path / "clients").glob("client-*/state.json"))]
     assert all(len(state["gone"]) == 1 for state in states)
@@ -207,9 +209,9 @@ def test_holders_drop_what_is_forgotten_and_a_client_that_leaves_takes_no_furthe
     request = ForgetRequest.parse("class:3 client:1")
     engine.send_patch(patch, request)
     edited = patch.apply(tiny_digits)
-    later = FlowerEngine(grid_of(engine), engine.federation, engine.about)
+    later = FederatedEngine(grid_of(engine), engine.federation, engine.about)
     assert later.present() == [0, 2, 3]
-    ((gone, kept),) = later.measure(edited, [Ask((Group("train", CLASS), Group()), PEAKS)])
+    ((gone, kept),) = later.measure(edited, [Query((Selection("train", CLASS), Selection()), PEAKS)])
     assert gone.images == 0
     assert kept.images == sum(note["images"] for note in later.clients.values()) > 0
     assert not (tmp_path / "clients" / "client-1" / "ledger.safetensors").exists()
@@ -237,12 +239,12 @@ def test_a_client_that_missed_its_leaving_and_more_leaves_and_nobody_waits_for_i
     second = bind_patch(
         plan_edit(once, find_sites(once, (1, 8, 8), "all", "channel", "stream"), OTHER, "channel"), once
     )
-    engine.line.grid.silent = {1}
+    engine.transport.grid.silent = {1}
     request = ForgetRequest.parse("client:1")
     assert engine.send_patch(leaving, request) == [0, 2, 3]
     assert engine.send_patch(second, CLASS) == [0, 2, 3]
-    engine.line.grid.silent = set()
-    later = FlowerEngine(grid_of(engine), engine.federation, engine.about, left=[1])
+    engine.transport.grid.silent = set()
+    later = FederatedEngine(grid_of(engine), engine.federation, engine.about, left=[1])
     later.bring_up_to_date(second.apply(once), [(leaving, request), (second, CLASS)])
     state = read_json(tmp_path / "clients" / "client-1" / "state.json")
     assert state["left"]
@@ -260,7 +262,7 @@ def test_a_client_that_lost_its_disk_is_told_what_was_forgotten(
     engine.bring_up_to_date(patch.apply(tiny_digits), [(patch, CLASS)])
     states = [read_json(path) for path in (tmp_path / "clients").glob("client-*/state.json")]
     assert [state["gone"] for state in states] == [[{"classes": ["3"], "clients": [], "samples": []}]] * 4
-    ((gone,),) = engine.measure(patch.apply(tiny_digits), [Ask((Group("train", CLASS),), PEAKS)])
+    ((gone,),) = engine.measure(patch.apply(tiny_digits), [Query((Selection("train", CLASS),), PEAKS)])
     assert not gone.images
 
 
@@ -269,8 +271,8 @@ def test_two_nodes_with_one_name_and_no_node_at_all_are_refused(make_engine, mon
     grid = grid_of(engine)
     monkeypatch.setattr(grid, "get_node_ids", lambda: [FIRST, FIRST + 1, FIRST, FIRST + 2])
     with pytest.raises(FedOrthoError, match="two nodes call themselves client 0"):
-        FlowerEngine(grid, engine.federation, engine.about)
+        FederatedEngine(grid, engine.federation, engine.about)
     grid.silent = {0, 1, 2, 3}
     monkeypatch.undo()
     with pytest.raises(FedOrthoError, match="none of 4 nodes answered"):
-        FlowerEngine(grid, replace(engine.federation, timeout=0.2), engine.about)
+        FederatedEngine(grid, replace(engine.federation, timeout=0.2), engine.about)

@@ -19,7 +19,7 @@ from fedortho.errors import FedOrthoError
 from fedortho.federated import SWITCHES, deploy, launch
 from fedortho.federated.server import train_federation
 from fedortho.methods import preset
-from fedortho.requests.federated_forgetting import forget_in_federation
+from fedortho.requests.federated_forgetting import forget_federated_run
 from fedortho.requests.federated_jobs import app_config
 from fedortho.runs.run import open_run
 from fedortho.runs.settings import FederateSettings
@@ -32,7 +32,7 @@ CLIENTS = 3
 REQUEST = "class:3"
 SETTINGS = FederateSettings(
     data="digits", model="vgg-mini", device="cpu", threads=1, clients=CLIENTS, rounds=2, fraction=1.0, epochs=2,
-    batch=32, rate=0.05, flip=0.0, crop=1, timeout=150.0, quorum=1.0,
+    batch_size=32, lr=0.05, flip=0.0, crop=1, timeout=150.0, quorum=1.0,
 )  # fmt: skip
 needs_ray = pytest.mark.skipif(
     find_spec("ray") is None, reason="Ray is not installed: pip install 'fedortho[simulation]'"
@@ -52,7 +52,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """Digests in this process: after training, and after forgetting a class."""
     place = tmp_path_factory.mktemp("here")
     run = train_federation(place / "run", SETTINGS)
-    forget_in_federation(run, ForgetRequest.parse(REQUEST), preset("robust"), out=place / "forgot")
+    forget_federated_run(run, ForgetRequest.parse(REQUEST), preset("robust"), out=place / "forgot")
     return digest(place / "run"), digest(place / "forgot")
 
 
@@ -115,8 +115,8 @@ def free_ports(number: int) -> int:
     for first in range(20000 + os.getpid() % 9000, 32000, number):
         try:
             for port in range(first, first + number):
-                with socket.socket() as probe:
-                    probe.bind(("127.0.0.1", port))
+                with socket.socket() as statistic:
+                    statistic.bind(("127.0.0.1", port))
         except OSError:
             continue
         return first

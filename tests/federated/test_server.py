@@ -12,17 +12,17 @@ from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import FedOrthoError
 from fedortho.evaluation.accuracies import accuracies_of
-from fedortho.federated.engine import FlowerEngine
-from fedortho.federated.local_grid import InProcessGrid
-from fedortho.federated.server import engine_for, in_process, patches_of, silenced, sync, train_federation
+from fedortho.federated.engine import FederatedEngine
+from fedortho.federated.local_grid import LocalGrid
+from fedortho.federated.server import federated_engine, local_grid, patches_of, silenced, sync, train_federation
 from fedortho.methods import preset
 from fedortho.models.predictions import evaluate
-from fedortho.requests.federated_forgetting import forget_in_federation
+from fedortho.requests.federated_forgetting import forget_federated_run
 from fedortho.requests.forgetting import undo_run
 from fedortho.requests.server_app import do_job
 from fedortho.runs.federation import held_rows
 from fedortho.runs.run import Run, open_run
-from fedortho.statistics.query import Ask, Group, Probe
+from fedortho.statistics.query import Query, Selection, Statistic
 from fedortho.storage.files import read_json
 from fedortho.training.recipe import Recipe
 
@@ -38,14 +38,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.fixture(scope="module")
 def forgot(run: Run) -> Run:
     path = run.path.with_name("forgot")
-    forget_in_federation(run, CLASS, preset("robust", max_retain_drop=0.05), out=path)
+    forget_federated_run(run, CLASS, preset("robust", max_retain_drop=0.05), out=path)
     return open_run(path)
 
 
-def engine_of(run: Run, data: Dataset) -> FlowerEngine:
+def engine_of(run: Run, data: Dataset) -> FederatedEngine:
     assert isinstance(run.settings, type(TRAINED))
-    with in_process(run.settings, run.path / "clients") as grid:
-        return engine_for(grid, run.settings, data)
+    with local_grid(run.settings, run.path / "clients") as grid:
+        return federated_engine(grid, run.settings, data)
 
 
 def test_a_federation_learns_and_leaves_a_run_like_any_other(run: Run, digits: Dataset) -> None:
@@ -79,14 +79,14 @@ def test_a_class_is_forgotten_the_old_run_stays_and_all_clients_have_the_new_mod
 
 def test_a_client_is_forgotten_to_the_level_of_unseen_images_and_is_gone(run: Run, digits: Dataset) -> None:
     request, path = ForgetRequest.parse("client:2"), run.path.with_name("left")
-    served = forget_in_federation(run, request, preset("robust", max_retain_drop=0.2), out=path)
+    served = forget_federated_run(run, request, preset("robust", max_retain_drop=0.2), out=path)
     assert served.outcome.chosen is not None
     assert served.outcome.chosen.limit > 0.5, "held-out accuracy, not nothing"
     assert served.after.forget < served.before.forget
     left = open_run(path)
     assert engine_of(left, digits).present() == [0, 1, 3]
     with pytest.raises(FedOrthoError, match="has left already"):
-        forget_in_federation(left, request, preset("paper"), out=None)
+        forget_federated_run(left, request, preset("paper"), out=None)
     rows = held_rows(digits, TRAINED.federation, 0)
     assert served.before.forget == pytest.approx(
         evaluate(run.load_model(), digits.train.subset(torch.isin(digits.train.rows, rows[2]))).accuracy
@@ -96,23 +96,23 @@ def test_a_client_is_forgotten_to_the_level_of_unseen_images_and_is_gone(run: Ru
 def test_twenty_more_rounds_do_not_bring_a_silenced_class_back_but_the_papers_kernels_recover(
     run: Run, forgot: Run, digits: Dataset
 ) -> None:
-    recipe = Recipe(epochs=20, rate=0.01, schedule="constant", crop=1, flip=0.0, batch=32)
+    recipe = Recipe(epochs=20, lr=0.01, schedule="constant", crop=1, flip=0.0, batch_size=32)
     model = forgot.load_model()
     mask = silenced(forgot, model)
     assert mask
-    trained = engine_of(forgot, digits).fit(model, Group("train", None, CLASS), recipe, trainable=mask)
+    trained = engine_of(forgot, digits).fit(model, Selection("train", None, CLASS), recipe, trainable=mask)
     assert accuracies_of(trained, digits, CLASS).forget <= 0.06
     for name, may_move in mask.items():
         assert not trained.get_parameter(name)[~may_move].any(), "what was silenced stays silent"
     assert accuracies_of(trained, digits, CLASS).retain > 0.9
 
     path = run.path.with_name("paper")
-    forget_in_federation(run, CLASS, preset("paper", ratio=0.3), out=path)
+    forget_federated_run(run, CLASS, preset("paper", ratio=0.3), out=path)
     paper = open_run(path)
     ((patch, _),) = patches_of(paper)
     weak = paper.load_model()
     assert not silenced(paper, weak), "weakened kernels are not held"
-    again = engine_of(paper, digits).fit(weak, Group("train", None, CLASS), recipe)
+    again = engine_of(paper, digits).fit(weak, Selection("train", None, CLASS), recipe)
     name, (kernels, _) = next(iter(patch.scaled.items()))
     norms = [m.get_parameter(name)[kernels].flatten(1).norm(dim=1).mean() for m in (run.load_model(), weak, again)]
     assert norms[1] < 0.8 * norms[0]
@@ -120,13 +120,13 @@ def test_twenty_more_rounds_do_not_bring_a_silenced_class_back_but_the_papers_ke
 
 
 def test_training_on_from_a_run_keeps_what_it_forgot(forgot: Run, digits: Dataset, tmp_path: Path) -> None:
-    settings = replace(TRAINED, start=str(forgot.path), rounds=1, rate=0.01)
+    settings = replace(TRAINED, start=str(forgot.path), rounds=1, lr=0.01)
     further = train_federation(tmp_path / "further", settings)
     assert accuracies_of(further.load_model(), digits, CLASS).forget <= 0.06
     assert [entry["request"] for entry in further.record["requests"]] == ["class:3"]
     assert silenced(further, further.load_model()).keys() == silenced(forgot, forgot.load_model()).keys()
     engine = engine_of(further, digits)
-    ((gone,),) = engine.measure(further.load_model(), [Ask((Group("train", CLASS),), Probe("peaks"))])
+    ((gone,),) = engine.measure(further.load_model(), [Query((Selection("train", CLASS),), Statistic("peaks"))])
     assert not gone.images, "its clients have dropped the class as well"
     more = replace(TRAINED, start=str(further.path), rounds=3)
     again = train_federation(tmp_path / "again", more)
@@ -138,10 +138,10 @@ def test_training_on_from_a_run_keeps_what_it_forgot(forgot: Run, digits: Datase
 
 def test_a_request_can_be_undone_and_the_next_one_served(run: Run, forgot: Run, tmp_path: Path) -> None:
     settings = preset("paper")
-    forget_in_federation(forgot, ForgetRequest.parse("class:5"), settings, out=tmp_path / "two", undo=tmp_path / "undo")
+    forget_federated_run(forgot, ForgetRequest.parse("class:5"), settings, out=tmp_path / "two", undo=tmp_path / "undo")
     restored = undo_run(open_run(tmp_path / "two"), tmp_path / "undo", tmp_path / "one")
     assert len(patches_of(restored)) == 1
-    served = forget_in_federation(restored, ForgetRequest.parse("class:6"), settings, out=tmp_path / "deep" / "other")
+    served = forget_federated_run(restored, ForgetRequest.parse("class:6"), settings, out=tmp_path / "deep" / "other")
     assert served.run is not None
     assert sync(served.run) == [0, 1, 2, 3]
     assert sorted(path.name for path in (tmp_path / "deep").iterdir()) == ["other"]
@@ -150,7 +150,7 @@ def test_a_request_can_be_undone_and_the_next_one_served(run: Run, forgot: Run, 
 def test_clients_that_are_elsewhere_are_not_made_up(run: Run, tmp_path: Path) -> None:
     path = shutil.copytree(run.path, tmp_path / "run", ignore=shutil.ignore_patterns("clients"))
     with pytest.raises(FedOrthoError, match=r"has no clients/.* give --engine superlink --deployment DIR"):
-        forget_in_federation(open_run(path), CLASS, preset("paper"), out=tmp_path / "out")
+        forget_federated_run(open_run(path), CLASS, preset("paper"), out=tmp_path / "out")
     with pytest.raises(FedOrthoError, match="give --deployment DIR"):
         sync(open_run(path))
 
@@ -162,25 +162,25 @@ def test_a_killed_request_leaves_neither_half_of_a_run(run: Run, tmp_path: Path,
     def kill(*_: object) -> None:
         raise Killed
 
-    monkeypatch.setattr(FlowerEngine, "send_patch", kill)
+    monkeypatch.setattr(FederatedEngine, "send_patch", kill)
     with pytest.raises(Killed):
-        forget_in_federation(run, CLASS, preset("paper"), out=tmp_path / "out")
+        forget_federated_run(run, CLASS, preset("paper"), out=tmp_path / "out")
     monkeypatch.undo()
     assert not list(tmp_path.iterdir())
-    forget_in_federation(run, CLASS, preset("paper"), out=tmp_path / "out")
+    forget_federated_run(run, CLASS, preset("paper"), out=tmp_path / "out")
     assert sync(open_run(tmp_path / "out")) == [0, 1, 2, 3]
 
 
 def test_samples_that_are_not_there_are_refused_before_anybody_is_asked(run: Run) -> None:
     for text, message in (("samples:0/99999", "no sample 0/99999"), ("samples:9/1", "no client 9; clients run 0 to 3")):
         with pytest.raises(FedOrthoError, match=message):
-            forget_in_federation(run, ForgetRequest.parse(text), preset("paper"), out=None)
+            forget_federated_run(run, ForgetRequest.parse(text), preset("paper"), out=None)
 
 
 def test_what_a_run_was_trained_without_is_not_retained_by_a_later_request(run: Run) -> None:
     retrained = replace(run, settings=replace(run.settings, without="class:3"))
-    served = forget_in_federation(retrained, ForgetRequest.parse("class:5"), preset("paper"), out=None)
-    known = forget_in_federation(run, ForgetRequest.parse("class:5"), preset("paper"), out=None)
+    served = forget_federated_run(retrained, ForgetRequest.parse("class:5"), preset("paper"), out=None)
+    known = forget_federated_run(run, ForgetRequest.parse("class:5"), preset("paper"), out=None)
     assert served.outcome.images_read["statistics"] == known.outcome.images_read["statistics"]
     assert served.before.retain != known.before.retain
 
@@ -188,16 +188,16 @@ def test_what_a_run_was_trained_without_is_not_retained_by_a_later_request(run: 
 def test_a_client_with_images_of_its_own_is_judged_by_itself(run: Run, tmp_path: Path) -> None:
     own = write_images(tmp_path / "own", {str(label): 8 for label in range(10)})
     settings = replace(TRAINED, rounds=1)
-    with in_process(settings, tmp_path / "clients") as grid:
-        assert isinstance(grid, InProcessGrid)
-        mine = InProcessGrid(grid._app, 4, {"store": str(tmp_path / "clients"), "data": str(own)})
+    with local_grid(settings, tmp_path / "clients") as grid:
+        assert isinstance(grid, LocalGrid)
+        mine = LocalGrid(grid._app, 4, {"store": str(tmp_path / "clients"), "data": str(own)})
     trained = train_federation(tmp_path / "run", settings, mine)
     for number, text in enumerate(("samples:1/3,1/4,1/5,1/6,1/7,1/8", "client:2", "class:3")):
         out = tmp_path / f"run-{number}"
-        served = forget_in_federation(trained, ForgetRequest.parse(text), preset("paper"), mine, out=out)
+        served = forget_federated_run(trained, ForgetRequest.parse(text), preset("paper"), mine, out=out)
         assert 0 <= served.after.forget <= 1
         trained = open_run(out)
-    assert engine_for(mine, settings, trained.load_data()).present() == [0, 1, 3]
+    assert federated_engine(mine, settings, trained.load_data()).present() == [0, 1, 3]
 
 
 def test_training_without_a_request_never_sees_it(digits: Dataset, tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_statistics_are_pooled_at_the_end_where_they_are_not_averaged(norms: str
 
 
 def test_a_job_comes_from_a_flat_configuration(run: Run, tmp_path: Path) -> None:
-    grid = engine_of(run, run.load_data()).line.grid
+    grid = engine_of(run, run.load_data()).transport.grid
     config = {"do": "forget", "run": str(run.path), "out": "", "request": "class:1", "forget": '{"ratio": 0.05}'}
     do_job(grid, config)
     for changes, message in (
@@ -237,9 +237,9 @@ def test_a_federation_is_asked_where_its_images_lie_now(tmp_path: Path, digits: 
     settings = replace(SETTINGS, data=str(old), rounds=1)
     moved = train_federation(tmp_path / "run", settings)
     old.rename(new)
-    served = forget_in_federation(
+    served = forget_federated_run(
         moved, ForgetRequest.parse("class:bee"), preset("paper"), out=tmp_path / "out", data_dir=str(new)
     )
     assert served.run is not None
     with pytest.raises(FedOrthoError):
-        forget_in_federation(moved, ForgetRequest.parse("class:bee"), preset("paper"), out=tmp_path / "lost")
+        forget_federated_run(moved, ForgetRequest.parse("class:bee"), preset("paper"), out=tmp_path / "lost")

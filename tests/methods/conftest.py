@@ -12,10 +12,12 @@ from fedortho.training.recipe import Recipe
 
 @pytest.fixture(scope="session")
 def small_net(digits: Dataset) -> nn.Module:
-    model = build_model("small:SmallNet", classes=10, channels=1)
-    return fit(model, digits.train, Recipe(epochs=6, crop=0, flip=0.0, rate=0.1, batch=32))
+    model = build_model("small:SmallNet", num_classes=10, channels=1)
+    return fit(model, digits.train, Recipe(epochs=6, crop=0, flip=0.0, lr=0.1, batch_size=32))
 
 
 @pytest.fixture
 def engine(digits: Dataset) -> CentralEngine:
-    return CentralEngine(digits, build=lambda seed: build_model("small:SmallNet", classes=10, channels=1, seed=seed))
+    return CentralEngine(
+        digits, build=lambda seed: build_model("small:SmallNet", num_classes=10, channels=1, seed=seed)
+    )

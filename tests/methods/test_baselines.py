@@ -13,15 +13,15 @@ from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.engines.central import CentralEngine
 from fedortho.errors import BadData, BadSetting, FedOrthoError
-from fedortho.federated.server import engine_for, in_process
+from fedortho.federated.server import federated_engine, local_grid
 from fedortho.methods.bad_teacher import BadTeacher
 from fedortho.methods.class_pruning import ClassPruning, most_telling, tf_idf
-from fedortho.methods.fused import Fused
+from fedortho.methods.fused import FUSED
 from fedortho.methods.logit_mask import LogitMask
-from fedortho.methods.not_ import Negate, negated
+from fedortho.methods.not_ import NoT, negated
 from fedortho.methods.retrain import Retrain
-from fedortho.methods.salun import Salun, salient
-from fedortho.methods.unsir import Unsir
+from fedortho.methods.salun import SalUn, salient
+from fedortho.methods.unsir import UNSIR
 from fedortho.storage.files import tensors_digest
 from fedortho.training.adapters import take_off
 
@@ -32,7 +32,7 @@ SHAPE = (1, 8, 8)
 def test_salun_leaves_the_coordinates_outside_its_mask_exactly_where_they_were(
     digits: Dataset, small_net: nn.Module, engine: CentralEngine
 ) -> None:
-    method = Salun(epochs=2, rate=0.1, batch=32, decay=0.01, crop=0, flip=0.0, ratio=0.3)
+    method = SalUn(epochs=2, lr=0.1, batch_size=32, weight_decay=0.01, crop=0, flip=0.0, ratio=0.3)
     forgot = method(small_net, engine, REQUEST)
     deltas = [p - q for p, q in zip(forgot.parameters(), small_net.parameters(), strict=True)]
     moved, whole = sum(int((d != 0).sum()) for d in deltas), sum(d.numel() for d in deltas)
@@ -71,12 +71,12 @@ class Backwards(nn.Module):
 
 def test_the_first_layer_is_the_first_in_use_and_a_negation_without_effect_is_refused(engine: CentralEngine) -> None:
     model = Backwards(square=False)
-    forgot = Negate(epochs=0)(model, engine, REQUEST)
+    forgot = NoT(epochs=0)(model, engine, REQUEST)
     assert torch.equal(forgot.get_parameter("first.weight"), -model.first.weight)
     assert torch.equal(forgot.get_parameter("first.bias"), -model.first.bias)  # type: ignore[operator]  # it has one
     assert torch.equal(forgot.get_parameter("second.weight"), model.second.weight)
     with pytest.raises(BadSetting, match="negating first changes no answer"):
-        Negate(epochs=0)(Backwards(square=True), engine, REQUEST)
+        NoT(epochs=0)(Backwards(square=True), engine, REQUEST)
 
 
 @pytest.mark.parametrize("adapter", ["sparse", "low-rank"])
@@ -84,7 +84,7 @@ def test_the_first_layer_is_the_first_in_use_and_a_negation_without_effect_is_re
 def test_fused_is_reversed_bit_for_bit(
     small_net: nn.Module, engine: CentralEngine, adapter: str, class_mode: str
 ) -> None:
-    method = Fused(epochs=1, rate=0.05, adapter=adapter, class_mode=class_mode, number=2)
+    method = FUSED(epochs=1, lr=0.05, adapter=adapter, class_mode=class_mode, number=2)
     adapted, adapters = method.adapt(small_net, engine, REQUEST)
     assert len(adapters.layers) == 2
     assert tensors_digest(take_off(small_net, adapted).state_dict()) == tensors_digest(small_net.state_dict())
@@ -96,15 +96,15 @@ def test_fused_is_reversed_bit_for_bit(
 def test_fused_counts_a_big_layer_for_its_size_unless_told_otherwise(
     small_net: nn.Module, engine: CentralEngine
 ) -> None:
-    by_sum = Fused(number=4).critical_layers(small_net, engine)
+    by_sum = FUSED(number=4).critical_layers(small_net, engine)
     assert by_sum[0] == "features.6", "the largest layer moves most in all"
-    assert Fused(number=4, size="mean").critical_layers(small_net, engine) != by_sum
+    assert FUSED(number=4, size="mean").critical_layers(small_net, engine) != by_sum
     assert set(by_sum) == {"features.0", "features.3", "features.6", "fc"}
 
 
 def test_unsirs_noise_is_all_distinct_errs_and_leaves_running_statistics_alone(small_net: nn.Module) -> None:
     before = tensors_digest(small_net.state_dict())
-    method = Unsir(noise_images=32, noise_steps=60)
+    method = UNSIR(noise_images=32, noise_steps=60)
     noise = method.make_noise(small_net, 3, SHAPE)
     assert noise.shape == (32, *SHAPE)
     assert len(noise.flatten(1).unique(dim=0)) == 32
@@ -120,7 +120,7 @@ def test_unsirs_noise_is_all_distinct_errs_and_leaves_running_statistics_alone(s
 
 
 def test_unsir_labels_noise_with_the_class_it_was_made_for(small_net: nn.Module, engine: CentralEngine) -> None:
-    method = Unsir(noise_images=4, noise_copies=3)
+    method = UNSIR(noise_images=4, noise_copies=3)
     shown = method._shown(torch.randn(8, *SHAPE), [2, 7], engine.names)
     assert len(shown) == 24
     assert shown.store_labels.tolist() == [2] * 4 + [7] * 4
@@ -131,7 +131,7 @@ def test_a_bad_teacher_needs_new_weights_and_makes_answers_vague(
 ) -> None:
     with pytest.raises(FedOrthoError, match="give the engine build="):
         BadTeacher()(small_net, CentralEngine(digits), REQUEST)
-    forgot = BadTeacher(epochs=4, rate=0.01, batch=32, crop=0, flip=0.0)(small_net, engine, REQUEST)
+    forgot = BadTeacher(epochs=4, lr=0.01, batch_size=32, crop=0, flip=0.0)(small_net, engine, REQUEST)
     gone = digits.train.subset(digits.train.labels == 3)
     with torch.no_grad():
         sure = [m(gone.normalise(gone.pixels[gone.rows])).softmax(1).amax(1).mean() for m in (small_net, forgot)]
@@ -159,8 +159,8 @@ def test_a_class_that_clients_withhold_is_not_said_to_be_missing(
     digits: Dataset, small_net: nn.Module, tmp_path: Path
 ) -> None:
     settings = replace(SETTINGS, model="small:SmallNet", least_group=200)
-    with in_process(settings, tmp_path / "clients") as grid:
-        federated = engine_for(grid, settings, digits)
+    with local_grid(settings, tmp_path / "clients") as grid:
+        federated = federated_engine(grid, settings, digits)
     federated.send_model(small_net, ledger=False)
     with pytest.raises(BadData, match="no training image shows class 0, or no client has --least-group of them; TF"):
         ClassPruning()(small_net, federated, REQUEST)
@@ -170,7 +170,7 @@ def test_a_class_that_clients_withhold_is_not_said_to_be_missing(
 
 
 def test_pruned_channels_stay_silent_through_the_fine_tuning(small_net: nn.Module, engine: CentralEngine) -> None:
-    forgot = ClassPruning(epochs=2, rate=0.05, ratio=0.2, crop=0, flip=0.0)(small_net, engine, REQUEST)
+    forgot = ClassPruning(epochs=2, lr=0.05, ratio=0.2, crop=0, flip=0.0)(small_net, engine, REQUEST)
     silent = sum(int((forgot.get_parameter(f"features.{n}.weight") == 0).sum()) for n in (1, 4, 7))
     assert silent == 21, "⌈0.2 · 104⌉"
 

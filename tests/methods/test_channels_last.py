@@ -8,13 +8,13 @@ from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.engines.central import CentralEngine
 from fedortho.methods.method import Method
-from fedortho.methods.salun import Salun
-from fedortho.methods.ssd import Dampen
+from fedortho.methods.salun import SalUn
+from fedortho.methods.ssd import SSD
 
 REQUEST = ForgetRequest.parse("class:3")
 
 
-@pytest.mark.parametrize("method", [Dampen(), Salun(epochs=1, crop=0, flip=0.0)])
+@pytest.mark.parametrize("method", [SSD(), SalUn(epochs=1, crop=0, flip=0.0)])
 def test_weights_whose_channels_come_last_in_memory_are_changed_as_others_are(
     small_net: nn.Module, digits: Dataset, method: Method
 ) -> None:

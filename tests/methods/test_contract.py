@@ -13,16 +13,16 @@ from torch import nn
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.engines.central import CentralEngine
-from fedortho.federated.engine import FlowerEngine
-from fedortho.federated.server import engine_for, in_process
+from fedortho.federated.engine import FederatedEngine
+from fedortho.federated.server import federated_engine, local_grid
 from fedortho.methods import METHODS, make_method, unlearn
 from fedortho.methods.method import CannotServe, Method
 from fedortho.models.predictions import evaluate
 from fedortho.models.zoo import build_model
 from fedortho.runs.run import load_run_data
 from fedortho.statistics.engine import Engine
-from fedortho.statistics.query import Group
-from fedortho.statistics.training_plan import Course
+from fedortho.statistics.query import Selection
+from fedortho.statistics.training_plan import TrainingPlan
 from fedortho.storage.files import tensors_digest
 from fedortho.storage.settings import field_help
 from fedortho.training.loop import Mask
@@ -33,26 +33,26 @@ LABEL = 3
 REQUEST = ForgetRequest.parse(f"class:{LABEL}")
 PLAIN = {"crop": 0, "flip": 0.0}
 SMALL = {  # for 20,000 weights and 1,150 images; published values are for millions of weights
-    "retrain": {"epochs": 5, "batch": 32, "rate": 0.1} | PLAIN,
-    "retrain-plain": {"epochs": 5, "batch": 32, "rate": 0.1} | PLAIN,
-    "fedortho": {"max_retain_drop": 0.05, "target": 0.05},
-    "fedortho-erase": {"max_retain_drop": 0.05, "target": 0.05},
-    "fedortho-paper": {"ratio": 0.2, "alpha": 1.0},
-    "finetune": {"epochs": 8, "rate": 0.1} | PLAIN,
-    "not": {"epochs": 5, "rate": 0.03} | PLAIN,
-    "fused": {"epochs": 6, "rate": 0.05, "density": 0.5} | PLAIN,
+    "retrain": {"epochs": 5, "batch_size": 32, "lr": 0.1} | PLAIN,
+    "retrain-plain": {"epochs": 5, "batch_size": 32, "lr": 0.1} | PLAIN,
+    "hide": {"max_retain_drop": 0.05, "target": 0.05},
+    "directions": {"max_retain_drop": 0.05, "target": 0.05},
+    "paper": {"ratio": 0.2, "alpha": 1.0},
+    "finetune": {"epochs": 8, "lr": 0.1} | PLAIN,
+    "not": {"epochs": 5, "lr": 0.03} | PLAIN,
+    "fused": {"epochs": 6, "lr": 0.05, "density": 0.5} | PLAIN,
     "ssd": {"alpha": 50.0},
-    "salun": {"epochs": 3, "rate": 0.1, "batch": 32} | PLAIN,
-    "unsir": {"epochs": 2, "rate": 0.005, "batch": 32, "noise_images": 64, "noise_copies": 1} | PLAIN,
-    "bad-teacher": {"epochs": 4, "rate": 0.01, "batch": 32} | PLAIN,
-    "class-pruning": {"epochs": 4, "rate": 0.05, "ratio": 0.2} | PLAIN,
-    "neggrad": {"epochs": 2, "rate": 0.02, "beta": 0.95, "batch": 32} | PLAIN,
+    "salun": {"epochs": 3, "lr": 0.1, "batch_size": 32} | PLAIN,
+    "unsir": {"epochs": 2, "lr": 0.005, "batch_size": 32, "noise_images": 64, "noise_copies": 1} | PLAIN,
+    "bad-teacher": {"epochs": 4, "lr": 0.01, "batch_size": 32} | PLAIN,
+    "class-pruning": {"epochs": 4, "lr": 0.05, "ratio": 0.2} | PLAIN,
+    "neggrad": {"epochs": 2, "lr": 0.02, "beta": 0.95, "batch_size": 32} | PLAIN,
     "logit-mask": {},
 }
-FALL = {"fedortho-paper": 0.05, "finetune": 0.15, "fused": 0.15}  # weak by design; all others: by half
+FALL = {"paper": 0.05, "finetune": 0.15, "fused": 0.15}  # weak by design; all others: by half
 OTHER_IN_A_FEDERATION = {
-    "fedortho": "it tries twelve ratios in an exchange, where one machine bisects over all",
-    "fedortho-erase": "it tries four strengths of scrub in an exchange, where one machine bisects over sixteen",
+    "hide": "it tries twelve ratios in an exchange, where one machine bisects over all",
+    "directions": "it tries four strengths of scrub in an exchange, where one machine bisects over sixteen",
     "retrain": "clients are drawn to the model that they received, and one machine receives none",
 }
 
@@ -63,17 +63,19 @@ def method_of(name: str, **changes: object) -> Method:
 
 
 def central(digits: Dataset) -> CentralEngine:
-    return CentralEngine(digits, build=lambda seed: build_model("small:SmallNet", classes=10, channels=1, seed=seed))
+    return CentralEngine(
+        digits, build=lambda seed: build_model("small:SmallNet", num_classes=10, channels=1, seed=seed)
+    )
 
 
 @pytest.fixture
-def federation(tmp_path: Path, small_net: nn.Module) -> Callable[[int], FlowerEngine]:
+def federation(tmp_path: Path, small_net: nn.Module) -> Callable[[int], FederatedEngine]:
     """A federation in this process whose clients have the trained model."""
 
-    def make(clients: int) -> FlowerEngine:
+    def make(clients: int) -> FederatedEngine:
         settings = replace(SETTINGS, model="small:SmallNet", clients=clients, split="dirichlet:5")
-        with in_process(settings, tmp_path / f"clients-{clients}") as grid:
-            engine = engine_for(grid, settings, load_run_data(settings))
+        with local_grid(settings, tmp_path / f"clients-{clients}") as grid:
+            engine = federated_engine(grid, settings, load_run_data(settings))
         engine.send_model(small_net, ledger=False)
         return engine
 
@@ -90,11 +92,11 @@ class InRounds(CentralEngine):
     """One machine that trains as the only client of a federation does: a fresh start of SGD in each round."""
 
     def fit(
-        self, model: nn.Module, what: Group | Course, recipe: Recipe, *, trainable: Mask | None = None
+        self, model: nn.Module, what: Selection | TrainingPlan, recipe: Recipe, *, trainable: Mask | None = None
     ) -> nn.Module:
         for turn in range(recipe.epochs):
-            rate, seed = learning_rate(recipe, turn), step_seed(recipe.seed, turn, 0)
-            local = replace(recipe, epochs=1, rate=rate, schedule="constant", warmup=0.0, seed=seed)
+            lr, seed = learning_rate(recipe, turn), step_seed(recipe.seed, turn, 0)
+            local = replace(recipe, epochs=1, lr=lr, schedule="constant", warmup=0.0, seed=seed)
             model = super().fit(model, what, local, trainable=trainable)
         return model
 
@@ -102,7 +104,7 @@ class InRounds(CentralEngine):
 @pytest.mark.parametrize("where", ["central", "federated"])
 @pytest.mark.parametrize("name", SMALL)
 def test_it_forgets_the_class_keeps_the_rest_and_leaves_its_input(
-    digits: Dataset, small_net: nn.Module, federation: Callable[[int], FlowerEngine], name: str, where: str
+    digits: Dataset, small_net: nn.Module, federation: Callable[[int], FederatedEngine], name: str, where: str
 ) -> None:
     engine: Engine = central(digits) if where == "central" else federation(3)
     before, original = tensors_digest(small_net.state_dict()), accuracies(small_net, digits)
@@ -120,7 +122,7 @@ def test_it_forgets_the_class_keeps_the_rest_and_leaves_its_input(
 @pytest.mark.parametrize("where", ["central", "federated"])
 @pytest.mark.parametrize("name", SMALL)
 def test_the_same_seed_gives_the_same_weights(
-    digits: Dataset, small_net: nn.Module, federation: Callable[[int], FlowerEngine], name: str, where: str
+    digits: Dataset, small_net: nn.Module, federation: Callable[[int], FederatedEngine], name: str, where: str
 ) -> None:
     engine: Engine = central(digits) if where == "central" else federation(2)
     digests = {
@@ -132,7 +134,7 @@ def test_the_same_seed_gives_the_same_weights(
 
 @pytest.mark.parametrize("name", sorted(SMALL.keys() - OTHER_IN_A_FEDERATION.keys()))
 def test_a_federation_of_one_client_gives_what_one_machine_gives(
-    digits: Dataset, small_net: nn.Module, federation: Callable[[int], FlowerEngine], name: str
+    digits: Dataset, small_net: nn.Module, federation: Callable[[int], FederatedEngine], name: str
 ) -> None:
     method = method_of(name, epochs=2)
     alone = unlearn(small_net, InRounds(digits, build=central(digits).build), REQUEST, method).state_dict()
@@ -146,23 +148,25 @@ def test_a_federation_of_one_client_gives_what_one_machine_gives(
 @pytest.mark.parametrize("text", ["client:1", "samples:10,40,44,91,117,200"])
 @pytest.mark.parametrize("name", [name for name in SMALL if "client" in METHODS[name].kinds])
 def test_clients_and_samples_are_served_in_a_federation_too(
-    small_net: nn.Module, federation: Callable[[int], FlowerEngine], name: str, text: str
+    small_net: nn.Module, federation: Callable[[int], FederatedEngine], name: str, text: str
 ) -> None:
-    easy = {"fedortho": {"ratio": 0.1}, "fedortho-paper": {}, "ssd": {"alpha": 1.0}}.get(name, {"epochs": 1})
+    easy = {"hide": {"ratio": 0.1}, "paper": {}, "ssd": {"alpha": 1.0}}.get(name, {"epochs": 1})
     engine = federation(3)
     forgot = unlearn(small_net, engine, text, make_method(name, SMALL[name], easy))
     assert any(not torch.equal(p, q) for p, q in zip(forgot.parameters(), small_net.parameters(), strict=True))
     if name in ("retrain", "finetune", "not"):
-        trained = [set(exchange.down) for exchange in engine.line.log if exchange.kind == "train.local"]
+        trained = [set(exchange.down) for exchange in engine.transport.log if exchange.kind == "train.local"]
         assert trained == [{0, 2} if text == "client:1" else {0, 1, 2}], "who leaves receives nothing"
 
 
 def test_of_fused_only_adapters_travel_once_clients_have_the_model(
-    small_net: nn.Module, federation: Callable[[int], FlowerEngine]
+    small_net: nn.Module, federation: Callable[[int], FederatedEngine]
 ) -> None:
     engine = federation(2)
     unlearn(small_net, engine, REQUEST, make_method("fused", {"epochs": 1, "density": 0.05, "number": 2}))
-    kept, *_, trained = [exchange for exchange in engine.line.log if exchange.kind in ("train.keep", "train.local")]
+    kept, *_, trained = [
+        exchange for exchange in engine.transport.log if exchange.kind in ("train.keep", "train.local")
+    ]
     whole = kept.down[0]
     assert trained.kind == "train.local"
     assert trained.up[0] < 0.1 * whole

@@ -13,8 +13,8 @@ from fedortho.data.request import ForgetRequest
 from fedortho.engines.central import CentralEngine
 from fedortho.errors import BadCheckpoint
 from fedortho.federated.aggregation import Order
-from fedortho.federated.engine import FlowerEngine
-from fedortho.federated.server import engine_for, in_process
+from fedortho.federated.engine import FederatedEngine
+from fedortho.federated.server import federated_engine, local_grid
 from fedortho.federated.wire import Note
 from fedortho.methods import make_method, unlearn
 from fedortho.methods.federaser import FedEraser, read_round
@@ -23,27 +23,27 @@ from fedortho.models.predictions import accuracy
 from fedortho.models.zoo import build_model
 from fedortho.runs.federation import held_rows
 from fedortho.runs.run import load_run_data
-from fedortho.statistics.query import Group
+from fedortho.statistics.query import Selection
 from fedortho.storage.files import tensors_digest
 from fedortho.training.recipe import Recipe, learning_rate
 
 LEAVING = ForgetRequest.parse("client:2")
 FEDERATION = replace(SETTINGS, model="small:SmallNet", clients=3, split="dirichlet:0.3", least_images=100)
-RECIPE = Recipe(epochs=4, rate=0.1, batch=32, schedule="constant", crop=0, flip=0.0, ortho=0.0, align=0.0)
-ERASER = FedEraser(rate=0.05, batch=32, crop=0, flip=0.0)
+RECIPE = Recipe(epochs=4, lr=0.1, batch_size=32, schedule="constant", crop=0, flip=0.0, ortho=0.0, align=0.0)
+ERASER = FedEraser(lr=0.05, batch_size=32, crop=0, flip=0.0)
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> FlowerEngine:
-    with in_process(FEDERATION, tmp_path / "clients") as grid:
-        return engine_for(grid, FEDERATION, load_run_data(FEDERATION))
+def engine(tmp_path: Path) -> FederatedEngine:
+    with local_grid(FEDERATION, tmp_path / "clients") as grid:
+        return federated_engine(grid, FEDERATION, load_run_data(FEDERATION))
 
 
 @pytest.fixture
-def trained(engine: FlowerEngine, tmp_path: Path) -> nn.Module:
+def trained(engine: FederatedEngine, tmp_path: Path) -> nn.Module:
     """Four rounds, whose updates are kept."""
-    net = build_model("small:SmallNet", classes=10, channels=1)
-    model = engine.fit(net, Group(), RECIPE, updates=tmp_path / "kept")
+    net = build_model("small:SmallNet", num_classes=10, channels=1)
+    model = engine.fit(net, Selection(), RECIPE, updates=tmp_path / "kept")
     engine.send_model(model, ledger=False)
     return model
 
@@ -52,26 +52,26 @@ def trained(engine: FlowerEngine, tmp_path: Path) -> nn.Module:
 def orders(trained: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[Note]:
     """What clients are told to do from now on, in order."""
     told: list[Note] = []
-    really = FlowerEngine._order
+    really = FederatedEngine._order
 
-    def order(self: FlowerEngine, order: Order, turn: int, client: int) -> Note:
+    def order(self: FederatedEngine, order: Order, turn: int, client: int) -> Note:
         told.append(really(self, order, turn, client))
         return told[-1]
 
-    monkeypatch.setattr(FlowerEngine, "_order", order)
+    monkeypatch.setattr(FederatedEngine, "_order", order)
     return told
 
 
 @pytest.mark.parametrize("average_first", [False, True])
 def test_it_replays_the_training_without_the_client_and_keeps_what_the_others_know(
-    digits: Dataset, engine: FlowerEngine, trained: nn.Module, tmp_path: Path, average_first: bool
+    digits: Dataset, engine: FederatedEngine, trained: nn.Module, tmp_path: Path, average_first: bool
 ) -> None:
-    before, asked = tensors_digest(trained.state_dict()), engine.line.log[-1]
+    before, asked = tensors_digest(trained.state_dict()), engine.transport.log[-1]
     method = replace(ERASER, updates=str(tmp_path / "kept"), average_first=average_first)
     first, again = (unlearn(trained, engine, LEAVING, method) for _ in range(2))
     assert tensors_digest(first.state_dict()) == tensors_digest(again.state_dict())
     assert tensors_digest(trained.state_dict()) == before
-    new = engine.line.log[engine.line.log.index(asked) + 1 :]
+    new = engine.transport.log[engine.transport.log.index(asked) + 1 :]
     assert all(2 not in exchange.down for exchange in new), "the client that leaves receives nothing"
     assert len(new) == 2 * 3 * (1 if average_first else 2), "three calibrated rounds, twice"
     rows = held_rows(digits, FEDERATION, 0)
@@ -82,13 +82,13 @@ def test_it_replays_the_training_without_the_client_and_keeps_what_the_others_kn
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_statistics_that_no_client_sent_are_pooled_in_the_end(digits: Dataset, tmp_path: Path, rounds: int) -> None:
     local = replace(FEDERATION, norms="local")
-    with in_process(local, tmp_path / "clients") as grid:
-        engine = engine_for(grid, local, digits)
-    net = build_model("small:SmallNet", classes=10, channels=1)
+    with local_grid(local, tmp_path / "clients") as grid:
+        engine = federated_engine(grid, local, digits)
+    net = build_model("small:SmallNet", num_classes=10, channels=1)
     recipe = replace(RECIPE, epochs=rounds)
-    trained = engine.fit(net, Group(), recipe, updates=tmp_path / "kept")
+    trained = engine.fit(net, Selection(), recipe, updates=tmp_path / "kept")
     forgot = unlearn(trained, engine, LEAVING, replace(ERASER, updates=str(tmp_path / "kept")))
-    assert 2 not in engine.line.log[-1].down, "the client that leaves receives nothing"
+    assert 2 not in engine.transport.log[-1].down, "the client that leaves receives nothing"
     images = digits.train.subset(~torch.isin(digits.train.rows, held_rows(digits, local, 0)[2]))
     with torch.no_grad():
         answers = forgot.get_submodule("features.0")(images.normalise(images.pixels[images.rows]))
@@ -97,7 +97,7 @@ def test_statistics_that_no_client_sent_are_pooled_in_the_end(digits: Dataset, t
 
 
 def test_clients_shuffle_otherwise_in_every_replayed_round(
-    engine: FlowerEngine, trained: nn.Module, tmp_path: Path, orders: list[Note]
+    engine: FederatedEngine, trained: nn.Module, tmp_path: Path, orders: list[Note]
 ) -> None:
     method = replace(ERASER, updates=str(tmp_path / "kept"))
     method(trained, engine, LEAVING)
@@ -108,18 +108,18 @@ def test_clients_shuffle_otherwise_in_every_replayed_round(
 
 
 def test_a_replayed_round_has_the_rate_and_the_penalty_of_the_training(
-    engine: FlowerEngine, trained: nn.Module, tmp_path: Path, orders: list[Note]
+    engine: FederatedEngine, trained: nn.Module, tmp_path: Path, orders: list[Note]
 ) -> None:
-    method = replace(ERASER, updates=str(tmp_path / "kept"), rate=0.1, epochs=4, schedule="cosine", ortho=0.02)
+    method = replace(ERASER, updates=str(tmp_path / "kept"), lr=0.1, epochs=4, schedule="cosine", ortho=0.02)
     method(trained, engine, LEAVING)
     wanted = [learning_rate(replace(RECIPE, schedule="cosine"), turn) for turn in (1, 1, 2, 2, 3, 3)]
-    assert [note["recipe"]["rate"] for note in orders] == pytest.approx(wanted)
+    assert [note["recipe"]["lr"] for note in orders] == pytest.approx(wanted)
     assert {note["recipe"]["ortho"] for note in orders} == {0.02}
     assert not any(note["align"] for note in orders)
 
 
 def test_steps_have_the_stored_length_and_the_first_round_is_a_mean(
-    engine: FlowerEngine, trained: nn.Module, tmp_path: Path
+    engine: FederatedEngine, trained: nn.Module, tmp_path: Path
 ) -> None:
     one, two = (
         replace(ERASER, updates=str(tmp_path / "kept"), average_first=True, most=rounds)(trained, engine, LEAVING)
@@ -137,7 +137,7 @@ def test_steps_have_the_stored_length_and_the_first_round_is_a_mean(
 
 
 def test_without_kept_updates_or_a_federation_it_is_refused(
-    digits: Dataset, engine: FlowerEngine, small_net: nn.Module, tmp_path: Path
+    digits: Dataset, engine: FederatedEngine, small_net: nn.Module, tmp_path: Path
 ) -> None:
     with pytest.raises(CannotServe, match="federaser serves client requests only, not class:3; retrain, "):
         unlearn(small_net, engine, "class:3", "federaser")
@@ -148,7 +148,7 @@ def test_without_kept_updates_or_a_federation_it_is_refused(
         unlearn(small_net, CentralEngine(digits, clients=rows), LEAVING, "federaser")
 
 
-def test_updates_of_another_network_are_refused(engine: FlowerEngine, trained: nn.Module, tmp_path: Path) -> None:
-    other = build_model("small:TinyNet", classes=10, channels=1)
+def test_updates_of_another_network_are_refused(engine: FederatedEngine, trained: nn.Module, tmp_path: Path) -> None:
+    other = build_model("small:TinyNet", num_classes=10, channels=1)
     with pytest.raises(BadCheckpoint, match="keeps the updates of another network"):
         make_method("federaser", {"updates": str(tmp_path / "kept")})(other, engine, LEAVING)

@@ -16,13 +16,13 @@ from fedortho.storage.files import write_json
 
 def test_a_file_wins_over_the_preset(tmp_path: Path) -> None:
     settings, file = TrainSettings(), tmp_path / "tuned.json"
-    write_json(file, {"salun": {"rate": 0.5}})
+    write_json(file, {"salun": {"lr": 0.5}})
     assert read_settings(settings.data, settings.model, "short", file)["salun"] == {
         "epochs": 2,
-        "batch": 64,
-        "rate": 0.5,
+        "batch_size": 64,
+        "lr": 0.5,
     }
-    assert read_settings(settings.data, settings.model, "published", file) == {"salun": {"rate": 0.5}}
+    assert read_settings(settings.data, settings.model, "published", file) == {"salun": {"lr": 0.5}}
 
 
 @pytest.mark.parametrize("file", [path for path in sorted(TUNED.glob("*.json")) if ".trials" not in path.name])

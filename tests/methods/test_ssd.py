@@ -13,8 +13,8 @@ from fedortho.data.images import Dataset, Images
 from fedortho.data.request import ForgetRequest
 from fedortho.engines.central import CentralEngine
 from fedortho.errors import BadCheckpoint
-from fedortho.federated.server import engine_for, in_process
-from fedortho.methods.ssd import Dampen
+from fedortho.federated.server import federated_engine, local_grid
+from fedortho.methods.ssd import SSD
 from fedortho.storage.files import tensors_digest
 
 REQUEST = ForgetRequest.parse("class:3")
@@ -60,7 +60,7 @@ def test_it_is_what_the_formula_says_with_a_last_partial_batch(digits: Dataset, 
     assert len(gone) % batch
     assert len(digits.train) % batch
     forget, everything = (importance(model, images, batch, label_free) for images in (gone, digits.train))
-    forgot = Dampen(alpha, lam, batch, label_free)(model, CentralEngine(digits), REQUEST)
+    forgot = SSD(alpha, lam, batch, label_free)(model, CentralEngine(digits), REQUEST)
     selected = 0
     for name, weight in model.named_parameters():
         chosen = forget[name] > alpha * everything[name]
@@ -73,20 +73,20 @@ def test_it_is_what_the_formula_says_with_a_last_partial_batch(digits: Dataset, 
 def test_the_importance_of_all_images_is_kept_and_needs_no_second_pass(
     digits: Dataset, small_net: nn.Module, engine: CentralEngine, tmp_path: Path
 ) -> None:
-    method = Dampen(alpha=50.0, keep=str(tmp_path / "importance.safetensors"))
+    method = SSD(alpha=50.0, keep=str(tmp_path / "importance.safetensors"))
     first = method(small_net, engine, REQUEST)
     before = engine.tally.images_trained
     again = method(small_net, engine, REQUEST)
     assert engine.tally.images_trained - before == int((digits.train.labels == 3).sum())
     assert tensors_digest(first.state_dict()) == tensors_digest(again.state_dict())
     with pytest.raises(BadCheckpoint, match="of another model, batch or variant"):
-        Dampen(batch=32, keep=method.keep)(small_net, engine, REQUEST)
+        SSD(batch_size=32, keep=method.keep)(small_net, engine, REQUEST)
 
 
 def test_an_importance_over_other_images_is_not_taken_for_that_of_all(
     digits: Dataset, small_net: nn.Module, engine: CentralEngine, tmp_path: Path
 ) -> None:
-    method = Dampen(alpha=50.0, keep=str(tmp_path / "importance.safetensors"))
+    method = SSD(alpha=50.0, keep=str(tmp_path / "importance.safetensors"))
     some = CentralEngine(replace(digits, train=digits.train.subset(range(400))))
     method(small_net, some, REQUEST)
     with pytest.raises(BadCheckpoint, match="or over other images; choose another keep"):
@@ -96,20 +96,20 @@ def test_an_importance_over_other_images_is_not_taken_for_that_of_all(
 def test_a_federation_that_lost_a_client_does_not_reuse_what_it_kept(
     digits: Dataset, small_net: nn.Module, tmp_path: Path
 ) -> None:
-    method = Dampen(alpha=50.0, keep=str(tmp_path / "importance.safetensors"))
+    method = SSD(alpha=50.0, keep=str(tmp_path / "importance.safetensors"))
     settings = replace(SETTINGS, model="small:SmallNet")
     kept = []
-    with in_process(settings, tmp_path / "clients") as grid:
+    with local_grid(settings, tmp_path / "clients") as grid:
         for _ in range(2):
-            engine = engine_for(grid, settings, digits)
+            engine = federated_engine(grid, settings, digits)
             engine.send_model(small_net, ledger=False)
             kept.append(tensors_digest(method(small_net, engine, REQUEST).state_dict()))
-        smaller = engine_for(grid, settings, digits, [ForgetRequest.parse("client:1")])
+        smaller = federated_engine(grid, settings, digits, [ForgetRequest.parse("client:1")])
         with pytest.raises(BadCheckpoint, match="or over other images"):
             method(small_net, smaller, REQUEST)
     assert kept[0] == kept[1]
 
 
 def test_running_statistics_stay(small_net: nn.Module, engine: CentralEngine) -> None:
-    forgot = Dampen(alpha=2.0)(small_net, engine, REQUEST)
+    forgot = SSD(alpha=2.0)(small_net, engine, REQUEST)
     assert all(torch.equal(forgot.get_buffer(name), buffer) for name, buffer in small_net.named_buffers())

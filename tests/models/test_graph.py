@@ -13,7 +13,7 @@ def names(layers: list[Layer]) -> list[str]:
 
 
 def trace(name: str) -> list[Layer]:
-    return trace_layers(build_model(name, classes=10), (3, 32, 32))
+    return trace_layers(build_model(name, num_classes=10), (3, 32, 32))
 
 
 def test_the_deep_part_of_each_paper_model_is_its_last_stage_without_the_shortcut() -> None:

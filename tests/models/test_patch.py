@@ -112,7 +112,7 @@ def test_the_channel_edit_equals_masking_what_leaves_the_norm(tiny: TinyNet, toy
 
 
 def test_silencing_a_residual_group_equals_masking_the_stream(toy: Images) -> None:
-    model = warmed(build_model("resnet-mini", classes=4, channels=1), toy)
+    model = warmed(build_model("resnet-mini", num_classes=4, channels=1), toy)
     kernels = [0, 7, 99]
     edited = patch_of(model, "channel/stream", "layer3.0.conv2", {"layer3.0": kernels}, 1.0).apply(model)
 

@@ -32,7 +32,7 @@ def test_what_check_refuses_cannot_be_edited(name: str) -> None:
 
 @pytest.mark.parametrize(("model", "stream"), [("resnet-mini", "layer3.0"), ("resnet18", "layer4.1")])
 def test_the_writers_of_a_residual_stream_are_one_site_at_the_end_of_their_stage(model: str, stream: str) -> None:
-    net = build_model(model, classes=10)
+    net = build_model(model, num_classes=10)
     sites = find_sites(net, (3, 32, 32), "deep", "channel", "stream")
     group = [site for site in sites if site.is_stream]
     assert [site.name for site in group] == [stream]

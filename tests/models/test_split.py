@@ -9,7 +9,7 @@ from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.engines.central import CentralEngine
 from fedortho.models.sites import find_sites
-from fedortho.models.split import Cut, cut_model, find_cut, run_tail, tail_inputs
+from fedortho.models.split import Split, entry_inputs, find_split, run_tail, tail_model
 from fedortho.training.loop import fit
 from fedortho.training.recipe import Recipe
 from fedortho.unlearning.plan import ForgetSettings, plan_forgetting
@@ -27,11 +27,11 @@ def test_the_tail_answers_as_the_whole_network_does(
 ) -> None:
     model, inputs = digit_nets[name], inputs_of(digits, 60)
     sites = find_sites(model, (1, 8, 8), "deep", "channel", "stream")
-    cut = find_cut(model, sites, inputs[:2])
-    assert cut.entry == entry
-    remembered = tail_inputs(model, cut, inputs)
+    split = find_split(model, sites, inputs[:2])
+    assert split.entry == entry
+    cached = entry_inputs(model, split, inputs)
     with torch.no_grad():
-        assert torch.allclose(run_tail(cut_model(model, cut), cut, remembered), model(inputs), atol=1e-5)
+        assert torch.allclose(run_tail(tail_model(model, split), split, cached), model(inputs), atol=1e-5)
 
 
 def test_a_network_with_a_skip_around_the_cut_is_run_whole() -> None:
@@ -47,10 +47,10 @@ def test_a_network_with_a_skip_around_the_cut_is_run_whole() -> None:
 
     model, inputs = Skipping().eval(), torch.rand(5, 1, 8, 8)
     sites = find_sites(model, (1, 8, 8), "b", "channel", "relu")
-    cut = find_cut(model, sites, inputs)
-    assert cut == Cut(None)
+    split = find_split(model, sites, inputs)
+    assert split == Split(None)
     with torch.no_grad():
-        assert torch.equal(run_tail(model, cut, tail_inputs(model, cut, inputs)), model(inputs))
+        assert torch.equal(run_tail(model, split, entry_inputs(model, split, inputs)), model(inputs))
 
 
 def test_only_norms_whose_input_can_change_are_repaired(digit_nets: dict[str, nn.Module]) -> None:
@@ -82,10 +82,10 @@ def test_repair_estimates_the_moments_of_what_the_norm_receives(
 ) -> None:
     model, inputs = digit_nets["vgg-mini"], inputs_of(digits, 256)
     sites = find_sites(model, (1, 8, 8), "features.21", "channel", "relu")
-    cut = find_cut(model, sites, inputs[:2])
-    twin = cut_model(model, cut)
+    split = find_split(model, sites, inputs[:2])
+    twin = tail_model(model, split)
     tracked = int(twin.get_buffer("features.25.num_batches_tracked"))
-    buffers, _ = repair(twin, cut, norms_behind(model, sites, inputs[:2]), tail_inputs(model, cut, inputs))
+    buffers, _ = repair(twin, split, norms_behind(model, sites, inputs[:2]), entry_inputs(model, split, inputs))
     with torch.no_grad():
         received = model.features[:25](inputs)
     assert set(buffers) == {"features.25.running_mean", "features.25.running_var"}
@@ -101,7 +101,7 @@ def test_repair_weighs_every_image_the_same_and_tells_how_many_it_took(
 ) -> None:
     part = digits.train.subset(range(number))
     inputs = part.normalise(part.pixels[part.rows])
-    buffers, count = repair(tiny.eval(), Cut(None), ["features.1"], inputs)
+    buffers, count = repair(tiny.eval(), Split(None), ["features.1"], inputs)
     with torch.no_grad():
         received = tiny.features[0](inputs[:used])
     assert count == used
@@ -122,6 +122,6 @@ def test_whole_batches_alone_are_repaired_by_their_plain_mean(digits: Dataset, t
     with torch.no_grad():
         for batch in inputs.split(256):
             plain(batch)
-    buffers, _ = repair(tiny, Cut(None), ["features.1"], inputs)
+    buffers, _ = repair(tiny, Split(None), ["features.1"], inputs)
     assert buffers["features.1.running_mean"].equal(norm.running_mean), "to the last bit, as before"
     assert buffers["features.1.running_var"].equal(norm.running_var)

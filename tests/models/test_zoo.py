@@ -14,30 +14,30 @@ KNOWN_WEIGHTS = {"resnet18": 11_173_962, "resnet34": 21_282_122, "resnet50": 23_
 
 @pytest.mark.parametrize(("name", "weights"), KNOWN_WEIGHTS.items())
 def test_the_papers_models_have_the_known_number_of_weights(name: str, weights: int) -> None:
-    assert sum(p.numel() for p in build_model(name, classes=10).parameters()) == weights
+    assert sum(p.numel() for p in build_model(name, num_classes=10).parameters()) == weights
 
 
 @pytest.mark.parametrize("name", ["resnet-mini", "vgg-mini"])
 def test_the_small_models_stay_small(name: str) -> None:
-    assert 300_000 <= sum(p.numel() for p in build_model(name, classes=10).parameters()) <= 600_000
+    assert 300_000 <= sum(p.numel() for p in build_model(name, num_classes=10).parameters()) <= 600_000
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("shape", [(3, 32, 32), (1, 28, 28), (1, 8, 8)])
 def test_every_model_reads_small_images_in_colour_and_in_grey(name: str, shape: tuple[int, int, int]) -> None:
-    check_output(build_model(name, classes=7, channels=shape[0]), shape, 7)
+    check_output(build_model(name, num_classes=7, channels=shape[0]), shape, 7)
 
 
 @pytest.mark.parametrize("name", ["resnet18", "vgg16"])
 def test_the_papers_models_read_tiny_imagenet(name: str) -> None:
-    check_output(build_model(name, classes=200), (3, 64, 64), 200)
+    check_output(build_model(name, num_classes=200), (3, 64, 64), 200)
 
 
 def test_the_same_seed_gives_the_same_weights_and_leaves_the_callers_random_state() -> None:
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
-    first, second, third = (build_model("vgg-mini", classes=10, seed=seed) for seed in (0, 0, 1))
+    first, second, third = (build_model("vgg-mini", num_classes=10, seed=seed) for seed in (0, 0, 1))
     assert torch.equal(torch.rand(1), expected)
     digests = [tensors_digest(model.state_dict()) for model in (first, second, third)]
     assert digests[0] == digests[1] != digests[2]
@@ -45,7 +45,7 @@ def test_the_same_seed_gives_the_same_weights_and_leaves_the_callers_random_stat
 
 def test_an_unknown_model_is_answered_with_the_nearest_and_the_choices() -> None:
     with pytest.raises(UnknownName, match=r"no model 'resnet-min'; did you mean 'resnet-mini'\? choose from .*vgg16"):
-        build_model("resnet-min", classes=10)
+        build_model("resnet-min", num_classes=10)
 
 
 @pytest.fixture
@@ -69,10 +69,10 @@ def pair(): return type("Pair", (nn.Linear,), {"forward": lambda self, x: (x, x)
 
 
 def test_a_factory_of_ones_own_gets_the_sizes_that_it_asks_for(own_module: str) -> None:
-    sized = build_model(f"{own_module}:sized", classes=9, channels=2)
+    sized = build_model(f"{own_module}:sized", num_classes=9, channels=2)
     assert isinstance(sized, nn.Linear)
     assert (sized.in_features, sized.out_features) == (2, 9)
-    check_output(build_model(f"{own_module}:plain", classes=5), (1, 8, 8), 5)
+    check_output(build_model(f"{own_module}:plain", num_classes=5), (1, 8, 8), 5)
 
 
 @pytest.mark.parametrize(
@@ -89,11 +89,11 @@ def test_a_factory_of_ones_own_gets_the_sizes_that_it_asks_for(own_module: str) 
 )
 def test_a_bad_factory_is_refused_by_name(own_module: str, name: str, message: str) -> None:
     with pytest.raises((UnknownName, BadSetting), match=message):
-        build_model(name, classes=5)
+        build_model(name, num_classes=5)
 
 
 def test_a_model_that_does_not_fit_the_data_is_refused() -> None:
-    model = build_model("vgg-mini", classes=10, channels=3)
+    model = build_model("vgg-mini", num_classes=10, channels=3)
     with pytest.raises(BadSetting, match=r"answers one image with \(1, 10\); the data has 7 classes"):
         check_output(model, (3, 32, 32), 7)
     with pytest.raises(BadSetting, match="cannot read images of 1x28x28"):
@@ -102,11 +102,11 @@ def test_a_model_that_does_not_fit_the_data_is_refused() -> None:
 
 def test_a_model_that_fails_in_its_own_way_or_answers_with_a_pair_is_refused(own_module: str) -> None:
     with pytest.raises(BadSetting, match="cannot read images of 1x8x8: wrong image size"):
-        check_output(build_model(f"{own_module}:picky", classes=2), (1, 8, 8), 2)
+        check_output(build_model(f"{own_module}:picky", num_classes=2), (1, 8, 8), 2)
     with pytest.raises(BadSetting, match="answers one image with tuple"):
-        check_output(build_model(f"{own_module}:pair", classes=2), (1, 8, 8), 2)
+        check_output(build_model(f"{own_module}:pair", num_classes=2), (1, 8, 8), 2)
 
 
 def test_one_class_is_too_few() -> None:
     with pytest.raises(BadSetting, match="at least 2 classes"):
-        build_model("vgg-mini", classes=1)
+        build_model("vgg-mini", num_classes=1)

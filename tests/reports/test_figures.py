@@ -222,7 +222,7 @@ def test_relearning_and_probes_are_told_by_role() -> None:
 def test_costs_are_compared_with_retraining_and_none_is_none() -> None:
     rows = {
         "retrain": {"bytes_up": 600_000, "bytes_down": 400_000, "flops": 5e12},
-        "fedortho": {"bytes_up": 900, "bytes_down": 100, "flops": 1e11},
+        "hide": {"bytes_up": 900, "bytes_down": 100, "flops": 1e11},
         "logit-mask": {"bytes_up": 0, "bytes_down": 0, "flops": 0.0},
     }
     figure = costs.cost_figure(rows)
@@ -265,7 +265,7 @@ def test_float_images_and_grey_ones_can_be_drawn_too(toy: Images) -> None:
 
 
 def test_the_last_layer_of_a_residual_network_is_no_shortcut() -> None:
-    assert activations.last_layer(build_model("resnet-mini", classes=4, channels=1), (1, 8, 8)) == "layer3.0.conv2"
+    assert activations.last_layer(build_model("resnet-mini", num_classes=4, channels=1), (1, 8, 8)) == "layer3.0.conv2"
 
 
 def test_a_real_evaluation_can_be_drawn(tiny: TinyNet, toy: Images) -> None:

@@ -21,7 +21,7 @@ from fedortho.evidence.markup import LEFT_OUT, Cell, Html, image, table, tag, wi
 from fedortho.reports.figures.activations import as_pictures
 from fedortho.reports.gallery import Example, Gallery, Picture, _thumbnail, audit_pictures, illustrate
 from fedortho.reports.page import SECTIONS, Page, number, render, reported_request, verdict_of
-from fedortho.requests.forgetting import serve_request
+from fedortho.requests.forgetting import forget_run
 from fedortho.requests.references import find_original, find_references, reference_settings
 from fedortho.runs.run import Run
 from fedortho.runs.settings import TrainSettings
@@ -59,7 +59,7 @@ def forgot(tmp_path_factory: pytest.TempPathFactory) -> Run:
     run = train_run(place / "original", settings)
     request = ForgetRequest.parse("class:3")
     train_run(place / "retrained", replace(reference_settings(run, request), epochs=3))
-    served = serve_request(
+    served = forget_run(
         run, run.load_data(), request, ForgetSettings(max_retain_drop=0.2, target=0.2), out=place / "forgot"
     )
     assert served.run is not None

@@ -12,7 +12,7 @@ from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
 from fedortho.storage.files import write_json
 
-SETTINGS = TrainSettings(data="digits", model="small:TinyNet", epochs=1, batch=64, threads=1, crop=0, flip=0.0)
+SETTINGS = TrainSettings(data="digits", model="small:TinyNet", epochs=1, batch_size=64, threads=1, crop=0, flip=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_runs_of_directories_below_are_listed_under_their_directory(place: Path,
     assert [line.run for line in lines] == ["first", "comparisons/a-very-long-name-of-a-comparison/second"]
     text = told("results", tmp_path).splitlines()
     heading = text.index("comparisons/a-very-long-name-of-a-comparison:")
-    assert any(line.split()[:3] == ["second", "fedortho", "class:3"] for line in text[heading:])
+    assert any(line.split()[:3] == ["second", "hide", "class:3"] for line in text[heading:])
     assert not (tmp_path / "first" / "clients").exists()
     with pytest.raises(BadData, match="is a run; give the directory that holds it"):
         list_runs(tmp_path / "first")

@@ -18,7 +18,7 @@ from fedortho.evaluation.accuracies import accuracies_of
 from fedortho.federated.server import patches_of, train_federation
 from fedortho.methods.method import CannotServe, Method
 from fedortho.methods.retrain import Retrain
-from fedortho.requests.comparing import Row, best, chosen_methods, compare, gaps, place_of, settings_for, table
+from fedortho.requests.comparing import Row, best, chosen_methods, compare, context_of, gaps, settings_for, table
 from fedortho.runs.run import Run, load_run_data, open_run
 from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
@@ -109,7 +109,7 @@ def test_a_reference_beside_the_run_is_not_trained_again(run: Run, tmp_path: Pat
 def test_what_a_run_was_trained_without_is_neither_taught_nor_counted(run: Run, tmp_path: Path) -> None:
     data = load_run_data(run.settings)
     without = train_run(tmp_path / "runs" / "run", replace(run.settings, without="class:3"))
-    place = place_of(without, data)
+    place = context_of(without, data)
     with place.engine() as engine:
         assert isinstance(engine, CentralEngine)
         assert all(3 not in part.labels for part in (engine.data.train, engine.data.valid))
@@ -207,7 +207,7 @@ def test_the_nearest_to_retraining_is_best_and_less_than_retraining_is_no_win() 
 def test_retraining_follows_the_run_and_nothing_else(run: Run) -> None:
     method = settings_for(run, "retrain-plain", {"epochs": 99})
     assert isinstance(method, Retrain)
-    assert (method.epochs, method.rate, method.ortho, method.align) == (3, run.settings.rate, 0.0, 0.0)
+    assert (method.epochs, method.lr, method.ortho, method.align) == (3, run.settings.lr, 0.0, 0.0)
 
 
 def test_what_is_no_result_of_a_comparison_is_neither_read_nor_deleted(run: Run, tmp_path: Path) -> None:

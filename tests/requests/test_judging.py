@@ -55,7 +55,7 @@ def verdict(forgot: float = 0.0, probe: tuple[float, float, float] = (0.9, 0.95,
     audits[0] = replace(audits[0], forgot=probe[0], original=probe[1], reference=probe[2])
     metrics = (Metric("forget-accuracy", forgot, 0.0, 100),)
     kept = Audit("retention", outcomes.get("retention", "PASS"), "says")
-    return Verdict("class:1", "class cat", "fedortho", metrics, tuple(audits), kept, True, retrain_seconds=600.0)
+    return Verdict("class:1", "class cat", "hide", metrics, tuple(audits), kept, True, retrain_seconds=600.0)
 
 
 def test_the_sentence_says_hidden_and_how_far_erased() -> None:

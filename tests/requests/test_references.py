@@ -22,7 +22,7 @@ from fedortho.runs.settings import FederateSettings, TrainSettings
 from fedortho.runs.training import train_run
 from fedortho.storage.files import read_json, write_json
 
-SMALL = TrainSettings(data="digits", model="vgg-mini", epochs=1, batch=256, seed=5, threads=1)
+SMALL = TrainSettings(data="digits", model="vgg-mini", epochs=1, batch_size=256, seed=5, threads=1)
 ASKED = ForgetRequest.parse("class:3")
 
 
@@ -129,8 +129,8 @@ def test_what_went_by_other_requests_is_not_expected_to_have_stayed(original: Ru
 def test_a_second_reference_of_a_federation_deals_the_images_as_the_first() -> None:
     settings = FederateSettings(data="digits", clients=3, seed=1, split="dirichlet:0.5")
     data = load_run_data(settings)
-    again = replace(settings, seed=9, split_seed=settings.dealt_by)
-    mine, theirs = held_rows(data, settings, settings.dealt_by), held_rows(data, again, again.dealt_by)
+    again = replace(settings, seed=9, split_seed=settings.partition_seed)
+    mine, theirs = held_rows(data, settings, settings.partition_seed), held_rows(data, again, again.partition_seed)
     assert all(mine[client].equal(theirs[client]) for client in mine)
 
 

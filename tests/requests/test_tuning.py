@@ -56,7 +56,7 @@ def test_all_that_can_be_tuned_is_and_what_was_is_not_tuned_again(run: Run, tmp_
 
     def go(names: list[str]) -> dict[str, list[Attempt]]:
         told = lambda name, number, _: seen.append((name, number))  # noqa: E731
-        return tune_all(run, data, REQUEST, names, file, budget, base={"finetune": {"batch": 32}}, watch=told)
+        return tune_all(run, data, REQUEST, names, file, budget, base={"finetune": {"batch_size": 32}}, watch=told)
 
     first = go(["retrain", "ssd", "logit-mask"])
     assert seen == [("ssd", 0), ("ssd", 1)], "a standard and a control have nothing to tune"
@@ -64,8 +64,8 @@ def test_all_that_can_be_tuned_is_and_what_was_is_not_tuned_again(run: Run, tmp_
     assert seen[2:] == [("finetune", 0), ("finetune", 1)]
     assert found["ssd"] == first["ssd"]
     with pytest.raises(FedOrthoError, match="another model, request, budget or preset"):
-        tune_all(run, data, REQUEST, ["ssd"], file, budget, base={"ssd": {"batch": 16}})
-    assert all(attempt.settings["batch"] == 32 for attempt in found["finetune"])
+        tune_all(run, data, REQUEST, ["ssd"], file, budget, base={"ssd": {"batch_size": 16}})
+    assert all(attempt.settings["batch_size"] == 32 for attempt in found["finetune"])
     best = {name: dict(attempts[0].settings) for name, attempts in found.items()}
     assert read_settings(run.settings.data, run.settings.model, "published", file) == best
     told = read_json(tmp_path / "tuned.trials.json")

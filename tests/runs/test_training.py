@@ -20,7 +20,7 @@ from fedortho.devices import choose_device
 from fedortho.errors import BadCheckpoint, BadData, BadSetting, FedOrthoError, UnknownName
 from fedortho.models.predictions import accuracy, evaluate
 from fedortho.models.zoo import build_model
-from fedortho.requests.forgetting import serve_request
+from fedortho.requests.forgetting import forget_run
 from fedortho.runs.run import open_run
 from fedortho.runs.settings import ImportSettings, TrainSettings
 from fedortho.runs.training import import_run, train_run
@@ -29,7 +29,7 @@ from fedortho.storage.files import file_digest, locked, write_tensors
 from fedortho.unlearning.plan import ForgetSettings
 
 KEPT = ["history.json", "ledger.safetensors", "model.safetensors", "run.json", "split.json"]
-SMALL = TrainSettings(data="digits", model="vgg-mini", epochs=1, batch=256, rate=0.05, threads=1, ortho_every=2)
+SMALL = TrainSettings(data="digits", model="vgg-mini", epochs=1, batch_size=256, lr=0.05, threads=1, ortho_every=2)
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +186,7 @@ def test_a_changed_model_or_record_is_refused(digits_run: Path, tmp_path: Path) 
 
 
 def test_a_process_killed_twice_ends_with_the_same_bytes_as_one_left_alone(tmp_path: Path) -> None:
-    flags = ["--epochs", "6", "--batch", "64", "--rate", "0.05", "--threads", "1", "--out"]
+    flags = ["--epochs", "6", "--batch-size", "64", "--lr", "0.05", "--threads", "1", "--out"]
     command = [sys.executable, "-m", "fedortho", "train", "--data", "digits", *flags]
     subprocess.run([*command, tmp_path / "whole"], check=True, capture_output=True)
     for _ in range(2):
@@ -206,7 +206,7 @@ def test_a_process_killed_twice_ends_with_the_same_bytes_as_one_left_alone(tmp_p
 
 
 def test_weights_from_elsewhere_become_a_run(tmp_path: Path) -> None:
-    model = build_model("resnet-mini", classes=10, channels=1, seed=4)
+    model = build_model("resnet-mini", num_classes=10, channels=1, seed=4)
     settings = ImportSettings(data="digits", model="resnet-mini")
     torch.save({"state_dict": {f"module.{k}": v for k, v in model.state_dict().items()}}, tmp_path / "a.pt")
     write_tensors(tmp_path / "b.safetensors", {f"module.{k}": v for k, v in model.state_dict().items()})
@@ -235,7 +235,7 @@ def test_a_pickle_is_refused_and_does_not_run(tmp_path: Path) -> None:
     harm = tmp_path / "harm"
     (tmp_path / "a.pkl").write_bytes(pickle.dumps(Evil(harm)))
     torch.save(Evil(harm), tmp_path / "b.pt")
-    torch.save(build_model("vgg-mini", classes=10), tmp_path / "c.pt")
+    torch.save(build_model("vgg-mini", num_classes=10), tmp_path / "c.pt")
     for name in ("a.pkl", "b.pt", "c.pt"):
         with pytest.raises(BadCheckpoint, match="never loaded; save it with safetensors"):
             read_weights(tmp_path / name)
@@ -244,10 +244,10 @@ def test_a_pickle_is_refused_and_does_not_run(tmp_path: Path) -> None:
 
 def test_weights_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
     settings = ImportSettings(data="digits", model="resnet-mini")
-    write_tensors(tmp_path / "vgg.safetensors", build_model("vgg-mini", classes=10, channels=1).state_dict())
+    write_tensors(tmp_path / "vgg.safetensors", build_model("vgg-mini", num_classes=10, channels=1).state_dict())
     with pytest.raises(BadCheckpoint, match=r"does not fit the model: it lacks bn1.* has besides features"):
         import_run(tmp_path / "x", tmp_path / "vgg.safetensors", settings)
-    write_tensors(tmp_path / "wide.safetensors", build_model("resnet-mini", classes=12, channels=1).state_dict())
+    write_tensors(tmp_path / "wide.safetensors", build_model("resnet-mini", num_classes=12, channels=1).state_dict())
     with pytest.raises(BadCheckpoint, match=r"has other shapes for fc\.bias"):
         import_run(tmp_path / "x", tmp_path / "wide.safetensors", settings)
     torch.save([1, 2], tmp_path / "list.pt")
@@ -281,11 +281,11 @@ def test_devices_that_are_not_here_are_refused() -> None:
 def test_a_model_that_learnt_nothing_is_told_of_and_so_is_a_class_that_it_never_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings = TrainSettings(data="digits", model="small:TinyNet", epochs=1, rate=1e-6, batch=512, ortho=0.0)
+    settings = TrainSettings(data="digits", model="small:TinyNet", epochs=1, lr=1e-6, batch_size=512, ortho=0.0)
     run = train_run(tmp_path / "run", settings)
     assert "no better than guessing" in caplog.text
     data = run.load_data()
     score = evaluate(run.load_model(), data.test)
     never = score.per_class.index(0.0)
-    serve_request(run, data, ForgetRequest.parse(f"class:{never}"), ForgetSettings(ratio=0.1), out=None)
+    forget_run(run, data, ForgetRequest.parse(f"class:{never}"), ForgetSettings(ratio=0.1), out=None)
     assert "there was nothing to hide" in caplog.text

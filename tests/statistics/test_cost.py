@@ -11,19 +11,19 @@ from torch import nn
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.devices import WorkClock, flops_of
-from fedortho.engines import answer as probe
+from fedortho.engines import answer as statistic
 from fedortho.engines.central import CentralEngine
-from fedortho.methods.unsir import Unsir
+from fedortho.methods.unsir import UNSIR
 from fedortho.models.patch import NOTHING
 from fedortho.statistics import cost
 from fedortho.statistics.cost import Meter, flops_per_image
-from fedortho.statistics.query import Ask, Group, Probe
-from fedortho.statistics.training_plan import Course, Part
+from fedortho.statistics.query import Query, Selection, Statistic
+from fedortho.statistics.training_plan import PlanPart, TrainingPlan
 from fedortho.training.adapters import Adapters, attach
-from fedortho.training.objectives import Aim, Manner
+from fedortho.training.objectives import FitOptions, Target
 from fedortho.training.recipe import Recipe
 
-RECIPE = Recipe(epochs=2, batch=50, ortho=0.0)
+RECIPE = Recipe(epochs=2, batch_size=50, ortho=0.0)
 SHAPE = (1, 8, 8)
 
 
@@ -38,11 +38,11 @@ def test_training_is_counted_by_the_steps_that_ran_and_teachers_by_their_reading
     model = TinyNet(classes=10)
     forward, step = flops_per_image(model, SHAPE)
     meter = Meter(CentralEngine(digits), model)
-    meter.fit(model, Group(), RECIPE)
+    meter.fit(model, Selection(), RECIPE)
     assert meter.cost().images_trained == 2 * len(digits.train)
     assert meter.cost().flops == step * 2 * len(digits.train)
-    forget = Group("train", ForgetRequest.parse("class:3"))
-    taught = Course((Part(forget, Aim(teacher="one")),), Manner(objective="imitate"), {"one": model})
+    forget = Selection("train", ForgetRequest.parse("class:3"))
+    taught = TrainingPlan((PlanPart(forget, Target(teacher="one")),), FitOptions(objective="imitate"), {"one": model})
     again = Meter(CentralEngine(digits), model)
     again.fit(model, taught, RECIPE)
     number = 2 * int((digits.train.labels == 3).sum())
@@ -55,20 +55,20 @@ def test_training_is_counted_by_the_steps_that_ran_and_teachers_by_their_reading
 def test_probes_are_counted_as_passes_of_their_kind(digits: Dataset) -> None:
     model = TinyNet(classes=10)
     meter = Meter(CentralEngine(digits), model)
-    meter.measure(model, [Ask((Group(),), Probe("fisher"))])
+    meter.measure(model, [Query((Selection(),), Statistic("fisher"))])
     assert (meter.cost().images_read, meter.cost().images_trained) == (0, len(digits.train))
-    meter.measure(model, [Ask((Group(),), Probe("peaks"))])
+    meter.measure(model, [Query((Selection(),), Statistic("peaks"))])
     assert (meter.cost().images_read, meter.cost().images_trained) == (len(digits.train), len(digits.train))
 
 
 def test_candidates_cost_a_pass_through_the_tail_each(digits: Dataset) -> None:
     model = TinyNet(classes=10)
     meter, number = Meter(CentralEngine(digits), model), len(digits.valid)
-    meter.measure(model, [Ask((Group("valid"),), Probe("right", patches=(NOTHING,) * 3))])
+    meter.measure(model, [Query((Selection("valid"),), Statistic("right", patches=(NOTHING,) * 3))])
     side = SHAPE[1] * SHAPE[2]
     tail = 2 * 12 * 8 * 9 * side + 2 * 12 * 10  # the last convolution and the classifier
     assert meter.cost().flops == number * (flops_per_image(model, SHAPE)[0] + 3 * tail)
-    meter.measure(model, [Ask((Group("valid"),), Probe("right", patches=(NOTHING,) * 2))])
+    meter.measure(model, [Query((Selection("valid"),), Statistic("right", patches=(NOTHING,) * 2))])
     assert meter.cost().images_read == number, "what the tail receives is remembered"
     assert meter.cost().flops == number * (flops_per_image(model, SHAPE)[0] + 5 * tail)
 
@@ -76,7 +76,7 @@ def test_candidates_cost_a_pass_through_the_tail_each(digits: Dataset) -> None:
 def test_noise_that_a_method_makes_by_itself_is_counted_too(digits: Dataset) -> None:
     model = TinyNet(classes=10)
     meter = Meter(CentralEngine(digits), model)
-    Unsir(noise_images=8, noise_steps=5, epochs=0)(model, meter, ForgetRequest.parse("class:3"))
+    UNSIR(noise_images=8, noise_steps=5, epochs=0)(model, meter, ForgetRequest.parse("class:3"))
     assert meter.cost().images_trained == 40
 
 
@@ -112,7 +112,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
         return flops_of(work)
 
     monkeypatch.setattr(cost, "flops_of", slowly)
-    monkeypatch.setattr(probe, "flops_of", slowly)
+    monkeypatch.setattr(statistic, "flops_of", slowly)
     return found
 
 
@@ -120,13 +120,13 @@ def test_seconds_are_those_of_the_work_without_the_counting(
     digits: Dataset, counted: list[Callable[[], object]]
 ) -> None:
     model = TinyNet(classes=10)
-    meter, few = Meter(CentralEngine(digits), model), Group("valid", most=20)
-    for group in (few, Group("valid", most=30)):
-        meter.measure(model, [Ask((group,), Probe("right", patches=(NOTHING,) * 2))])
+    meter, few = Meter(CentralEngine(digits), model), Selection("valid", limit=20)
+    for group in (few, Selection("valid", limit=30)):
+        meter.measure(model, [Query((group,), Statistic("right", patches=(NOTHING,) * 2))])
     meter.fit(model, few, RECIPE)
     assert len(counted) == 3, "forward and backward once for this build, and once behind the cut"
     assert 0 < meter.cost().seconds < 0.5
-    meter.measure(attach(model, Adapters(("fc",))), [Ask((few,), Probe("peaks"))])
+    meter.measure(attach(model, Adapters(("fc",))), [Query((few,), Statistic("peaks"))])
     assert len(counted) == 5, "another build"
 
 
@@ -135,6 +135,6 @@ def test_networks_that_differ_in_a_stride_only_are_counted_apart(digits: Dataset
     for stride in (1, 2):
         head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 10))
         model = nn.Sequential(nn.Conv2d(1, 4, 3, stride=stride), *head)
-        meter.measure(model, [Ask((Group("valid"),), Probe("fisher"))])
+        meter.measure(model, [Query((Selection("valid"),), Statistic("fisher"))])
         found.append(meter.flops)
     assert 0 < found[1] - found[0] < found[0]

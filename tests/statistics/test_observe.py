@@ -64,7 +64,7 @@ def test_sums_of_peaks_equal_a_plain_loop(tiny: TinyNet, toy: Images, tap: str) 
 
 
 def test_the_stream_is_read_where_the_block_ends(toy: Images) -> None:
-    model = build_model("resnet-mini", classes=4, channels=1).eval()
+    model = build_model("resnet-mini", num_classes=4, channels=1).eval()
     ((site, _),) = [pair for pair in taps_of(model, "stream", "deep") if pair[0].is_stream]
     seen = observe(model, toy, [(site, "stream")], classes=4)
     with torch.no_grad():

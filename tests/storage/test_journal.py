@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 import fedortho.storage.journal
 from fedortho.errors import Busy, FedOrthoError
 from fedortho.storage.files import canonical_json
-from fedortho.storage.journal import BadJournal, Entry, Head, append_entry, check_journal, parse_entry, read_journal
+from fedortho.storage.journal import (
+    BadJournal,
+    Head,
+    JournalEntry,
+    append_entry,
+    check_journal,
+    parse_entry,
+    read_journal,
+)
 
 WRITER = """
 import sys
@@ -126,7 +134,7 @@ def test_an_entry_that_was_rewritten_with_a_fitting_hash_breaks_the_chain_behind
     lines = lines_of(place)
     for at in range(4):
         value = json.loads(lines[at])
-        forged = Entry(**(value | {"request": "class:4", "hash": ""})).sealed()
+        forged = JournalEntry(**(value | {"request": "class:4", "hash": ""})).sealed()
         rewrite(place, [*lines[:at], f"{forged.line}\n".encode(), *lines[at + 1 :]])
         told = f"entry {at + 2} does not follow from entry {at + 1}" if at < 3 else "entry 4 was changed: the head"
         with pytest.raises(BadJournal, match=told):
@@ -136,7 +144,7 @@ def test_an_entry_that_was_rewritten_with_a_fitting_hash_breaks_the_chain_behind
 def test_an_entry_that_was_added_behind_the_head_is_found(place: Path) -> None:
     last = check_journal(place).entries[-1]
     previous = fedortho.storage.journal._digest(last.line)
-    forged = Entry(5, last.time, "undone", "one", "class:3", None, None, {}, previous).sealed()
+    forged = JournalEntry(5, last.time, "undone", "one", "class:3", None, None, {}, previous).sealed()
     rewrite(place, [*lines_of(place), f"{forged.line}\n".encode()])
     with pytest.raises(BadJournal, match="entry 5 was inserted: the head ends at entry 4"):
         check_journal(place)
@@ -148,7 +156,7 @@ def test_only_the_lines_in_their_order_pass(order: list[int]) -> None:
     lines: list[bytes] = []
     previous = fedortho.storage.journal.START
     for number in range(1, 5):
-        entry = Entry(number, "now", "received", "run", f"class:{number}", None, None, {}, previous).sealed()
+        entry = JournalEntry(number, "now", "received", "run", f"class:{number}", None, None, {}, previous).sealed()
         lines.append(f"{entry.line}\n".encode())
         previous = fedortho.storage.journal._digest(entry.line)
     text, head = b"".join(lines[at] for at in order), Head(4, parse_entry(lines[3].strip()).hash)

@@ -30,9 +30,9 @@ def test_a_value_of_another_type_is_refused(value: object) -> None:
 
 
 def test_whole_numbers_pass_for_fractions() -> None:
-    rate = make_settings(Recipe, {"rate": 1}).rate
-    assert rate == 1.0
-    assert isinstance(rate, float)
+    lr = make_settings(Recipe, {"lr": 1}).lr
+    assert lr == 1.0
+    assert isinstance(lr, float)
 
 
 def test_every_setting_says_what_it_means() -> None:

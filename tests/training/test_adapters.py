@@ -9,7 +9,7 @@ from fedortho.errors import BadSetting, UnknownName
 from fedortho.storage.files import tensors_digest
 from fedortho.training.adapters import Adapters, attach, is_adapter, merge, take_off
 from fedortho.training.loop import fit
-from fedortho.training.objectives import Manner
+from fedortho.training.objectives import FitOptions
 from fedortho.training.recipe import Recipe
 
 LAYERS = ("features.3", "fc")
@@ -24,8 +24,8 @@ def test_training_moves_adapters_only_and_taking_them_off_gives_the_model_back(
     inputs = torch.randn(5, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         assert torch.equal(adapted(inputs), tiny.eval()(inputs)), "adapters are nothing at first"
-    recipe = Recipe(epochs=1, batch=16, rate=0.1, ortho=0.0)
-    trained = fit(adapted, toy, recipe, manner=Manner(norms="frozen"))
+    recipe = Recipe(epochs=1, batch_size=16, lr=0.1, ortho=0.0)
+    trained = fit(adapted, toy, recipe, options=FitOptions(norms="frozen"))
     state, before = trained.state_dict(), adapted.state_dict()
     moved = {name for name in state if not torch.equal(state[name], before[name])}
     assert moved

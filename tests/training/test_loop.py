@@ -18,7 +18,7 @@ from fedortho.training.loop import Progress, fit, ortho_layers
 from fedortho.training.orthogonality import ortho_penalty
 from fedortho.training.recipe import Recipe
 
-QUICK = Recipe(epochs=2, batch=32, rate=0.05, crop=1)
+QUICK = Recipe(epochs=2, batch_size=32, lr=0.05, crop=1)
 
 
 def digest(model: nn.Module) -> str:
@@ -38,7 +38,7 @@ def test_training_learns_the_toy_and_leaves_the_input_model_as_it_was(tiny: Tiny
 def test_digits_are_learnt_to_a_known_band() -> None:
     digits = load_images("digits")
     model = TinyNet(classes=10)
-    trained = fit(model, digits.train, replace(QUICK, epochs=6, rate=0.1, flip=0.0, crop=0))
+    trained = fit(model, digits.train, replace(QUICK, epochs=6, lr=0.1, flip=0.0, crop=0))
     assert 0.75 < accuracy(trained, digits.test) < 0.995
 
 
@@ -94,7 +94,7 @@ def test_a_run_killed_at_any_step_goes_on_to_the_same_bytes(
 def test_a_checkpoint_of_other_settings_or_data_is_refused(tiny: TinyNet, toy: Images, tmp_path: Path) -> None:
     file = tmp_path / "checkpoint.safetensors"
     fit(tiny, toy, QUICK, checkpoint=file)
-    for changed in (replace(QUICK, rate=0.04), replace(QUICK, epochs=3)):
+    for changed in (replace(QUICK, lr=0.04), replace(QUICK, epochs=3)):
         with pytest.raises(BadCheckpoint, match="belongs to other settings"):
             fit(tiny, toy, changed, checkpoint=file)
     with pytest.raises(BadCheckpoint, match="belongs to other settings, data"):
@@ -122,7 +122,9 @@ def test_the_gradient_of_a_step_is_that_of_the_papers_loss(tiny: TinyNet, toy: I
     """One step of plain SGD against the loss written out and left to autograd."""
     torch.manual_seed(9)
     reference = TinyNet()
-    recipe = Recipe(epochs=1, batch=240, rate=0.01, schedule="constant", momentum=0.0, decay=0.0, crop=0, flip=0.0)
+    recipe = Recipe(
+        epochs=1, batch_size=240, lr=0.01, schedule="constant", momentum=0.0, weight_decay=0.0, crop=0, flip=0.0
+    )
     recipe = replace(recipe, ortho=0.3, ortho_every=1, align=0.2)
     stepped = fit(tiny, toy, recipe, reference=reference)
     names = [layer.name for layer in ortho_layers(tiny, toy.shape, recipe)]
@@ -172,7 +174,7 @@ def test_a_last_batch_of_one_image_is_joined_to_the_one_before(toy: Images) -> N
 
 def test_a_loss_that_is_not_finite_stops_with_advice(tiny: TinyNet, toy: Images) -> None:
     with pytest.raises(FedOrthoError, match=r"the loss became (nan|inf) in epoch \d+, step \d+ .*lower the rate"):
-        fit(tiny, toy, replace(QUICK, epochs=30, rate=1e6, ortho=0.5, ortho_every=1, schedule="constant"))
+        fit(tiny, toy, replace(QUICK, epochs=30, lr=1e6, ortho=0.5, ortho_every=1, schedule="constant"))
 
 
 def test_nothing_to_train_on_and_unknown_layers_are_refused(tiny: TinyNet, toy: Images) -> None:
@@ -198,7 +200,7 @@ def test_a_model_or_reference_that_does_not_fit_is_refused(tiny: TinyNet, toy: I
     with pytest.raises(BadSetting, match=r"unused\.weight has 5 dimensions"):
         fit(solid, toy, QUICK)
     with pytest.raises(BadSetting, match="one image at a time"):
-        fit(tiny, toy, replace(QUICK, batch=1))
+        fit(tiny, toy, replace(QUICK, batch_size=1))
     torch.nn.utils.parametrizations.weight_norm(tiny.features[6])
     with pytest.raises(BadSetting, match=r"weights of features\.6 are computed"):
         fit(tiny, toy, QUICK)
@@ -265,14 +267,14 @@ def test_evaluation_refuses_labels_that_the_model_does_not_know_and_no_images(to
     ("change", "message"),
     [
         ({"epochs": -1}, "epochs must not be negative"),
-        ({"batch": 0}, "batch must be at least 1"),
+        ({"batch_size": 0}, "batch must be at least 1"),
         ({"ortho_every": 0}, "ortho-every must be at least 1"),
         ({"momentum": 1.5}, "momentum must be between 0 and 1"),
         ({"milestones": "a,b"}, "milestones must be numbers"),
         ({"schedule": "cosin"}, "did you mean 'cosine'"),
         ({"precision": "float8"}, "choose from bfloat16, float32"),
         ({"tall": "x"}, "choose from columns, rows, skip"),
-        ({"rate": math.nan}, "rate must be a finite number, not nan"),
+        ({"lr": math.nan}, "rate must be a finite number, not nan"),
         ({"ortho": math.inf}, "ortho must be a finite number, not inf"),
         ({"seed": 2**63}, "seed must be below"),
     ],

@@ -13,9 +13,11 @@ class FakeBench:
 
     classifier = "fc"
 
-    def __init__(self, forget_rate: float, retain_cost: float, scrub_cost: float = 0.0, at_once: int = 1) -> None:
+    def __init__(
+        self, forget_rate: float, retain_cost: float, scrub_cost: float = 0.0, parallel_trials: int = 1
+    ) -> None:
         self.forget_rate, self.retain_cost, self.scrub_cost = forget_rate, retain_cost, scrub_cost
-        self.at_once, self.asked = at_once, []  # how many candidates each time
+        self.parallel_trials, self.asked = parallel_trials, []  # how many candidates each time
 
     def attempt(self, candidates: list[Candidate]) -> list[Trial]:
         self.asked.append(len(candidates))
@@ -26,41 +28,41 @@ class FakeBench:
         return Trial(ratio, scrub, forget, 0.01, 0.9 - self.retain_cost * ratio - self.scrub_cost * scrub, patch)
 
 
-def run(bench: FakeBench, *, may_scrub: bool = True) -> tuple[Trial, list[Trial]]:
-    return calibrate(bench, lambda ratio: NOTHING, 0.89, may_scrub=may_scrub)  # type: ignore[arg-type]
+def run(runner: FakeBench, *, may_scrub: bool = True) -> tuple[Trial, list[Trial]]:
+    return calibrate(runner, lambda ratio: NOTHING, 0.89, may_scrub=may_scrub)  # type: ignore[arg-type]
 
 
 def test_the_smallest_ratio_that_reaches_the_target_is_chosen_with_few_trials() -> None:
-    bench = FakeBench(forget_rate=8.0, retain_cost=0.05)
-    chosen, made = run(bench)
+    runner = FakeBench(forget_rate=8.0, retain_cost=0.05)
+    chosen, made = run(runner)
     assert (chosen.ratio, chosen.scrub) == (0.1, 0.0)
-    assert len(made) == sum(bench.asked) <= 6
+    assert len(made) == sum(runner.asked) <= 6
 
 
-@pytest.mark.parametrize("at_once", [1, 12])
-def test_the_largest_ratio_within_the_budget_is_taken_where_more_is_better(at_once: int) -> None:
-    bench = FakeBench(forget_rate=80.0, retain_cost=0.05, at_once=at_once)
+@pytest.mark.parametrize("parallel_trials", [1, 12])
+def test_the_largest_ratio_within_the_budget_is_taken_where_more_is_better(parallel_trials: int) -> None:
+    runner = FakeBench(forget_rate=80.0, retain_cost=0.05, parallel_trials=parallel_trials)
     plan = lambda ratio: NOTHING  # noqa: E731
-    chosen, _ = calibrate(bench, plan, 0.89, may_scrub=True, ratios=SHARES, largest=True)  # type: ignore[arg-type]
+    chosen, _ = calibrate(runner, plan, 0.89, may_scrub=True, ratios=SHARES, largest=True)  # type: ignore[arg-type]
     assert (chosen.ratio, chosen.scrub) == (0.2, 0.0)
-    cheap = FakeBench(forget_rate=80.0, retain_cost=0.0, at_once=at_once)
+    cheap = FakeBench(forget_rate=80.0, retain_cost=0.0, parallel_trials=parallel_trials)
     chosen, _ = calibrate(cheap, plan, 0.89, may_scrub=True, ratios=SHARES, largest=True)  # type: ignore[arg-type]
     assert chosen.ratio == SHARES[-1]
-    weak = FakeBench(forget_rate=1.0, retain_cost=0.05, at_once=at_once)
+    weak = FakeBench(forget_rate=1.0, retain_cost=0.05, parallel_trials=parallel_trials)
     chosen, _ = calibrate(weak, plan, 0.88, may_scrub=True, ratios=SHARES, largest=True)  # type: ignore[arg-type]
     assert chosen.scrub > 0, "what directions do not reach, scrub finishes"
 
 
 def test_a_federation_finds_its_ratio_in_one_exchange_and_its_scrub_in_one_more() -> None:
-    bench = FakeBench(forget_rate=8.0, retain_cost=0.05, at_once=12)
-    chosen, _ = run(bench)
+    runner = FakeBench(forget_rate=8.0, retain_cost=0.05, parallel_trials=12)
+    chosen, _ = run(runner)
     assert chosen.reaches
     assert chosen.retain >= 0.89
-    assert bench.asked == [12]
-    bench = FakeBench(forget_rate=4.0, retain_cost=0.1, at_once=12)
-    chosen, _ = run(bench)
+    assert runner.asked == [12]
+    runner = FakeBench(forget_rate=4.0, retain_cost=0.1, parallel_trials=12)
+    chosen, _ = run(runner)
     assert chosen.scrub == 0.5
-    assert bench.asked == [12, 12]
+    assert runner.asked == [12, 12]
 
 
 def test_scrub_finishes_what_the_budget_does_not_allow_to_prune() -> None:
@@ -78,9 +80,9 @@ def test_a_smaller_ratio_is_taken_when_scrub_itself_costs_retention() -> None:
 
 
 def test_without_scrub_or_with_a_dear_one_the_request_is_refused_with_its_frontier() -> None:
-    for bench, may_scrub in ((FakeBench(4.0, 0.1), False), (FakeBench(4.0, 0.1, 1.0), True)):
+    for runner, may_scrub in ((FakeBench(4.0, 0.1), False), (FakeBench(4.0, 0.1, 1.0), True)):
         with pytest.raises(Refused, match="nothing was changed") as refusal:
-            run(bench, may_scrub=may_scrub)
+            run(runner, may_scrub=may_scrub)
         assert len(refusal.value.frontier) >= 4
         assert "1.0%" in str(refusal.value)
 
@@ -89,8 +91,8 @@ def test_without_scrub_or_with_a_dear_one_the_request_is_refused_with_its_fronti
 def test_bisection_finds_the_first_value_that_holds(values: list[int], limit: int) -> None:
     ascending = sorted(values)
     expected = next((value for value in ascending if value >= limit), None)
-    for at_once in (1, 2, 5, 20):
-        assert smallest(ascending, lambda tried: [value >= limit for value in tried], at_once) == expected
+    for parallel_trials in (1, 2, 5, 20):
+        assert smallest(ascending, lambda tried: [value >= limit for value in tried], parallel_trials) == expected
 
 
 @given(st.lists(st.integers(0, 100), min_size=2, unique=True), st.integers(2, 12))

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from fedortho.audits.statistic import recall
 from torch import Tensor, nn
 
-from fedortho.audits.probe import recall
 from fedortho.data.images import Dataset, Images
 from fedortho.data.request import ForgetRequest
 from fedortho.engines.central import CentralEngine
@@ -14,7 +14,7 @@ from fedortho.errors import BadSetting
 from fedortho.models.patch import edit_model, load_patch, undo_patch, write_undo
 from fedortho.models.predictions import evaluate
 from fedortho.models.sites import Site, find_sites
-from fedortho.models.split import Cut, received
+from fedortho.models.split import Split, received
 from fedortho.models.zoo import BasicBlock, ResNet
 from fedortho.unlearning.directions import Spread, check_erasable, plan_erasure, projection, spread_of, spread_sums
 from fedortho.unlearning.plan import ForgetSettings, plan_forgetting
@@ -114,7 +114,7 @@ def test_an_edited_layer_answers_the_projected_responses_and_its_norm_knows_them
     norms = [layer.norm for layer in site.layers if layer.norm]
     twin = copy.deepcopy(edited)
     inputs = kept.normalise(kept.pixels[kept.rows])
-    repair(twin, Cut(None), norms, inputs[: len(inputs) // 256 * 256])
+    repair(twin, Split(None), norms, inputs[: len(inputs) // 256 * 256])
     for norm in norms:
         old, new = (m.get_buffer(f"{norm}.running_var") for m in (edited, twin))
         assert torch.allclose(old, new, rtol=0.15, atol=1e-4 * float(old.max())), "re-estimating brings nothing back"

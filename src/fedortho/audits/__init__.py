@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fedortho.audits.audit import Audit
 from fedortho.audits.copies import deployed_copies
 from fedortho.audits.distance import distance
-from fedortho.audits.measurements import Known, judged_answers, who_is_there
+from fedortho.audits.measurements import MeasurementCache, judged_answers, who_is_there
 from fedortho.audits.norms import norm_attacks
 from fedortho.audits.probe import linear_probe
 from fedortho.audits.relearn import relearning
@@ -21,21 +21,21 @@ Membership = Callable[[Case], Audit]
 
 
 @dataclass(frozen=True)
-class Entry:
+class AuditSpec:
     """An audit as the table has it."""
 
     title: str
-    run: Callable[[Case, Known, str], Audit] | None  # None: comes from elsewhere
+    run: Callable[[Case, MeasurementCache, str], Audit] | None  # None: comes from elsewhere
     quick: bool  # part of the quick budget
 
 
-AUDITS: Mapping[str, Entry] = {
-    "C1": Entry("linear probe", linear_probe, True),
-    "C2": Entry("batch-norm and kernel-norm attacks", norm_attacks, True),
-    "C3": Entry("relearning and prototype", relearning, True),
-    "C4": Entry("membership (U-LiRA-lite)", None, False),
-    "C5": Entry("distance to retrained models", distance, False),
-    "C6": Entry("deployed copies", deployed_copies, True),
+AUDITS: Mapping[str, AuditSpec] = {
+    "C1": AuditSpec("linear probe", linear_probe, True),
+    "C2": AuditSpec("batch-norm and kernel-norm attacks", norm_attacks, True),
+    "C3": AuditSpec("relearning and prototype", relearning, True),
+    "C4": AuditSpec("membership (U-LiRA-lite)", None, False),
+    "C5": AuditSpec("distance to retrained models", distance, False),
+    "C6": AuditSpec("deployed copies", deployed_copies, True),
 }
 
 
@@ -46,22 +46,22 @@ def run_audits(
     only: Sequence[str] = (),
     watch: Callable[[str], None] | None = None,
     membership: Membership | None = None,
-    known: Known | None = None,
+    cache: MeasurementCache | None = None,
 ) -> list[Audit]:
     """All six audits in order; `watch` is told the title of each that begins.
 
     What is not run says why, what raises is an ERROR and none is ever left out. A model that answers with NaN is
-    refused before anything is run. `known` keeps measurements for a next case with the same original and images.
+    refused before anything is run. `cache` keeps measurements for a next case with the same original and images.
     """
     if budget not in BUDGETS:
         raise unknown("audit budget", budget, BUDGETS)
     if wrong := [name for name in only if name not in AUDITS]:
         raise unknown("audit", wrong[0], AUDITS)
-    known = known or Known()
+    cache = cache or MeasurementCache()
     if budget != "none":
         for who in [*who_is_there(case), *(["second"] if case.second is not None else [])]:
-            judged_answers(case, known, who)  # refuses NaN
-    return [_run(name, case, budget, only, watch, membership, known) for name in AUDITS]
+            judged_answers(case, cache, who)  # refuses NaN
+    return [_run(name, case, budget, only, watch, membership, cache) for name in AUDITS]
 
 
 def _run(
@@ -71,7 +71,7 @@ def _run(
     only: Sequence[str],
     watch: Callable[[str], None] | None,
     membership: Membership | None,
-    known: Known,
+    cache: MeasurementCache,
 ) -> Audit:
     entry = AUDITS[name]
     run = entry.run if entry.run is not None or membership is None else lambda case, *_: membership(case)
@@ -82,14 +82,14 @@ def _run(
         watch(entry.title)
     started = time.perf_counter()
     try:
-        audit = run(case, known, budget)
+        audit = run(case, cache, budget)
     except Exception as error:  # whatever goes wrong in an audit is its result
         logger.warning("audit %s failed", name, exc_info=True)
         audit = Audit(name, "ERROR", f"{entry.title}: {str(error) or type(error).__name__}")
     return replace(audit, seconds=time.perf_counter() - started)
 
 
-def _reason_not_to(name: str, entry: Entry, there: bool, budget: str, only: Sequence[str]) -> str | None:
+def _reason_not_to(name: str, entry: AuditSpec, there: bool, budget: str, only: Sequence[str]) -> str | None:
     if budget == "none":
         return "no audit was asked for (--audit none)"
     if only and name not in only:

@@ -9,7 +9,16 @@ from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from fedortho.audits.audit import Audit
-from fedortho.audits.measurements import Known, compared, forget_accuracy, once, ready, right, ruled, who_is_there
+from fedortho.audits.measurements import (
+    MeasurementCache,
+    compared,
+    forget_accuracy,
+    once,
+    ready,
+    right,
+    ruled,
+    who_is_there,
+)
 from fedortho.audits.thresholds import LIMITS
 from fedortho.data.images import Images
 from fedortho.errors import first_line
@@ -17,13 +26,13 @@ from fedortho.evaluation.case import Case
 from fedortho.models.graph import trace_layers
 
 
-def deployed_copies(case: Case, known: Known, budget: str) -> Audit:
+def deployed_copies(case: Case, cache: MeasurementCache, budget: str) -> Audit:
     """The largest rise of forget accuracy over the copies; a copy that cannot be made is an error, not a pass."""
-    before = forget_accuracy(case, known, "forgot")
-    found, failed = once(case, known, "forgot", "copies", lambda model, _: _tried(case, model))
+    before = forget_accuracy(case, cache, "forgot")
+    found, failed = once(case, cache, "forgot", "copies", lambda model, _: _tried(case, model))
     worst = max(found, key=lambda name: found[name], default="")
     rise = found.get(worst, 0.0) - before
-    measured = {who: forget_accuracy(case, known, who) for who in who_is_there(case)}
+    measured = {who: forget_accuracy(case, cache, who) for who in who_is_there(case)}
     measured["forgot"] = found.get(worst, before)
     says = f"of {len(found)} copies ({', '.join(found)}; numbers rounded by simulation) the worst, {worst}, "
     says += f"gets {compared(measured)} right, {100 * rise:+.1f} points"

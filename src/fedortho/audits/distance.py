@@ -3,26 +3,26 @@
 from torch import Tensor
 
 from fedortho.audits.audit import Audit
-from fedortho.audits.measurements import Known, judged_answers, last_features, ruled
+from fedortho.audits.measurements import MeasurementCache, judged_answers, last_features, ruled
 from fedortho.audits.thresholds import LIMITS
 from fedortho.evaluation.case import Case
 
 SPAN = 0.01  # CKA between two references must be so far above CKA of the original, or there is no scale
 
 
-def distance(case: Case, known: Known, budget: str) -> Audit:
+def distance(case: Case, cache: MeasurementCache, budget: str) -> Audit:
     """1 − ρ on the images judged, ρ = (CKA(u,r) − CKA(o,r)) / (CKA(r,r') − CKA(o,r)); total variation beside it."""
     if case.reference is None:
-        return _without_reference(case, known)
+        return _without_reference(case, cache)
     if case.second is None:
         return Audit(
             "C5", "NOT RUN", "needs a second reference, retrained by another seed, for a scale (--audit full --retrain)"
         )
-    seen = {who: last_features(case, known, who)[1] for who in ("forgot", "original", "reference", "second")}
+    seen = {who: last_features(case, cache, who)[1] for who in ("forgot", "original", "reference", "second")}
     near = {who: cka(seen[who], seen["reference"]) for who in ("forgot", "original", "second")}
     span = near["second"] - near["original"]
-    details = {"cka": near, "total_variation": _variation(case, known, "forgot")}
-    details["total_variation_second"] = _variation(case, known, "second")
+    details = {"cka": near, "total_variation": _variation(case, cache, "forgot")}
+    details["total_variation_second"] = _variation(case, cache, "second")
     told = f"CKA to the retrained model is {near['forgot']:.2f} (original {near['original']:.2f}, "
     told += f"a second retrained one {near['second']:.2f})"
     if span < SPAN:
@@ -34,8 +34,8 @@ def distance(case: Case, known: Known, budget: str) -> Audit:
     return ruled("C5", says, case, measured, 1 - rho, LIMITS["distance"], details | {"rho": rho})
 
 
-def _without_reference(case: Case, known: Known) -> Audit:
-    near = cka(last_features(case, known, "forgot")[1], last_features(case, known, "original")[1])
+def _without_reference(case: Case, cache: MeasurementCache) -> Audit:
+    near = cka(last_features(case, cache, "forgot")[1], last_features(case, cache, "original")[1])
     says = f"CKA to the original is {near:.2f}"
     return ruled("C5", says, case, {"forgot": near, "original": 1.0}, None, LIMITS["distance"], {"cka": near})
 
@@ -56,5 +56,5 @@ def total_variation(first: Tensor, second: Tensor) -> float:
     return float((means[0] - means[1]).abs().sum() / 2)
 
 
-def _variation(case: Case, known: Known, who: str) -> float:
-    return total_variation(judged_answers(case, known, who), judged_answers(case, known, "reference"))
+def _variation(case: Case, cache: MeasurementCache, who: str) -> float:
+    return total_variation(judged_answers(case, cache, who), judged_answers(case, cache, "reference"))

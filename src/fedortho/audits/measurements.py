@@ -21,7 +21,7 @@ PER_CLASS, AT_MOST = 250, 5000  # images of a class, and in all, that features a
 ROUNDING = 1e-9  # 0.55 − 0.5 is no more than 0.05
 
 
-class Known:
+class MeasurementCache:
     """What was measured on single models, by what was measured; for cases that differ in nothing but their models."""
 
     def __init__(self) -> None:
@@ -58,21 +58,21 @@ def right(case: Case, model: nn.Module, images: Images, who: str) -> float:
     return float((answers(case, model, images, who).argmax(1) == images.labels).double().mean())  # on the CPU
 
 
-def once(case: Case, known: Known, who: str, what: str, look: Callable[[nn.Module, str], T]) -> T:
+def once(case: Case, cache: MeasurementCache, who: str, what: str, look: Callable[[nn.Module, str], T]) -> T:
     """A measurement of one of the case's models, made unless it was made before."""
     model: nn.Module | None = getattr(case, who)
     assert model is not None, f"asked for only where there is a {who}"
-    return known.recall(what, model, lambda model: look(model, who))
+    return cache.recall(what, model, lambda model: look(model, who))
 
 
-def judged_answers(case: Case, known: Known, who: str) -> Tensor:
+def judged_answers(case: Case, cache: MeasurementCache, who: str) -> Tensor:
     """What one of the case's models, as it is, answers to the images that forgetting is judged on."""
-    return once(case, known, who, "judged", lambda model, who: answers(case, ready(case, model), case.judged, who))
+    return once(case, cache, who, "judged", lambda model, who: answers(case, ready(case, model), case.judged, who))
 
 
-def forget_accuracy(case: Case, known: Known, who: str) -> float:
+def forget_accuracy(case: Case, cache: MeasurementCache, who: str) -> float:
     """What one of the case's models, as it is, still gets right of what had to go."""
-    return float((judged_answers(case, known, who).argmax(1) == case.judged.labels).double().mean())  # on the CPU
+    return float((judged_answers(case, cache, who).argmax(1) == case.judged.labels).double().mean())  # on the CPU
 
 
 def who_is_there(case: Case) -> list[str]:
@@ -80,9 +80,9 @@ def who_is_there(case: Case) -> list[str]:
     return ["forgot", "original", *(["reference"] if case.reference is not None else [])]
 
 
-def each(case: Case, known: Known, what: str, look: Callable[[nn.Module, str], T]) -> dict[str, T]:
+def each(case: Case, cache: MeasurementCache, what: str, look: Callable[[nn.Module, str], T]) -> dict[str, T]:
     """The same measurement of every model that is compared."""
-    return {who: once(case, known, who, what, look) for who in who_is_there(case)}
+    return {who: once(case, cache, who, what, look) for who in who_is_there(case)}
 
 
 def classifier_of(case: Case, model: nn.Module) -> str:
@@ -118,7 +118,7 @@ def sampled(case: Case) -> Images:
     return usable.subset(torch.isin(usable.rows, torch.cat(rows)))
 
 
-def last_features(case: Case, known: Known, who: str) -> tuple[Tensor, Tensor]:
+def last_features(case: Case, cache: MeasurementCache, who: str) -> tuple[Tensor, Tensor]:
     """Features before the classifier, of the sampled training images and of those that forgetting is judged on."""
 
     def look(model: nn.Module, _: str) -> tuple[Tensor, Tensor]:
@@ -126,7 +126,7 @@ def last_features(case: Case, known: Known, who: str) -> tuple[Tensor, Tensor]:
         name = classifier_of(case, twin)
         return features(case, twin, sampled(case), [name])[name], features(case, twin, case.judged, [name])[name]
 
-    return once(case, known, who, "last features", look)
+    return once(case, cache, who, "last features", look)
 
 
 def ruled(

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from fedortho.audits.audit import Audit
-from fedortho.audits.measurements import Known, compared, each, gap, ready, right, ruled
+from fedortho.audits.measurements import MeasurementCache, compared, each, gap, ready, right, ruled
 from fedortho.audits.thresholds import LIMITS
 from fedortho.evaluation.case import Case
-from fedortho.models.split import Cut
+from fedortho.models.split import Split
 from fedortho.statistics.query import draw
 from fedortho.unlearning.repair import batch_norms, repair, usable
 
@@ -20,13 +20,13 @@ SHORT = 0.75  # of the layer's median: below it a kernel or a scale stands out
 RESTORED = {"kernels": (nn.Conv2d,), "scales": (nn.BatchNorm2d,), "both": (nn.Conv2d, nn.BatchNorm2d)}
 
 
-def norm_attacks(case: Case, known: Known, budget: str) -> Audit:
+def norm_attacks(case: Case, cache: MeasurementCache, budget: str) -> Audit:
     """Forget accuracy after either attack, the one further above the reference deciding."""
-    recovered = {"restored norms": each(case, known, "restored norms", lambda m, who: _best_restored(case, m, who))}
+    recovered = {"restored norms": each(case, cache, "restored norms", lambda m, who: _best_restored(case, m, who))}
     norms = batch_norms(case.forgot)
     if norms:
         recovered["new statistics"] = each(
-            case, known, "new statistics", lambda m, who: right(case, renewed(case, m), case.judged, who)
+            case, cache, "new statistics", lambda m, who: right(case, renewed(case, m), case.judged, who)
         )
     name, measured = max(recovered.items(), key=lambda pair: pair[1]["forgot"] - pair[1].get("reference", 0.0))
     images = usable(min(IMAGES, len(case.kept_train)))
@@ -39,7 +39,7 @@ def renewed(case: Case, model: nn.Module) -> nn.Module:
     """A copy with batch-norm statistics of retained images only; no gradient, no label."""
     twin = ready(case, model)
     images = draw(case.kept_train, IMAGES, case.seed)
-    repair(twin, Cut(None), batch_norms(twin), images.normalise(images.pixels[images.rows].to(case.device)))
+    repair(twin, Split(None), batch_norms(twin), images.normalise(images.pixels[images.rows].to(case.device)))
     return twin
 
 

@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from fedortho.audits.audit import Audit
 from fedortho.audits.measurements import (
-    Known,
+    MeasurementCache,
     classifier_of,
     compared,
     each,
@@ -25,7 +25,7 @@ from fedortho.models.graph import trace_layers
 PENALTY = 1e-3  # of the squared weights, per image, on features of deviation 1
 
 
-def linear_probe(case: Case, known: Known, budget: str) -> Audit:
+def linear_probe(case: Case, cache: MeasurementCache, budget: str) -> Audit:
     """Recall of what had to go by a probe on the classifier's inputs; in `full` behind every stage as well.
 
     The verdict is that of the classifier's inputs. A retrained model's recall is not 0: features tell classes
@@ -34,10 +34,10 @@ def linear_probe(case: Case, known: Known, budget: str) -> Audit:
     if case.request.kind != "class":
         return Audit("C1", "NOT RUN", "a class of its own is needed: a probe reads classes from features")
     labels = sampled(case).labels
-    measured = {who: recall(*last_features(case, known, who), labels, case.judged.labels) for who in who_is_there(case)}
+    measured = {who: recall(*last_features(case, cache, who), labels, case.judged.labels) for who in who_is_there(case)}
     details: dict[str, object] = {"images": len(labels), "penalty": PENALTY}
     if budget == "full":
-        details["stages"] = each(case, known, "stage probes", lambda model, _: stage_recalls(case, model))
+        details["stages"] = each(case, cache, "stage probes", lambda model, _: stage_recalls(case, model))
     says = f"a linear probe on the features recalls {compared(measured)} of the class"
     return ruled("C1", says, case, measured, gap(measured), LIMITS["probe"], details, is_gap=True)
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fedortho.audits.audit import Audit
 from fedortho.audits.measurements import (
-    Known,
+    MeasurementCache,
     classifier_of,
     compared,
     forget_accuracy,
@@ -37,18 +37,18 @@ SHOTS, DRAWS = 10, 20  # samples of a prototype, and how many prototypes are ave
 FALSE_ALARMS = 0.05  # share of retained images that the prototype may take
 
 
-def relearning(case: Case, known: Known, budget: str) -> Audit:
+def relearning(case: Case, cache: MeasurementCache, budget: str) -> Audit:
     """The prototype, and in `full` the speed-ups; the one furthest beyond its limit decides."""
     found: list[tuple[str, float | None, float, Mapping[str, float], str]] = []  # name, value, limit, measured, says
     details: dict[str, Any] = {"steps": STEPS, "batch": BATCH, "shots": SHOTS}
     undecided: list[str] = []
     if case.request.kind == "class":
-        shares = {who: prototype_recall(case, known, who) for who in who_is_there(case)}
+        shares = {who: prototype_recall(case, cache, who) for who in who_is_there(case)}
         details["prototype"] = shares
         says = f"a prototype of {SHOTS} samples recovers {compared(shares)} of the class"
         found.append(("prototype", gap(shares), LIMITS["prototype"], shares, says))
     if budget == "full":
-        details["relearning"] = {f"{k}": _relearnt(case, known, k) for k in SAMPLES}
+        details["relearning"] = {f"{k}": _relearnt(case, cache, k) for k in SAMPLES}
         for k, steps in details["relearning"].items():
             ratio, says = speed_up(steps["forgot"], steps.get("reference", 0)), _told(k, steps)
             if is_undecided(steps):
@@ -80,9 +80,9 @@ def _tells(name: str, measured: Mapping[str, float], limit: float) -> bool:
     return tells(measured, limit) if name == "prototype" else measured["reference"] > 0
 
 
-def prototype_recall(case: Case, known: Known, who: str) -> float:
+def prototype_recall(case: Case, cache: MeasurementCache, who: str) -> float:
     """Forget accuracy when each row of the class comes from the mean feature of a few samples; a mean over draws."""
-    train, judged = last_features(case, known, who)
+    train, judged = last_features(case, cache, who)
     model = getattr(case, who)
     linear = model.get_submodule(classifier_of(case, ready(case, model)))
     weight, bias = linear.weight.detach().cpu().double(), torch.zeros(linear.out_features, dtype=torch.float64)
@@ -120,11 +120,11 @@ def prototype(few: Tensor, retained: Tensor, weight: Tensor, bias: Tensor) -> tu
     return row, margins.quantile(FALSE_ALARMS)
 
 
-def _relearnt(case: Case, known: Known, k: int) -> dict[str, int | None]:
-    target = ENOUGH * forget_accuracy(case, known, "original")
+def _relearnt(case: Case, cache: MeasurementCache, k: int) -> dict[str, int | None]:
+    target = ENOUGH * forget_accuracy(case, cache, "original")
     forgetful = [who for who in who_is_there(case) if who != "original"]
     return {
-        who: once(case, known, who, f"relearn {k}", lambda model, who: steps_needed(case, model, k, target, who))
+        who: once(case, cache, who, f"relearn {k}", lambda model, who: steps_needed(case, model, k, target, who))
         for who in forgetful
     }
 
@@ -145,11 +145,11 @@ def steps_needed(case: Case, model: nn.Module, k: int, target: float, who: str) 
             chosen = torch.isin(case.data.train.rows, torch.cat([rows, few.rows]) if few else rows)
             recipe = Recipe(
                 epochs=1,
-                batch=BATCH,
-                rate=RATE,
+                batch_size=BATCH,
+                lr=RATE,
                 schedule="constant",
                 momentum=0.0,
-                decay=0.0,
+                weight_decay=0.0,
                 crop=0,
                 flip=0.0,
                 ortho=0.0,

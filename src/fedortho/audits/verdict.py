@@ -9,12 +9,12 @@ from torch import nn
 
 from fedortho.audits import AUDITS, Membership, label, run_audits
 from fedortho.audits.audit import Audit
-from fedortho.audits.measurements import Known
+from fedortho.audits.measurements import MeasurementCache
 from fedortho.audits.retention import retention
 from fedortho.data.images import Dataset
 from fedortho.data.request import Clients, ForgetRequest
 from fedortho.evaluation.case import Case
-from fedortho.evaluation.metric_suite import Bench
+from fedortho.evaluation.metric_suite import MetricSuite
 from fedortho.evaluation.metrics import Metric
 from fedortho.statistics.cost import Cost
 from fedortho.storage.provenance import SCHEMA, environment
@@ -235,17 +235,17 @@ def judge_case(
     only: Sequence[str] = (),
     watch: Callable[[str], None] | None = None,
     membership: Membership | None = None,
-    bench: Bench | None = None,
-    known: Known | None = None,
+    suite: MetricSuite | None = None,
+    cache: MeasurementCache | None = None,
     **about: Any,
 ) -> Verdict:
     """The same for a case; `about` fills the fields of the verdict that measuring does not."""
     if watch is not None:
         watch("metrics")
-    metrics = (bench or Bench(case)).measure(case.forgot)
-    known = known or Known()
-    audits = run_audits(case, audit, only=only, watch=watch, membership=membership, known=known)
-    kept = retention(case, known=known) if audit != "none" else None
+    metrics = (suite or MetricSuite(case)).measure(case.forgot)
+    cache = cache or MeasurementCache()
+    audits = run_audits(case, audit, only=only, watch=watch, membership=membership, cache=cache)
+    kept = retention(case, cache=cache) if audit != "none" else None
     about = {"method": "", "subject": subject_of(case.request, case.data.test.names)} | about
     return Verdict(str(case.request), metrics=tuple(metrics), audits=tuple(audits), retention=kept,
                    has_reference=case.reference is not None, **about)  # fmt: skip

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from fedortho.models.predictions import Evaluation
 from fedortho.models.sites import Finding
-from fedortho.requests.forgetting import Served
+from fedortho.requests.forgetting import ServedRequest
 from fedortho.runs.run import Run
 from fedortho.training.loop import Epoch, Progress
 from fedortho.unlearning.calibrate import Trial
@@ -28,7 +28,7 @@ def say(text: str) -> None:
     out.print(text, highlight=False, soft_wrap=True)
 
 
-def print_served(served: Served, settings: ForgetSettings, run_path: Path) -> None:
+def print_served(served: ServedRequest, settings: ForgetSettings, run_path: Path) -> None:
     say(escape(f"{run_path}: {served.request}"))
     table = Table()
     for name in ("accuracy", "before", "after"):

@@ -59,7 +59,7 @@ def check_command(
         if not re.fullmatch(r"\d+x\d+x\d+", shape):
             raise FedOrthoError(f"shape must be like 3x32x32, not {shape!r}")
         channels, height, width = map(int, shape.split("x"))
-        net, sizes = build_model(model, classes=classes, channels=channels), (channels, height, width)
+        net, sizes = build_model(model, num_classes=classes, channels=channels), (channels, height, width)
     findings = check_model(net, sizes)
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))

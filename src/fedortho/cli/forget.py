@@ -12,13 +12,22 @@ from fedortho.audits.verdict import spoken_time
 from fedortho.cli.console import bar, bars, err, frontier_table, print_served, say
 from fedortho.cli.federation import log_line, print_elsewhere
 from fedortho.cli.flags import AsJson, DataDir, Deployment, Device, EngineName, OutPath, RunPath, takes_settings
-from fedortho.cli.verdict import Budget, Reference, References, Retrain, Wishes, check_wishes, judged, print_verdict
+from fedortho.cli.verdict import (
+    Budget,
+    JudgeOptions,
+    Reference,
+    References,
+    Retrain,
+    check_judge_options,
+    judged,
+    print_verdict,
+)
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.devices import choose_device
 from fedortho.errors import FedOrthoError
 from fedortho.methods import preset
-from fedortho.requests.forgetting import Served, describe, serve_request, undo_run
+from fedortho.requests.forgetting import ServedRequest, describe, forget_run, undo_run
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.settings import FederateSettings
 from fedortho.unlearning.calibrate import Refused
@@ -53,9 +62,9 @@ def forget_command(
     settings = preset(preset_name, **given)
     asked = ForgetRequest.parse(shlex.join(request))
     run = open_run(run_path)
-    wishes = Wishes(audit, reference, references, retrain, data_dir=data_dir, device=device)
+    options = JudgeOptions(audit, reference, references, retrain, data_dir=data_dir, device=device)
     check_engine(engine, deployment)
-    check_wishes(run, asked, wishes)
+    check_judge_options(run, asked, options)
     if audit == "none" and (reference or references or retrain):
         raise FedOrthoError("--audit none compares with nothing; leave --retrain, --reference and --references out")
     if dry_run and keep_undo:
@@ -74,13 +83,13 @@ def forget_command(
         print_elsewhere(out_dir)
         say(escape(f"not audited yet: fedortho judge {out_dir}"))
         return
-    served, data = _served(run, asked, settings, None if dry_run else out_dir, keep_undo, wishes)
+    served, data = _served(run, asked, settings, None if dry_run else out_dir, keep_undo, options)
     if not as_json:
         print_served(served, settings, run_path)
     verdict = None
     if served.run is not None and audit != "none":
         try:
-            verdict = judged(served.run, asked, data, run, wishes)
+            verdict = judged(served.run, asked, data, run, options)
         except KeyboardInterrupt:
             say(escape(f"interrupted while it was judged; the run is written: fedortho judge {served.run.path}"))
             raise
@@ -93,20 +102,20 @@ def forget_command(
 
 
 def _served(
-    run: Run, asked: ForgetRequest, settings: ForgetSettings, out: Path | None, undo: Path | None, wishes: Wishes
-) -> tuple[Served, Dataset]:
+    run: Run, asked: ForgetRequest, settings: ForgetSettings, out: Path | None, undo: Path | None, options: JudgeOptions
+) -> tuple[ServedRequest, Dataset]:
     """Serve a request here, on one machine's images or by a simulated federation; a refusal shows its frontier."""
-    from fedortho.requests.federated_forgetting import forget_in_federation
+    from fedortho.requests.federated_forgetting import forget_federated_run
 
-    place = choose_device(wishes.device)
+    place = choose_device(options.device)
     with bars() as shown:
-        data = run.load_data(wishes.data_dir, bar(shown, "decoding images"))
+        data = run.load_data(options.data_dir, bar(shown, "decoding images"))
         shown.add_task(f"forgetting {asked.word}", total=None, news="")
         try:
             if isinstance(run.settings, FederateSettings):
-                here: dict[str, Any] = {"data_dir": wishes.data_dir, "device": wishes.device}
-                return forget_in_federation(run, asked, settings, data=data, out=out, undo=undo, **here), data
-            return serve_request(run, data, asked, settings, device=place, out=out, undo=undo), data
+                here: dict[str, Any] = {"data_dir": options.data_dir, "device": options.device}
+                return forget_federated_run(run, asked, settings, data=data, out=out, undo=undo, **here), data
+            return forget_run(run, data, asked, settings, device=place, out=out, undo=undo), data
         except Refused as refusal:
             shown.stop()
             err.print(frontier_table(refusal.frontier))

@@ -20,7 +20,7 @@ from fedortho.reports.page import Page, check_place, render, reported_request, v
 from fedortho.reports.run_table import COLUMNS, SORTED_BY, by_directory, list_runs, ordered
 from fedortho.requests.references import check_reference, find_original, find_references
 from fedortho.runs.run import Run, open_run
-from fedortho.runs.served import earlier_requests
+from fedortho.runs.served import served_requests
 from fedortho.storage.files import write_text
 
 OutPath = Annotated[Path | None, typer.Option("--out", help="the HTML file to write (default: RUN/report.html)")]
@@ -63,7 +63,7 @@ def original_for(run: Run, request: ForgetRequest) -> Run | None:
     """The run before it served this request: its parent, or that one's if more was forgotten since."""
     names, before = run.record["data"]["classes"], find_original(run)
     asked = request.settled(names)
-    while before is not None and asked in [other.settled(names) for other in earlier_requests(before)]:
+    while before is not None and asked in [other.settled(names) for other in served_requests(before)]:
         before = find_original(before)
     return before
 

@@ -13,14 +13,14 @@ from fedortho.training.loop import Epoch
 from fedortho.training.recipe import Recipe, learning_rate
 
 
-class News(Protocol):
+class HasHistory(Protocol):
     """What watchers of a training or of a federation are told: among other things, all epochs or rounds so far."""
 
     @property
     def history(self) -> Sequence[Epoch]: ...
 
 
-Seen = TypeVar("Seen", bound=News)
+Seen = TypeVar("Seen", bound=HasHistory)
 
 
 @contextmanager

@@ -58,7 +58,7 @@ Shadows = Annotated[int, typer.Option(help="shadow models for the membership aud
 
 
 @dataclass(frozen=True)
-class Wishes:
+class JudgeOptions:
     """How a run is to be judged."""
 
     audit: str = "quick"
@@ -86,8 +86,8 @@ def judge_command(
 ) -> None:
     """Judge a run that has forgotten: accuracies, membership, audits against a retrained model; writes verdict.json."""
     run = open_run(run_path)
-    wishes = Wishes(audit, reference, references, retrain, (), shadows, data_dir, device)
-    verdict = judged(run, _asked(run, request), run.load_data(data_dir), original_of(run, original), wishes)
+    options = JudgeOptions(audit, reference, references, retrain, (), shadows, data_dir, device)
+    verdict = judged(run, _asked(run, request), run.load_data(data_dir), original_of(run, original), options)
     if as_json:
         typer.echo(json.dumps(verdict.as_mapping(), indent=2))
     else:
@@ -114,11 +114,11 @@ def audit_command(
     for word in only:
         if word not in AUDITS:
             raise unknown("audit", word, AUDITS)
-    wishes = Wishes("full", reference, references, retrain, tuple(only), shadows, data_dir, device)
+    options = JudgeOptions("full", reference, references, retrain, tuple(only), shadows, data_dir, device)
     asked, before, found = _asked(run, request), original_of(run, original), {}
     for rounds in [0, *_rounds(run, after_rounds)]:
         audited = train_on(run.at(data_dir, device), rounds) if rounds else run
-        found[rounds] = judged(audited, asked, run.load_data(data_dir), before, wishes)
+        found[rounds] = judged(audited, asked, run.load_data(data_dir), before, options)
         if not as_json:
             later = f", {rounds} rounds later" if rounds else ""
             say(escape(f"{run.path}{later}: {found[rounds].request}: {found[rounds].label}"))
@@ -145,28 +145,28 @@ def _asked(run: Run, words: str) -> ForgetRequest:
     return ForgetRequest.parse(words) if words else last
 
 
-def check_wishes(original: Run, request: ForgetRequest, wishes: Wishes) -> None:
+def check_judge_options(original: Run, request: ForgetRequest, options: JudgeOptions) -> None:
     """Refuse what cannot be, before anything is done."""
-    if wishes.audit not in BUDGETS:
-        raise unknown("audit budget", wishes.audit, BUDGETS)
-    if wishes.shadows and wishes.audit != "full":
-        raise BadSetting(f"--shadows {wishes.shadows} belongs to --audit full, not to --audit {wishes.audit}")
-    if wishes.reference is not None:
-        check_reference(original, open_run(wishes.reference), request)
+    if options.audit not in BUDGETS:
+        raise unknown("audit budget", options.audit, BUDGETS)
+    if options.shadows and options.audit != "full":
+        raise BadSetting(f"--shadows {options.shadows} belongs to --audit full, not to --audit {options.audit}")
+    if options.reference is not None:
+        check_reference(original, open_run(options.reference), request)
 
 
-def judged(run: Run, request: ForgetRequest, data: Dataset, original: Run, wishes: Wishes) -> Verdict:
+def judged(run: Run, request: ForgetRequest, data: Dataset, original: Run, options: JudgeOptions) -> Verdict:
     """Find or train the references, judge, and tell the journal."""
-    check_wishes(original, request, wishes)
+    check_judge_options(original, request, options)
     entry = entry_for(run, request)
-    place, asked = choose_device(wishes.device), original.path.absolute().parent  # whose journal tells of the request
-    for needed in [asked, *([] if wishes.only else [run.path])]:
+    place, asked = choose_device(options.device), original.path.absolute().parent  # whose journal tells of the request
+    for needed in [asked, *([] if options.only else [run.path])]:
         check_writable(needed)
-    kept = wishes.references or run.path.parent / "references"
+    kept = options.references or run.path.parent / "references"
     with bars() as shown, using_threads(original.settings.threads):
-        found = _references(original, request, kept, wishes, training_bar(shown))
+        found = _references(original, request, kept, options, training_bar(shown))
         task = shown.add_task("judging", total=None, news="")
-        membership = shadowed(original, entry, kept / "shadows", wishes.shadows, place) if wishes.shadows else None
+        membership = shadowed(original, entry, kept / "shadows", options.shadows, place) if options.shadows else None
         verdict = judge_run(
             run,
             request,
@@ -174,8 +174,8 @@ def judged(run: Run, request: ForgetRequest, data: Dataset, original: Run, wishe
             original,
             reference=found[0] if found else None,
             second=found[1] if len(found) > 1 else None,
-            audit=wishes.audit,
-            only=wishes.only,
+            audit=options.audit,
+            only=options.only,
             device=place,
             watch=lambda title: shown.update(task, description=f"judging: {title}"),
             membership=membership,
@@ -192,29 +192,29 @@ def judged(run: Run, request: ForgetRequest, data: Dataset, original: Run, wishe
     return verdict
 
 
-def _references(original: Run, request: ForgetRequest, kept: Path, wishes: Wishes, watch: Watch) -> list[Run]:
+def _references(original: Run, request: ForgetRequest, kept: Path, options: JudgeOptions, watch: Watch) -> list[Run]:
     """The retrained models to judge by; if wished, trained: one, or two for the full audits' distance."""
-    if wishes.reference is not None:
-        found = [open_run(wishes.reference)]
+    if options.reference is not None:
+        found = [open_run(options.reference)]
     else:  # where the user says, or else beside the original and where compare and --retrain put them
-        found = find_references(original, request, wishes.references, wishes.data_dir)
-        found = found or find_references(original, request, kept, wishes.data_dir)
-    while wishes.retrain and len(found) < (2 if wishes.audit == "full" else 1):
+        found = find_references(original, request, options.references, options.data_dir)
+        found = found or find_references(original, request, kept, options.data_dir)
+    while options.retrain and len(found) < (2 if options.audit == "full" else 1):
         used = {run.settings.seed for run in found}
         seed = next(n for n in range(original.settings.seed, 10**6) if n not in used)
-        settings = reference_settings(original, request, seed=seed, data_dir=wishes.data_dir)
+        settings = reference_settings(original, request, seed=seed, data_dir=options.data_dir)
         found.append(train_reference(kept, reference_name(original, request, settings), settings, watch=watch))
     return found
 
 
 def shadowed(run: Run, entry: Mapping[str, Any], kept: Path, shadows: int, place: torch.device) -> Membership:
     """The membership audit with shadows trained as the run was, that forget by the method and settings of an entry."""
-    name, recipe = entry.get("method", "fedortho"), shadow_recipe(run.settings)
+    name, recipe = entry.get("method", "hide"), shadow_recipe(run.settings)
     if name not in METHODS:
         raise unknown("method", name, METHODS)
     same = {"epochs": recipe.epochs} if issubclass(METHODS[name], RetrainMethod) else {}  # no longer than the shadows
     method, about = make_method(name, entry.get("settings", {}), same), run.record["model"]
-    build = partial(build_model, run.settings.model, classes=about["classes"], channels=about["channels"])
+    build = partial(build_model, run.settings.model, num_classes=about["classes"], channels=about["channels"])
 
     def forgetful(model: torch.nn.Module, data: Dataset, request: ForgetRequest) -> torch.nn.Module:
         engine = CentralEngine(data, device=place, build=lambda seed: build(seed=seed))

@@ -32,7 +32,7 @@ THREADS = min(8, max(2, os.cpu_count() or 2))
 
 
 @dataclass(frozen=True)
-class Place:
+class DataFiles:
     """The files of one split (`role`: train or test), or of a whole dataset that has to be split (`role` empty)."""
 
     files: tuple[Path, ...]
@@ -67,7 +67,7 @@ class Encoded:
     images: Callable[[], Iterator[list[tuple[str, bytes | None]]]]
 
 
-def decode_store(place: Place, size: int, digest: str, progress: Report | None) -> Store:
+def decode_store(place: DataFiles, size: int, digest: str, progress: Report | None) -> Store:
     encoded = _open_folder(place) if place.folders else _open_parquet(place)
     if not len(encoded.labels):
         raise BadData(f"{place.files[0]} holds no images")
@@ -92,7 +92,7 @@ def _split_rows(encoded: Encoded, role: str) -> tuple[Tensor, Tensor, bool]:
     return rows[kept], rows[aside], True
 
 
-def _open_folder(place: Place) -> Encoded:
+def _open_folder(place: DataFiles) -> Encoded:
     names = tuple(sorted(set(place.folders)))
     number = {name: label for label, name in enumerate(names)}
 
@@ -103,7 +103,7 @@ def _open_folder(place: Place) -> Encoded:
     return Encoded(torch.tensor([number[name] for name in place.folders]), names, (), images)
 
 
-def _open_parquet(place: Place) -> Encoded:
+def _open_parquet(place: DataFiles) -> Encoded:
     labels: list[Tensor] = []
     splits: list[str] = []
     names: tuple[str, ...] | None = None

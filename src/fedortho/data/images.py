@@ -225,11 +225,11 @@ Batches = Iterable[tuple[Tensor, Tensor]]
 
 
 def evaluation_batches(
-    source: "Images | Batches", batch: int = 500, device: torch.device | str = "cpu"
+    source: "Images | Batches", batch_size: int = 500, device: torch.device | str = "cpu"
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Normalised batches in order, no augmentation; a re-iterable `DataLoader` passes through as it is."""
     if isinstance(source, Images):
-        for rows in source.rows.split(batch):
+        for rows in source.rows.split(batch_size):
             yield source.normalise(source.pixels[rows].to(device)), source.store_labels[rows].to(device)
         return
     if isinstance(source, Iterator):

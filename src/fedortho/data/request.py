@@ -211,7 +211,7 @@ def _row(word: str, clients: Clients | None) -> int:
     return int(rows[int(match[2])])
 
 
-def joined(requests: Sequence[ForgetRequest]) -> ForgetRequest | None:
+def union_of(requests: Sequence[ForgetRequest]) -> ForgetRequest | None:
     """All of them as one; None if there are none."""
     total = None
     for request in requests:

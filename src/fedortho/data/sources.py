@@ -11,7 +11,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fedortho.data.decoding import DECODER, TEST_SEED, TEST_SHARE, THREADS, Place, Report, Store, decode_store, split_of
+from fedortho.data.decoding import (
+    DECODER,
+    TEST_SEED,
+    TEST_SHARE,
+    THREADS,
+    DataFiles,
+    Report,
+    Store,
+    decode_store,
+    split_of,
+)
 from fedortho.data.images import Dataset, Images, channel_statistics, split_stratified
 from fedortho.errors import BadCheckpoint, BadData, BadSetting, FedOrthoError, UnknownName, first_line, unknown
 from fedortho.storage.files import file_digest, read_tensors, replacing, tensors_digest, write_tensors
@@ -111,15 +121,15 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fedortho"
 
 
-def _locate(name: str, source: Source | None, data_dir: Path | None) -> tuple[Place, ...]:
+def _locate(name: str, source: Source | None, data_dir: Path | None) -> tuple[DataFiles, ...]:
     if source is None:
         path = Path(name).expanduser()
         if not path.exists():
             hint = f", or give a path: there is no file or directory {path}" if _looks_like_path(name) else ""
             raise UnknownName(f"{unknown('dataset', name, DATASETS)}{hint}")
-        return (Place((path,)),) if path.is_file() else _places(path)
+        return (DataFiles((path,)),) if path.is_file() else _places(path)
     if source.asset:
-        return (Place((Path(__file__).parent / source.asset,), image=source.image, label=source.label),)
+        return (DataFiles((Path(__file__).parent / source.asset,), image=source.image, label=source.label),)
     directory = _from_hub(name, source) if data_dir is None else _within(name, source, data_dir)
     return tuple(replace(place, image=source.image, label=source.label) for place in _places(directory))
 
@@ -141,7 +151,7 @@ def _within(name: str, source: Source, data_dir: Path) -> Path:
     )
 
 
-def _places(directory: Path) -> tuple[Place, ...]:
+def _places(directory: Path) -> tuple[DataFiles, ...]:
     """The training and test split of a directory, or all of it as one place that has to be split."""
     found = _parquet_splits(directory) or _folder_splits(directory)
     if not found:
@@ -158,15 +168,15 @@ def _places(directory: Path) -> tuple[Place, ...]:
     return (replace(found["train"], role="train"), replace(test, role="test")) if test else (found["train"],)
 
 
-def _parquet_splits(directory: Path) -> dict[str, Place]:
+def _parquet_splits(directory: Path) -> dict[str, DataFiles]:
     splits: dict[str, list[Path]] = {}
     for file in sorted(directory.glob("*.parquet")) or sorted(directory.glob("*/*.parquet")):
         parts = reversed(file.relative_to(directory).parts)  # the file's own name first, then its folder's
         splits.setdefault(next(filter(None, map(split_of, parts)), ""), []).append(file)
-    return {role: Place(tuple(files)) for role, files in splits.items()}
+    return {role: DataFiles(tuple(files)) for role, files in splits.items()}
 
 
-def _folder_splits(directory: Path) -> dict[str, Place]:
+def _folder_splits(directory: Path) -> dict[str, DataFiles]:
     """Splits of an image folder; a split holds class folders, so a class may be called `train`."""
     folders = {split_of(child.name): child for child in _subfolders(directory) if _subfolders(child)}
     if "train" not in folders:
@@ -175,7 +185,7 @@ def _folder_splits(directory: Path) -> dict[str, Place]:
     for role, folder in folders.items():
         files = [(file, child.name) for child in _subfolders(folder) for file in _pictures(child)]
         if files and (role or folder is directory):  # beside train and test, a folder of another name is no split
-            splits[role] = Place(tuple(file for file, _ in files), folders=tuple(name for _, name in files))
+            splits[role] = DataFiles(tuple(file for file, _ in files), folders=tuple(name for _, name in files))
     return splits
 
 
@@ -216,7 +226,7 @@ def _from_hub(name: str, source: Source) -> Path:
     return directory
 
 
-def _load_store(place: Place, size: int, progress: Report | None) -> Store:
+def _load_store(place: DataFiles, size: int, progress: Report | None) -> Store:
     """The decoded images of a place: from the cache, or decoded now and cached."""
     digest = _content_digest(place)
     key = _joined([digest, str(DECODER), str(size), place.role, place.image, place.label])
@@ -247,7 +257,7 @@ def _read_store(file: Path, digest: str) -> Store:
     return Store(pixels, labels, tensors["train"], tensors["test"], note["cut"], names, mean, std, digest)
 
 
-def _content_digest(place: Place) -> str:
+def _content_digest(place: DataFiles) -> str:
     with ThreadPoolExecutor(THREADS) as pool:
         try:
             digests = list(pool.map(file_digest, place.files))

@@ -14,9 +14,9 @@ from fedortho.errors import BadData
 from fedortho.models.classifier import classifier_inputs
 from fedortho.models.patch import edit_in_place
 from fedortho.models.sites import find_sites
-from fedortho.models.split import Cut, cut_model, find_cut, run_tail, tail_inputs
+from fedortho.models.split import Split, entry_inputs, find_split, run_tail, tail_model
 from fedortho.statistics.observe import Observation, key_of, observe
-from fedortho.statistics.query import Probe
+from fedortho.statistics.query import Statistic
 from fedortho.training.loop import fit
 from fedortho.training.objectives import LOSSES
 from fedortho.training.recipe import Recipe
@@ -25,23 +25,23 @@ from fedortho.unlearning.repair import norm_sums, repair
 
 
 @dataclass
-class Memory:
+class AnswerCache:
     """What a holder has computed for one model and need not compute again."""
 
     ledger: Observation | None = None
-    tails: dict[tuple[object, ...], "Tail"] | None = None  # None: nothing is remembered
-    looked: dict[tuple[object, ...], Observation] | None = None
+    tails: dict[tuple[object, ...], "CachedTail"] | None = None  # None: nothing is remembered
+    observed: dict[tuple[object, ...], Observation] | None = None
     images_read: int = 0  # forward passes
     images_trained: int = 0  # forward and backward passes
     tail_flops: float = 0.0  # of candidates, behind the cut
-    behind: dict[Cut, int] = field(default_factory=dict)  # FLOPs of one image there
+    behind: dict[Split, int] = field(default_factory=dict)  # FLOPs of one image there
 
 
 @dataclass(frozen=True)
-class Tail:
+class CachedTail:
     """What candidates are tried on: the cut, what these images are there, and what a pass from there on costs."""
 
-    cut: Cut
+    split: Split
     inputs: Tensor
     flops: float
 
@@ -50,18 +50,18 @@ def answer(
     model: nn.Module,
     whole: Images,
     groups: Sequence[Images],
-    probe: Probe,
+    statistic: Statistic,
     *,
-    memory: Memory | None = None,
+    cache: AnswerCache | None = None,
     device: torch.device | str = "cpu",
 ) -> list[Observation]:
     """One observation per group of images; `difference` takes two groups and gives their weighted difference."""
-    memory = memory or Memory()
-    if probe.kind == "difference":
-        forget, retain = (_peaks(model, whole, group, probe, memory, device) for group in groups)
+    cache = cache or AnswerCache()
+    if statistic.kind == "difference":
+        forget, retain = (_peaks(model, whole, group, statistic, cache, device) for group in groups)
         return [weighted_difference(forget, retain)]
-    found = [PROBES[probe.kind](model, whole, group, probe, memory, device) for group in groups]
-    return found if probe.by_label else [observation.collapsed() for observation in found]
+    found = [ANSWERS[statistic.kind](model, whole, group, statistic, cache, device) for group in groups]
+    return found if statistic.by_label else [observation.collapsed() for observation in found]
 
 
 def weighted_difference(forget: Observation, retain: Observation) -> Observation:
@@ -75,23 +75,26 @@ def weighted_difference(forget: Observation, retain: Observation) -> Observation
 
 
 def _peaks(
-    model: nn.Module, whole: Images, group: Images, probe: Probe, memory: Memory, device: torch.device | str
+    model: nn.Module, whole: Images, group: Images, statistic: Statistic, cache: AnswerCache, device: torch.device | str
 ) -> Observation:
     """Peaks by label, from the ledger where it knows all images of a label and from the images otherwise."""
-    taps = [(site, probe.tap) for site in find_sites(model, whole.shape, probe.layers, probe.edit, probe.tap)]
+    taps = [
+        (site, statistic.tap)
+        for site in find_sites(model, whole.shape, statistic.layers, statistic.edit, statistic.tap)
+    ]
     keys = [key_of(*tap) for tap in taps]
 
     def look(images: Images) -> Observation:
         key = (*keys, images.rows.numpy().tobytes())
-        if memory.looked is not None and key in memory.looked:
-            return memory.looked[key]
+        if cache.observed is not None and key in cache.observed:
+            return cache.observed[key]
         seen = observe(model, images, taps, classes=whole.classes, device=device)
-        memory.images_read += len(images)
-        if memory.looked is not None:
-            memory.looked[key] = seen
+        cache.images_read += len(images)
+        if cache.observed is not None:
+            cache.observed[key] = seen
         return seen
 
-    ledger = memory.ledger
+    ledger = cache.ledger
     if ledger is None or any(key not in ledger.sums or key in ledger.stale for key in keys):
         return look(group)
     if not bool(torch.isin(group.rows, whole.rows).all()):  # validation images are in no ledger
@@ -121,137 +124,146 @@ def _inputs(images: Images, device: torch.device | str) -> Tensor:
     return images.normalise(images.pixels[images.rows].to(device))
 
 
-def _tail(model: nn.Module, images: Images, probe: Probe, memory: Memory, device: torch.device | str) -> Tail:
+def _tail(
+    model: nn.Module, images: Images, statistic: Statistic, cache: AnswerCache, device: torch.device | str
+) -> CachedTail:
     """The network is cut before the first kernel that candidates edit."""
-    key = (probe.layers, probe.edit, probe.tap, images.rows.numpy().tobytes())
-    if memory.tails is not None and key in memory.tails:
-        return memory.tails[key]
+    key = (statistic.layers, statistic.edit, statistic.tap, images.rows.numpy().tobytes())
+    if cache.tails is not None and key in cache.tails:
+        return cache.tails[key]
     if not len(images):
         raise BadData("there is no image to try candidates on")
-    sites = find_sites(model, images.shape, probe.layers, probe.edit, probe.tap)
+    sites = find_sites(model, images.shape, statistic.layers, statistic.edit, statistic.tap)
     inputs = _inputs(images, device)
-    cut = find_cut(model, sites, inputs[:2])
-    remembered = tail_inputs(model, cut, inputs)
-    if cut not in memory.behind:
+    split = find_split(model, sites, inputs[:2])
+    cached = entry_inputs(model, split, inputs)
+    if split not in cache.behind:
         with torch.no_grad(), work_clock.stopped():
-            memory.behind[cut] = flops_of(lambda: run_tail(cut_model(model, cut), cut, remembered[:1]))
-    found = Tail(cut, remembered, float(memory.behind[cut] * len(images)))
-    memory.images_read += len(images)
-    if memory.tails is not None:
-        memory.tails[key] = found
+            cache.behind[split] = flops_of(lambda: run_tail(tail_model(model, split), split, cached[:1]))
+    found = CachedTail(split, cached, float(cache.behind[split] * len(images)))
+    cache.images_read += len(images)
+    if cache.tails is not None:
+        cache.tails[key] = found
     return found
 
 
 def _tried(
-    model: nn.Module, images: Images, probe: Probe, memory: Memory, device: torch.device | str
-) -> Iterator[tuple[int, nn.Module, Tail]]:
+    model: nn.Module, images: Images, statistic: Statistic, cache: AnswerCache, device: torch.device | str
+) -> Iterator[tuple[int, nn.Module, CachedTail]]:
     """Every candidate by number, as a cut model of its own, with what it is tried on."""
-    for number, patch in enumerate(probe.patches):
-        tail = _tail(model, images, probe, memory, device)
-        memory.tail_flops += tail.flops
-        yield number, edit_in_place(cut_model(model, tail.cut), patch), tail
+    for number, patch in enumerate(statistic.patches):
+        tail = _tail(model, images, statistic, cache, device)
+        cache.tail_flops += tail.flops
+        yield number, edit_in_place(tail_model(model, tail.split), patch), tail
 
 
 def _right(
-    model: nn.Module, whole: Images, group: Images, probe: Probe, memory: Memory, device: torch.device | str
+    model: nn.Module, whole: Images, group: Images, statistic: Statistic, cache: AnswerCache, device: torch.device | str
 ) -> Observation:
     """How many answers of each candidate are right, by label."""
-    sums = {f"{number}": torch.zeros(whole.classes, 1, dtype=torch.float64) for number in range(len(probe.patches))}
+    sums = {f"{number}": torch.zeros(whole.classes, 1, dtype=torch.float64) for number in range(len(statistic.patches))}
     if len(group):
-        for number, twin, tail in _tried(model, group, probe, memory, device):
+        for number, twin, tail in _tried(model, group, statistic, cache, device):
             with torch.no_grad():
-                answers = run_tail(twin, tail.cut, tail.inputs).argmax(1).cpu()
+                answers = run_tail(twin, tail.split, tail.inputs).argmax(1).cpu()
             right = torch.bincount(group.labels[answers == group.labels], minlength=whole.classes)
             sums[f"{number}"] = right.double().unsqueeze(1)  # on the CPU
     return Observation(sums, torch.bincount(group.labels, minlength=whole.classes))
 
 
 def _moments(
-    model: nn.Module, whole: Images, group: Images, probe: Probe, memory: Memory, device: torch.device | str
+    model: nn.Module, whole: Images, group: Images, statistic: Statistic, cache: AnswerCache, device: torch.device | str
 ) -> Observation:
     """First and second moments of batch-norm inputs, as each candidate's own batch statistics give them."""
-    widths = {norm: model.get_buffer(f"{norm}.running_mean").numel() for norm in probe.norms}
-    sums, count = _no_moments(widths, probe), 0
+    widths = {norm: model.get_buffer(f"{norm}.running_mean").numel() for norm in statistic.norms}
+    sums, count = _no_moments(widths, statistic), 0
     if len(group) > 1:  # batch statistics of one image are no statistics
-        for number, twin, tail in _tried(model, group, probe, memory, device):
-            buffers, count = repair(twin, tail.cut, probe.norms, tail.inputs)
-            for norm in probe.norms:
+        for number, twin, tail in _tried(model, group, statistic, cache, device):
+            buffers, count = repair(twin, tail.split, statistic.norms, tail.inputs)
+            for norm in statistic.norms:
                 mean, variance = (buffers[f"{norm}.running_{kind}"].cpu().double() for kind in ("mean", "var"))
                 sums[f"{number}:{norm}:mean"] = count * mean.unsqueeze(0)
                 sums[f"{number}:{norm}:square"] = count * (variance + mean.square()).unsqueeze(0)
     return Observation(sums, torch.tensor([count]))
 
 
-def _no_moments(widths: Mapping[str, int], probe: Probe) -> dict[str, Tensor]:
+def _no_moments(widths: Mapping[str, int], statistic: Statistic) -> dict[str, Tensor]:
     return {
         f"{number}:{norm}:{kind}": torch.zeros(1, width, dtype=torch.float64)
-        for number in range(len(probe.patches))
+        for number in range(len(statistic.patches))
         for norm, width in widths.items()
         for kind in ("mean", "square")
     }
 
 
 def _layer(
-    model: nn.Module, whole: Images, group: Images, probe: Probe, memory: Memory, device: torch.device | str
+    model: nn.Module, whole: Images, group: Images, statistic: Statistic, cache: AnswerCache, device: torch.device | str
 ) -> Observation:
     """Sums of one batch norm's inputs and of their squares, by each candidate as it is; exact on any partition."""
-    (norm,) = probe.norms
-    sums, count = _no_moments({norm: model.get_buffer(f"{norm}.running_mean").numel()}, probe), 0
+    (norm,) = statistic.norms
+    sums, count = _no_moments({norm: model.get_buffer(f"{norm}.running_mean").numel()}, statistic), 0
     if len(group):
-        for number, twin, tail in _tried(model, group, probe, memory, device):
-            total, count = norm_sums(twin, tail.cut, norm, tail.inputs)
+        for number, twin, tail in _tried(model, group, statistic, cache, device):
+            total, count = norm_sums(twin, tail.split, norm, tail.inputs)
             sums |= {f"{number}:{norm}:mean": total[:1], f"{number}:{norm}:square": total[1:]}
     return Observation(sums, torch.tensor([count]))
 
 
 def _classifier(
-    model: nn.Module, whole: Images, group: Images, probe: Probe, memory: Memory, device: torch.device | str
+    model: nn.Module, whole: Images, group: Images, statistic: Statistic, cache: AnswerCache, device: torch.device | str
 ) -> Observation:
     """Sums of the classifier's inputs and of their squares, for each candidate."""
-    linear = model.get_submodule(probe.classifier)
+    linear = model.get_submodule(statistic.classifier)
     assert isinstance(linear, nn.Linear)
     nothing = torch.zeros(1, linear.in_features, dtype=torch.float64)
-    sums = {f"{number}:{kind}": nothing for number in range(len(probe.patches)) for kind in ("sum", "square")}
+    sums = {f"{number}:{kind}": nothing for number in range(len(statistic.patches)) for kind in ("sum", "square")}
     if len(group):
-        for number, twin, tail in _tried(model, group, probe, memory, device):
-            given = classifier_inputs(twin, tail.cut, probe.classifier, tail.inputs)
+        for number, twin, tail in _tried(model, group, statistic, cache, device):
+            given = classifier_inputs(twin, tail.split, statistic.classifier, tail.inputs)
             sums[f"{number}:sum"] = given.sum(0, keepdim=True)
             sums[f"{number}:square"] = given.square().sum(0, keepdim=True)
     return Observation(sums, torch.tensor([len(group)]))
 
 
-def _derived(reduce: Callable[[Tensor], Tensor]) -> "Answer":
+def _derived(reduce: Callable[[Tensor], Tensor]) -> "AnswerFunction":
     def add_up(
-        model: nn.Module, whole: Images, group: Images, probe: Probe, memory: Memory, device: torch.device | str
+        model: nn.Module,
+        whole: Images,
+        group: Images,
+        statistic: Statistic,
+        cache: AnswerCache,
+        device: torch.device | str,
     ) -> Observation:
         """Sums over batches of what is made of the gradient of a batch's mean loss, parameter by parameter."""
         twin = copy.deepcopy(model).to(device).eval().requires_grad_(True)
         weights = dict(twin.named_parameters())
         sums = {name: torch.zeros(1, weight.numel(), dtype=torch.float64) for name, weight in weights.items()}
         batches = 0
-        for inputs, labels in evaluation_batches(group, probe.batch, device):
-            loss = LOSSES[probe.loss](twin(inputs), labels)
+        for inputs, labels in evaluation_batches(group, statistic.batch_size, device):
+            loss = LOSSES[statistic.loss](twin(inputs), labels)
             gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
             for name, gradient in zip(weights, gradients, strict=True):
                 if gradient is not None:
                     sums[name] += reduce(gradient.cpu().double()).reshape(1, -1)  # channels may come last
             batches += 1
-        memory.images_trained += len(group)
+        cache.images_trained += len(group)
         return Observation(sums, torch.tensor([batches]))
 
     return add_up
 
 
 def _drift(
-    model: nn.Module, whole: Images, group: Images, probe: Probe, memory: Memory, device: torch.device | str
+    model: nn.Module, whole: Images, group: Images, statistic: Statistic, cache: AnswerCache, device: torch.device | str
 ) -> Observation:
     """How far one local epoch of plain SGD moves each parameter, ‖p' − p‖₁, times the images it was trained on."""
     images = len(group) if len(group) > 1 else 0  # batch norm cannot train on one
     moved = model
     if images:
-        recipe = Recipe(epochs=1, batch=probe.batch, rate=probe.rate, schedule="constant", crop=0, flip=0.0, ortho=0.0)
+        recipe = Recipe(
+            epochs=1, batch_size=statistic.batch_size, lr=statistic.lr, schedule="constant", crop=0, flip=0.0, ortho=0.0
+        )
         moved = fit(model, group, recipe, device=device)
-        memory.images_trained += images
+        cache.images_trained += images
     sums = {}
     for (name, before), after in zip(model.named_parameters(), moved.parameters(), strict=True):
         distance = (after.detach().cpu() - before.detach().cpu()).double().abs().sum()
@@ -260,15 +272,15 @@ def _drift(
 
 
 def _averages(
-    model: nn.Module, whole: Images, group: Images, probe: Probe, memory: Memory, device: torch.device | str
+    model: nn.Module, whole: Images, group: Images, statistic: Statistic, cache: AnswerCache, device: torch.device | str
 ) -> Observation:
     """Sums over images, by label, of each kernel's mean response over the map, negative responses being 0."""
-    sites = find_sites(model, whole.shape, probe.layers, probe.edit, probe.tap)
+    sites = find_sites(model, whole.shape, statistic.layers, statistic.edit, statistic.tap)
     sums = {site.name: torch.zeros(whole.classes, site.kernels, dtype=torch.float64) for site in sites}
     seen: dict[str, Tensor] = {}
     handles = []
     for site in sites:
-        at = site.layers[0].norm if probe.tap != "conv" and site.layers[0].norm else site.layers[0].name
+        at = site.layers[0].norm if statistic.tap != "conv" and site.layers[0].norm else site.layers[0].name
 
         def keep(_: nn.Module, __: Any, out: Tensor, name: str = site.name) -> None:
             seen[name] = out.clamp_min(0).mean((2, 3))  # here, before an in-place activation can change `out`
@@ -283,20 +295,22 @@ def _averages(
     finally:
         for handle in handles:
             handle.remove()
-    memory.images_read += len(group)
+    cache.images_read += len(group)
     return Observation(sums, torch.bincount(group.labels, minlength=whole.classes))
 
 
 def _spread(
-    model: nn.Module, whole: Images, group: Images, probe: Probe, memory: Memory, device: torch.device | str
+    model: nn.Module, whole: Images, group: Images, statistic: Statistic, cache: AnswerCache, device: torch.device | str
 ) -> Observation:
     """How the responses of each site lie: sums by position, of products, and with the model's own answers."""
-    memory.images_read += len(group)
-    return spread_sums(model, group, find_sites(model, whole.shape, probe.layers, probe.edit, probe.tap), device)
+    cache.images_read += len(group)
+    return spread_sums(
+        model, group, find_sites(model, whole.shape, statistic.layers, statistic.edit, statistic.tap), device
+    )
 
 
-Answer = Callable[[nn.Module, Images, Images, Probe, Memory, torch.device | str], Observation]
-PROBES: Mapping[str, Answer] = {
+AnswerFunction = Callable[[nn.Module, Images, Images, Statistic, AnswerCache, torch.device | str], Observation]
+ANSWERS: Mapping[str, AnswerFunction] = {
     "peaks": _peaks,
     "right": _right,
     "moments": _moments,

@@ -9,12 +9,12 @@ from torch import nn
 
 from fedortho.data.images import Dataset, Images
 from fedortho.data.request import Clients, ForgetRequest
-from fedortho.engines.answer import Memory, answer
+from fedortho.engines.answer import AnswerCache, answer
 from fedortho.errors import BadData, FedOrthoError
 from fedortho.statistics.engine import Tally
 from fedortho.statistics.observe import Observation
-from fedortho.statistics.query import Ask, Group
-from fedortho.statistics.training_plan import Course, as_course
+from fedortho.statistics.query import Query, Selection
+from fedortho.statistics.training_plan import TrainingPlan, as_training_plan
 from fedortho.storage.files import tensors_digest
 from fedortho.training.loop import Mask, fit
 from fedortho.training.objectives import count_images
@@ -31,11 +31,11 @@ class CentralEngine:
     device: torch.device | str = "cpu"
     tally: Tally = field(default_factory=Tally)
     build: Callable[[int], nn.Module] | None = None  # from a seed to a network with new weights
-    at_once = 1
+    parallel_trials = 1
     is_federated = False
 
     def __post_init__(self) -> None:
-        self._digest, self._memory = "", Memory()
+        self._digest, self._memory = "", AnswerCache()
         self._model: nn.Module | None = None
 
     @property
@@ -51,20 +51,20 @@ class CentralEngine:
         return self.ledger is not None
 
     def fit(
-        self, model: nn.Module, what: Group | Course, recipe: Recipe, *, trainable: Mask | None = None
+        self, model: nn.Module, what: Selection | TrainingPlan, recipe: Recipe, *, trainable: Mask | None = None
     ) -> nn.Module:
-        course = as_course(what)
-        lessons = [part.lesson(self._images(part.group)) for part in course.parts]
+        plan = as_training_plan(what)
+        training_sets = [part.training_set(self._images(part.group)) for part in plan.parts]
         trained = fit(
             model,
-            lessons,
+            training_sets,
             recipe,
             device=self.device,
             trainable=trainable,
-            manner=course.manner,
-            teachers=course.teachers,
+            options=plan.options,
+            teachers=plan.teachers,
         )
-        seen, taught = count_images(lessons, recipe.batch, recipe.epochs, course.manner)
+        seen, taught = count_images(training_sets, recipe.batch_size, recipe.epochs, plan.options)
         self.add_work(read=taught, trained=seen)
         return trained
 
@@ -75,35 +75,37 @@ class CentralEngine:
         self.tally.images_read += read
         self.tally.images_trained += trained
 
-    def measure(self, model: nn.Module, asks: Sequence[Ask]) -> list[list[Observation]]:
-        model, memory = self._remembered(model)
-        read, trained, tried = memory.images_read, memory.images_trained, memory.tail_flops
+    def measure(self, model: nn.Module, queries: Sequence[Query]) -> list[list[Observation]]:
+        model, cache = self._remembered(model)
+        read, trained, tried = cache.images_read, cache.images_trained, cache.tail_flops
         found = []
-        for ask in asks:
-            groups = [self._images(group) for group in ask.groups]
-            probe = replace(ask.probe, by_label=ask.probe.by_label or ask.probe.kind == "peaks")  # nobody to protect
-            found.append(answer(model, self.data.train, groups, probe, memory=memory, device=self.device))
-        self.add_work(read=memory.images_read - read, trained=memory.images_trained - trained)
-        self.tally.tail_flops += memory.tail_flops - tried
+        for query in queries:
+            groups = [self._images(group) for group in query.selections]
+            statistic = replace(
+                query.statistic, by_label=query.statistic.by_label or query.statistic.kind == "peaks"
+            )  # nobody to protect
+            found.append(answer(model, self.data.train, groups, statistic, cache=cache, device=self.device))
+        self.add_work(read=cache.images_read - read, trained=cache.images_trained - trained)
+        self.tally.tail_flops += cache.tail_flops - tried
         return found
 
     def check(self, request: ForgetRequest, forgotten: ForgetRequest | None) -> None:
-        request.split(Group(but=forgotten).select(self.data.train, self.clients), self.clients)
+        request.split(Selection(exclude=forgotten).select(self.data.train, self.clients), self.clients)
 
-    def identify(self, group: Group) -> str:
+    def identify(self, group: Selection) -> str:
         images = self._images(group)
         return f"{self.data.digest}:{tensors_digest({'rows': images.rows, 'labels': images.labels})}"
 
-    def _images(self, group: Group) -> Images:
+    def _images(self, group: Selection) -> Images:
         images: Images = getattr(self.data, group.split)
         return group.select(images, self.clients)
 
-    def _remembered(self, model: nn.Module) -> tuple[nn.Module, Memory]:
+    def _remembered(self, model: nn.Module) -> tuple[nn.Module, AnswerCache]:
         """A copy of the model on the engine's device, and what is known of it from earlier asks."""
         digest = tensors_digest(model.state_dict())
         if digest != self._digest or self._model is None:
             ledger = self.ledger if self.ledger is not None and self.ledger.model == digest else None
-            self._digest, self._memory = digest, Memory(ledger, {}, {})
+            self._digest, self._memory = digest, AnswerCache(ledger, {}, {})
             self._model = copy.deepcopy(model).to(self.device).eval()
         return self._model, self._memory
 

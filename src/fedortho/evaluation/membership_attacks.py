@@ -146,13 +146,13 @@ class Attack:
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownMembership:
     """Images that were trained on and images that were not, as the attacked model answers to them."""
 
     members: Answers
     others: Answers
 
-    def halves(self, seed: int = 0) -> tuple["Known", "Known"]:
+    def halves(self, seed: int = 0) -> tuple["KnownMembership", "KnownMembership"]:
         """One to fit an attack on, one to measure it on; each class is halved."""
         if min(len(self.members), len(self.others)) < 2:
             raise BadData(
@@ -160,7 +160,7 @@ class Known:
                 f"not {len(self.members)} and {len(self.others)}"
             )
         fit, check = zip(*(_halved(answers, seed) for answers in (self.members, self.others)), strict=True)
-        return Known(*fit), Known(*check)
+        return KnownMembership(*fit), KnownMembership(*check)
 
 
 def _halved(answers: Answers, seed: int) -> tuple[Answers, Answers]:
@@ -196,7 +196,11 @@ def _rate(called: Tensor) -> float:
 
 
 def _judged(
-    name: str, guess: Callable[[Answers], Tensor], forgotten: Answers, check: Known, fallback: tuple[int, ...] = ()
+    name: str,
+    guess: Callable[[Answers], Tensor],
+    forgotten: Answers,
+    check: KnownMembership,
+    fallback: tuple[int, ...] = (),
 ) -> Attack:
     """What guesses, (n,) bool, come to on images that the attack was not fitted on."""
     true, false = _rate(guess(check.members)), _rate(guess(check.others))
@@ -204,7 +208,9 @@ def _judged(
     return Attack(name, _rate(guess(forgotten)), (true + 1 - false) / 2, false, fallback, *sizes)
 
 
-def statistic_attack(name: str, forgotten: Answers, known: Known, *, least: int = LEAST, seed: int = 0) -> Attack:
+def statistic_attack(
+    name: str, forgotten: Answers, known: KnownMembership, *, least: int = LEAST, seed: int = 0
+) -> Attack:
     """One of Song and Mittal's four: a right answer, or a statistic at or above its class's threshold, is a member."""
     _require(forgotten)
     statistic = STATISTICS[name]
@@ -219,7 +225,7 @@ def statistic_attack(name: str, forgotten: Answers, known: Known, *, least: int 
     return _judged(name, lambda part: thresholds.called(statistic(part), part.labels), forgotten, check, fallback)
 
 
-def svc_attack(forgotten: Answers, known: Known, *, seed: int = 0) -> Attack:
+def svc_attack(forgotten: Answers, known: KnownMembership, *, seed: int = 0) -> Attack:
     """A support vector machine (RBF, C = 3, γ = 1 / features) on the confidence, as SalUn's code has it."""
     from sklearn.svm import SVC
 
@@ -230,7 +236,7 @@ def svc_attack(forgotten: Answers, known: Known, *, seed: int = 0) -> Attack:
     return _judged("svc-confidence", lambda answers: _predict(machine, confidence(answers)), forgotten, check)
 
 
-def loss_attack(forgotten: Answers, known: Known, *, seed: int = 0) -> Attack:
+def loss_attack(forgotten: Answers, known: KnownMembership, *, seed: int = 0) -> Attack:
     """Logistic regression on the loss; all rates are means over stratified shuffle splits of the known images."""
     _require(forgotten)
     values, truth = _points(_loss, known)
@@ -250,7 +256,7 @@ def loss_separation(forgotten: Answers, unseen: Answers, *, seed: int = 0) -> fl
 
     The cross-validated accuracy of the NeurIPS 2023 unlearning challenge's starting kit.
     """
-    values, truth = _points(_loss, Known(forgotten, unseen))
+    values, truth = _points(_loss, KnownMembership(forgotten, unseen))
     accuracies = []
     for model, aside in _regressions(values, truth, seed):
         called, was = model.predict(values[aside]) == 1, truth[aside] == 1
@@ -267,7 +273,7 @@ def _require(forgotten: Answers) -> None:
         raise BadData("there is no forgotten image to attack")
 
 
-def _points(feature: Callable[[Answers], Tensor], known: Known) -> tuple[Any, Any]:
+def _points(feature: Callable[[Answers], Tensor], known: KnownMembership) -> tuple[Any, Any]:
     """One feature of each image, (n, 1), and whether it was trained on, (n,), as scikit-learn wants them."""
     values = torch.cat([feature(known.members), feature(known.others)]).unsqueeze(1)
     truth = torch.cat([torch.ones(len(known.members)), torch.zeros(len(known.others))])

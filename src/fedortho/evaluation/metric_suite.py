@@ -18,7 +18,7 @@ from fedortho.evaluation.membership_attacks import (
     ATTACKS,
     Answers,
     Attack,
-    Known,
+    KnownMembership,
     answers_from,
     loss_separation,
     match_known,
@@ -86,7 +86,7 @@ class Groups:
         return self.gone if name == "gone" else self.kept
 
 
-class Look:
+class ModelOutputs:
     """One model's answers to the groups, and what its classifier receives; each group is passed once."""
 
     def __init__(self, name: str, model: nn.Module, groups: Groups) -> None:
@@ -123,7 +123,7 @@ class Look:
         return answers.take(order[: self.groups.most])
 
     def _attack(self, name: str) -> Attack:
-        known = Known(self.answers("kept"), self.answers("test", self.groups.others))
+        known = KnownMembership(self.answers("kept"), self.answers("test", self.groups.others))
         return ATTACKS[name](self.forgotten, known, seed=self.groups.case.seed)
 
 
@@ -154,47 +154,47 @@ def _accuracy(answers: Answers) -> Reading:
     return Reading(share_right(answers), len(answers))
 
 
-def _forget(look: Look) -> Reading:
-    case = look.groups.case
+def _forget(outputs: ModelOutputs) -> Reading:
+    case = outputs.groups.case
     if case.request.kind != "class":
-        return _accuracy(look.answers("gone"))
-    return _accuracy(look.answers("test", look.groups.mask(case.request)))
+        return _accuracy(outputs.answers("gone"))
+    return _accuracy(outputs.answers("test", outputs.groups.mask(case.request)))
 
 
-def _retain(look: Look) -> Reading:
-    return _accuracy(look.answers("test", ~look.groups.mask(look.groups.case.everything)))
+def _retain(outputs: ModelOutputs) -> Reading:
+    return _accuracy(outputs.answers("test", ~outputs.groups.mask(outputs.groups.case.everything)))
 
 
-def _own_class(look: Look) -> Reading:
-    test, names = look.answers("test"), look.groups.case.data.test.names
-    affected = look.groups.gone.labels.unique()
+def _own_class(outputs: ModelOutputs) -> Reading:
+    test, names = outputs.answers("test"), outputs.groups.case.data.test.names
+    affected = outputs.groups.gone.labels.unique()
     reading = _accuracy(test.take(torch.isin(test.labels, affected)))
     each = {names[label]: _accuracy(test.take(test.labels == label)).value for label in affected.tolist()}
     return Reading(reading.value, reading.images, {"each": each})
 
 
-def client_changes(look: Look, original: Look) -> Tensor:
+def client_changes(outputs: ModelOutputs, original: ModelOutputs) -> Tensor:
     """By how much accuracy on each remaining client's own images has changed, (clients,)."""
-    if not look.groups.clients:
+    if not outputs.groups.clients:
         raise BadData("no client stays; there is nobody to compare")
-    sizes = [len(part) for part in look.groups.clients.values()]
+    sizes = [len(part) for part in outputs.groups.clients.values()]
     right = [
         answers.probabilities.argmax(1) == answers.labels
-        for answers in (look.answers("clients"), original.answers("clients"))
+        for answers in (outputs.answers("clients"), original.answers("clients"))
     ]
     change = right[0].double() - right[1].double()  # on the CPU
     return torch.stack([part.mean() for part in change.split(sizes)])
 
 
-def _client_change(quantile: float, original: Look, look: Look) -> Reading:
-    changes = client_changes(look, original)
-    images = sum(len(part) for part in look.groups.clients.values())
+def _client_change(quantile: float, original: ModelOutputs, outputs: ModelOutputs) -> Reading:
+    changes = client_changes(outputs, original)
+    images = sum(len(part) for part in outputs.groups.clients.values())
     return Reading(float(changes.quantile(quantile)), images, {"clients": len(changes)})
 
 
-def _member_rate(name: str, look: Look) -> Reading:
-    attack = look.attack(name)
-    names = look.groups.case.data.test.names
+def _member_rate(name: str, outputs: ModelOutputs) -> Reading:
+    attack = outputs.attack(name)
+    names = outputs.groups.case.data.test.names
     details = {
         "attack accuracy": attack.accuracy,
         "false positives": attack.false_positive_rate,
@@ -205,10 +205,10 @@ def _member_rate(name: str, look: Look) -> Reading:
     return Reading(attack.member_rate, attack.forgotten, details)
 
 
-def _separation(look: Look) -> Reading:
-    unseen = look.answers("test", look.groups.alike)
-    gone = look.forgotten.take(torch.isin(look.forgotten.labels, unseen.labels))
-    return Reading(loss_separation(gone, unseen, seed=look.groups.case.seed), len(gone) + len(unseen))
+def _separation(outputs: ModelOutputs) -> Reading:
+    unseen = outputs.answers("test", outputs.groups.alike)
+    gone = outputs.forgotten.take(torch.isin(outputs.forgotten.labels, unseen.labels))
+    return Reading(loss_separation(gone, unseen, seed=outputs.groups.case.seed), len(gone) + len(unseen))
 
 
 def js_divergence(p: Tensor, q: Tensor) -> Tensor:
@@ -222,46 +222,46 @@ def js_divergence(p: Tensor, q: Tensor) -> Tensor:
     return ((left + right) / (2 * math.log(2))).clamp(0.0, 1.0)
 
 
-def _output_distance(kind: str, group: str, look: Look, retrain: Look) -> Reading:
-    mine, theirs = look.answers(group).probabilities, retrain.answers(group).probabilities
+def _output_distance(kind: str, group: str, outputs: ModelOutputs, retrain: ModelOutputs) -> Reading:
+    mine, theirs = outputs.answers(group).probabilities, retrain.answers(group).probabilities
     each = (mine - theirs).norm(dim=1) if kind == "l2" else js_divergence(mine, theirs)
     return Reading(float(each.mean()), len(each))
 
 
-def _activation_distance(group: str, look: Look, retrain: Look) -> Reading:
+def _activation_distance(group: str, outputs: ModelOutputs, retrain: ModelOutputs) -> Reading:
     """Features of separately trained networks are not aligned: a second Retrain tells what distance is usual."""
-    mine, theirs = look.features(group), retrain.features(group)
+    mine, theirs = outputs.features(group), retrain.features(group)
     if mine.shape != theirs.shape:
-        raise BadData(f"{look.name} has {mine.shape[1]} features, {retrain.name} {theirs.shape[1]}")
+        raise BadData(f"{outputs.name} has {mine.shape[1]} features, {retrain.name} {theirs.shape[1]}")
     if not bool(torch.isfinite(mine).all() & torch.isfinite(theirs).all()):
-        raise BadData(f"features of {look.name} or {retrain.name} are not finite on {group} images")
+        raise BadData(f"features of {outputs.name} or {retrain.name} are not finite on {group} images")
     return Reading(float((mine - theirs).norm(dim=1).mean() / theirs.norm(dim=1).mean().clamp_min(1e-12)), len(mine))
 
 
-def _mean_output(look: Look, retrain: Look) -> Reading:
-    mine, theirs = look.answers("gone").probabilities, retrain.answers("gone").probabilities
+def _mean_output(outputs: ModelOutputs, retrain: ModelOutputs) -> Reading:
+    mine, theirs = outputs.answers("gone").probabilities, retrain.answers("gone").probabilities
     return Reading(float((mine.mean(0) - theirs.mean(0)).abs().sum() / 2), len(mine))
 
 
-def _gaps(look: Look, retrain: Look) -> dict[str, float]:
+def _gaps(outputs: ModelOutputs, retrain: ModelOutputs) -> dict[str, float]:
     """Between accuracies on forgotten and retained training images and retained classes' test images; of the MIA."""
-    kept = ~look.groups.mask(look.groups.case.everything)
+    kept = ~outputs.groups.mask(outputs.groups.case.everything)
     values = []
-    for one in (look, retrain):
+    for one in (outputs, retrain):
         groups = (one.answers("gone"), one.answers("kept"), one.answers("test", kept))
         values.append([*map(share_right, groups), one.attack(PAPER_ATTACK).member_rate])
     names = ("forget", "retain", "test", "mia")
     return {name: abs(mine - theirs) for name, mine, theirs in zip(names, *values, strict=True)}
 
 
-def _average_gap(look: Look, retrain: Look) -> Reading:
-    gaps = _gaps(look, retrain)
-    return Reading(sum(gaps.values()) / len(gaps), len(look.groups.gone), {"gaps": gaps})
+def _average_gap(outputs: ModelOutputs, retrain: ModelOutputs) -> Reading:
+    gaps = _gaps(outputs, retrain)
+    return Reading(sum(gaps.values()) / len(gaps), len(outputs.groups.gone), {"gaps": gaps})
 
 
-def _tug_of_war(first: str, look: Look, retrain: Look) -> Reading:
-    gaps = _gaps(look, retrain)
-    return Reading((1 - gaps[first]) * (1 - gaps["retain"]) * (1 - gaps["test"]), len(look.groups.gone))
+def _tug_of_war(first: str, outputs: ModelOutputs, retrain: ModelOutputs) -> Reading:
+    gaps = _gaps(outputs, retrain)
+    return Reading((1 - gaps[first]) * (1 - gaps["retain"]) * (1 - gaps["test"]), len(outputs.groups.gone))
 
 
 def untrained_like(model: nn.Module, seed: int) -> nn.Module:
@@ -278,25 +278,29 @@ def untrained_like(model: nn.Module, seed: int) -> nn.Module:
     return fresh
 
 
-def _zrf_against(untrained: Look, look: Look) -> Reading:
-    return Reading(1 - _output_distance("js", "gone", look, untrained).value, len(look.groups.gone))
+def _zrf_against(untrained: ModelOutputs, outputs: ModelOutputs) -> Reading:
+    return Reading(1 - _output_distance("js", "gone", outputs, untrained).value, len(outputs.groups.gone))
 
 
-def _of_one(groups: Groups, original: Look) -> dict[str, Callable[[Look], Reading]]:
+def _of_one(groups: Groups, original: ModelOutputs) -> dict[str, Callable[[ModelOutputs], Reading]]:
     """What is measured on a model alone, as far as it applies to the request."""
     request, found = groups.case.request, {"forget-accuracy": _forget, "retain-accuracy": _retain}
-    found["test-accuracy"] = lambda look: _accuracy(look.answers("test"))
+    found["test-accuracy"] = lambda outputs: _accuracy(outputs.answers("test"))
     if request.samples:
         found["class-accuracy"] = _own_class
     if groups.case.clients is not None:
         for name, quantile in (("min", 0.0), ("q1", 0.25), ("median", 0.5), ("q3", 0.75)):
             found[f"client-change-{name}"] = partial(_client_change, quantile, original)
     found |= {f"mia-{name}": partial(_member_rate, name) for name in ATTACKS}
-    untrained = cache(lambda: Look("an untrained network", untrained_like(original.model, groups.case.seed), groups))
-    return found | {"loss-separation": _separation, "zrf": lambda look: _zrf_against(untrained(), look)}
+    untrained = cache(
+        lambda: ModelOutputs("an untrained network", untrained_like(original.model, groups.case.seed), groups)
+    )
+    return found | {"loss-separation": _separation, "zrf": lambda outputs: _zrf_against(untrained(), outputs)}
 
 
-BESIDE: Mapping[str, Callable[[Look, Look], Reading]] = {  # what is measured on a model and a retrained one
+BESIDE: Mapping[
+    str, Callable[[ModelOutputs, ModelOutputs], Reading]
+] = {  # what is measured on a model and a retrained one
     "average-gap": _average_gap,
     "tug-of-war": partial(_tug_of_war, "forget"),
     "tug-of-war-mia": partial(_tug_of_war, "mia"),
@@ -310,14 +314,18 @@ BESIDE: Mapping[str, Callable[[Look, Look], Reading]] = {  # what is measured on
 }
 
 
-class Bench:
+class MetricSuite:
     """What a case compares with, looked at once for any number of models that are said to have forgotten."""
 
     def __init__(self, case: Case, *, most: int = MOST) -> None:
         self.groups = Groups(case, most)
-        self.original = Look("the original", case.original, self.groups)
-        self.retrain = None if case.reference is None else Look("the retrained model", case.reference, self.groups)
-        self.second = None if case.second is None else Look("the second retrained model", case.second, self.groups)
+        self.original = ModelOutputs("the original", case.original, self.groups)
+        self.retrain = (
+            None if case.reference is None else ModelOutputs("the retrained model", case.reference, self.groups)
+        )
+        self.second = (
+            None if case.second is None else ModelOutputs("the second retrained model", case.second, self.groups)
+        )
         self.of_one = _of_one(self.groups, self.original)
 
     def measure(self, model: nn.Module) -> list[Metric]:
@@ -325,7 +333,7 @@ class Bench:
 
         What only concerns one kind of request or a federation is left out elsewhere; what fails is there as an ERROR.
         """
-        forgot, retrain = Look("the forgotten model", model, self.groups), self.retrain
+        forgot, retrain = ModelOutputs("the forgotten model", model, self.groups), self.retrain
         found = []
         for name, one in self.of_one.items():
             found.append(measured(name, partial(one, forgot), None if retrain is None else partial(one, retrain)))
@@ -341,5 +349,5 @@ class Bench:
 
 
 def measure_all(case: Case, *, most: int = MOST) -> list[Metric]:
-    """Every metric of the case's forgotten model; for several models of one case, a `Bench` spares passes."""
-    return Bench(case, most=most).measure(case.forgot)
+    """Every metric of the case's forgotten model; for several models of one case, a `MetricSuite` spares passes."""
+    return MetricSuite(case, most=most).measure(case.forgot)

@@ -22,7 +22,7 @@ from fedortho.evidence.markup import without_images
 from fedortho.evidence.signature import BadSignature, check_signature, load_key, load_public, public_half
 from fedortho.models.patch import Patch, load_patch
 from fedortho.runs.run import Run
-from fedortho.runs.served import place_among_served
+from fedortho.runs.served import index_of_request
 from fedortho.storage.files import canonical_json, file_digest, replacing
 from fedortho.storage.journal import parse_entry, read_journal
 from fedortho.storage.provenance import environment, read_verdict
@@ -118,7 +118,7 @@ def make_bundle(
     """
     if out.exists():
         raise FedOrthoError(f"{out} is there already; evidence is never overwritten: choose another -o")
-    files = _collect(run, place_among_served(run, request), journal or run.path.resolve().parent)
+    files = _collect(run, index_of_request(run, request), journal or run.path.resolve().parent)
     key = None if sign is None else load_key(sign)
     listed = {name: _about(data) for name, data in files.items()}
     body = {

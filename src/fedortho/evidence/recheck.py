@@ -16,9 +16,9 @@ from fedortho.errors import FedOrthoError
 from fedortho.evidence.bundle import BadBundle, Bundle
 from fedortho.models.patch import Patch
 from fedortho.models.zoo import MODELS, build_model
-from fedortho.requests.federated_forgetting import forget_in_federation
+from fedortho.requests.federated_forgetting import forget_federated_run
 from fedortho.runs.run import Run
-from fedortho.runs.served import earlier_requests, kept_out
+from fedortho.runs.served import excluded_by, served_requests
 from fedortho.runs.settings import FederateSettings
 from fedortho.statistics.ledger import load_ledger
 from fedortho.storage.checkpoints import load_weights
@@ -52,7 +52,7 @@ def reapply_patch(bundle: Bundle, model: Path) -> None:
         kind = bundle.settings["model"]
         network: nn.Module = _Weights(weights)
         if kind["name"] in MODELS:
-            network = build_model(kind["name"], classes=kind["classes"], channels=kind["channels"])
+            network = build_model(kind["name"], num_classes=kind["classes"], channels=kind["channels"])
             load_weights(network, weights, model)
         bundle.patch.apply(network)
     except FedOrthoError as error:
@@ -75,7 +75,7 @@ def rerun_decision(bundle: Bundle, run: Run, data_dir: str = "") -> None:
     with using_threads(threads):
         if isinstance(run.settings, FederateSettings):
             how: dict[str, Any] = {"data": data, "data_dir": data_dir, "device": str(device)}
-            patch = forget_in_federation(run, request, settings, out=None, **how).outcome.patch
+            patch = forget_federated_run(run, request, settings, out=None, **how).outcome.patch
         else:
             patch = _decide(run, data, request, settings, device)
     if _saved(patch) != bundle.files["patch.safetensors"]:
@@ -89,7 +89,7 @@ def rerun_decision(bundle: Bundle, run: Run, data_dir: str = "") -> None:
 def _decide(run: Run, data: Dataset, request: ForgetRequest, settings: ForgetSettings, device: torch.device) -> Patch:
     model = run.load_model().to(device)
     engine = CentralEngine(data, load_ledger(run.path / "ledger.safetensors", model), device=device)
-    return plan_forgetting(model, engine, request, settings, forgotten=kept_out(run)).patch
+    return plan_forgetting(model, engine, request, settings, forgotten=excluded_by(run)).patch
 
 
 def _check_run(bundle: Bundle, run: Run) -> None:
@@ -99,7 +99,7 @@ def _check_run(bundle: Bundle, run: Run) -> None:
     mine, told = run.record["model"]["digest"], bundle.patch.before
     if mine != told:
         raise FedOrthoError(f"{run.path} is the model {mine[:16]}; give the run of before the request, {told[:16]}")
-    earlier = [str(request) for request in earlier_requests(run)]
+    earlier = [str(request) for request in served_requests(run)]
     ledger = load_ledger(run.path / "ledger.safetensors", run.load_model())
     for what, known, here in (
         ("data", bundle.digests.get("data"), run.record["data"]["digest"]),

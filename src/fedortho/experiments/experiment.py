@@ -13,8 +13,8 @@ from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadSetting, unknown
 from fedortho.experiments.relations import (
     METRICS,
-    Line,
     Relation,
+    ResultRow,
     Row,
     as_lines,
     differences,
@@ -58,7 +58,7 @@ class Experiment:
     treatments: tuple[Treatment, ...]
     relations: tuple[Relation, ...]
     beside: Mapping[str, str]  # whose printed rows are shown, where the setting is another
-    printed: tuple[Line, ...]  # the paper's rows
+    printed: tuple[ResultRow, ...]  # the paper's rows
 
 
 def load_experiment(name: str, scale: str = "demo") -> Experiment:
@@ -170,7 +170,7 @@ def narrowed(experiment: Experiment, methods: str = "", rows: str = "") -> Exper
     return replace(experiment, networks=networks, requests=requests, treatments=treatments)
 
 
-def printed_lines(table: str) -> list[Line]:
+def printed_lines(table: str) -> list[ResultRow]:
     """What the paper prints in a table, with our names of methods; sd as further metrics, where there are some."""
     told = read_json(HERE / "printed.json")
     columns = told["tables"][table]["columns"]
@@ -180,11 +180,11 @@ def printed_lines(table: str) -> list[Line]:
         known = {column: value for column, value in zip(columns, row, strict=True) if value is not None}
         known["method"] = told["names"][known["method"]]
         values = {name: float(value) for name, value in known.items() if name in numbers}
-        lines.append(Line({name: value for name, value in known.items() if name not in numbers}, {0: values}))
+        lines.append(ResultRow({name: value for name, value in known.items() if name not in numbers}, {0: values}))
     return lines
 
 
-def printed_beside(experiment: Experiment, line: Line) -> Mapping[str, float]:
+def printed_beside(experiment: Experiment, line: ResultRow) -> Mapping[str, float]:
     """What the paper prints for a row of ours, or for its like in the setting that `beside` names; empty: nothing."""
     key = {**line.key, **experiment.beside}
     for candidate in experiment.printed:
@@ -193,7 +193,7 @@ def printed_beside(experiment: Experiment, line: Line) -> Mapping[str, float]:
     return {}
 
 
-def row_verdict(experiment: Experiment, line: Line) -> str:
+def row_verdict(experiment: Experiment, line: ResultRow) -> str:
     """What may be said of one row: nothing about its numbers, unless the setting is the paper's."""
     printed = printed_beside(experiment, line)
     if not line.of("forget"):

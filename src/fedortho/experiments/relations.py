@@ -19,7 +19,7 @@ HOLDS, NOISE, EQUAL, FAILS = "holds", "within noise", "equal", "does not hold"
 
 
 @dataclass(frozen=True)
-class Line:
+class ResultRow:
     """One row of a table: what was done, and what came of it in percent, seed by seed."""
 
     key: Mapping[str, Any]
@@ -29,12 +29,12 @@ class Line:
         return [found[metric] for found in self.values.values() if metric in found]
 
 
-def as_lines(rows: Sequence[Row]) -> list[Line]:
+def as_lines(rows: Sequence[Row]) -> list[ResultRow]:
     """Rows of all seeds as one line each, in percent; what was refused has no values."""
-    lines: dict[str, Line] = {}
+    lines: dict[str, ResultRow] = {}
     for row in rows:
         key = {name: value for name, value in row.items() if name not in (*MEASURED, "seed")}
-        line = lines.setdefault(canonical_json(key), Line(key, {}))
+        line = lines.setdefault(canonical_json(key), ResultRow(key, {}))
         line.values[row["seed"]] = {metric: 100 * row[metric] for metric in METRICS if metric in row}
     return list(lines.values())
 
@@ -47,7 +47,7 @@ class Relation:
     less: tuple[Mapping[str, str], str]  # which rows, which metric
     more: tuple[Mapping[str, str], str]
 
-    def pairs(self, lines: Sequence[Line]) -> list[tuple[Line, Line]]:
+    def pairs(self, lines: Sequence[ResultRow]) -> list[tuple[ResultRow, ResultRow]]:
         named = self.less[0].keys() | self.more[0].keys()
         left, right = (_fitting(where, lines) for where, _ in (self.less, self.more))
         return [(a, b) for a in left for b in right if a is not b and _agree(a, b, named)]
@@ -85,7 +85,7 @@ def word(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _fitting(where: Mapping[str, str], lines: Sequence[Line]) -> list[Line]:
+def _fitting(where: Mapping[str, str], lines: Sequence[ResultRow]) -> list[ResultRow]:
     """The rows that have these values; `max` and `min` stand for the largest and smallest of a method."""
     wanted = dict(where)
     for key, value in where.items():
@@ -95,11 +95,11 @@ def _fitting(where: Mapping[str, str], lines: Sequence[Line]) -> list[Line]:
     return [line for line in lines if all(word(line.key.get(key)) == value for key, value in wanted.items())]
 
 
-def _agree(a: Line, b: Line, named: set[str]) -> bool:
+def _agree(a: ResultRow, b: ResultRow, named: set[str]) -> bool:
     return all(a.key[key] == b.key[key] for key in (a.key.keys() & b.key.keys()) - named)
 
 
-def differences(relation: Relation, pair: tuple[Line, Line]) -> list[float]:
+def differences(relation: Relation, pair: tuple[ResultRow, ResultRow]) -> list[float]:
     """By how much the side that should be larger is larger, seed by seed."""
     less, more = pair
     low, high = relation.less[1], relation.more[1]

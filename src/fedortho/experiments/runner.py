@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedortho.data.images import Dataset
-from fedortho.data.request import ForgetRequest, joined
+from fedortho.data.request import ForgetRequest, union_of
 from fedortho.data.sources import DATASETS
 from fedortho.devices import using_threads
 from fedortho.errors import FedOrthoError
@@ -22,9 +22,9 @@ from fedortho.experiments.experiment import (
 )
 from fedortho.experiments.relations import Row, word
 from fedortho.federated.server import train_federation
-from fedortho.requests.comparing import compare, place_of, settings_for
-from fedortho.requests.federated_forgetting import forget_in_federation
-from fedortho.requests.forgetting import serve_request
+from fedortho.requests.comparing import compare, context_of, settings_for
+from fedortho.requests.federated_forgetting import forget_federated_run
+from fedortho.requests.forgetting import forget_run
 from fedortho.requests.references import find_reference, reference_name, reference_settings, train_reference
 from fedortho.runs.run import Run, load_run_data, open_run
 from fedortho.runs.settings import FREE, FederateSettings, TrainSettings
@@ -120,7 +120,7 @@ def _requests(experiment: Experiment, run: Run, data: Dataset, place: Path, show
 
 
 def _accuracies(run: Run, data: Dataset, request: ForgetRequest) -> dict[str, float]:
-    there = place_of(run, data)
+    there = context_of(run, data)
     model = run.load_model().to(there.device)
     return asdict(accuracies_of(model, data, request, clients=there.clients, device=there.device))
 
@@ -132,7 +132,7 @@ def _word(treatment: Treatment) -> str:
 def _sequence(experiment: Experiment, run: Run, data: Dataset, place: Path, show: Show) -> Iterator[Row]:
     """One request after the other, each served by the model that has served those before; stops at a refusal."""
     requests = [request_for(words, data) for words in experiment.requests]
-    everything = joined(requests)
+    everything = union_of(requests)
     assert everything is not None, "a sequence has requests"
     yield {"request": everything.kind, "method": "original", "step": 0} | _accuracies(run, data, everything)
     for treatment in experiment.treatments:
@@ -157,9 +157,9 @@ def _served(run: Run, data: Dataset, request: ForgetRequest, treatment: Treatmen
     if not out.exists():
         with using_threads(run.settings.threads):
             if isinstance(run.settings, FederateSettings):
-                forget_in_federation(run, request, settings, out=out, data=data, data_dir=run.settings.data_dir)
+                forget_federated_run(run, request, settings, out=out, data=data, data_dir=run.settings.data_dir)
             else:
-                serve_request(run, data, request, settings, out=out, device=place_of(run, data).device)
+                forget_run(run, data, request, settings, out=out, device=context_of(run, data).device)
     found = replace(open_run(out), settings=run.settings)
     entry = found.record["requests"][-1]
     made = (found.record["parent"], entry["request"], entry["settings"])

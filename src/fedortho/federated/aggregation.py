@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from fedortho.federated.wire import BadReply, Note
-from fedortho.statistics.query import Group
-from fedortho.statistics.training_plan import Course
+from fedortho.statistics.query import Selection
+from fedortho.statistics.training_plan import TrainingPlan
 from fedortho.storage.files import write_tensors
 from fedortho.training.loop import Epoch, Mask
 from fedortho.training.recipe import Recipe
@@ -39,7 +39,7 @@ class RunningMean:
 class Order:
     """What all rounds of a training have in common."""
 
-    course: Course
+    plan: TrainingPlan
     recipe: Recipe
     trainable: Mask | None
     local_epochs: int
@@ -50,11 +50,11 @@ class Order:
     @property
     def pools(self) -> bool:
         """Whether running statistics are pooled when all rounds are done."""
-        return self.norms != "fedavg" and self.course.manner.norms == "train"
+        return self.norms != "fedavg" and self.plan.options.norms == "train"
 
     def concerns(self, client: int) -> bool:
         """Whether this client may have images for it; one that leaves is not even asked."""
-        groups = [part.group for part in self.course.parts if part.given is None]
+        groups = [part.group for part in self.plan.parts if part.given is None]
         return any(_may_hold(group, client) for group in groups)
 
     def keep(self, turn: int, client: int, state: Mapping[str, Tensor], images: int) -> None:
@@ -68,17 +68,17 @@ class Order:
         """Tensors of which no coordinate may move: they need not travel back."""
         denied = {name for name, mask in (self.trainable or {}).items() if not bool(mask.any())}
         denied |= {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-        if self.course.manner.norms == "frozen":
+        if self.plan.options.norms == "frozen":
             denied |= {name for name, _ in model.named_buffers()}
         elif self.norms == "local":
             denied |= {name for name, _ in model.named_buffers() if name.endswith(("running_mean", "running_var"))}
         return [name for name in model.state_dict() if name in denied]
 
 
-def _may_hold(group: Group, client: int) -> bool:
-    if group.but is not None and client in group.but.clients:
+def _may_hold(group: Selection, client: int) -> bool:
+    if group.exclude is not None and client in group.exclude.clients:
         return False
-    only = group.only
+    only = group.include
     return only is None or only.kind != "client" or client in only.clients
 
 

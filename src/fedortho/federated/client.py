@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedortho.errors import FedOrthoError
-from fedortho.federated.client_state import ACTIONS, Holder, Reply, act
+from fedortho.federated.client_state import ACTIONS, ClientState, Reply, act
 from fedortho.federated.wire import Note, Tensors, pack, unpack
 from fedortho.runs.settings import FederateSettings
 from fedortho.storage.settings import field_types, make_settings
@@ -49,7 +49,7 @@ def _handler(action: str, config: Config | None) -> "Callable[[Message, Context]
 def answered(action: str, node: Config, config: Config, tensors: Tensors, note: Note) -> Reply:
     """What the client that a node's configuration describes answers; the text of an error goes to its own log only."""
     try:
-        return act(holder_of(node, config), action, tensors, note)
+        return act(client_state_of(node, config), action, tensors, note)
     except Exception as error:
         client = node.get("partition-id")
         if isinstance(error, FedOrthoError):  # one line says it all
@@ -59,14 +59,16 @@ def answered(action: str, node: Config, config: Config, tensors: Tensors, note: 
         raise ClientFailed("failed; the client's own log says why") from None
 
 
-def holder_of(node: Config, config: Config) -> Holder:
+def client_state_of(node: Config, config: Config) -> ClientState:
     """The client that a node's configuration describes."""
     if "partition-id" not in node:
         raise FedOrthoError("the node's configuration lacks partition-id; see docs/deploy.md")
     store = node.get("store") or config.get("store")
     if not store:
         raise FedOrthoError("no store is named; give the node store=DIRECTORY, see docs/deploy.md")
-    return Holder(int(node["partition-id"]), federate_settings(config), Path(str(store)), str(node.get("data", "")))
+    return ClientState(
+        int(node["partition-id"]), federate_settings(config), Path(str(store)), str(node.get("data", ""))
+    )
 
 
 def federate_settings(config: Config) -> FederateSettings:

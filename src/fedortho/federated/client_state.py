@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fedortho.data.images import Dataset, Images
 from fedortho.data.request import ForgetRequest
 from fedortho.devices import choose_device, using_threads
-from fedortho.engines.answer import Memory, answer
+from fedortho.engines.answer import AnswerCache, answer
 from fedortho.errors import BadCheckpoint, BadData, FedOrthoError
 from fedortho.federated.wire import (
     Note,
@@ -26,9 +26,9 @@ from fedortho.federated.wire import (
     below,
     pack_observations,
     prefixed,
-    unpack_asks,
-    unpack_course,
+    unpack_queries,
     unpack_request,
+    unpack_training_plan,
 )
 from fedortho.models.patch import unpack_patch
 from fedortho.models.zoo import build_model
@@ -37,8 +37,8 @@ from fedortho.runs.run import load_run_data
 from fedortho.runs.settings import FederateSettings
 from fedortho.statistics.ledger import forget_lines, load_ledger, rebind_ledger, write_ledger
 from fedortho.statistics.observe import Observation
-from fedortho.statistics.query import Group
-from fedortho.statistics.training_plan import Course
+from fedortho.statistics.query import Selection
+from fedortho.statistics.training_plan import TrainingPlan
 from fedortho.storage.checkpoints import load_weights
 from fedortho.storage.files import read_json, read_tensors, tensors_digest, write_json, write_tensors
 from fedortho.storage.settings import make_settings
@@ -55,7 +55,7 @@ NEW: Note = {"model": "", "gone": [], "left": False, "past": []}  # the state of
 def _shares(settings: FederateSettings) -> tuple[Dataset, dict[int, Tensor]]:
     """The common dataset and who holds what of it; clients of a simulation read it once."""
     data = load_run_data(settings)
-    return data, held_rows(data, settings, settings.dealt_by)
+    return data, held_rows(data, settings, settings.partition_seed)
 
 
 @lru_cache(maxsize=1)
@@ -64,7 +64,7 @@ def _own(settings: FederateSettings) -> Dataset:
 
 
 @dataclass
-class Holder:
+class ClientState:
     """One client: its number, the run's settings, where it keeps things and, if it has images of its own, where."""
 
     client: int
@@ -98,7 +98,7 @@ class Holder:
         return train, valid, mine
 
     def _select(
-        self, group: Group, held: tuple[Images, Images, dict[int, Tensor]], share: int = 1, least: int = 1
+        self, group: Selection, held: tuple[Images, Images, dict[int, Tensor]], share: int = 1, least: int = 1
     ) -> Images:
         train, valid, rows = held
         local = group.on_client(self.client, share, least)
@@ -106,7 +106,7 @@ class Holder:
 
     def _model(self, digest: str) -> nn.Module:
         train, _, _ = self.images()
-        model = build_model(self.settings.model, classes=train.classes, channels=train.shape[0])
+        model = build_model(self.settings.model, num_classes=train.classes, channels=train.shape[0])
         path = self._model_path(digest)
         load_weights(model, read_tensors(path)[0], path)
         if tensors_digest(model.state_dict()) != digest:
@@ -151,45 +151,45 @@ class Holder:
     def local(self, tensors: Tensors, note: Note) -> Reply:
         """Train the model that was sent on one's own images, and send it back."""
         held = self.images(note.get("about"))
-        course = unpack_course(tensors, note["course"], held[0].names, partial(self._network, note))
-        lessons = [part.lesson(self._select(part.group, held, note["share"])) for part in course.parts]
-        own = sum(len(lesson.images) for lesson in lessons if not lesson.given)
+        plan = unpack_training_plan(tensors, note["course"], held[0].names, partial(self._network, note))
+        training_sets = [part.training_set(self._select(part.group, held, note["share"])) for part in plan.parts]
+        own = sum(len(training_set.images) for training_set in training_sets if not training_set.given)
         if own < 2:
             return {}, {"client": self.client, "images": 0}
         recipe = make_settings(Recipe, note["recipe"])
-        model = self._received(below("model.", tensors), course, note)
+        model = self._received(below("model.", tensors), plan, note)
         last: list[Progress] = []
         trained = fit(
             model,
-            lessons,
+            training_sets,
             recipe,
             reference=model if note["align"] else None,
             device=choose_device(self.settings.device),
             trainable=_mask(model, below("mask.", tensors), note["still"]),
             watch=last.append,
-            manner=course.manner,
-            teachers=course.teachers,
+            options=plan.options,
+            teachers=plan.teachers,
         )
         state = trained.state_dict()
         entry = last[-1].history[-1]
         told: Note = {"client": self.client, "images": own, "loss": entry.loss, "accuracy": entry.accuracy}
         told |= {"ortho": entry.ortho, "drift": _drift(model, trained)}
-        seen, taught = count_images(lessons, recipe.batch, recipe.epochs, course.manner)
+        seen, taught = count_images(training_sets, recipe.batch_size, recipe.epochs, plan.options)
         told |= {"trained": seen, "read": taught}
         return prefixed("model.", {k: v for k, v in state.items() if k not in note["still"]}), told
 
     def _network(self, note: Note, state: Tensors) -> nn.Module:
         """The federation's network with weights that were sent."""
-        model = build_model(self.settings.model, classes=note["classes"], channels=note["channels"])
+        model = build_model(self.settings.model, num_classes=note["classes"], channels=note["channels"])
         load_weights(model, dict(state), Path("the server's model"))
         return model
 
-    def _received(self, sent: Tensors, course: Course, note: Note) -> nn.Module:
+    def _received(self, sent: Tensors, plan: TrainingPlan, note: Note) -> nn.Module:
         """The model that was sent; what stays as it is may be missing there, where this client has it."""
         base = read_tensors(self._model_path(note["base"]))[0] if note["base"] else base_tensors(sent)
         model = self._network(note, base)
-        if course.adapters is not None:
-            model = attach(model, course.adapters)
+        if plan.adapters is not None:
+            model = attach(model, plan.adapters)
         load_weights(model, {**model.state_dict(), **sent}, Path("the server's model"))
         return model
 
@@ -198,7 +198,7 @@ class Holder:
         if self.state["left"]:
             return {}, {"client": self.client, "status": "left"}
         train, _, _ = self.images(note.get("about"))
-        model = build_model(self.settings.model, classes=train.classes, channels=train.shape[0])
+        model = build_model(self.settings.model, num_classes=train.classes, channels=train.shape[0])
         load_weights(model, below("model.", tensors), Path("the server's model"))
         if tensors_digest(model.state_dict()) in self.state["past"]:
             return {}, {"client": self.client, "status": "past"}  # it was patched away: it must not come back
@@ -215,27 +215,27 @@ class Holder:
         sent = below("model.", tensors)
         if self.state["left"] or (not sent and self.state["model"] != note["model"]):
             return {}, {"client": self.client, "status": "left" if self.state["left"] else "other-model"}
-        asks = unpack_asks(tensors, note["asks"])
+        queries = unpack_queries(tensors, note["asks"])
         held = self.images(note.get("about"))
         device = choose_device(self.settings.device)
         model = (self._network(note, sent).eval() if sent else self._model(note["model"])).to(device)
-        memory = Memory(None if sent else load_ledger(self.place / "ledger.safetensors", model), {}, {})
+        memory = AnswerCache(None if sent else load_ledger(self.place / "ledger.safetensors", model), {}, {})
         found, withheld = [], 0
         least = note["least-group"]
-        for ask in asks:
-            if ask.probe.by_label and ask.probe.kind != "right":
+        for query in queries:
+            if query.statistic.by_label and query.statistic.kind != "right":
                 raise FedOrthoError(
-                    f"{ask.probe.kind} by label was asked for; a client tells by label only how many answers are right"
+                    f"{query.statistic.kind} by label is refused; by label a client tells only how many answers are right"
                 )
-            groups = [self._select(group, held, note["share"], least) for group in ask.groups]
+            groups = [self._select(group, held, note["share"], least) for group in query.selections]
             small = [0 < len(group) < least for group in groups]
             withheld += sum(small)
             groups = [g.subset([]) if few else g for g, few in zip(groups, small, strict=True)]
-            answers = answer(model, held[0], groups, ask.probe, memory=memory, device=device)
-            found.append([_told(seen, least) for seen in answers] if ask.probe.by_label else answers)
+            answers = answer(model, held[0], groups, query.statistic, cache=memory, device=device)
+            found.append([_told(seen, least) for seen in answers] if query.statistic.by_label else answers)
         told: Note = {"client": self.client, "withheld": withheld}
         told |= {"read": memory.images_read, "trained": memory.images_trained, "tail-flops": memory.tail_flops}
-        return pack_observations(found, asks), told
+        return pack_observations(found, queries), told
 
     def patch(self, tensors: Tensors, note: Note) -> Reply:
         """Apply a patch once, drop what it is about, and leave if that is oneself."""
@@ -318,15 +318,15 @@ def _renamed(images: Images, about: Note | None) -> Images:
 
 
 ACTIONS = {
-    "query.hello": Holder.hello,
-    "train.local": Holder.local,
-    "train.keep": Holder.keep,
-    "query.observe": Holder.observe,
-    "train.patch": Holder.patch,
+    "query.hello": ClientState.hello,
+    "train.local": ClientState.local,
+    "train.keep": ClientState.keep,
+    "query.observe": ClientState.observe,
+    "train.patch": ClientState.patch,
 }
 
 
-def act(holder: Holder, action: str, tensors: Tensors, note: Note) -> Reply:
+def act(holder: ClientState, action: str, tensors: Tensors, note: Note) -> Reply:
     """One action, with the run's number of threads."""
     with using_threads(holder.settings.threads):
         return ACTIONS[action](holder, tensors, note)

@@ -17,7 +17,7 @@ from torch import nn
 from fedortho.engines.central import fresh_model
 from fedortho.errors import BadCheckpoint, FedOrthoError
 from fedortho.federated.aggregation import Order, RunningMean, checked, entry_of
-from fedortho.federated.roster import About, Members, few
+from fedortho.federated.roster import Roster, TaskInfo, few
 from fedortho.federated.transport import bytes_of, exchange_of
 from fedortho.federated.wire import (
     BadReply,
@@ -27,17 +27,17 @@ from fedortho.federated.wire import (
     below,
     blank_observations,
     pack,
-    pack_asks,
-    pack_course,
-    pack_group,
+    pack_queries,
+    pack_selection,
+    pack_training_plan,
     prefixed,
     unpack_observations,
 )
 from fedortho.runs.federation import Federation, sample_clients
 from fedortho.statistics.engine import Tally
 from fedortho.statistics.observe import Observation
-from fedortho.statistics.query import Ask, Group, Probe
-from fedortho.statistics.training_plan import Course, as_course
+from fedortho.statistics.query import Query, Selection, Statistic
+from fedortho.statistics.training_plan import TrainingPlan, as_training_plan
 from fedortho.storage.files import read_tensors, tensors_digest, write_tensors
 from fedortho.storage.settings import as_mapping
 from fedortho.training.adapters import base_tensors
@@ -51,12 +51,12 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-AT_ONCE = 12  # candidates in one exchange
+PARALLEL_TRIALS = 12  # candidates in one exchange
 NO_MODEL: Tensors = {}
 
 
 @dataclass(frozen=True)
-class News:
+class RoundProgress:
     """What a watcher is told after each answer and at the end of each round."""
 
     round: int
@@ -68,10 +68,10 @@ class News:
     history: tuple[Epoch, ...]
 
 
-class FlowerEngine(Members):
+class FederatedEngine(Roster):
     """An engine whose images lie with clients."""
 
-    at_once = AT_ONCE
+    parallel_trials = PARALLEL_TRIALS
     is_federated = True
     has_ledger = False  # ledgers stay with the clients
 
@@ -79,7 +79,7 @@ class FlowerEngine(Members):
         self,
         grid: "Grid",
         federation: Federation,
-        about: About,
+        about: TaskInfo,
         *,
         seed: int = 0,
         left: Sequence[int] = (),
@@ -94,8 +94,8 @@ class FlowerEngine(Members):
 
     @property
     def tally(self) -> Tally:
-        up, down = bytes_of(self.line.log)
-        return Tally(self._read, self._trained, len(self.line.log), up, down, self._tail_flops, self._withheld)
+        up, down = bytes_of(self.transport.log)
+        return Tally(self._read, self._trained, len(self.transport.log), up, down, self._tail_flops, self._withheld)
 
     def fresh(self, seed: int) -> nn.Module:
         return fresh_model(self.build, seed)
@@ -107,13 +107,13 @@ class FlowerEngine(Members):
     def fit(
         self,
         model: nn.Module,
-        what: Group | Course,
+        what: Selection | TrainingPlan,
         recipe: Recipe,
         *,
         trainable: Mask | None = None,
         checkpoint: Path | None = None,
         score: Callable[[nn.Module], float] | None = None,
-        watch: Callable[[News], None] | None = None,
+        watch: Callable[[RoundProgress], None] | None = None,
         updates: Path | None = None,
     ) -> nn.Module:
         """Federated averaging: `recipe.epochs` rounds of a few passes each; the model itself stays as it was.
@@ -124,9 +124,9 @@ class FlowerEngine(Members):
         much, and of interest to whoever reads it; only FedEraser needs it.
         """
         current = copy.deepcopy(model).cpu().eval()
-        course = as_course(what)
-        passes = course.manner.local_epochs or self.local_epochs
-        order = Order(course, recipe, trainable, passes, _base(model), updates, self.federation.norms)
+        plan = as_training_plan(what)
+        passes = plan.options.local_epochs or self.local_epochs
+        order = Order(plan, recipe, trainable, passes, _base(model), updates, self.federation.norms)
         identity = _identity(model, order, self.federation)
         self.contacts = dict.fromkeys(self.contacts, 0)  # each training begins without alignment
         first, history = self._resume(checkpoint, identity, current)
@@ -141,8 +141,8 @@ class FlowerEngine(Members):
             if checkpoint is not None:
                 self._save(checkpoint, identity, turn + 1, current, history)
             if watch is not None:
-                up, down = bytes_of(self.line.log)
-                watch(News(turn + 1, recipe.epochs, 0, 0, up, down, tuple(history)))
+                up, down = bytes_of(self.transport.log)
+                watch(RoundProgress(turn + 1, recipe.epochs, 0, 0, up, down, tuple(history)))
         self.history = history
         if order.pools:
             self._pool_norms(current, order, there)
@@ -155,15 +155,15 @@ class FlowerEngine(Members):
         turn: int,
         there: Sequence[int],
         history: Sequence[Epoch],
-        watch: Callable[[News], None] | None,
+        watch: Callable[[RoundProgress], None] | None,
     ) -> Epoch:
         """One round, in place; if all who were drawn turn out to hold nothing for it, others are drawn."""
         started, left = time.monotonic(), list(there)
 
         def progress(answered: int, asked: int) -> None:
             if watch is not None:
-                up, down = bytes_of(self.line.log)
-                watch(News(turn, order.recipe.epochs, answered, asked, up, down, tuple(history)))
+                up, down = bytes_of(self.transport.log)
+                watch(RoundProgress(turn, order.recipe.epochs, answered, asked, up, down, tuple(history)))
 
         while left:
             chosen = sample_clients(left, self.federation, order.recipe.seed, turn)
@@ -186,7 +186,7 @@ class FlowerEngine(Members):
         still = order.still(current)
         wanted = {name: value for name, value in state.items() if name not in still}
         mean, told = RunningMean(wanted), []
-        for client, answer, note in self.line.ask("train.local", contents, progress=progress):
+        for client, answer, note in self.transport.ask("train.local", contents, progress=progress):
             self.contacts[client] += 1
             try:
                 if not note["images"]:
@@ -197,7 +197,7 @@ class FlowerEngine(Members):
                     raise BadReply(f"it trained on {note['images']} images")
                 mean.add(mine, int(note["images"]))
             except (BadReply, KeyError, TypeError, ValueError) as error:
-                self.line.log[-1].reject(client, f"its answer does not fit ({error})")
+                self.transport.log[-1].reject(client, f"its answer does not fit ({error})")
                 continue
             order.keep(turn, client, mine, news["images"])
             self.add_work(read=int(news["read"]), trained=int(news["trained"]))
@@ -207,8 +207,8 @@ class FlowerEngine(Members):
     def _contents(self, current: nn.Module, order: Order, turn: int, chosen: Sequence[int]) -> dict[int, Any]:
         """The message to each client; those that have what stays as it is are sent the rest only."""
         state, still = current.state_dict(), order.still(current)
-        course, note = pack_course(order.course)
-        more = course | prefixed("mask.", {n: m for n, m in (order.trainable or {}).items() if n not in still})
+        plan, note = pack_training_plan(order.plan)
+        more = plan | prefixed("mask.", {n: m for n, m in (order.trainable or {}).items() if n not in still})
         told_all = {"course": note, "still": still, "share": len(chosen)}
         packed: dict[bool, Any] = {}
         contents = {}
@@ -233,7 +233,7 @@ class FlowerEngine(Members):
         local = replace(
             recipe,
             epochs=order.local_epochs,
-            rate=learning_rate(recipe, turn),
+            lr=learning_rate(recipe, turn),
             schedule="constant",
             warmup=0.0,
             seed=seed,
@@ -249,32 +249,32 @@ class FlowerEngine(Members):
             raise BadCheckpoint(f"{path} belongs to other settings, clients or weights; remove it to start anew")
         current.load_state_dict({name: value.clone() for name, value in tensors.items()})
         self.contacts = {int(client): number for client, number in note["contacts"].items()}
-        self.line.log += [exchange_of(entry) for entry in note["exchanges"]]
+        self.transport.log += [exchange_of(entry) for entry in note["exchanges"]]
         return note["rounds"], [Epoch(**entry) for entry in note["history"]]
 
     def _save(self, path: Path, identity: str, rounds: int, current: nn.Module, history: Sequence[Epoch]) -> None:
         note: Note = {"belongs_to": identity, "rounds": rounds, "contacts": self.contacts}
         note |= {"history": [asdict(entry) for entry in history]}
-        note |= {"exchanges": [asdict(exchange) for exchange in self.line.log if exchange.kind == "train.local"]}
+        note |= {"exchanges": [asdict(exchange) for exchange in self.transport.log if exchange.kind == "train.local"]}
         write_tensors(path, current.state_dict(), note)
 
-    def measure(self, model: nn.Module, asks: Sequence[Ask]) -> list[list[Observation]]:
+    def measure(self, model: nn.Module, queries: Sequence[Query]) -> list[list[Observation]]:
         """Sums over all clients that are there and have this model; one exchange."""
-        return self._observed(model, asks, self.present())
+        return self._observed(model, queries, self.present())
 
-    def identify(self, group: Group) -> str:
+    def identify(self, group: Selection) -> str:
         """By how many images each client says it has: which ones they are is known only there."""
         held = {client: self.clients[client]["images"] for client in self.present()}
-        return hashlib.sha256(json.dumps([pack_group(group), self.told, held]).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([pack_selection(group), self.told, held]).encode()).hexdigest()
 
     def _pool_norms(self, current: nn.Module, order: Order, there: Sequence[int]) -> None:
         """Give the model, in place, the batch-norm statistics of all images that it was trained on; one exchange."""
         norms = tuple(batch_norms(current))
         if not norms:
             return
-        groups = tuple(part.group for part in order.course.parts if part.given is None)
-        probe = Probe("moments", layers="all", edit="conv", tap="conv", norms=norms)
-        (found,) = self._observed(current, [Ask(groups, probe)], there, prefixed("model.", current.state_dict()))
+        groups = tuple(part.group for part in order.plan.parts if part.given is None)
+        statistic = Statistic("moments", layers="all", edit="conv", tap="conv", norms=norms)
+        (found,) = self._observed(current, [Query(groups, statistic)], there, prefixed("model.", current.state_dict()))
         pooled = reduce(add, found)
         if pooled.images:
             current.load_state_dict(norm_buffers(pooled, 0, norms), strict=False)
@@ -282,23 +282,23 @@ class FlowerEngine(Members):
             logger.warning("no client has --least-group images: running statistics were not pooled")
 
     def _observed(
-        self, model: nn.Module, asks: Sequence[Ask], there: Sequence[int], sent: Tensors = NO_MODEL
+        self, model: nn.Module, queries: Sequence[Query], there: Sequence[int], sent: Tensors = NO_MODEL
     ) -> list[list[Observation]]:
         """Sums over these clients; they have the model, or are sent it with the question and do not keep it."""
         digest = tensors_digest(model.state_dict())
-        tensors, notes = pack_asks(asks)
+        tensors, notes = pack_queries(queries)
         order = {"model": digest, "asks": notes, "share": max(len(there), 1)} | self._task
         content = pack({**tensors, **sent}, order | {"least-group": self.federation.least_group})
-        blank, total = blank_observations(model, self.about.shape, self.names, asks), None
-        for client, answer, note in self.line.ask("query.observe", dict.fromkeys(there, content)):
-            exchange = self.line.log[-1]
+        blank, total = blank_observations(model, self.about.shape, self.names, queries), None
+        for client, answer, note in self.transport.ask("query.observe", dict.fromkeys(there, content)):
+            exchange = self.transport.log[-1]
             if "status" in note:
                 exchange.reject(client, f"has {'left' if note['status'] == 'left' else 'another model'}")
                 continue
             try:
                 withheld, read, trained = (int(note[key]) for key in ("withheld", "read", "trained"))
                 tried = float(note["tail-flops"])
-                total = add_observations(blank if total is None else total, unpack_observations(answer, asks))
+                total = add_observations(blank if total is None else total, unpack_observations(answer, queries))
             except (FedOrthoError, KeyError, TypeError, ValueError, RuntimeError) as error:
                 exchange.reject(client, f"its sums do not fit ({type(error).__name__})")
                 continue
@@ -324,8 +324,8 @@ def _base(model: nn.Module) -> str:
 
 def _identity(model: nn.Module, order: Order, federation: Federation) -> str:
     lasting = replace(federation, timeout=1.0, evaluate_every=0, quorum=0.0)
-    tensors, note = pack_course(order.course)
-    group = order.course.parts[0].group
-    what = str(pack_group(group) if order.course == as_course(group) else note)
+    tensors, note = pack_training_plan(order.plan)
+    group = order.plan.parts[0].group
+    what = str(pack_selection(group) if order.plan == as_training_plan(group) else note)
     parts = [tensors_digest(model.state_dict()), what, str(order.recipe), str(lasting), str(order.local_epochs)]
     return "|".join(parts + [tensors_digest(held) for held in (tensors, order.trainable) if held])

@@ -23,7 +23,7 @@ PATIENCE = 1.0  # seconds to wait for a reply; who asks again decides when it ha
 FIRST = 100  # node ids are not client numbers; nobody shall rely on it
 
 
-class InProcessGrid(Grid):
+class LocalGrid(Grid):
     """Runs a client app here. A message is answered when its reply is asked for, so replies never pile up."""
 
     def __init__(self, app: ClientApp, clients: int, node_config: Mapping[str, Any] | None = None) -> None:
@@ -83,7 +83,7 @@ class InProcessGrid(Grid):
         return reply
 
 
-class WorkerGrid(InProcessGrid):
+class WorkerGrid(LocalGrid):
     """The same with clients in several processes at once; what they compute does not depend on how many these are.
 
     No more than one message for each process is on its way, so that replies do not pile up here either.

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from fedortho.data.request import EmptyGroup, ForgetRequest, joined
+from fedortho.data.request import EmptyGroup, ForgetRequest, union_of
 from fedortho.errors import FedOrthoError
-from fedortho.federated.transport import Line
+from fedortho.federated.transport import Transport
 from fedortho.federated.wire import Note, pack, prefixed
 from fedortho.models.patch import Patch
 from fedortho.runs.federation import Federation
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class About:
+class TaskInfo:
     """What clients need to know of the common task."""
 
     names: tuple[str, ...]
@@ -32,13 +32,13 @@ class About:
     std: tuple[float, ...]
 
 
-class Members:
+class Roster:
     """Clients as the server knows them, by number."""
 
-    def __init__(self, grid: "Grid", federation: Federation, about: About, left: Sequence[int] = ()) -> None:
+    def __init__(self, grid: "Grid", federation: Federation, about: TaskInfo, left: Sequence[int] = ()) -> None:
         self.federation, self.about = federation, about
         self.left = frozenset(left)  # by earlier requests: nobody waits for them
-        self.line = Line(grid, federation.timeout, federation.quorum)
+        self.transport = Transport(grid, federation.timeout, federation.quorum)
         self.told = {"names": about.names, "mean": about.mean, "std": about.std}
         self.clients = self.hello()
 
@@ -53,7 +53,7 @@ class Members:
     def hello(self) -> dict[int, Note]:
         """Who is there, by client number."""
         expected = set(range(self.federation.clients)) - self.left
-        found = self.line.gather("query.hello", pack({}, {"about": self.told}), len(expected))
+        found = self.transport.gather("query.hello", pack({}, {"about": self.told}), len(expected))
         strange = [client for client in found if not 0 <= client < self.federation.clients]
         if strange:
             raise FedOrthoError(f"client {strange[0]} is none of the {self.federation.clients} of this federation")
@@ -112,12 +112,12 @@ class Members:
 
     def _confirmed(self, kind: str, contents: Mapping[int, Any], digest: str) -> list[int]:
         done = []
-        for client, _, note in self.line.ask(kind, contents):
+        for client, _, note in self.transport.ask(kind, contents):
             if note.get("model") == digest:
                 done.append(client)
                 self.clients[client]["model"] = digest
             else:
-                self.line.log[-1].reject(client, _refusal(note, digest))
+                self.transport.log[-1].reject(client, _refusal(note, digest))
         return done
 
     def bring_up_to_date(self, model: nn.Module, patches: Sequence[tuple[Patch, ForgetRequest | None]]) -> None:
@@ -130,7 +130,7 @@ class Members:
                 self.send_patch(patch, request, late)
         strangers = [client for client in self.present() if self.clients[client]["model"] != digest]
         if strangers:
-            gone = joined([request for _, request in patches if request is not None])
+            gone = union_of([request for _, request in patches if request is not None])
             self.send_model(model, strangers, gone=gone)
 
 

@@ -13,22 +13,22 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from fedortho.data.images import Dataset
-from fedortho.data.request import ForgetRequest, joined
+from fedortho.data.request import ForgetRequest, union_of
 from fedortho.errors import FedOrthoError
 from fedortho.federated import switch_off
 from fedortho.federated.client import client_app
-from fedortho.federated.engine import FlowerEngine, News
-from fedortho.federated.roster import About
+from fedortho.federated.engine import FederatedEngine, RoundProgress
+from fedortho.federated.roster import TaskInfo
 from fedortho.models.patch import Patch, load_patch
 from fedortho.models.predictions import accuracy
 from fedortho.models.zoo import build_model
-from fedortho.runs.derived import check_places, copy_patches
+from fedortho.runs.derived import check_output_paths, copy_patches
 from fedortho.runs.federation import held_rows
 from fedortho.runs.run import Run, load_run_data, open_run
-from fedortho.runs.served import earlier_requests, kept_out
+from fedortho.runs.served import excluded_by, served_requests
 from fedortho.runs.settings import FederateSettings
 from fedortho.runs.training import train_run
-from fedortho.statistics.query import Group
+from fedortho.statistics.query import Selection
 from fedortho.storage.files import locked, read_json, write_json
 from fedortho.storage.settings import as_mapping
 from fedortho.training.loop import Epoch, Mask
@@ -37,19 +37,19 @@ if TYPE_CHECKING:
     from flwr.serverapp import Grid
 
 
-Watch = Callable[[News], None]
+Watch = Callable[[RoundProgress], None]
 LASTING = ("data", "image-size", "valid", "seed", "split-seed", "model", "clients", "split", "least-images")
 
 
 @contextmanager
-def in_process(settings: FederateSettings, store: Path, workers: int = 1) -> "Iterator[Grid]":
+def local_grid(settings: FederateSettings, store: Path, workers: int = 1) -> "Iterator[Grid]":
     """A grid whose clients run here, or in so many further processes, with what they keep under `store`."""
     switch_off(os.environ)
-    from fedortho.federated.local_grid import InProcessGrid, WorkerGrid
+    from fedortho.federated.local_grid import LocalGrid, WorkerGrid
 
     config, node = as_mapping(settings), {"store": str(store)}
     if workers <= 1:
-        yield InProcessGrid(client_app(config), settings.clients, node)
+        yield LocalGrid(client_app(config), settings.clients, node)
         return
     grid = WorkerGrid(config, settings.clients, node, min(workers, settings.clients))
     try:
@@ -58,14 +58,14 @@ def in_process(settings: FederateSettings, store: Path, workers: int = 1) -> "It
         grid.close()
 
 
-def engine_for(
+def federated_engine(
     grid: "Grid", settings: FederateSettings, data: Dataset, requests: Sequence[ForgetRequest] = ()
-) -> FlowerEngine:
+) -> FederatedEngine:
     """The federation that settings describe, without the clients that left by these requests."""
     train, left = data.train, [client for request in requests for client in request.clients]
-    about = About(train.names, train.shape, train.mean, train.std)
-    build = partial(build_model, settings.model, classes=train.classes, channels=train.shape[0])
-    return FlowerEngine(
+    about = TaskInfo(train.names, train.shape, train.mean, train.std)
+    build = partial(build_model, settings.model, num_classes=train.classes, channels=train.shape[0])
+    return FederatedEngine(
         grid,
         settings.federation,
         about,
@@ -92,7 +92,7 @@ def train_federation(
     """
     if grid is None:
         _check(settings)
-        with in_process(settings, path / "clients", workers) as here:
+        with local_grid(settings, path / "clients", workers) as here:
             return train_federation(path, settings, here, watch=watch, updates=updates)
     start = _start(settings)
     inherited = {"requests": start.record["requests"]} if start and "requests" in start.record else {}
@@ -104,15 +104,15 @@ def train_federation(
 def train_on(run: Run, rounds: int) -> Run:
     """A federation some ordinary rounds later, in a run beside it: at a tenth of its first rate, held to its masks."""
     assert isinstance(run.settings, FederateSettings), "the caller looked"
-    rate = run.settings.rate / 10
-    settings = replace(run.settings, start=str(run.path), rounds=rounds, without="", rate=rate, schedule="constant")
+    lr = run.settings.lr / 10
+    settings = replace(run.settings, start=str(run.path), rounds=rounds, without="", lr=lr, schedule="constant")
     return train_federation(run.path.with_name(f"{run.path.name}-after-{rounds}"), settings)
 
 
 def _check(settings: FederateSettings) -> None:
     """Refuse a partition or a request that cannot be, before anything is written or any client asked."""
     data = load_run_data(settings)
-    rows = held_rows(data, settings, settings.dealt_by)
+    rows = held_rows(data, settings, settings.partition_seed)
     if settings.without:
         ForgetRequest.parse(settings.without).split(data.train, rows)
     _start(settings)
@@ -141,20 +141,20 @@ class _Trainer:
 
     def __call__(self, model: nn.Module, data: Dataset, checkpoint: Path) -> tuple[nn.Module, Sequence[Epoch]]:
         settings, start = self.settings, self.start
-        gone = [] if start is None else earlier_requests(start)
-        engine = engine_for(self.grid, settings, data, gone)
-        without = joined([ForgetRequest.parse(text) for text in [settings.without] if text])
+        gone = [] if start is None else served_requests(start)
+        engine = federated_engine(self.grid, settings, data, gone)
+        without = union_of([ForgetRequest.parse(text) for text in [settings.without] if text])
         trainable: Mask = {}
         if start is not None:
             model = start.load_model()
             trainable = silenced(start, model)
-            without = joined([request for request in (kept_out(start), without) if request is not None])
+            without = union_of([request for request in (excluded_by(start), without) if request is not None])
             copy_patches(start, self.path, len(gone))
         if settings.without:
             engine.check(ForgetRequest.parse(settings.without), None)
         trained = engine.fit(
             model,
-            Group("train", None, without),
+            Selection("train", None, without),
             replace(settings.recipe, epochs=settings.rounds),
             trainable=trainable or None,
             checkpoint=checkpoint,
@@ -162,7 +162,7 @@ class _Trainer:
             watch=self.watch,
             updates=self.updates,
         )
-        engine.send_model(trained, gone=joined(gone))
+        engine.send_model(trained, gone=union_of(gone))
         write_log(self.path / "wire.json", engine)
         return trained, engine.history
 
@@ -182,7 +182,7 @@ def copied_clients(run: Run, out: Path | None) -> Iterator[tuple[Path, Path | No
 
     Both become `out` in one step, and only if all went well; the old run stays whole.
     """
-    check_places(out, None)
+    check_output_paths(out, None)
     _need_clients(run, "--engine superlink --deployment DIR")
     with locked(out or run.path):
         place = Path(tempfile.mkdtemp()) if out is None else out.parent / f".{out.name}.clients"
@@ -211,22 +211,22 @@ def sync(run: Run, grid: "Grid | None" = None) -> list[int]:
     assert isinstance(settings, FederateSettings), "the caller looked"
     if grid is None:
         _need_clients(run, "--deployment DIR")
-        with in_process(settings, run.path / "clients") as here:
+        with local_grid(settings, run.path / "clients") as here:
             return sync(run, here)
-    engine = engine_for(grid, settings, load_run_data(settings), earlier_requests(run))
+    engine = federated_engine(grid, settings, load_run_data(settings), served_requests(run))
     engine.bring_up_to_date(run.load_model(), patches_of(run))
     return [client for client in engine.present() if engine.clients[client]["model"] == run.record["model"]["digest"]]
 
 
 def patches_of(run: Run) -> list[tuple[Patch, ForgetRequest | None]]:
     """The patches that led to a run, oldest first, each with its request."""
-    files, requests = sorted((run.path / "patches").glob("*.safetensors")), earlier_requests(run)
+    files, requests = sorted((run.path / "patches").glob("*.safetensors")), served_requests(run)
     if len(files) != len(requests):
         raise FedOrthoError(f"{run.path} has no patch for each of its requests: clients cannot follow it")
     return list(zip(map(load_patch, files), requests, strict=True))
 
 
-def write_log(path: Path, engine: FlowerEngine) -> None:
+def write_log(path: Path, engine: FederatedEngine) -> None:
     """Every exchange with its bytes per client, up and down, and who failed; added to what was there."""
     before = read_json(path) if path.exists() else []
-    write_json(path, [*before, *(asdict(exchange) for exchange in engine.line.log)])
+    write_json(path, [*before, *(asdict(exchange) for exchange in engine.transport.log)])

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-Answer = tuple[int, dict[str, Tensor], Note]
+ClientReply = tuple[int, dict[str, Tensor], Note]
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Exchange:
         logger.warning("%s: %s (%s)", f"client {client}" if client >= 0 else "a node", why, self.kind)
 
 
-class Line:
+class Transport:
     """The connection to the clients: their nodes by client number, and a log of all exchanges."""
 
     def __init__(self, grid: "Grid", timeout: float, quorum: float) -> None:
@@ -48,7 +48,7 @@ class Line:
         self.log: list[Exchange] = []
 
     def gather(self, kind: str, content: "RecordDict", expected: int) -> dict[int, Note]:
-        """Ask every node who it is; waits until `expected` of them are there, as long as the timeout allows."""
+        """Query every node who it is; waits until `expected` of them are there, as long as the timeout allows."""
         until = time.monotonic() + self.timeout
         while True:
             nodes = list(self.grid.get_node_ids())
@@ -78,7 +78,7 @@ class Line:
         contents: "Mapping[int, RecordDict]",
         *,
         progress: Callable[[int, int], None] | None = None,
-    ) -> Iterator[Answer]:
+    ) -> Iterator[ClientReply]:
         """Send to each client its content; yields (client, tensors, note) in the order of client numbers.
 
         An answer that comes before its turn waits on the disk. Errors, silence and bad records are reported and
@@ -95,7 +95,7 @@ class Line:
             why = "; ".join(f"client {c}: {w}" for c, w in sorted(exchange.failed.items())[:3])
             raise FedOrthoError(f"only {good} of {len(contents)} clients answered {kind} ({why}); see --quorum")
 
-    def _answers(self, exchange: Exchange, contents: "Mapping[int, RecordDict]") -> Iterator[Answer]:
+    def _answers(self, exchange: Exchange, contents: "Mapping[int, RecordDict]") -> Iterator[ClientReply]:
         started = time.monotonic()
         order = sorted(contents)
         waiting = self._pushed(exchange, contents)

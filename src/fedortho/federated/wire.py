@@ -14,10 +14,10 @@ from fedortho.engines.answer import answer
 from fedortho.errors import FedOrthoError
 from fedortho.models.patch import unpack_patch
 from fedortho.statistics.observe import Observation
-from fedortho.statistics.query import Ask, Group, Probe
-from fedortho.statistics.training_plan import Course, Part
+from fedortho.statistics.query import Query, Selection, Statistic
+from fedortho.statistics.training_plan import PlanPart, TrainingPlan
 from fedortho.training.adapters import Adapters
-from fedortho.training.objectives import Aim, Manner
+from fedortho.training.objectives import FitOptions, Target
 
 if TYPE_CHECKING:
     from flwr.app import RecordDict
@@ -67,83 +67,85 @@ def below(prefix: str, tensors: Tensors) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def pack_asks(asks: Sequence[Ask]) -> tuple[dict[str, Tensor], list[Note]]:
+def pack_queries(queries: Sequence[Query]) -> tuple[dict[str, Tensor], list[Note]]:
     """Asks as tensors (the candidates) and notes; a candidate's kernel list stays here, its effect travels."""
     tensors: dict[str, Tensor] = {}
     notes: list[Note] = []
-    for number, ask in enumerate(asks):
+    for number, query in enumerate(queries):
         patches = []
-        for place, patch in enumerate(ask.probe.patches):
+        for place, patch in enumerate(query.statistic.patches):
             held, note = replace(patch, note={}).packed()
             tensors |= prefixed(f"{number}.{place}.", held)
             patches.append(note)
-        probe = {name: value for name, value in vars(ask.probe).items() if name != "patches"}
-        groups = [pack_group(group) for group in ask.groups]
-        notes.append({"probe": probe, "patches": patches, "groups": groups})
+        statistic = {name: value for name, value in vars(query.statistic).items() if name != "patches"}
+        selections = [pack_selection(group) for group in query.selections]
+        notes.append({"probe": statistic, "patches": patches, "groups": selections})
     return tensors, notes
 
 
-def unpack_asks(tensors: Tensors, notes: Sequence[Note]) -> list[Ask]:
-    asks = []
+def unpack_queries(tensors: Tensors, notes: Sequence[Note]) -> list[Query]:
+    queries = []
     for number, note in enumerate(notes):
         patches = tuple(
             unpack_patch(below(f"{number}.{i}.", tensors), about) for i, about in enumerate(note["patches"])
         )
-        probe = Probe(**note["probe"] | {"norms": tuple(note["probe"]["norms"]), "patches": patches})
-        asks.append(Ask(tuple(map(unpack_group, note["groups"])), probe))
-    return asks
+        statistic = Statistic(**note["probe"] | {"norms": tuple(note["probe"]["norms"]), "patches": patches})
+        queries.append(Query(tuple(map(unpack_selection, note["groups"])), statistic))
+    return queries
 
 
-def pack_group(group: Group) -> Note:
-    words = {side: None if (r := getattr(group, side)) is None else asdict(r) for side in ("only", "but")}
-    return {"split": group.split, "most": group.most, "seed": group.seed} | words
+def pack_selection(group: Selection) -> Note:
+    words = {side: None if (r := getattr(group, side)) is None else asdict(r) for side in ("include", "exclude")}
+    return {"split": group.split, "limit": group.limit, "seed": group.seed} | words
 
 
-def unpack_group(note: Note) -> Group:
-    sides = {side: unpack_request(note[side]) for side in ("only", "but")}
-    return Group(note["split"], sides["only"], sides["but"], note["most"], note["seed"])
+def unpack_selection(note: Note) -> Selection:
+    sides = {side: unpack_request(note[side]) for side in ("include", "exclude")}
+    return Selection(note["split"], sides["include"], sides["exclude"], note["limit"], note["seed"])
 
 
-def pack_course(course: Course) -> tuple[dict[str, Tensor], Note]:
+def pack_training_plan(plan: TrainingPlan) -> tuple[dict[str, Tensor], Note]:
     """A course as tensors (teachers, images that were made) and a note."""
     tensors: dict[str, Tensor] = {}
     parts: list[Note] = []
-    for number, part in enumerate(course.parts):
-        note: Note = {"group": pack_group(part.group), "aim": asdict(part.aim), "fraction": part.fraction}
+    for number, part in enumerate(plan.parts):
+        note: Note = {"group": pack_selection(part.group), "aim": asdict(part.target), "fraction": part.fraction}
         if part.given is not None:
             used, rows = part.given.rows.unique(return_inverse=True)  # an image that is shown often travels once
             made = {"pixels": part.given.pixels[used], "labels": part.given.store_labels[used], "rows": rows}
             tensors |= prefixed(f"given.{number}.", made)
         parts.append(note)
-    for name, teacher in course.teachers.items():
+    for name, teacher in plan.teachers.items():
         tensors |= prefixed(f"teacher.{name}.", teacher.state_dict())
-    adapters = None if course.adapters is None else asdict(course.adapters)
-    told = {"parts": parts, "manner": asdict(course.manner), "adapters": adapters}
-    return tensors, told | {"teachers": list(course.teachers)}
+    adapters = None if plan.adapters is None else asdict(plan.adapters)
+    told = {"parts": parts, "manner": asdict(plan.options), "adapters": adapters}
+    return tensors, told | {"teachers": list(plan.teachers)}
 
 
-def unpack_course(tensors: Tensors, note: Note, names: Sequence[str], build: Callable[[Tensors], nn.Module]) -> Course:
+def unpack_training_plan(
+    tensors: Tensors, note: Note, names: Sequence[str], build: Callable[[Tensors], nn.Module]
+) -> TrainingPlan:
     """The course that was packed; `build` makes a teacher of its weights."""
     parts = []
     for number, about in enumerate(note["parts"]):
         made = below(f"given.{number}.", tensors)
         given = replace(made_images(made["pixels"], made["labels"], names), rows=made["rows"]) if made else None
-        parts.append(Part(unpack_group(about["group"]), Aim(**about["aim"]), about["fraction"], given))
+        parts.append(PlanPart(unpack_selection(about["group"]), Target(**about["aim"]), about["fraction"], given))
     teachers = {name: build(below(f"teacher.{name}.", tensors)) for name in note["teachers"]}
     about = note["adapters"]
     adapters = None if about is None else Adapters(**about | {"layers": tuple(about["layers"])})
-    return Course(tuple(parts), Manner(**note["manner"]), teachers, adapters)
+    return TrainingPlan(tuple(parts), FitOptions(**note["manner"]), teachers, adapters)
 
 
 def unpack_request(note: Note | None) -> ForgetRequest | None:
     return None if note is None else ForgetRequest(*(tuple(note[name]) for name in ("classes", "clients", "samples")))
 
 
-def pack_observations(found: Sequence[Sequence[Observation]], asks: Sequence[Ask]) -> dict[str, Tensor]:
+def pack_observations(found: Sequence[Sequence[Observation]], queries: Sequence[Query]) -> dict[str, Tensor]:
     """Sums and counts; the names of layers travel, nothing of an image does."""
     tensors: dict[str, Tensor] = {}
-    for number, (observations, ask) in enumerate(zip(found, asks, strict=True)):
-        kind = torch.float32 if ask.probe.kind in FLOAT32 else torch.float64
+    for number, (observations, query) in enumerate(zip(found, queries, strict=True)):
+        kind = torch.float32 if query.statistic.kind in FLOAT32 else torch.float64
         for place, observation in enumerate(observations):
             start = f"{number}.{place}."
             tensors |= prefixed(f"{start}sums.", {key: value.to(kind) for key, value in observation.sums.items()})
@@ -151,11 +153,11 @@ def pack_observations(found: Sequence[Sequence[Observation]], asks: Sequence[Ask
     return tensors
 
 
-def unpack_observations(tensors: Tensors, asks: Sequence[Ask]) -> list[list[Observation]]:
+def unpack_observations(tensors: Tensors, queries: Sequence[Query]) -> list[list[Observation]]:
     """The observations of one client; missing ones, or numbers that are none, are refused."""
     found = []
-    for number, ask in enumerate(asks):
-        places = 1 if ask.probe.kind == "difference" else len(ask.groups)
+    for number, query in enumerate(queries):
+        places = 1 if query.statistic.kind == "difference" else len(query.selections)
         row = []
         for place in range(places):
             part = below(f"{number}.{place}.", tensors)
@@ -171,12 +173,12 @@ def unpack_observations(tensors: Tensors, asks: Sequence[Ask]) -> list[list[Obse
 
 
 def blank_observations(
-    model: nn.Module, shape: tuple[int, int, int], names: tuple[str, ...], asks: Sequence[Ask]
+    model: nn.Module, shape: tuple[int, int, int], names: tuple[str, ...], queries: Sequence[Query]
 ) -> list[list[Observation]]:
     """What a client without images answers: the layers, labels and shapes that every answer must have."""
     none, flat = torch.zeros(0, dtype=torch.int64), (0.0,) * shape[0]
     nothing = Images(torch.zeros(0, *shape, dtype=torch.uint8), none, none, names, flat, flat)
-    return [answer(model, nothing, [nothing] * len(ask.groups), ask.probe) for ask in asks]
+    return [answer(model, nothing, [nothing] * len(query.selections), query.statistic) for query in queries]
 
 
 def add_observations(

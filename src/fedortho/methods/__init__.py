@@ -12,20 +12,20 @@ from fedortho.engines.central import CentralEngine
 from fedortho.errors import unknown
 from fedortho.methods.bad_teacher import BadTeacher
 from fedortho.methods.class_pruning import ClassPruning
-from fedortho.methods.directions import Erase
+from fedortho.methods.directions import Directions
 from fedortho.methods.federaser import FedEraser
 from fedortho.methods.finetune import FineTune
-from fedortho.methods.fused import Fused
-from fedortho.methods.hide import Robust
+from fedortho.methods.fused import FUSED
+from fedortho.methods.hide import Hide
 from fedortho.methods.logit_mask import LogitMask
 from fedortho.methods.method import Method, refusal, serves
 from fedortho.methods.neggrad import NegGrad
-from fedortho.methods.not_ import Negate
+from fedortho.methods.not_ import NoT
 from fedortho.methods.paper import Paper
 from fedortho.methods.retrain import Retrain, RetrainPlain
-from fedortho.methods.salun import Salun
-from fedortho.methods.ssd import Dampen
-from fedortho.methods.unsir import Unsir
+from fedortho.methods.salun import SalUn
+from fedortho.methods.ssd import SSD
+from fedortho.methods.unsir import UNSIR
 from fedortho.statistics.engine import Engine
 from fedortho.storage.settings import make_settings
 from fedortho.unlearning.plan import ForgetSettings, plan_forgetting
@@ -33,15 +33,15 @@ from fedortho.unlearning.plan import ForgetSettings, plan_forgetting
 METHODS: Mapping[str, type[Method]] = {
     "retrain": Retrain,
     "retrain-plain": RetrainPlain,
-    "fedortho": Robust,
-    "fedortho-erase": Erase,
-    "fedortho-paper": Paper,
+    "hide": Hide,
+    "directions": Directions,
+    "paper": Paper,
     "finetune": FineTune,
-    "not": Negate,
-    "fused": Fused,
-    "ssd": Dampen,
-    "salun": Salun,
-    "unsir": Unsir,
+    "not": NoT,
+    "fused": FUSED,
+    "ssd": SSD,
+    "salun": SalUn,
+    "unsir": UNSIR,
     "bad-teacher": BadTeacher,
     "class-pruning": ClassPruning,
     "federaser": FedEraser,
@@ -91,4 +91,4 @@ def forget(
     return plan_forgetting(model, CentralEngine(data, device=device), request, settings).patch.apply(model)
 
 
-PRESETS: Mapping[str, type[ForgetSettings]] = {"robust": Robust, "erase": Erase, "paper": Paper}
+PRESETS: Mapping[str, type[ForgetSettings]] = {"robust": Hide, "erase": Directions, "paper": Paper}

@@ -7,10 +7,10 @@ from torch import nn
 
 from fedortho.data.request import KINDS, ForgetRequest
 from fedortho.errors import BadSetting
-from fedortho.methods.method import Schedule, begin
+from fedortho.methods.method import Schedule, forget_and_retain
 from fedortho.statistics.engine import Engine
-from fedortho.statistics.training_plan import Course, Part
-from fedortho.training.objectives import Aim, Manner
+from fedortho.statistics.training_plan import PlanPart, TrainingPlan
+from fedortho.training.objectives import FitOptions, Target
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class BadTeacher(Schedule):
     roles: ClassVar[str] = "forget: all epochs; retain: a share of them, all epochs; two more forward passes"
     norms: ClassVar[str] = "updated by training"
     epochs: Annotated[int, "passes over the images; in a federation rounds"] = 1
-    rate: Annotated[float, "Adam's rate"] = 1e-4
-    batch: Annotated[int, "images per step"] = 256
-    decay: Annotated[float, "weight decay"] = 0.0
+    lr: Annotated[float, "Adam's rate"] = 1e-4
+    batch_size: Annotated[int, "images per step"] = 256
+    weight_decay: Annotated[float, "weight decay"] = 0.0
     temperature: Annotated[float, "by which logits are divided"] = 1.0
     fraction: Annotated[float, "share of the retained images that is used"] = 0.3
     per_element: Annotated[bool, "divide the loss by the number of classes, as the published code does"] = False
@@ -42,12 +42,12 @@ class BadTeacher(Schedule):
             raise BadSetting(f"fraction must be above 0 and at most 1, not {self.fraction}")
 
     @property
-    def _manner(self) -> Manner:
+    def _manner(self) -> FitOptions:
         objective = "imitate-elements" if self.per_element else "imitate"
-        return Manner(optimiser="adam", objective=objective, temperature=self.temperature)
+        return FitOptions(optimiser="adam", objective=objective, temperature=self.temperature)
 
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
-        forget, retain = begin(self, engine, request)
-        parts = (Part(forget, Aim(teacher="bad")), Part(retain, Aim(teacher="good"), self.fraction))
+        forget, retain = forget_and_retain(self, engine, request)
+        parts = (PlanPart(forget, Target(teacher="bad")), PlanPart(retain, Target(teacher="good"), self.fraction))
         teachers = {"good": model, "bad": engine.fresh(self.seed + 1)}
-        return engine.fit(model, Course(parts, self._manner, teachers), self.recipe)
+        return engine.fit(model, TrainingPlan(parts, self._manner, teachers), self.recipe)

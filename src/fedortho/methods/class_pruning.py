@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadData, BadSetting
-from fedortho.methods.method import Schedule, begin
+from fedortho.methods.method import Schedule, forget_and_retain
 from fedortho.models.patch import edit_model
 from fedortho.models.sites import find_sites
-from fedortho.statistics.engine import Engine, or_withheld
-from fedortho.statistics.query import Ask, Group, Probe
+from fedortho.statistics.engine import Engine, withheld_hint
+from fedortho.statistics.query import Query, Selection, Statistic
 from fedortho.unlearning.select import kernel_count, plan_edit
 
 
@@ -31,7 +31,7 @@ class ClassPruning(Schedule):
     kinds: ClassVar[tuple[str, ...]] = ("class",)
     roles: ClassVar[str] = "all: one forward pass; retain: a few epochs"
     norms: ClassVar[str] = "those of pruned channels reset, the others updated by training"
-    rate: Annotated[float, "learning rate"] = 0.005
+    lr: Annotated[float, "learning rate"] = 0.005
     ratio: Annotated[float, "share of all channels that is pruned"] = 0.05
     layers: Annotated[str, "which convolutions: a depth, names, patterns"] = "all"
     tap: Annotated[str, "where responses are read: relu (behind the norm) or conv (before it)"] = "relu"
@@ -43,14 +43,16 @@ class ClassPruning(Schedule):
             raise BadSetting(f"ratio must be between 0 and 1 and images not negative, not {self.ratio}, {self.images}")
 
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
-        _, retain = begin(self, engine, request)
+        _, retain = forget_and_retain(self, engine, request)
         sites = find_sites(model, engine.shape, self.layers, "channel", self.tap)
-        groups = tuple(Group("train", ForgetRequest((name,)), None, self.images, self.seed) for name in engine.names)
-        probe = Probe("averages", self.layers, "channel", self.tap)
-        (found,) = engine.measure(model, [Ask(groups, probe)])
+        groups = tuple(
+            Selection("train", ForgetRequest((name,)), None, self.images, self.seed) for name in engine.names
+        )
+        statistic = Statistic("averages", self.layers, "channel", self.tap)
+        (found,) = engine.measure(model, [Query(groups, statistic)])
         if not all(observation.images for observation in found):
             empty = [name for name, seen in zip(engine.names, found, strict=True) if not seen.images]
-            few = or_withheld(engine)
+            few = withheld_hint(engine)
             raise BadData(f"no training image shows class {empty[0]}{few}; TF-IDF compares all classes")
         means = {site.name: torch.stack([o.mean(site.name) for o in found]) for site in sites}  # (classes, kernels)
         chosen = most_telling(tf_idf(means, request.labels(engine.names)), self.ratio)

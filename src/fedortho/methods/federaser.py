@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadCheckpoint, BadSetting
-from fedortho.methods.method import CannotServe, begin
+from fedortho.methods.method import CannotServe, forget_and_retain
 from fedortho.statistics.engine import Engine
-from fedortho.statistics.query import Group
-from fedortho.statistics.training_plan import Course, Part
+from fedortho.statistics.query import Selection
+from fedortho.statistics.training_plan import PlanPart, TrainingPlan
 from fedortho.storage.files import read_tensors
-from fedortho.training.objectives import Manner, step_seed
+from fedortho.training.objectives import FitOptions, step_seed
 from fedortho.training.recipe import Recipe, learning_rate
 
 State = Mapping[str, Tensor]
@@ -52,7 +52,7 @@ class FedEraser(Recipe):
     roles: ClassVar[str] = "retain: a calibrating epoch for each stored round; every client's stored updates"
     norms: ClassVar[str] = "updated by the calibrating training"
     epochs: Annotated[int, "rounds of the training that is replayed, for the schedule of its rate"] = 100
-    rate: Annotated[float, "learning rate at the start"] = 0.005
+    lr: Annotated[float, "learning rate at the start"] = 0.005
     schedule: Annotated[str, "of the rate, by rounds"] = "constant"
     ortho: Annotated[float, "weight of the orthogonality penalty; 0: off"] = 0.0
     align: Annotated[float, "not used: each calibration is a client's first contact"] = 0.0
@@ -68,7 +68,7 @@ class FedEraser(Recipe):
             raise BadSetting(f"ratio must be in (0, 1] and interval at least 1, not {self.ratio} and {self.interval}")
 
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
-        begin(self, engine, request)
+        forget_and_retain(self, engine, request)
         places = sorted(Path(self.updates).glob("round-*")) if self.updates else []
         if not engine.is_federated or not places:
             raise CannotServe(
@@ -83,26 +83,26 @@ class FedEraser(Recipe):
                 new.load_state_dict(_first(stored))
             elif stored.clients:
                 new.load_state_dict(self._calibrated(new, stored, engine, request))
-        retained = Group("train", None, request)
+        retained = Selection("train", None, request)
         return engine.fit(new, retained, self._recipe(0, epochs=0))  # pools statistics, where that is the policy
 
     def _recipe(self, turn: int, epochs: int) -> Recipe:
         """Of one stored round; with the same seed for all, clients would shuffle alike in every one of them."""
         whole = Recipe(**{field.name: getattr(self, field.name) for field in fields(Recipe)})
-        rate, seed = learning_rate(whole, turn), step_seed(self.seed, turn, 0)
-        return replace(whole, epochs=epochs, rate=rate, schedule="constant", warmup=0.0, seed=seed)
+        lr, seed = learning_rate(whole, turn), step_seed(self.seed, turn, 0)
+        return replace(whole, epochs=epochs, lr=lr, schedule="constant", warmup=0.0, seed=seed)
 
     def _calibrated(self, new: nn.Module, stored: Stored, engine: Engine, request: ForgetRequest) -> State:
         teams = [tuple(stored.clients)] if self.average_first else [(client,) for client in stored.clients]
-        manner = Manner(local_epochs=max(round(self.ratio * stored.epochs), 1))
+        options = FitOptions(local_epochs=max(round(self.ratio * stored.epochs), 1))
         total = sum(stored.images.values())
         steps: dict[str, Tensor] = {}
         fresh: dict[str, Tensor] = {}
         begin_state = {name: value.clone() for name, value in new.state_dict().items()}
         recipe = self._recipe(stored.turn, epochs=1)
         for team in teams:
-            group = Group("train", ForgetRequest(clients=team), request)
-            trained = engine.fit(new, Course((Part(group),), manner), recipe).state_dict()
+            group = Selection("train", ForgetRequest(clients=team), request)
+            trained = engine.fit(new, TrainingPlan((PlanPart(group),), options), recipe).state_dict()
             share = sum(stored.images[client] for client in team) / total
             for name, value in trained.items():
                 if not value.is_floating_point():

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 from torch import nn
 
 from fedortho.data.request import KINDS, ForgetRequest
-from fedortho.methods.method import Schedule, begin
+from fedortho.methods.method import Schedule, forget_and_retain
 from fedortho.statistics.engine import Engine
 
 
@@ -22,8 +22,8 @@ class FineTune(Schedule):
     kinds: ClassVar[tuple[str, ...]] = KINDS
     roles: ClassVar[str] = "retain: a few epochs"
     norms: ClassVar[str] = "updated by training"
-    rate: Annotated[float, "learning rate"] = 0.001
+    lr: Annotated[float, "learning rate"] = 0.001
 
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
-        _, retain = begin(self, engine, request)
+        _, retain = forget_and_retain(self, engine, request)
         return engine.fit(model, retain, self.recipe)

@@ -8,20 +8,20 @@ from torch import nn
 
 from fedortho.data.request import KINDS, ForgetRequest
 from fedortho.errors import unknown
-from fedortho.methods.method import Schedule, begin
+from fedortho.methods.method import Schedule, forget_and_retain
 from fedortho.statistics.engine import Engine
-from fedortho.statistics.query import Ask, Group, Probe
-from fedortho.statistics.training_plan import Course, Part
+from fedortho.statistics.query import Query, Selection, Statistic
+from fedortho.statistics.training_plan import PlanPart, TrainingPlan
 from fedortho.storage.settings import kebab
 from fedortho.training.adapters import ADAPTERS, Adapters, attach, merge
-from fedortho.training.objectives import Aim, Manner
+from fedortho.training.objectives import FitOptions, Target
 
 CLASS_MODES = ("exclude", "relabel")
 SIZES = ("sum", "mean")
 
 
 @dataclass(frozen=True)
-class Fused(Schedule):
+class FUSED(Schedule):
     """Adapters in the layers that local training moves most (arXiv:2502.20709).
 
     Layers are ranked by Σ_k |D_k| ‖p_l^k − p_l‖₁ over clients k after one local epoch; centrally there is one
@@ -37,7 +37,7 @@ class Fused(Schedule):
     roles: ClassVar[str] = "all: one local epoch; retain: all epochs; forget (relabel): all epochs"
     norms: ClassVar[str] = "frozen"
     epochs: Annotated[int, "passes over the images; in a federation rounds"] = 10
-    rate: Annotated[float, "learning rate of the adapters"] = 0.005
+    lr: Annotated[float, "learning rate of the adapters"] = 0.005
     adapter: Annotated[str, "sparse (paper) or low-rank (released code)"] = "sparse"
     layers: Annotated[str, "names of the layers, with commas between; empty: those that move most"] = ""
     number: Annotated[int, "how many layers, if they are not named"] = 4
@@ -59,20 +59,20 @@ class Fused(Schedule):
 
     def adapt(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> tuple[nn.Module, Adapters]:
         """The model with its trained adapters still apart."""
-        forget, retain = begin(self, engine, request)
+        forget, retain = forget_and_retain(self, engine, request)
         layers = tuple(word.strip() for word in self.layers.split(",") if word.strip())
         adapters = Adapters(
             layers or self.critical_layers(model, engine), self.adapter, self.density, self.rank, self.scale, self.seed
         )
-        wrong = Part(forget, Aim("other", once=True, seed=self.seed))
-        parts = (Part(retain), wrong) if self.class_mode == "relabel" else (Part(retain),)
-        course = Course(parts, Manner(norms="frozen"), adapters=adapters)
-        return engine.fit(attach(model, adapters), course, self.recipe), adapters
+        wrong = PlanPart(forget, Target("other", once=True, seed=self.seed))
+        parts = (PlanPart(retain), wrong) if self.class_mode == "relabel" else (PlanPart(retain),)
+        plan = TrainingPlan(parts, FitOptions(norms="frozen"), adapters=adapters)
+        return engine.fit(attach(model, adapters), plan, self.recipe), adapters
 
     def critical_layers(self, model: nn.Module, engine: Engine) -> tuple[str, ...]:
         """Convolutions and linear layers whose weights one local epoch moves most, the most moved first."""
-        probe = Probe("drift", batch=self.batch, rate=self.rate)
-        ((moved,),) = engine.measure(model, [Ask((Group("train"),), probe)])
+        statistic = Statistic("drift", batch_size=self.batch_size, lr=self.lr)
+        ((moved,),) = engine.measure(model, [Query((Selection("train"),), statistic)])
         known = [n for n, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.Linear)]
         sizes = torch.stack([moved.mean(f"{name}.weight").sum() for name in known])
         if self.size == "mean":

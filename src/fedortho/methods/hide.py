@@ -11,10 +11,10 @@ from fedortho.unlearning.plan import ForgetSettings, plan_forgetting
 
 
 @dataclass(frozen=True)
-class Robust(ForgetSettings):
+class Hide(ForgetSettings):
     """FedOrtho: the smallest edit that reaches the target within the budget, repaired, scrubbed if need be."""
 
-    name: ClassVar[str] = "fedortho"
+    name: ClassVar[str] = "hide"
     kinds: ClassVar[tuple[str, ...]] = KINDS
     roles: ClassVar[str] = "all: one forward pass, none with a ledger; retain: a forward pass over some, to repair"
     norms: ClassVar[str] = "re-estimated behind the edit"

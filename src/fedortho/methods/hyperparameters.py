@@ -13,12 +13,12 @@ PRESETS = ("published", "short", "tuned")
 TUNED = Path(__file__).parent / "tuned"  # DATA-MODEL.json, and beside it DATA-MODEL.trials.json: how it was found
 # few steps, small batches: minutes on two cores for small data; rates set beforehand and not tuned
 SHORT: Mapping[str, Mapping[str, Any]] = {
-    "finetune": {"epochs": 2, "rate": 0.01},
-    "not": {"epochs": 2, "rate": 0.02},
-    "fused": {"epochs": 2, "rate": 0.02},
-    "salun": {"epochs": 2, "batch": 64},
-    "unsir": {"rate": 0.002, "repair_rate": 0.001, "batch": 64, "noise_images": 64, "noise_copies": 4},
-    "bad-teacher": {"rate": 1e-3, "batch": 64},
+    "finetune": {"epochs": 2, "lr": 0.01},
+    "not": {"epochs": 2, "lr": 0.02},
+    "fused": {"epochs": 2, "lr": 0.02},
+    "salun": {"epochs": 2, "batch_size": 64},
+    "unsir": {"lr": 0.002, "repair_lr": 0.001, "batch_size": 64, "noise_images": 64, "noise_copies": 4},
+    "bad-teacher": {"lr": 1e-3, "batch_size": 64},
     "class-pruning": {"epochs": 2},
     "neggrad": {"epochs": 1},
 }

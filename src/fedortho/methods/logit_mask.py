@@ -9,7 +9,7 @@ from torch import nn
 
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadSetting
-from fedortho.methods.method import begin
+from fedortho.methods.method import forget_and_retain
 from fedortho.models.classifier import find_classifier
 from fedortho.statistics.engine import Engine
 
@@ -29,7 +29,7 @@ class LogitMask:
     norms: ClassVar[str] = "untouched"
 
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
-        begin(self, engine, request)
+        forget_and_retain(self, engine, request)
         twin = copy.deepcopy(model).cpu().eval()
         example = torch.rand(2, *engine.shape, generator=torch.Generator().manual_seed(0))
         name = find_classifier(twin, len(engine.names), example)

@@ -9,7 +9,7 @@ from torch import nn
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import FedOrthoError
 from fedortho.statistics.engine import Engine
-from fedortho.statistics.query import Group
+from fedortho.statistics.query import Selection
 from fedortho.training.recipe import Recipe
 
 
@@ -35,10 +35,10 @@ class Schedule:
     """How a method trains after, or instead of, an edit: at a constant rate, with no penalty of ours."""
 
     epochs: Annotated[int, "passes over the images; in a federation rounds"] = 5
-    rate: Annotated[float, "learning rate"] = 0.01
-    batch: Annotated[int, "images per step"] = 64
+    lr: Annotated[float, "learning rate"] = 0.01
+    batch_size: Annotated[int, "images per step"] = 64
     momentum: Annotated[float, "momentum of SGD"] = 0.9
-    decay: Annotated[float, "weight decay"] = 5e-4
+    weight_decay: Annotated[float, "weight decay"] = 5e-4
     crop: Annotated[int, "pixels of padding before a random crop; 0: none"] = 2
     flip: Annotated[float, "probability of a left-right flip"] = 0.5
     seed: Annotated[int, "of everything that is drawn"] = 0
@@ -50,11 +50,11 @@ class Schedule:
     def recipe(self) -> Recipe:
         return Recipe(
             epochs=self.epochs,
-            batch=self.batch,
-            rate=self.rate,
+            batch_size=self.batch_size,
+            lr=self.lr,
             schedule="constant",
             momentum=self.momentum,
-            decay=self.decay,
+            weight_decay=self.weight_decay,
             crop=self.crop,
             flip=self.flip,
             ortho=0.0,
@@ -73,12 +73,12 @@ def refusal(method: Method, request: ForgetRequest, able: Iterable[str] = ()) ->
     return CannotServe(f"{method.name} serves {' and '.join(method.kinds)} requests only, not {request}{others}")
 
 
-def begin(method: Method, engine: Engine, request: ForgetRequest) -> tuple[Group, Group]:
+def forget_and_retain(method: Method, engine: Engine, request: ForgetRequest) -> tuple[Selection, Selection]:
     """Refuse what cannot be served; otherwise the images to forget and those to keep."""
     if not serves(method, request):
         raise refusal(method, request)
     engine.check(request, None)
-    return Group("train", request, seed=_seed(method)), Group("train", None, request, seed=_seed(method))
+    return Selection("train", request, seed=_seed(method)), Selection("train", None, request, seed=_seed(method))
 
 
 def _seed(method: Method) -> int:

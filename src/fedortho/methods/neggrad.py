@@ -7,10 +7,10 @@ from torch import nn
 
 from fedortho.data.request import KINDS, ForgetRequest
 from fedortho.errors import BadSetting
-from fedortho.methods.method import Schedule, begin
+from fedortho.methods.method import Schedule, forget_and_retain
 from fedortho.statistics.engine import Engine
-from fedortho.statistics.training_plan import Course, Part
-from fedortho.training.objectives import Aim, Manner
+from fedortho.statistics.training_plan import PlanPart, TrainingPlan
+from fedortho.training.objectives import FitOptions, Target
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,6 @@ class NegGrad(Schedule):
             raise BadSetting(f"beta must be at least 0 and below 1, not {self.beta}")
 
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
-        forget, retain = begin(self, engine, request)
-        parts = (Part(retain, Aim(weight=self.beta)), Part(forget, Aim(weight=self.beta - 1)))
-        return engine.fit(model, Course(parts, Manner("paired")), self.recipe)
+        forget, retain = forget_and_retain(self, engine, request)
+        parts = (PlanPart(retain, Target(weight=self.beta)), PlanPart(forget, Target(weight=self.beta - 1)))
+        return engine.fit(model, TrainingPlan(parts, FitOptions("paired")), self.recipe)

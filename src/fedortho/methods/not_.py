@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from fedortho.data.request import KINDS, ForgetRequest
 from fedortho.errors import BadSetting
-from fedortho.methods.method import Schedule, begin
+from fedortho.methods.method import Schedule, forget_and_retain
 from fedortho.models.graph import select_layers, trace_layers
 from fedortho.statistics.engine import Engine
 
 
 @dataclass(frozen=True)
-class Negate(Schedule):
+class NoT(Schedule):
     """Negate the first convolution that a forward pass reaches, then fine-tune on what stays.
 
     Weight and bias of the convolution are negated; scale and shift of the batch norm behind it are not, because
@@ -30,7 +30,7 @@ class Negate(Schedule):
     layers: Annotated[str, "convolutions to negate: names, patterns, depths; empty: the first"] = ""
 
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
-        _, retain = begin(self, engine, request)
+        _, retain = forget_and_retain(self, engine, request)
         known = trace_layers(model, engine.shape)
         names = [layer.name for layer in select_layers(known, self.layers)] if self.layers else [known[0].name]
         return engine.fit(negated(model, names, engine.shape), retain, self.recipe)

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from fedortho.methods.hide import Robust
+from fedortho.methods.hide import Hide
 
 
 @dataclass(frozen=True)
-class Paper(Robust):
+class Paper(Hide):
     """FedOrtho as printed: a fixed ratio of kernels, weakened by rank."""
 
-    name: ClassVar[str] = "fedortho-paper"
+    name: ClassVar[str] = "paper"
     roles: ClassVar[str] = "all: one forward pass, none with a ledger"
     norms: ClassVar[str] = "untouched"
     edit: Annotated[str, "channel (what leaves the layer) or conv (the kernel, as the paper prints)"] = "conv"

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 from torch import nn
 
 from fedortho.data.request import KINDS, ForgetRequest
-from fedortho.methods.method import begin
+from fedortho.methods.method import forget_and_retain
 from fedortho.statistics.engine import Engine
 from fedortho.training.recipe import Recipe
 
@@ -27,7 +27,7 @@ class Retrain(Recipe):
     norms: ClassVar[str] = "new, by training"
 
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
-        _, retain = begin(self, engine, request)
+        _, retain = forget_and_retain(self, engine, request)
         recipe = Recipe(**{field.name: getattr(self, field.name) for field in fields(Recipe)})
         return engine.fit(engine.fresh(self.seed), retain, recipe)
 

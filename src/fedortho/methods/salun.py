@@ -9,15 +9,15 @@ from torch import Tensor, nn
 
 from fedortho.data.request import KINDS, ForgetRequest
 from fedortho.errors import BadSetting
-from fedortho.methods.method import Schedule, begin
+from fedortho.methods.method import Schedule, forget_and_retain
 from fedortho.statistics.engine import Engine
-from fedortho.statistics.query import Ask, Probe
-from fedortho.statistics.training_plan import Course, Part
-from fedortho.training.objectives import Aim, Manner
+from fedortho.statistics.query import Query, Statistic
+from fedortho.statistics.training_plan import PlanPart, TrainingPlan
+from fedortho.training.objectives import FitOptions, Target
 
 
 @dataclass(frozen=True)
-class Salun(Schedule):
+class SalUn(Schedule):
     """Saliency unlearning (arXiv:2310.12508).
 
     The mask takes the share `ratio` of all coordinates with the largest |Σ_b ∇ mean loss of batch b| on the images
@@ -31,24 +31,26 @@ class Salun(Schedule):
     roles: ClassVar[str] = "forget: one gradient pass and all epochs; retain: all epochs"
     norms: ClassVar[str] = "updated by training"
     epochs: Annotated[int, "passes over the images; in a federation rounds"] = 10
-    rate: Annotated[float, "learning rate"] = 0.013
-    batch: Annotated[int, "images per step, and per gradient of the mask"] = 256
+    lr: Annotated[float, "learning rate"] = 0.013
+    batch_size: Annotated[int, "images per step, and per gradient of the mask"] = 256
     ratio: Annotated[float, "share of the coordinates that may move"] = 0.5
     exclude_true: Annotated[bool, "random labels are never the true ones"] = True
     order: Annotated[str, "turns (forget first, then retain), or mixed in one pass (CIFAR-100 in the code)"] = "turns"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        Manner(self.order)
+        FitOptions(self.order)
         if not 0 < self.ratio <= 1:
             raise BadSetting(f"ratio must be above 0 and at most 1, not {self.ratio}")
 
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
-        forget, retain = begin(self, engine, request)
-        ((gradient,),) = engine.measure(model, [Ask((forget,), Probe("gradient", batch=self.batch))])
+        forget, retain = forget_and_retain(self, engine, request)
+        ((gradient,),) = engine.measure(model, [Query((forget,), Statistic("gradient", batch_size=self.batch_size))])
         mask = salient(dict(model.named_parameters()), gradient.sums, self.ratio)
-        wrong = Part(forget, Aim("other" if self.exclude_true else "any"))
-        return engine.fit(model, Course((wrong, Part(retain)), Manner(self.order)), self.recipe, trainable=mask)
+        wrong = PlanPart(forget, Target("other" if self.exclude_true else "any"))
+        return engine.fit(
+            model, TrainingPlan((wrong, PlanPart(retain)), FitOptions(self.order)), self.recipe, trainable=mask
+        )
 
 
 def salient(weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], ratio: float) -> dict[str, Tensor]:

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 from fedortho.data.request import KINDS, ForgetRequest
 from fedortho.errors import BadCheckpoint, BadSetting
-from fedortho.methods.method import begin
+from fedortho.methods.method import forget_and_retain
 from fedortho.statistics.engine import Engine
-from fedortho.statistics.query import Ask, Group, Probe
+from fedortho.statistics.query import Query, Selection, Statistic
 from fedortho.storage.files import read_tensors, tensors_digest, write_tensors
 
 Importance = Mapping[str, Tensor]  # parameter → one number per coordinate, flat
 
 
 @dataclass(frozen=True)
-class Dampen:
+class SSD:
     """Selective synaptic dampening: w ← w · min(λ I_D / I_u, 1) wherever I_u > α I_D (arXiv:2308.07707).
 
     I is the mean over batches of the squared gradient of a batch's mean cross-entropy, in evaluation mode, over
@@ -35,22 +35,22 @@ class Dampen:
     norms: ClassVar[str] = "statistics untouched, scale and shift dampened like weights"
     alpha: Annotated[float, "select where forget importance is so many times that of all images"] = 10.0
     lam: Annotated[float, "λ, what is left of a selected weight, times the ratio of importances"] = 1.0
-    batch: Annotated[int, "images whose mean gradient is squared; the default alpha belongs to 64"] = 64
+    batch_size: Annotated[int, "images whose mean gradient is squared; the default alpha belongs to 64"] = 64
     label_free: Annotated[bool, "importance of the logits' size, which needs no labels"] = False
     keep: Annotated[str, "a file that keeps the importance of all images for later requests; empty: none"] = ""
 
     def __post_init__(self) -> None:
-        if self.alpha <= 0 or self.lam < 0 or self.batch < 1:
+        if self.alpha <= 0 or self.lam < 0 or self.batch_size < 1:
             raise BadSetting(f"alpha and batch must be above 0 and lam not below, not {self}")
 
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
-        forget, _ = begin(self, engine, request)
+        forget, _ = forget_and_retain(self, engine, request)
         kind, loss = ("fisher-abs", "norm") if self.label_free else ("fisher", "cross-entropy")
-        probe = Probe(kind, batch=self.batch, loss=loss)
+        statistic = Statistic(kind, batch_size=self.batch_size, loss=loss)
         about = self._about(model, engine) if self.keep else {}
         known = self._kept(about)
-        asks = [Ask((forget, Group()) if known is None else (forget,), probe)]
-        (found,) = engine.measure(model, asks)
+        queries = [Query((forget, Selection()) if known is None else (forget,), statistic)]
+        (found,) = engine.measure(model, queries)
         gone, *everything = [{name: found_one.mean(name) for name in found_one.sums} for found_one in found]
         if known is None:
             known = everything[0]
@@ -58,8 +58,8 @@ class Dampen:
         return dampened(model, gone, known, self.alpha, self.lam)
 
     def _about(self, model: nn.Module, engine: Engine) -> dict[str, object]:
-        of_what = {"model": tensors_digest(model.state_dict()), "images": engine.identify(Group())}
-        return of_what | {"batch": self.batch, "label-free": self.label_free}
+        of_what = {"model": tensors_digest(model.state_dict()), "images": engine.identify(Selection())}
+        return of_what | {"batch_size": self.batch_size, "label-free": self.label_free}
 
     def _kept(self, about: Mapping[str, object]) -> Importance | None:
         if not self.keep or not Path(self.keep).exists():

@@ -11,14 +11,14 @@ from torch.nn import functional
 from fedortho.data.images import Images, made_images
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadSetting
-from fedortho.methods.method import Schedule, begin
+from fedortho.methods.method import Schedule, forget_and_retain
 from fedortho.statistics.engine import Engine
-from fedortho.statistics.training_plan import Course, Part
-from fedortho.training.objectives import Manner
+from fedortho.statistics.training_plan import PlanPart, TrainingPlan
+from fedortho.training.objectives import FitOptions
 
 
 @dataclass(frozen=True)
-class Unsir(Schedule):
+class UNSIR(Schedule):
     """Impair and repair without an image of the class (arXiv:2111.08947; EMNI in the FedOrtho paper).
 
     Noise images minimise −CE(f(N), c) + 0.1 · mean Σ N² by Adam; they are labelled with the class they were made
@@ -33,14 +33,14 @@ class Unsir(Schedule):
     roles: ClassVar[str] = "retain: a few thousand images, two short trainings"
     norms: ClassVar[str] = "untouched by the noise's making, then updated by training, noise among it"
     epochs: Annotated[int, "impairing and repairing epochs each; in a federation rounds"] = 1
-    rate: Annotated[float, "Adam's rate while impairing"] = 0.02
-    repair_rate: Annotated[float, "Adam's rate while repairing"] = 0.01
-    batch: Annotated[int, "images per step"] = 256
-    decay: Annotated[float, "weight decay"] = 0.0
+    lr: Annotated[float, "Adam's rate while impairing"] = 0.02
+    repair_lr: Annotated[float, "Adam's rate while repairing"] = 0.01
+    batch_size: Annotated[int, "images per step"] = 256
+    weight_decay: Annotated[float, "weight decay"] = 0.0
     noise_images: Annotated[int, "distinct noise images per class"] = 256
     noise_copies: Annotated[int, "how often each is shown in an impairing epoch"] = 20
     noise_steps: Annotated[int, "steps of making noise"] = 40
-    noise_rate: Annotated[float, "Adam's rate for the noise"] = 0.1
+    noise_lr: Annotated[float, "Adam's rate for the noise"] = 0.1
     retain_images: Annotated[int, "retained images used, per class on average"] = 1000
 
     def __post_init__(self) -> None:
@@ -49,22 +49,24 @@ class Unsir(Schedule):
             raise BadSetting("noise-images, noise-copies and retain-images must be at least 1, noise-steps at least 0")
 
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
-        _, retain = begin(self, engine, request)
+        _, retain = forget_and_retain(self, engine, request)
         labels = request.labels(engine.names)
-        retain = replace(retain, most=self.retain_images * (len(engine.names) - len(labels)))
+        retain = replace(retain, limit=self.retain_images * (len(engine.names) - len(labels)))
         noise = torch.cat([self.make_noise(model, label, engine.shape) for label in labels])
         engine.add_work(trained=self.noise_steps * len(noise))
-        course = Course((Part(given=self._shown(noise, labels, engine.names)), Part(retain)), Manner(optimiser="adam"))
-        impaired = engine.fit(model, course, self.recipe)
-        repairing = replace(self.recipe, rate=self.repair_rate)
-        return engine.fit(impaired, Course((Part(retain),), Manner(optimiser="adam")), repairing)
+        plan = TrainingPlan(
+            (PlanPart(given=self._shown(noise, labels, engine.names)), PlanPart(retain)), FitOptions(optimiser="adam")
+        )
+        impaired = engine.fit(model, plan, self.recipe)
+        repairing = replace(self.recipe, lr=self.repair_lr)
+        return engine.fit(impaired, TrainingPlan((PlanPart(retain),), FitOptions(optimiser="adam")), repairing)
 
     def make_noise(self, model: nn.Module, label: int, shape: tuple[int, int, int]) -> Tensor:
         """Images in the normalised space of the network's inputs on which it errs most if they are of this class."""
         twin = copy.deepcopy(model).cpu().eval().requires_grad_(False)
         generator = torch.Generator().manual_seed(self.seed + label)
         noise = torch.randn(self.noise_images, *shape, generator=generator).requires_grad_()
-        optimiser = torch.optim.Adam([noise], lr=self.noise_rate)
+        optimiser = torch.optim.Adam([noise], lr=self.noise_lr)
         labels = torch.full((self.noise_images,), label)
         for _ in range(self.noise_steps):
             loss = 0.1 * noise.square().sum((1, 2, 3)).mean() - functional.cross_entropy(twin(noise), labels)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedortho.models.split import Cut, run_tail
+from fedortho.models.split import Split, run_tail
 
 
 def find_classifier(model: nn.Module, classes: int, example: Tensor) -> str | None:
@@ -28,7 +28,7 @@ def find_classifier(model: nn.Module, classes: int, example: Tensor) -> str | No
     return None
 
 
-def classifier_inputs(twin: nn.Module, cut: Cut, classifier: str, remembered: Tensor) -> Tensor:
+def classifier_inputs(twin: nn.Module, split: Split, classifier: str, cached: Tensor) -> Tensor:
     """What the classifier receives, (n, features), float64 on the CPU."""
     seen: list[Tensor] = []
 
@@ -38,7 +38,7 @@ def classifier_inputs(twin: nn.Module, cut: Cut, classifier: str, remembered: Te
     handle = twin.get_submodule(classifier).register_forward_hook(keep)
     try:
         with torch.no_grad():
-            run_tail(twin, cut, remembered)
+            run_tail(twin, split, cached)
     finally:
         handle.remove()
     return torch.cat(seen).cpu().double()

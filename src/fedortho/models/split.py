@@ -17,14 +17,14 @@ BATCH = 256
 
 
 @dataclass(frozen=True)
-class Cut:
+class Split:
     """Where a network is cut: `entry` receives what was remembered, modules before it are passed by."""
 
     entry: str | None  # None: it could not be cut, the whole network runs
     before: tuple[str, ...] = ()
 
 
-def find_cut(model: nn.Module, sites: Sequence[Site], example: Tensor) -> Cut:
+def find_split(model: nn.Module, sites: Sequence[Site], example: Tensor) -> Split:
     """The outermost module that holds the first edited layer and has something before it.
 
     Verified on the example: the tail must give the same answers, else there is no cut (a skip around it).
@@ -37,12 +37,12 @@ def find_cut(model: nn.Module, sites: Sequence[Site], example: Tensor) -> Cut:
         entry = ".".join(parts[:depth])
         before = order[: next(i for i, name in enumerate(order) if name == entry or name.startswith(f"{entry}."))]
         if before:
-            cut = Cut(entry, tuple(before))
-            if _agrees(model, cut, example):
-                return cut
+            split = Split(entry, tuple(before))
+            if _agrees(model, split, example):
+                return split
             break
     logger.info("the network cannot be cut before %s; trials run all of it", first)
-    return Cut(None)
+    return Split(None)
 
 
 def _leaf_order(model: nn.Module, example: Tensor) -> list[str]:
@@ -62,11 +62,11 @@ def _pass_once(model: nn.Module, example: Tensor, handles: Sequence[RemovableHan
             handle.remove()
 
 
-def _agrees(model: nn.Module, cut: Cut, example: Tensor) -> bool:
+def _agrees(model: nn.Module, split: Split, example: Tensor) -> bool:
     with torch.no_grad():
         whole = model(example)
         try:
-            short = run_tail(cut_model(model, cut), cut, tail_inputs(model, cut, example))
+            short = run_tail(tail_model(model, split), split, entry_inputs(model, split, example))
         except (RuntimeError, ValueError, TypeError):
             return False
     return whole.shape == short.shape and torch.allclose(whole, short, rtol=1e-4, atol=1e-5)
@@ -77,16 +77,16 @@ class _Enough(Exception):
         self.value = value
 
 
-def tail_inputs(model: nn.Module, cut: Cut, inputs: Tensor) -> Tensor:
+def entry_inputs(model: nn.Module, split: Split, inputs: Tensor) -> Tensor:
     """What the entry receives for these images, computed once; the images themselves if there is no cut."""
-    if cut.entry is None:
+    if split.entry is None:
         return inputs
     parts = []
 
     def stop(_: nn.Module, given: tuple[Tensor, ...]) -> None:
         raise _Enough(given[0])
 
-    handle = model.get_submodule(cut.entry).register_forward_pre_hook(stop)
+    handle = model.get_submodule(split.entry).register_forward_pre_hook(stop)
     try:
         with torch.no_grad():
             for batch in inputs.split(BATCH):
@@ -99,19 +99,19 @@ def tail_inputs(model: nn.Module, cut: Cut, inputs: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def cut_model(model: nn.Module, cut: Cut) -> nn.Module:
+def tail_model(model: nn.Module, split: Split) -> nn.Module:
     """A copy in which everything before the entry lets its input pass; what is passed by is not even copied."""
-    memo: dict[int, Any] = {id(model.get_submodule(name)): nn.Identity() for name in cut.before}
+    memo: dict[int, Any] = {id(model.get_submodule(name)): nn.Identity() for name in split.before}
     return copy.deepcopy(model, memo)
 
 
-def run_tail(twin: nn.Module, cut: Cut, remembered: Tensor) -> Tensor:
+def run_tail(twin: nn.Module, split: Split, cached: Tensor) -> Tensor:
     """The answers of a cut model to remembered entry inputs."""
-    if cut.entry is None:
-        return torch.cat([twin(batch) for batch in remembered.split(BATCH)])
+    if split.entry is None:
+        return torch.cat([twin(batch) for batch in cached.split(BATCH)])
     answers = []
-    for batch in remembered.split(BATCH):
-        handle = twin.get_submodule(cut.entry).register_forward_pre_hook(lambda _, __, batch=batch: (batch,))
+    for batch in cached.split(BATCH):
+        handle = twin.get_submodule(split.entry).register_forward_pre_hook(lambda _, __, batch=batch: (batch,))
         try:
             answers.append(twin(batch))
         finally:

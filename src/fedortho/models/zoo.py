@@ -67,7 +67,7 @@ class ResNet(nn.Module):
         block: type[BasicBlock] | type[Bottleneck],
         stem: int,
         stages: Sequence[tuple[int, int, int]],  # width, number of blocks, stride of the first
-        classes: int,
+        num_classes: int,
         channels: int,
     ) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class ResNet(nn.Module):
                 inputs = width * block.widening
             self.add_module(f"layer{number}", nn.Sequential(*layers))
         self.pool = nn.AdaptiveAvgPool2d(1)
-        self.fc = nn.Linear(inputs, classes)
+        self.fc = nn.Linear(inputs, num_classes)
         _initialise(self)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -96,7 +96,9 @@ class ResNet(nn.Module):
 class VGG(nn.Module):
     """Plain 3x3 convolutions with batch norm, pooling between blocks, and one linear layer."""
 
-    def __init__(self, blocks: Sequence[Sequence[int]], classes: int, channels: int, *, bias: bool, last_pool: bool):
+    def __init__(
+        self, blocks: Sequence[Sequence[int]], num_classes: int, channels: int, *, bias: bool, last_pool: bool
+    ):
         super().__init__()
         layers: list[nn.Module] = []
         inputs = channels
@@ -108,7 +110,7 @@ class VGG(nn.Module):
                 layers.append(nn.MaxPool2d(2, ceil_mode=True))  # so that 28x28 and 8x8 images pass too
         self.features = nn.Sequential(*layers)
         self.pool = nn.AdaptiveAvgPool2d(1)
-        self.fc = nn.Linear(inputs, classes)
+        self.fc = nn.Linear(inputs, num_classes)
         _initialise(self)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -123,29 +125,29 @@ def _initialise(model: nn.Module) -> None:
                 nn.init.zeros_(module.bias)
 
 
-def resnet18(classes: int, channels: int) -> ResNet:
-    return ResNet(BasicBlock, 64, [(64, 2, 1), (128, 2, 2), (256, 2, 2), (512, 2, 2)], classes, channels)
+def resnet18(num_classes: int, channels: int) -> ResNet:
+    return ResNet(BasicBlock, 64, [(64, 2, 1), (128, 2, 2), (256, 2, 2), (512, 2, 2)], num_classes, channels)
 
 
-def resnet34(classes: int, channels: int) -> ResNet:
-    return ResNet(BasicBlock, 64, [(64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)], classes, channels)
+def resnet34(num_classes: int, channels: int) -> ResNet:
+    return ResNet(BasicBlock, 64, [(64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)], num_classes, channels)
 
 
-def resnet50(classes: int, channels: int) -> ResNet:
-    return ResNet(Bottleneck, 64, [(64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)], classes, channels)
+def resnet50(num_classes: int, channels: int) -> ResNet:
+    return ResNet(Bottleneck, 64, [(64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)], num_classes, channels)
 
 
-def vgg16(classes: int, channels: int) -> VGG:
+def vgg16(num_classes: int, channels: int) -> VGG:
     blocks = [[64] * 2, [128] * 2, [256] * 3, [512] * 3, [512] * 3]
-    return VGG(blocks, classes, channels, bias=True, last_pool=True)
+    return VGG(blocks, num_classes, channels, bias=True, last_pool=True)
 
 
-def resnet_mini(classes: int, channels: int) -> ResNet:
-    return ResNet(BasicBlock, 32, [(48, 1, 2), (96, 1, 2), (128, 1, 2)], classes, channels)
+def resnet_mini(num_classes: int, channels: int) -> ResNet:
+    return ResNet(BasicBlock, 32, [(48, 1, 2), (96, 1, 2), (128, 1, 2)], num_classes, channels)
 
 
-def vgg_mini(classes: int, channels: int) -> VGG:
-    return VGG([[32], [48, 48], [64], [128] * 4], classes, channels, bias=False, last_pool=False)
+def vgg_mini(num_classes: int, channels: int) -> VGG:
+    return VGG([[32], [48, 48], [64], [128] * 4], num_classes, channels, bias=False, last_pool=False)
 
 
 MODELS: dict[str, Callable[[int, int], nn.Module]] = {
@@ -158,29 +160,29 @@ MODELS: dict[str, Callable[[int, int], nn.Module]] = {
 }
 
 
-def build_model(name: str, *, classes: int, channels: int = 3, seed: int = 0) -> nn.Module:
+def build_model(name: str, *, num_classes: int, channels: int = 3, seed: int = 0) -> nn.Module:
     """A fresh model: one of ours, `timm:NAME`, or your own factory as `package.module:function`.
 
     The same seed gives the same weights; the caller's random state stays as it was. Your factory gets
-    those of `classes`, `num_classes`, `channels`, `in_channels`, `in_chans` that it has parameters for.
+    those of `num_classes`, `num_classes`, `channels`, `in_channels`, `in_chans` that it has parameters for.
 
-    >>> sum(p.numel() for p in build_model("resnet18", classes=10).parameters())
+    >>> sum(p.numel() for p in build_model("resnet18", num_classes=10).parameters())
     11173962
     """
-    if classes < 2:
-        raise BadSetting(f"a classifier needs at least 2 classes, not {classes}")
+    if num_classes < 2:
+        raise BadSetting(f"a classifier needs at least 2 classes, not {num_classes}")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         if name in MODELS:
-            return MODELS[name](classes, channels)
+            return MODELS[name](num_classes, channels)
         if ":" in name:
-            return _own_model(name, classes, channels)
+            return _own_model(name, num_classes, channels)
     raise unknown("model", name, [*MODELS, "package.module:function", "timm:NAME"])
 
 
-def _own_model(name: str, classes: int, channels: int) -> nn.Module:
+def _own_model(name: str, num_classes: int, channels: int) -> nn.Module:
     place, _, function = name.partition(":")
-    sizes = {"classes": classes, "num_classes": classes}
+    sizes = {"classes": num_classes, "num_classes": num_classes}
     sizes |= {"channels": channels, "in_channels": channels, "in_chans": channels}
     try:
         module = importlib.import_module(place)
@@ -188,7 +190,7 @@ def _own_model(name: str, classes: int, channels: int) -> nn.Module:
         raise UnknownName(f"cannot import {place!r} for the model {name!r}: {error}") from error
     if place == "timm":
         try:
-            return _checked(name, module.create_model(function, num_classes=classes, in_chans=channels))
+            return _checked(name, module.create_model(function, num_classes=num_classes, in_chans=channels))
         except RuntimeError as error:
             raise UnknownName(f"timm cannot build {function!r}: {error}") from error
     factory: Any = getattr(module, function, None)
@@ -211,12 +213,12 @@ def _checked(name: str, model: Any) -> nn.Module:
     return model
 
 
-def check_output(model: nn.Module, shape: tuple[int, int, int], classes: int) -> None:
+def check_output(model: nn.Module, shape: tuple[int, int, int], num_classes: int) -> None:
     """Refuse a model that cannot read such images or does not answer with one number per class."""
     answers = count_answers(model, shape)
-    if answers != classes:
+    if answers != num_classes:
         raise BadSetting(
-            f"the model answers one image with (1, {answers}); the data has {classes} classes, so (1, {classes})"
+            f"the model gives (1, {answers}) for one image; the data has {num_classes} classes, so (1, {num_classes})"
         )
 
 

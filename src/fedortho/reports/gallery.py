@@ -18,7 +18,7 @@ from fedortho.reports.figures.style import finding_of, png
 from fedortho.requests.judging import entry_for
 from fedortho.runs.federation import held_rows
 from fedortho.runs.run import Run
-from fedortho.runs.served import forgotten_besides
+from fedortho.runs.served import excluded_besides
 from fedortho.runs.settings import FederateSettings
 
 if TYPE_CHECKING:
@@ -130,8 +130,8 @@ def _case(
 ) -> Case:
     """What is shown in the words of the audits, which know best what had to go and what stays."""
     settings = run.settings
-    clients = held_rows(data, settings, settings.dealt_by) if isinstance(settings, FederateSettings) else None
-    others = forgotten_besides(run, request)
+    clients = held_rows(data, settings, settings.partition_seed) if isinstance(settings, FederateSettings) else None
+    others = excluded_besides(run, request)
     before = models.get("original", models["forgot"])  # without one nothing is compared with it
     return Case(models["forgot"], before, None, None, data, request, others, clients, device)
 

@@ -335,7 +335,7 @@ def _settings(page: Page) -> Html:
     about = {
         "run": str(page.run.path),
         "request": str(page.request),
-        "method": str(verdict.get("method") or entry.get("method") or "fedortho"),
+        "method": str(verdict.get("method") or entry.get("method") or "hide"),
         "model digest": record["model"]["digest"],
         "digest of the model before": str(before or "–"),
         "data digest": record["data"]["digest"],

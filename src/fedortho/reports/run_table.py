@@ -16,7 +16,7 @@ SORTED_BY = ("run", "method", "forget", "retain", "test", "probe", "seconds")
 
 
 @dataclass(frozen=True)
-class Line:
+class RunRow:
     """One run, or one request that a run has served."""
 
     run: str
@@ -49,7 +49,7 @@ def _percent(value: float | None) -> str:
     return "–" if value is None else f"{value:.1%}"
 
 
-def list_runs(place: Path) -> list[Line]:
+def list_runs(place: Path) -> list[RunRow]:
     """A line for each finished run below a directory, named by its path from there; damaged ones are an error."""
     if not place.is_dir():
         raise BadData(f"{place} is no directory; give one that holds runs")
@@ -69,7 +69,7 @@ def _runs_below(place: Path) -> Iterator[Run]:
             yield from _runs_below(inner)
 
 
-def ordered(lines: Sequence[Line], by: str) -> list[Line]:
+def ordered(lines: Sequence[RunRow], by: str) -> list[RunRow]:
     """The lines by one of their columns, small values first and what was not measured last; by nothing, as they are."""
     if not by:
         return list(lines)
@@ -79,16 +79,16 @@ def ordered(lines: Sequence[Line], by: str) -> list[Line]:
     return sorted(known, key=lambda line: getattr(line, by)) + [line for line in lines if getattr(line, by) is None]
 
 
-def by_directory(lines: Sequence[Line]) -> dict[str, list[Line]]:
+def by_directory(lines: Sequence[RunRow]) -> dict[str, list[RunRow]]:
     """The lines by the directory that holds the run, in which its name alone tells which it is."""
-    found: dict[str, list[Line]] = {}
+    found: dict[str, list[RunRow]] = {}
     for line in lines:
         directory, _, name = line.run.rpartition("/")
         found.setdefault(directory, []).append(replace(line, run=name))
     return found
 
 
-def _line(run: Run, name: str) -> Line:
+def _line(run: Run, name: str) -> RunRow:
     about = (name, run.record["data"]["name"], run.settings.model, run.settings.seed)
     requests: Sequence[Mapping[str, Any]] = run.record.get("requests", [])
     if not requests:
@@ -96,7 +96,7 @@ def _line(run: Run, name: str) -> Line:
         what = f"{kind}without {run.settings.without}" if run.settings.without else f"{kind}trained".strip()
         seconds = sum(entry.seconds for entry in run.history()) or None
         test = run.record["result"].get("test-accuracy")
-        return Line(*about, "", what, None, None, test, None, "", None, seconds)
+        return RunRow(*about, "", what, None, None, test, None, "", None, seconds)
     entry = requests[-1]
     told = read_verdict(run.path) or {}
     verdict = told if told.get("request") == entry["request"] else {}  # one on another request is none on this
@@ -105,8 +105,8 @@ def _line(run: Run, name: str) -> Line:
     accuracies = (after["forget"], after["retain"], after["test"])
     if isinstance(run.settings, FederateSettings) and run.settings.start:  # it was trained on since, and not measured
         accuracies = (None, None, run.record["result"].get("test-accuracy"))
-    method = entry.get("method", "fedortho")
+    method = entry.get("method", "hide")
     bad = [audit["name"] for audit in judgements(verdict) if audit["outcome"] in ("FAIL", "ERROR")]
     is_tested = any(audit["outcome"] in ("PASS", "FAIL", "ERROR") for audit in verdict.get("audits", []))
     label, failed = verdict.get("label", ""), " ".join(bad) if is_tested or bad else None
-    return Line(*about, entry["request"], method, *accuracies, probe, label, failed, took["seconds"])
+    return RunRow(*about, entry["request"], method, *accuracies, probe, label, failed, took["seconds"])

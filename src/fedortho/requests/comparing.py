@@ -18,7 +18,7 @@ from fedortho.devices import choose_device, using_threads
 from fedortho.engines.central import CentralEngine
 from fedortho.errors import FedOrthoError, unknown
 from fedortho.evaluation.accuracies import accuracies_of
-from fedortho.federated.server import engine_for, in_process, patches_of
+from fedortho.federated.server import federated_engine, local_grid, patches_of
 from fedortho.methods import METHODS, make_method, unlearn
 from fedortho.methods.method import CannotServe, Method
 from fedortho.methods.retrain import Retrain, RetrainPlain
@@ -33,12 +33,12 @@ from fedortho.requests.references import (
 from fedortho.runs.derived import write_derived
 from fedortho.runs.federation import held_rows
 from fedortho.runs.run import Run, open_run
-from fedortho.runs.served import earlier_requests, kept_out
+from fedortho.runs.served import excluded_by, served_requests
 from fedortho.runs.settings import FederateSettings
 from fedortho.statistics.cost import Cost, Meter
 from fedortho.statistics.engine import Engine
 from fedortho.statistics.ledger import load_ledger
-from fedortho.statistics.query import Group
+from fedortho.statistics.query import Selection
 from fedortho.storage.files import read_json, tensors_digest, write_json
 from fedortho.storage.provenance import SCHEMA, environment
 from fedortho.storage.settings import as_mapping, field_types
@@ -49,7 +49,7 @@ CONTROLS = ("retrain", "retrain-plain", "logit-mask")  # measured, never marked 
 
 
 @dataclass(frozen=True)
-class Place:
+class RunContext:
     """Where a comparison happens: the run's model, its images, and an engine over them."""
 
     run: Run
@@ -64,9 +64,11 @@ class Place:
         settings, model = self.run.settings, self.run.load_model()
         if not isinstance(settings, FederateSettings):
             known = load_ledger(self.run.path / "ledger.safetensors", model)
-            train, valid = (Group(but=self.forgotten).select(part) for part in (self.data.train, self.data.valid))
+            train, valid = (
+                Selection(exclude=self.forgotten).select(part) for part in (self.data.train, self.data.valid)
+            )
             shape = self.data.train.shape
-            build = partial(build_model, settings.model, classes=self.data.train.classes, channels=shape[0])
+            build = partial(build_model, settings.model, num_classes=self.data.train.classes, channels=shape[0])
             data = replace(self.data, train=train, valid=valid)
             yield CentralEngine(data, known, None, self.device, build=lambda seed: build(seed=seed))
             return
@@ -78,17 +80,17 @@ class Place:
         with tempfile.TemporaryDirectory(prefix="fedortho-compare-") as place:
             store = Path(place) / "clients"
             shutil.copytree(self.run.path / "clients", store)
-            with in_process(settings, store) as grid:
-                engine = engine_for(grid, settings, self.data, earlier_requests(self.run))
+            with local_grid(settings, store) as grid:
+                engine = federated_engine(grid, settings, self.data, served_requests(self.run))
                 engine.bring_up_to_date(model, patches_of(self.run))
                 yield engine
 
 
-def place_of(run: Run, data: Dataset) -> Place:
+def context_of(run: Run, data: Dataset) -> RunContext:
     """A run opened for comparison; what it has forgotten before is no longer part of what is kept."""
     settings = run.settings
-    clients = held_rows(data, settings, settings.dealt_by) if isinstance(settings, FederateSettings) else None
-    return Place(run, data, clients, kept_out(run), choose_device(settings.device))
+    clients = held_rows(data, settings, settings.partition_seed) if isinstance(settings, FederateSettings) else None
+    return RunContext(run, data, clients, excluded_by(run), choose_device(settings.device))
 
 
 def chosen_methods(words: str) -> list[str]:
@@ -158,7 +160,7 @@ def compare(
     Beside it goes a run directory with its model, for audits. Retrained models come from a directory of
     `references` (by default from beside the run) and are trained into it if they are not there.
     """
-    place = place_of(run, data)
+    place = context_of(run, data)
     rows = []
     with using_threads(run.settings.threads):
         for number, name in enumerate(names):
@@ -169,7 +171,7 @@ def compare(
     return rows
 
 
-def _row(place: Place, request: ForgetRequest, method: Method, path: Path, references: Path | None) -> Row:
+def _row(place: RunContext, request: ForgetRequest, method: Method, path: Path, references: Path | None) -> Row:
     chosen = as_mapping(method)
     identity = {"model": place.run.record["model"]["digest"], "request": str(request)}
     planned = Row(method.name, chosen, identity)
@@ -203,7 +205,9 @@ def _refuse_others(path: Path) -> None:
         raise FedOrthoError(f"{path} is there already and no result of a comparison; choose another --out")
 
 
-def _outcome(place: Place, request: ForgetRequest, method: Method, references: Path | None) -> tuple[nn.Module, Cost]:
+def _outcome(
+    place: RunContext, request: ForgetRequest, method: Method, references: Path | None
+) -> tuple[nn.Module, Cost]:
     """The model that has forgotten, and what that cost, before anything is measured."""
     if isinstance(method, Retrain):
         settings = reference_settings(place.run, request, plain=isinstance(method, RetrainPlain))
@@ -221,7 +225,7 @@ def _outcome(place: Place, request: ForgetRequest, method: Method, references: P
         return forgot, meter.cost()
 
 
-def _keep(place: Place, request: ForgetRequest, row: Row, model: nn.Module, path: Path) -> None:
+def _keep(place: RunContext, request: ForgetRequest, row: Row, model: nn.Module, path: Path) -> None:
     """Write a method's model as a run of its own."""
     before = asdict(_judged(place, place.run.load_model(), request))
     assert row.verdict is not None, "it was measured"
@@ -234,7 +238,7 @@ def _keep(place: Place, request: ForgetRequest, row: Row, model: nn.Module, path
     write_derived(path, place.run, model, changes, patch=None, ledger=None)
 
 
-def _judged(place: Place, model: nn.Module, request: ForgetRequest) -> Any:
+def _judged(place: RunContext, model: nn.Module, request: ForgetRequest) -> Any:
     model = model.to(place.device)
     return accuracies_of(
         model, place.data, request, forgotten=place.forgotten, clients=place.clients, device=place.device

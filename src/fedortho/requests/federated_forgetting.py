@@ -10,24 +10,24 @@ from fedortho.data.request import ForgetRequest
 from fedortho.devices import choose_device
 from fedortho.engines.central import CentralEngine
 from fedortho.errors import FedOrthoError
-from fedortho.federated.engine import FlowerEngine
-from fedortho.requests.forgetting import Served, serve_request
-from fedortho.runs.derived import check_places
+from fedortho.federated.engine import FederatedEngine
+from fedortho.requests.forgetting import ServedRequest, forget_run
+from fedortho.runs.derived import check_output_paths
 from fedortho.runs.federation import held_rows
 from fedortho.runs.run import Run, load_run_data, open_run
-from fedortho.runs.served import earlier_requests, kept_out
+from fedortho.runs.served import excluded_by, served_requests
 from fedortho.runs.settings import FederateSettings, relocated
 from fedortho.unlearning.plan import ForgetSettings
 
 if TYPE_CHECKING:
     from flwr.serverapp import Grid
 
-from fedortho.federated.server import copied_clients, engine_for, in_process, patches_of, write_log
+from fedortho.federated.server import copied_clients, federated_engine, local_grid, patches_of, write_log
 
 logger = logging.getLogger(__name__)
 
 
-def forget_in_federation(
+def forget_federated_run(
     run: Run,
     request: ForgetRequest,
     settings: ForgetSettings,
@@ -38,19 +38,19 @@ def forget_in_federation(
     data: Dataset | None = None,
     data_dir: str = "",
     device: str = "auto",
-) -> Served:
+) -> ServedRequest:
     """Serve a request in a federation: plan with its clients, write the new run, send the patch.
 
     Without a grid the clients of the run are simulated here, in a copy of what they keep. `out` None only tells
     what would be done.
     """
-    check_places(out, undo)
+    check_output_paths(out, undo)
     assert isinstance(run.settings, FederateSettings), "the caller looked"
     federated = relocated(run.settings, data_dir)
     federated = federated if device == "auto" else replace(federated, device=device)
     if grid is not None:
         return _forget(run, federated, request, settings, grid, out=out, undo=undo, data=data)
-    with copied_clients(run, out) as (store, fresh), in_process(federated, store) as here:
+    with copied_clients(run, out) as (store, fresh), local_grid(federated, store) as here:
         served = _forget(run, federated, request, settings, here, out=fresh, undo=undo, data=data)
     return served if out is None else replace(served, run=open_run(out))
 
@@ -65,21 +65,21 @@ def _forget(
     out: Path | None,
     undo: Path | None,
     data: Dataset | None,
-) -> Served:
+) -> ServedRequest:
     data = data or load_run_data(federated)
-    engine = engine_for(grid, federated, data, earlier_requests(run))
+    engine = federated_engine(grid, federated, data, served_requests(run))
     model = run.load_model()
     engine.bring_up_to_date(model, patches_of(run))
     clients = (
-        None if any(note["own"] for note in engine.clients.values()) else held_rows(data, federated, federated.dealt_by)
+        None
+        if any(note["own"] for note in engine.clients.values())
+        else held_rows(data, federated, federated.partition_seed)
     )
     if clients is not None:  # every image is known here, so every id can be looked up before anybody is asked
         for holder in (engine, CentralEngine(data, clients=clients)):
-            holder.check(request, kept_out(run))
+            holder.check(request, excluded_by(run))
     device = choose_device(federated.device)
-    served = serve_request(
-        run, data, request, settings, out=out, undo=undo, device=device, engine=engine, clients=clients
-    )
+    served = forget_run(run, data, request, settings, out=out, undo=undo, device=device, engine=engine, clients=clients)
     if out is not None:
         try:
             engine.send_patch(served.outcome.patch, request)
@@ -94,5 +94,5 @@ def _forget(
     return served
 
 
-def _left(engine: FlowerEngine) -> set[int]:
+def _left(engine: FederatedEngine) -> set[int]:
     return {client for client, note in engine.clients.items() if note["left"]} | engine.left

@@ -16,28 +16,28 @@ from fedortho.engines.central import CentralEngine
 from fedortho.errors import FedOrthoError
 from fedortho.evaluation.accuracies import Accuracies, accuracies_of
 from fedortho.models.patch import NOTHING, Patch, undo_patch, write_undo
-from fedortho.runs.derived import check_places, write_derived
+from fedortho.runs.derived import check_output_paths, write_derived
 from fedortho.runs.run import Run
-from fedortho.runs.served import earlier_requests, kept_out, last_request
+from fedortho.runs.served import excluded_by, last_request, served_requests
 from fedortho.statistics.engine import Engine
 from fedortho.statistics.ledger import forget_lines, load_ledger, rebind_ledger
 from fedortho.statistics.observe import Observation
-from fedortho.statistics.query import Ask, Group, Probe
+from fedortho.statistics.query import Query, Selection, Statistic
 from fedortho.storage.files import tensors_digest
 from fedortho.storage.journal import append_entry
 from fedortho.storage.settings import as_mapping
-from fedortho.unlearning.plan import ForgetSettings, Outcome, plan_forgetting
+from fedortho.unlearning.plan import ForgetPlan, ForgetSettings, plan_forgetting
 
 logger = logging.getLogger(__name__)
 RETRAIN_AFTER = 0.03  # retain accuracy lost over all requests, past which retraining is advised
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedRequest:
     """What serving a request came to."""
 
     request: ForgetRequest
-    outcome: Outcome
+    outcome: ForgetPlan
     before: Accuracies
     after: Accuracies
     all_forgotten: dict[str, float]  # forget accuracy of each request served so far, this one included
@@ -49,7 +49,7 @@ class Served:
         return self.retain_paid > RETRAIN_AFTER
 
 
-def serve_request(
+def forget_run(
     run: Run,
     data: Dataset,
     request: ForgetRequest,
@@ -60,17 +60,17 @@ def serve_request(
     device: torch.device | str = "cpu",
     engine: Engine | None = None,
     clients: Clients | None = None,
-) -> Served:
+) -> ServedRequest:
     """Forget on a run and write the result to `out`, or only tell what would be done (`out` is None).
 
     A federation passes itself as the `engine`, and the rows that its `clients` hold so that it can be judged.
     """
-    check_places(out, undo)
+    check_output_paths(out, undo)
     serve = partial(_served, run, data, request, settings, out, undo, device, engine, clients)
     return serve() if out is None else _recorded(serve, run, request, out.name)
 
 
-def _recorded(serve: Callable[[], Served], run: Run, request: ForgetRequest, name: str) -> Served:
+def _recorded(serve: Callable[[], ServedRequest], run: Run, request: ForgetRequest, name: str) -> ServedRequest:
     """Serve, and tell the journal beside the runs that it was asked for and what became of it."""
     place, before = run.path.absolute().parent, run.record["model"]["digest"]
     append_entry(place, "received", run.path.name, str(request), before=before)
@@ -93,9 +93,9 @@ def _served(
     device: torch.device | str,
     engine: Engine | None,
     clients: Clients | None,
-) -> Served:
-    earlier = earlier_requests(run)
-    forgotten = kept_out(run)
+) -> ServedRequest:
+    earlier = served_requests(run)
+    forgotten = excluded_by(run)
     model = run.load_model().to(device)
     ledger = load_ledger(run.path / "ledger.safetensors", model)
     engine = engine or CentralEngine(data, ledger, clients, device)
@@ -115,7 +115,7 @@ def _served(
     old = {str(r): accuracies_of(edited, data, r, clients=clients, device=device).forget for r in judged}
     scores = old | {str(request): after.forget}
     paid = before.retain - after.retain + sum(entry["retain-paid"] for entry in run.record.get("requests", []))
-    served = Served(request, outcome, before, after, scores, paid, None)
+    served = ServedRequest(request, outcome, before, after, scores, paid, None)
     if out is None:
         return served
     if undo is not None:
@@ -138,13 +138,13 @@ def _told(
     settings: ForgetSettings,
 ) -> tuple[float, float]:
     """Accuracy on what must go, before and after, as the holders of those images count it."""
-    probe = Probe("right", settings.layers, settings.edit, settings.tap, (NOTHING, patch))
-    ((seen,),) = engine.measure(model, [Ask((Group("train", request, forgotten),), probe)])
+    statistic = Statistic("right", settings.layers, settings.edit, settings.tap, (NOTHING, patch))
+    ((seen,),) = engine.measure(model, [Query((Selection("train", request, forgotten),), statistic)])
     return float(seen.mean("0")), float(seen.mean("1"))
 
 
 def _entry(
-    served: Served, settings: ForgetSettings, device: torch.device | str, ledger: Observation | None
+    served: ServedRequest, settings: ForgetSettings, device: torch.device | str, ledger: Observation | None
 ) -> dict[str, Any]:
     paid = served.before.retain - served.after.retain
     place = {"threads": torch.get_num_threads(), "device": str(device)}  # float sums depend on them
@@ -152,7 +152,7 @@ def _entry(
     return describe(served) | {"settings": as_mapping(settings), "retain-paid": paid} | place
 
 
-def describe(served: Served) -> dict[str, Any]:
+def describe(served: ServedRequest) -> dict[str, Any]:
     """A served request as plain values: what was asked, done, measured and spent."""
     outcome = served.outcome
     chosen = outcome.chosen
@@ -189,7 +189,7 @@ def describe(served: Served) -> dict[str, Any]:
 def undo_run(run: Run, undo: Path, out: Path) -> Run:
     """The run as it was before its last request, from the undo file that was kept."""
     last_request(run)  # refuses a run that has none
-    check_places(out, None)
+    check_output_paths(out, None)
     restored = undo_patch(undo, run.load_model())
     digests = {"before": run.record["model"]["digest"], "after": tensors_digest(restored.state_dict())}
     *earlier, last = run.record["requests"]

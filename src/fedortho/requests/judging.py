@@ -12,14 +12,14 @@ from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.requests.references import case_of
 from fedortho.runs.run import Run
-from fedortho.runs.served import place_among_served
+from fedortho.runs.served import index_of_request
 from fedortho.statistics.cost import Cost, flops_per_image
 from fedortho.storage.files import write_json
 
 
 def entry_for(run: Run, request: ForgetRequest) -> Mapping[str, Any]:
     """What a run records of having served a request."""
-    return dict(run.record["requests"][place_among_served(run, request)])
+    return dict(run.record["requests"][index_of_request(run, request)])
 
 
 def judge_run(
@@ -53,7 +53,7 @@ def judge_run(
         only=only,
         watch=watch,
         membership=membership,
-        method=entry.get("method", "fedortho"),
+        method=entry.get("method", "hide"),
         edited={key: entry[key] for key in ("kernels", "directions", "ratio", "scrub") if key in entry},
         cost=_cost(entry, original.load_model(), data),
         retrain_seconds=seconds or None,

@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 
 from fedortho.data.images import Dataset
-from fedortho.data.request import ForgetRequest, joined
+from fedortho.data.request import ForgetRequest, union_of
 from fedortho.errors import BadCheckpoint, FedOrthoError
 from fedortho.evaluation.case import Case
 from fedortho.federated.transport import bytes_of, exchange_of
 from fedortho.runs.federation import held_rows
 from fedortho.runs.run import Run, open_run
-from fedortho.runs.served import forgotten_besides, kept_out
+from fedortho.runs.served import excluded_besides, excluded_by
 from fedortho.runs.settings import FREE, FederateSettings, TrainSettings, relocated
 from fedortho.runs.training import train_run
 from fedortho.statistics.cost import Cost, training_cost
@@ -38,7 +38,7 @@ def reference_settings(
     `seed` gives a second reference: how far two models that never met it differ tells what a difference is worth.
     """
     settings = relocated(run.settings, data_dir)
-    gone = joined([part for part in (kept_out(run), request) if part is not None])
+    gone = union_of([part for part in (excluded_by(run), request) if part is not None])
     assert gone is not None, "the request is one of them"
     if isinstance(settings, FederateSettings):
         settings = replace(settings, start="", keep_updates=False)  # the weights it went on from knew what must go
@@ -46,7 +46,7 @@ def reference_settings(
         settings,
         without=str(gone.settled(run.record["data"]["classes"])),
         seed=settings.seed if seed is None else seed,
-        split_seed=settings.dealt_by,
+        split_seed=settings.partition_seed,
         ortho=0.0 if plain else settings.ortho,
         align=0.0 if plain else settings.align,
     )
@@ -84,7 +84,7 @@ def finished_runs(directory: Path, *, strict: bool = False) -> Iterator[Run]:
 
 def _key(settings: TrainSettings, names: Sequence[str], seed: int | None = None) -> dict[str, object]:
     """What makes a reference the same, however its request is spelled; with a `seed`, as if trained by that one."""
-    known = as_mapping(settings) | {"split-seed": settings.dealt_by}
+    known = as_mapping(settings) | {"split-seed": settings.partition_seed}
     if settings.without:
         known["without"] = str(ForgetRequest.parse(settings.without).settled(names))
     known |= {} if seed is None else {"seed": seed}
@@ -114,10 +114,10 @@ def check_reference(run: Run, reference: Run, request: ForgetRequest) -> None:
     began = reference.settings.start if isinstance(reference.settings, FederateSettings) else ""
     if began or not _is_whole(reference):
         raise FedOrthoError(f"{reference.path} was edited or began with another model; give one trained --without it")
-    names, out = run.record["data"]["classes"], kept_out(reference)
+    names, out = run.record["data"]["classes"], excluded_by(reference)
     if out is None or not out.settled(names).covers(request.settled(names)):
         raise FedOrthoError(f"{reference.path} was trained with what {request} names; give one trained --without it")
-    gone = joined([part for part in (kept_out(run), request) if part is not None])
+    gone = union_of([part for part in (excluded_by(run), request) if part is not None])
     assert gone is not None, "the request is one of them"
     if not gone.settled(names).covers(out.settled(names)):
         raise FedOrthoError(f"{reference.path} was trained without {out}, which is more than {gone}; it is no standard")
@@ -155,12 +155,12 @@ def case_of(
     if original.record["data"]["digest"] != run.record["data"]["digest"]:
         raise BadCheckpoint(f"{original.path} was trained on other data than {run.path}")
     names = run.record["data"]["classes"]
-    before = kept_out(original)
+    before = excluded_by(original)
     if before is not None and before.settled(names).covers(request.settled(names)):
         raise FedOrthoError(f"{original.path} has forgotten {request} before; give the run that had not (--original)")
-    others = forgotten_besides(run, request)
+    others = excluded_besides(run, request)
     settings = run.settings
-    clients = held_rows(data, settings, settings.dealt_by) if isinstance(settings, FederateSettings) else None
+    clients = held_rows(data, settings, settings.partition_seed) if isinstance(settings, FederateSettings) else None
     retrained, again = (None if found is None else found.load_model() for found in (reference, second))
     return Case(run.load_model(), original.load_model(), retrained, again, data, request, others, clients, device)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadSetting, FedOrthoError
 from fedortho.federated.client import federate_settings
-from fedortho.federated.engine import News
+from fedortho.federated.engine import RoundProgress
 from fedortho.requests.forgetting import describe
 from fedortho.runs.run import open_run
 from fedortho.runs.settings import FederateSettings
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from flwr.serverapp import Grid, ServerApp
 
 from fedortho.federated.server import sync, train_federation
-from fedortho.requests.federated_forgetting import forget_in_federation
+from fedortho.requests.federated_forgetting import forget_federated_run
 
 remote = logging.getLogger("flwr")  # the log that a SuperLink hands to whoever submitted the job
 
@@ -55,7 +55,7 @@ def do_job(grid: "Grid", config: Mapping[str, Any]) -> None:
             remote.info("clients %s have the model of %s", sync(run, grid), run.path)
             return
         settings = _forget_settings(str(config.get("forget") or "{}"))
-        served = forget_in_federation(run, ForgetRequest.parse(str(config["request"])), settings, grid, out=out)
+        served = forget_federated_run(run, ForgetRequest.parse(str(config["request"])), settings, grid, out=out)
         remote.info("%s", json.dumps(describe(served)))
     else:
         raise FedOrthoError(f"no job {job!r}; choose from train, forget, sync")
@@ -71,7 +71,7 @@ def _forget_settings(text: str) -> ForgetSettings:
     return make_settings(ForgetSettings, value)
 
 
-def _tell(news: News) -> None:
+def _tell(news: RoundProgress) -> None:
     if news.history and not news.asked:
         entry = news.history[-1]
         told = (entry.epoch + 1, news.rounds, entry.clients, entry.loss, news.bytes_down / 1e6, news.bytes_up / 1e6)

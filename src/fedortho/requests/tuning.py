@@ -17,22 +17,22 @@ from fedortho.errors import BadSetting, FedOrthoError, unknown
 from fedortho.methods import METHODS, unlearn
 from fedortho.methods.method import serves
 from fedortho.models.predictions import accuracy, evaluate
-from fedortho.requests.comparing import Place, place_of, settings_for
+from fedortho.requests.comparing import RunContext, context_of, settings_for
 from fedortho.runs.run import Run
-from fedortho.statistics.query import Group, draw
+from fedortho.statistics.query import Selection, draw
 from fedortho.storage.files import check_writable, locked, read_json, write_json
 from fedortho.storage.provenance import SCHEMA, environment
 from fedortho.storage.settings import as_mapping, field_types
 
 FACTORS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)  # of the published rate
 GRIDS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {  # what is tried; all others: the rate
-    "fedortho-paper": {"ratio": (0.01, 0.05, 0.2), "alpha": (0.5, 0.9)},
+    "paper": {"ratio": (0.01, 0.05, 0.2), "alpha": (0.5, 0.9)},
     "ssd": {"alpha": (1.0, 3.0, 10.0, 30.0, 50.0, 100.0)},
-    "neggrad": {"rate": (0.003, 0.01, 0.03), "beta": (0.9, 0.95)},
-    "class-pruning": {"ratio": (0.02, 0.05, 0.1), "rate": (0.005, 0.02)},
+    "neggrad": {"lr": (0.003, 0.01, 0.03), "beta": (0.9, 0.95)},
+    "class-pruning": {"ratio": (0.02, 0.05, 0.1), "lr": (0.005, 0.02)},
 }
 # standards, targets, a replay, a control: nothing to tune
-FIXED = ("retrain", "retrain-plain", "fedortho", "fedortho-erase", "federaser", "logit-mask")
+FIXED = ("retrain", "retrain-plain", "hide", "directions", "federaser", "logit-mask")
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ def candidates(name: str, budget: Budget) -> list[dict[str, Any]]:
     if grid is None:
         if "rate" not in field_types(METHODS[name]):
             raise FedOrthoError(f"{name} has no rate and no grid of its own; add one to GRIDS in requests/tuning.py")
-        published: float = getattr(METHODS[name](), "rate")  # noqa: B009  # the protocol knows no rate
-        grid = {"rate": tuple(float(f"{published * factor:.6g}") for factor in FACTORS)}
+        published: float = getattr(METHODS[name](), "lr")  # noqa: B009  # the protocol knows no rate
+        grid = {"lr": tuple(float(f"{published * factor:.6g}") for factor in FACTORS)}
     combined = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
     return combined[: budget.trials]
 
@@ -96,7 +96,7 @@ def tune(
         raise unknown("method", name, METHODS)
     if not serves(METHODS[name], request):
         raise FedOrthoError(f"{name} does not serve {request}; see fedortho compare")
-    place = place_of(run, data)
+    place = context_of(run, data)
     place = replace(place, data=replace(data, train=draw(data.train, budget.images, budget.seed)))
     attempts = []
     with using_threads(run.settings.threads):
@@ -111,31 +111,31 @@ def tune(
     return sorted(attempts, key=lambda attempt: (bool(attempt.error), attempt.score))
 
 
-def _baseline(place: Place, request: ForgetRequest) -> tuple[float, float]:
+def _baseline(place: RunContext, request: ForgetRequest) -> tuple[float, float]:
     """Retain accuracy before, and the forget accuracy wanted: none, or that of unseen images of these labels."""
     model = place.run.load_model().to(place.device)
     _, kept = _measured(place, model, request)
     if request.kind == "class":
         return kept, 0.0
-    gone = Group(only=request).select(place.data.train, place.clients)
-    unseen = Group(but=place.forgotten).select(place.data.valid, place.clients)
+    gone = Selection(include=request).select(place.data.train, place.clients)
+    unseen = Selection(exclude=place.forgotten).select(place.data.valid, place.clients)
     shares = evaluate(model, unseen, device=place.device).per_class
     right = torch.tensor([kept if share is None else share for share in shares])
     return kept, float(right[gone.labels].mean())
 
 
-def _measured(place: Place, model: nn.Module, request: ForgetRequest) -> tuple[float, float]:
+def _measured(place: RunContext, model: nn.Module, request: ForgetRequest) -> tuple[float, float]:
     """Forget and retain accuracy; validation images only, but for clients and samples, which are training images."""
     model = model.to(place.device)
     part = place.data.valid if request.kind == "class" else place.data.train
-    gone = Group(only=request).select(part, place.clients)
+    gone = Selection(include=request).select(part, place.clients)
     everything = request if place.forgotten is None else place.forgotten + request
-    kept = Group("valid", None, everything).select(place.data.valid, place.clients)
+    kept = Selection("valid", None, everything).select(place.data.valid, place.clients)
     return accuracy(model, gone, device=place.device), accuracy(model, kept, device=place.device)
 
 
 def _attempt(
-    place: Place,
+    place: RunContext,
     request: ForgetRequest,
     name: str,
     settings: Mapping[str, Any],

@@ -13,7 +13,7 @@ from fedortho.statistics.observe import Observation
 from fedortho.storage.files import check_writable, tensors_digest, write_json, write_tensors
 
 
-def check_places(out: Path | None, undo: Path | None) -> None:
+def check_output_paths(out: Path | None, undo: Path | None) -> None:
     """Refuse to write over anything, before any work is done."""
     if out is not None and out.exists():
         raise FedOrthoError(f"{out} is there already; choose a new directory for --out")

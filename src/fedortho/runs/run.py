@@ -30,7 +30,7 @@ class Run:
     def load_model(self) -> nn.Module:
         """The trained weights in a model of the recorded kind, in eval mode; other bytes are refused."""
         about = self.record["model"]
-        model = build_model(self.settings.model, classes=about["classes"], channels=about["channels"])
+        model = build_model(self.settings.model, num_classes=about["classes"], channels=about["channels"])
         weights, _ = read_tensors(self.path / "model.safetensors")
         load_weights(model, weights, self.path / "model.safetensors")
         if tensors_digest(model.state_dict()) != about["digest"]:
@@ -62,7 +62,7 @@ def load_run_data(settings: TrainSettings, data_dir: str = "", progress: Report 
     """The dataset that settings name, with its validation split."""
     at = relocated(settings, data_dir)
     return load_images(
-        at.data, at.data_dir or None, valid=at.valid, seed=at.dealt_by, size=at.image_size, progress=progress
+        at.data, at.data_dir or None, valid=at.valid, seed=at.partition_seed, size=at.image_size, progress=progress
     )
 
 

@@ -1,31 +1,31 @@
 """What a run has forgotten: the requests that it served, and what its model must not know."""
 
-from fedortho.data.request import ForgetRequest, joined
+from fedortho.data.request import ForgetRequest, union_of
 from fedortho.errors import FedOrthoError
 from fedortho.runs.run import Run
 
 
-def earlier_requests(run: Run) -> list[ForgetRequest]:
+def served_requests(run: Run) -> list[ForgetRequest]:
     return [ForgetRequest.parse(entry["request"]) for entry in run.record.get("requests", [])]
 
 
-def kept_out(run: Run) -> ForgetRequest | None:
+def excluded_by(run: Run) -> ForgetRequest | None:
     """All that a run's model must not know: what it has forgotten, and what it was trained without."""
     without = run.settings.without
-    return joined([*earlier_requests(run), *([ForgetRequest.parse(without)] if without else [])])
+    return union_of([*served_requests(run), *([ForgetRequest.parse(without)] if without else [])])
 
 
-def forgotten_besides(run: Run, request: ForgetRequest) -> ForgetRequest | None:
+def excluded_besides(run: Run, request: ForgetRequest) -> ForgetRequest | None:
     """All that a run's model must not know, but for this request: it need not have stayed."""
     names, without = run.record["data"]["classes"], run.settings.without
-    every = [*earlier_requests(run), *([ForgetRequest.parse(without)] if without else [])]
-    return joined([other for other in every if other.settled(names) != request.settled(names)])
+    every = [*served_requests(run), *([ForgetRequest.parse(without)] if without else [])]
+    return union_of([other for other in every if other.settled(names) != request.settled(names)])
 
 
-def place_among_served(run: Run, request: ForgetRequest) -> int:
+def index_of_request(run: Run, request: ForgetRequest) -> int:
     """Which of a run's requests this is; the last of equal ones."""
     last_request(run)  # refuses a run that has none
-    names, served = run.record["data"]["classes"], earlier_requests(run)
+    names, served = run.record["data"]["classes"], served_requests(run)
     same = [place for place, other in enumerate(served) if other.settled(names) == request.settled(names)]
     if not same:
         there = ", ".join(map(str, served))
@@ -37,4 +37,4 @@ def last_request(run: Run) -> ForgetRequest:
     """What a run was asked to forget last."""
     if not run.record.get("requests"):
         raise FedOrthoError(f"{run.path} has forgotten nothing; first: fedortho forget {run.path} REQUEST --out NEW")
-    return earlier_requests(run)[-1]
+    return served_requests(run)[-1]

@@ -60,7 +60,7 @@ class TrainSettings(Recipe, Subject):
             ForgetRequest.parse(self.without)
 
     @property
-    def dealt_by(self) -> int:
+    def partition_seed(self) -> int:
         """The seed by which images were set aside and dealt to clients."""
         return self.seed if self.split_seed < 0 else self.split_seed
 

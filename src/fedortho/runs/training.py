@@ -116,12 +116,12 @@ def _train_centrally(
 
 def _write_split(path: Path, settings: TrainSettings, data: Dataset) -> None:
     rows = data.valid.rows.tolist()
-    write_json(path / "split.json", {"seed": settings.dealt_by, "share": settings.valid, "valid": rows})
+    write_json(path / "split.json", {"seed": settings.partition_seed, "share": settings.valid, "valid": rows})
 
 
 def _fresh_model(settings: TrainSettings, data: Dataset) -> nn.Module:
     channels = data.train.shape[0]
-    model = build_model(settings.model, classes=data.train.classes, channels=channels, seed=settings.seed)
+    model = build_model(settings.model, num_classes=data.train.classes, channels=channels, seed=settings.seed)
     check_output(model, data.train.shape, data.train.classes)
     return model
 

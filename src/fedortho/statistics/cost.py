@@ -13,8 +13,8 @@ from fedortho.devices import flops_of, work_clock
 from fedortho.errors import FedOrthoError
 from fedortho.statistics.engine import Engine, Tally
 from fedortho.statistics.observe import Observation
-from fedortho.statistics.query import Ask, Group
-from fedortho.statistics.training_plan import Course
+from fedortho.statistics.query import Query, Selection
+from fedortho.statistics.training_plan import TrainingPlan
 from fedortho.training.loop import Epoch, Mask
 from fedortho.training.recipe import Recipe
 
@@ -81,8 +81,8 @@ class Meter:
         return self.engine.shape
 
     @property
-    def at_once(self) -> int:
-        return self.engine.at_once
+    def parallel_trials(self) -> int:
+        return self.engine.parallel_trials
 
     @property
     def is_federated(self) -> bool:
@@ -97,16 +97,16 @@ class Meter:
         return self.engine.tally
 
     def fit(
-        self, model: nn.Module, what: Group | Course, recipe: Recipe, *, trainable: Mask | None = None
+        self, model: nn.Module, what: Selection | TrainingPlan, recipe: Recipe, *, trainable: Mask | None = None
     ) -> nn.Module:
         before = replace(self.engine.tally)
         trained = self.engine.fit(model, what, recipe, trainable=trainable)
         self._count(model, before)
         return trained
 
-    def measure(self, model: nn.Module, asks: Sequence[Ask]) -> list[list[Observation]]:
+    def measure(self, model: nn.Module, queries: Sequence[Query]) -> list[list[Observation]]:
         before = replace(self.engine.tally)
-        found = self.engine.measure(model, asks)
+        found = self.engine.measure(model, queries)
         self._count(model, before)
         return found
 
@@ -121,7 +121,7 @@ class Meter:
     def check(self, request: ForgetRequest, forgotten: ForgetRequest | None) -> None:
         self.engine.check(request, forgotten)
 
-    def identify(self, group: Group) -> str:
+    def identify(self, group: Selection) -> str:
         return self.engine.identify(group)
 
     def _count(self, model: nn.Module, before: Tally) -> None:

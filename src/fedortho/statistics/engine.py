@@ -8,8 +8,8 @@ from torch import nn
 
 from fedortho.data.request import ForgetRequest
 from fedortho.statistics.observe import Observation
-from fedortho.statistics.query import Ask, Group
-from fedortho.statistics.training_plan import Course
+from fedortho.statistics.query import Query, Selection
+from fedortho.statistics.training_plan import TrainingPlan
 from fedortho.training.loop import Mask
 from fedortho.training.recipe import Recipe
 
@@ -44,7 +44,7 @@ class Engine(Protocol):
         ...
 
     @property
-    def at_once(self) -> int:
+    def parallel_trials(self) -> int:
         """How many candidates are best tried together."""
         ...
 
@@ -58,7 +58,7 @@ class Engine(Protocol):
     def tally(self) -> Tally: ...
 
     def fit(
-        self, model: nn.Module, what: Group | Course, recipe: Recipe, *, trainable: Mask | None = None
+        self, model: nn.Module, what: Selection | TrainingPlan, recipe: Recipe, *, trainable: Mask | None = None
     ) -> nn.Module:
         """Train a copy of the model on a group, or as a course says; only `trainable` coordinates move."""
         ...
@@ -71,7 +71,7 @@ class Engine(Protocol):
         """Count what a method computes by itself, without anybody's images."""
         ...
 
-    def measure(self, model: nn.Module, asks: Sequence[Ask]) -> list[list[Observation]]:
+    def measure(self, model: nn.Module, queries: Sequence[Query]) -> list[list[Observation]]:
         """Per ask an observation of each of its groups, over all holders of images; one exchange."""
         ...
 
@@ -79,11 +79,11 @@ class Engine(Protocol):
         """Refuse a request that names nothing, everything, or what is not there."""
         ...
 
-    def identify(self, group: Group) -> str:
+    def identify(self, group: Selection) -> str:
         """A digest of which images a group is, for what is kept of them beyond the engine."""
         ...
 
 
-def or_withheld(engine: Engine) -> str:
+def withheld_hint(engine: Engine) -> str:
     """What an error about missing images adds in a federation, whose clients may have withheld them."""
     return ", or no client has --least-group of them" if engine.is_federated else ""

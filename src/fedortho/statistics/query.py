@@ -12,28 +12,32 @@ from fedortho.training.objectives import LOSSES
 
 
 @dataclass(frozen=True)
-class Group:
-    """Some of the images, by description: of one split, those that a request names, less those of another."""
+class Selection:
+    """Images of `split` that match `include` and not `exclude`, at most `limit` of them."""
 
     split: str = "train"
-    only: ForgetRequest | None = None  # None: all
-    but: ForgetRequest | None = None  # None: without exception
-    most: int = 0  # a seeded draw of at most so many; 0: all
+    include: ForgetRequest | None = None  # None: all
+    exclude: ForgetRequest | None = None  # None: none
+    limit: int = 0  # at most so many, drawn by the seed; 0: all
     seed: int = 0
 
     def select(self, images: Images, clients: Clients | None = None) -> Images:
         """The images of this group among those of its split."""
-        chosen = torch.ones(len(images), dtype=torch.bool) if self.only is None else self.only.mask(images, clients)
-        if self.but is not None:
-            chosen &= ~self.but.mask(images, clients)
-        return draw(images.subset(chosen), self.most, self.seed)
+        chosen = (
+            torch.ones(len(images), dtype=torch.bool) if self.include is None else self.include.mask(images, clients)
+        )
+        if self.exclude is not None:
+            chosen &= ~self.exclude.mask(images, clients)
+        return draw(images.subset(chosen), self.limit, self.seed)
 
-    def on_client(self, client: int, share: int, least: int = 1) -> "Group":
+    def on_client(self, client: int, share: int, least: int = 1) -> "Selection":
         """The same group as one of `share` clients sees it; of fewer than `least` images it would tell nothing."""
-        only, but = (None if request is None else request.on_client(client) for request in (self.only, self.but))
-        holders = (self.only and self.only.holders()) or share
-        most = max(-(-self.most // min(share, holders)), least) if self.most else 0
-        return replace(self, only=only, but=but, most=most)
+        include, exclude = (
+            None if request is None else request.on_client(client) for request in (self.include, self.exclude)
+        )
+        holders = (self.include and self.include.holders()) or share
+        limit = max(-(-self.limit // min(share, holders)), least) if self.limit else 0
+        return replace(self, include=include, exclude=exclude, limit=limit)
 
 
 def draw(images: Images, most: int, seed: int) -> Images:
@@ -44,14 +48,14 @@ def draw(images: Images, most: int, seed: int) -> Images:
     return images.subset(order[:most].sort().values)
 
 
-KINDS = (
+STATISTICS = (
     *("peaks", "difference", "right", "moments", "layer", "inputs", "averages", "spread", "drift"),
     *("fisher", "fisher-abs", "gradient"),
 )
 
 
 @dataclass(frozen=True)
-class Probe:
+class Statistic:
     """A question; `layers`, `edit` and `tap` say which kernels are meant, the rest belongs to single kinds."""
 
     kind: str  # one of KINDS
@@ -62,20 +66,20 @@ class Probe:
     norms: tuple[str, ...] = ()  # moments: batch norms to estimate; layer: the one whose input is summed
     classifier: str = ""  # inputs: the layer
     by_label: bool = False  # right, peaks, averages: a row for each label
-    batch: int = 64  # fisher, gradient: images whose mean loss is derived; drift: images per step
+    batch_size: int = 64  # fisher, gradient: images whose mean loss is derived; drift: images per step
     loss: str = "cross-entropy"  # fisher, gradient: one of LOSSES
-    rate: float = 0.01  # drift: of the local epoch
+    lr: float = 0.01  # drift: of the local epoch
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise unknown("probe", self.kind, KINDS)
+        if self.kind not in STATISTICS:
+            raise unknown("probe", self.kind, STATISTICS)
         if self.loss not in LOSSES:
             raise unknown("loss", self.loss, LOSSES)
 
 
 @dataclass(frozen=True)
-class Ask:
+class Query:
     """A probe of some groups; several asks travel together."""
 
-    groups: tuple[Group, ...]
-    probe: Probe
+    selections: tuple[Selection, ...]
+    statistic: Statistic

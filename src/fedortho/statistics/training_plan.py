@@ -6,37 +6,37 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from fedortho.data.images import Images
-from fedortho.statistics.query import Group, draw
+from fedortho.statistics.query import Selection, draw
 from fedortho.training.adapters import Adapters
-from fedortho.training.objectives import Aim, Lesson, Manner
+from fedortho.training.objectives import FitOptions, Target, TrainingSet
 
 
 @dataclass(frozen=True)
-class Part:
+class PlanPart:
     """Some images and what is to be learnt from them."""
 
-    group: Group = field(default_factory=Group)
-    aim: Aim = field(default_factory=Aim)
+    group: Selection = field(default_factory=Selection)
+    target: Target = field(default_factory=Target)
     fraction: float = 1.0  # of the group, drawn by its seed
     given: Images | None = None  # in place of the group: images that were made, not taken
 
-    def lesson(self, images: Images) -> Lesson:
+    def training_set(self, images: Images) -> TrainingSet:
         """The same with the images of its group, as their holder has them."""
         if self.given is not None:
-            return Lesson(self.given, self.aim, given=True)
+            return TrainingSet(self.given, self.target, given=True)
         most = 0 if self.fraction >= 1 else max(round(self.fraction * len(images)), 1)
-        return Lesson(draw(images, most, self.group.seed), self.aim)
+        return TrainingSet(draw(images, most, self.group.seed), self.target)
 
 
 @dataclass(frozen=True)
-class Course:
+class TrainingPlan:
     """What a model is taught: parts of the images, how they are taken, and what else that needs."""
 
-    parts: tuple[Part, ...]
-    manner: Manner = field(default_factory=Manner)
+    parts: tuple[PlanPart, ...]
+    options: FitOptions = field(default_factory=FitOptions)
     teachers: Mapping[str, nn.Module] = field(default_factory=dict)  # by the names that aims give
     adapters: Adapters | None = None  # those that the model has
 
 
-def as_course(what: Group | Course) -> Course:
-    return what if isinstance(what, Course) else Course((Part(what),))
+def as_training_plan(what: Selection | TrainingPlan) -> TrainingPlan:
+    return what if isinstance(what, TrainingPlan) else TrainingPlan((PlanPart(what),))

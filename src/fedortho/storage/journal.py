@@ -48,7 +48,7 @@ class BadJournal(FedOrthoError):
 
 
 @dataclass(frozen=True)
-class Entry:
+class JournalEntry:
     """What happened to a request, and when."""
 
     number: int  # from 1
@@ -66,7 +66,7 @@ class Entry:
     def line(self) -> str:
         return canonical_json(asdict(self))
 
-    def sealed(self) -> "Entry":
+    def sealed(self) -> "JournalEntry":
         body = {name: value for name, value in asdict(self).items() if name != "hash"}
         return replace(self, hash=_digest(canonical_json(body)))
 
@@ -84,7 +84,7 @@ class Head:
 class Journal:
     """A journal that was read and found whole."""
 
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[JournalEntry, ...] = ()
     head: Head = field(default_factory=Head)
     torn: bytes = b""  # what a crash left after the last entry; the next append moves it away
 
@@ -103,7 +103,7 @@ def append_entry(
     before: str | None = None,
     after: str | None = None,
     details: Mapping[str, Any] | None = None,
-) -> Entry:
+) -> JournalEntry:
     """Add an entry to the journal of a directory of runs; on disk when this returns. A broken chain is not extended.
 
     The head first announces the entry's hash, then the line is written, then the head moves on: after a crash at any
@@ -116,7 +116,7 @@ def append_entry(
         previous = _digest(journal.entries[-1].line) if journal.entries else START
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         number = len(journal.entries) + 1
-        entry = Entry(number, now, event, run, request, before, after, dict(details or {}), previous).sealed()
+        entry = JournalEntry(number, now, event, run, request, before, after, dict(details or {}), previous).sealed()
         _write_head(directory, replace(journal.last, announced=entry.hash))
         _append(directory / "journal.jsonl", f"{entry.line}\n".encode())
         _write_head(directory, Head(entry.number, entry.hash))
@@ -153,14 +153,14 @@ def read_journal(directory: Path) -> Journal:
     raise Busy(f"{path} is being written without a pause; check again later, or check a copy")
 
 
-def parse_entry(line: bytes) -> Entry:
+def parse_entry(line: bytes) -> JournalEntry:
     """The entry on a line; ValueError if it is not exactly as it was written."""
     value = json.loads(line)
-    if not isinstance(value, dict) or value.keys() != {each.name for each in fields(Entry)}:
+    if not isinstance(value, dict) or value.keys() != {each.name for each in fields(JournalEntry)}:
         raise ValueError("it is no entry")
     if type(value["number"]) is not int:
         raise ValueError("its number is none")
-    entry = Entry(**value)
+    entry = JournalEntry(**value)
     if entry.line.encode() != line or entry.sealed() != entry:
         raise ValueError("its hash is not that of what it says")
     return entry
@@ -168,7 +168,7 @@ def parse_entry(line: bytes) -> Entry:
 
 def _examine(path: Path, text: bytes, head: Head) -> Journal:
     *lines, rest = text.split(b"\n")
-    entries: list[Entry] = []
+    entries: list[JournalEntry] = []
     previous = START
     for number, line in enumerate(lines, start=1):
         try:
@@ -196,7 +196,7 @@ def _misplaced(path: Path, number: int, found: int) -> str:
     return f"{path}: line {number} repeats entry {found}: inserted, or out of order"
 
 
-def _compare(path: Path, entries: list[Entry], head: Head) -> None:
+def _compare(path: Path, entries: list[JournalEntry], head: Head) -> None:
     """Whether the chain ends where the head says, or one further if that one was announced."""
     if len(entries) < head.number:
         raise BadJournal(f"{path}: entry {len(entries) + 1} is missing: the head tells of {head.number} entries")

@@ -20,13 +20,13 @@ from fedortho.models.predictions import accuracy, answers_of
 from fedortho.storage.files import read_tensors, tensors_digest, write_tensors
 from fedortho.training.objectives import (
     OPTIMISERS,
-    Aim,
-    Lesson,
-    Manner,
+    FitOptions,
     Rows,
-    as_lessons,
-    check_lessons,
+    Target,
+    TrainingSet,
+    as_training_sets,
     check_teachers,
+    check_training_sets,
     plan_steps,
     read_step,
     step_loss,
@@ -72,12 +72,12 @@ class Progress:
 
 Watch = Callable[[Progress], None]
 Mask = Mapping[str, Tensor]  # parameter → which of its coordinates may move (bool); parameters not named move
-PLAIN = Manner()
+PLAIN = FitOptions()
 
 
 def fit(
     model: nn.Module,
-    images: Images | Sequence[Lesson],
+    images: Images | Sequence[TrainingSet],
     recipe: Recipe | None = None,
     *,
     valid: Images | None = None,
@@ -86,7 +86,7 @@ def fit(
     checkpoint: Path | str | None = None,
     watch: Watch | None = None,
     trainable: Mask | None = None,
-    manner: Manner = PLAIN,
+    options: FitOptions = PLAIN,
     teachers: Mapping[str, nn.Module] | None = None,
 ) -> nn.Module:
     """Train a copy of the model on images and return it in eval mode on the CPU; the input stays as it was.
@@ -95,18 +95,18 @@ def fit(
     the last one only with a `reference` (the model that a federation's client has received). With
     a `checkpoint` file a killed run goes on where it stopped, to the same bytes. `valid` is only measured. Coordinates
     that `trainable` denies keep their value bit for bit. Lessons in place of images say what is to be
-    learnt from each part, a `manner` how; `teachers` are the models that they name.
+    learnt from each part, a `options` how; `teachers` are the models that they name.
     """
     recipe = recipe or Recipe()
     checkpoint = None if checkpoint is None else Path(checkpoint)
-    lessons = as_lessons(images)
+    training_sets = as_training_sets(images)
     twin = copy.deepcopy(model)
-    check_lessons(twin, lessons, recipe.batch)
-    check_teachers(lessons, manner, teachers or {})
-    if checkpoint is not None and manner.optimiser != "sgd":
-        raise BadSetting(f"a checkpoint keeps the state of sgd only, not that of {manner.optimiser}")
+    check_training_sets(twin, training_sets, recipe.batch_size)
+    check_teachers(training_sets, options, teachers or {})
+    if checkpoint is not None and options.optimiser != "sgd":
+        raise BadSetting(f"a checkpoint keeps the state of sgd only, not that of {options.optimiser}")
     with _reproducible():
-        state = _State(twin, lessons, recipe, torch.device(device), reference, trainable, manner, teachers)
+        state = _State(twin, training_sets, recipe, torch.device(device), reference, trainable, options, teachers)
         if checkpoint is not None:
             state.belongs_to = _identity(model, state, reference, trainable)
             state.resume(checkpoint)
@@ -121,19 +121,19 @@ def fit(
 
 def check_fit(model: nn.Module, images: Images, recipe: Recipe) -> None:
     """Refuse images and a model that could not take a single step together."""
-    check_lessons(model, [Lesson(images)], recipe.batch)
+    check_training_sets(model, [TrainingSet(images)], recipe.batch_size)
 
 
 def _identity(model: nn.Module, state: "_State", reference: nn.Module | None, trainable: Mask | None) -> str:
     """A digest of all that decides how training goes: a checkpoint of anything else is refused."""
     parts = [json.dumps(asdict(state.recipe), sort_keys=True)]
-    for lesson in state.lessons:
-        images = lesson.images
+    for training_set in state.training_sets:
+        images = training_set.images
         parts.append(tensors_digest({"rows": images.rows, "labels": images.store_labels, "pixels": images.pixels}))
     parts += [tensors_digest(m.state_dict()) for m in (model, reference, *state.teachers.values()) if m is not None]
     parts += [tensors_digest(trainable)] if trainable else []
-    aims = [lesson.aim for lesson in state.lessons]
-    parts += [f"{state.manner} {aims}"] if state.manner != PLAIN or aims != [Aim()] else []
+    aims = [training_set.target for training_set in state.training_sets]
+    parts += [f"{state.options} {aims}"] if state.options != PLAIN or aims != [Target()] else []
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
@@ -148,25 +148,25 @@ class _State:
     def __init__(
         self,
         model: nn.Module,
-        lessons: list[Lesson],
+        training_sets: list[TrainingSet],
         recipe: Recipe,
         device: torch.device,
         reference: nn.Module | None,
         trainable: Mask | None = None,
-        manner: Manner = PLAIN,
+        options: FitOptions = PLAIN,
         teachers: Mapping[str, nn.Module] | None = None,
     ) -> None:
-        self.lessons, self.recipe, self.device, self.manner = lessons, recipe, device, manner
+        self.training_sets, self.recipe, self.device, self.options = training_sets, recipe, device, options
         self.belongs_to = ""
-        layers = ortho_layers(model, lessons[0].images.shape, recipe, aligning=reference is not None)
+        layers = ortho_layers(model, training_sets[0].images.shape, recipe, aligning=reference is not None)
         self.model = arranged(model.to(device), torch.channels_last)
         self.set_mode()
         self.teachers = {name: copy.deepcopy(teacher).to(device).eval() for name, teacher in (teachers or {}).items()}
         self.convs = [_conv(self.model, layer.name) for layer in layers]
         self.aligned, self.reference = _aligned(self.model, reference, layers, recipe)
         self.held = _held(self.model, trainable or {})
-        self.optimiser = OPTIMISERS[manner.optimiser](
-            self.model.parameters(), recipe.rate, recipe.decay, recipe.momentum, device.type in ("cpu", "cuda")
+        self.optimiser = OPTIMISERS[options.optimiser](
+            self.model.parameters(), recipe.lr, recipe.weight_decay, recipe.momentum, device.type in ("cpu", "cuda")
         )
         self.epoch, self.step = 0, 0
         self.loss_sum, self.right, self.seen = 0.0, 0, 0
@@ -177,7 +177,7 @@ class _State:
     def set_mode(self) -> None:
         """Training mode; frozen norms stay in evaluation, so their statistics neither change nor depend on batches."""
         self.model.train()
-        if self.manner.norms == "frozen":
+        if self.options.norms == "frozen":
             for module in self.model.modules():
                 if isinstance(module, nn.modules.batchnorm._BatchNorm):
                     module.eval()
@@ -279,7 +279,7 @@ def _held(model: nn.Module, trainable: Mask) -> list[tuple[nn.Parameter, Tensor,
 
 def _run_epoch(state: _State, valid: Images | None, checkpoint: Path | None, watch: Watch | None) -> None:
     recipe = state.recipe
-    batches = plan_steps(state.lessons, recipe.batch, recipe.seed, state.epoch, state.manner.order)
+    batches = plan_steps(state.training_sets, recipe.batch_size, recipe.seed, state.epoch, state.options.order)
     started = saved = reported = time.perf_counter()
     seen_before, seconds_before = state.seen, state.seconds
     for step in range(state.step, len(batches)):
@@ -297,12 +297,12 @@ def _run_epoch(state: _State, valid: Images | None, checkpoint: Path | None, wat
         if checkpoint is not None and now - saved > CHECKPOINT_SECONDS:
             state.save(checkpoint)
             saved = now
-    rate = (state.seen - seen_before) / max(time.perf_counter() - started, 1e-9)
+    lr = (state.seen - seen_before) / max(time.perf_counter() - started, 1e-9)
     score = accuracy(state.model, valid, device=state.device) if valid is not None and len(valid) else None
     loss, share = state.loss_sum / state.seen, state.right / state.seen
     entry = Epoch(state.epoch, loss, share, state.ortho(), score, state.seconds, images=state.seen)
     state.history.append(entry)
-    final = _progress(state, len(batches), rate)
+    final = _progress(state, len(batches), lr)
     state.epoch, state.step, state.loss_sum, state.right, state.seen, state.seconds = state.epoch + 1, 0, 0.0, 0, 0, 0.0
     state.set_mode()
     if checkpoint is not None:
@@ -311,10 +311,10 @@ def _run_epoch(state: _State, valid: Images | None, checkpoint: Path | None, wat
         watch(final)
 
 
-def _progress(state: _State, steps: int, rate: float) -> Progress:
+def _progress(state: _State, steps: int, lr: float) -> Progress:
     loss, right = state.loss_sum / max(state.seen, 1), state.right / max(state.seen, 1)
     ortho, history = state.ortho(at_most_old=ORTHO_SECONDS), tuple(state.history)
-    return Progress(state.epoch, state.recipe.epochs, state.step, steps, loss, right, rate, ortho, history)
+    return Progress(state.epoch, state.recipe.epochs, state.step, steps, loss, right, lr, ortho, history)
 
 
 def _take_step(state: _State, rows: Rows, step: int, steps: int) -> tuple[float, int]:
@@ -323,20 +323,20 @@ def _take_step(state: _State, rows: Rows, step: int, steps: int) -> tuple[float,
     seed = step_seed(recipe.seed, state.epoch, step + 1)
     torch.manual_seed(seed)  # for dropout and the like inside the model
     augment = Augment(recipe.crop, recipe.flip, recipe.erase)
-    inputs, labels = read_step(state.lessons, rows, augment, seed, state.device)
+    inputs, labels = read_step(state.training_sets, rows, augment, seed, state.device)
     inputs = inputs.contiguous(memory_format=torch.channels_last)
     with torch.autocast(state.device.type, torch.bfloat16, enabled=recipe.precision == "bfloat16"):
         outputs = answers_of(state.model, inputs)
-    loss = step_loss(state.lessons, rows, state.manner, inputs, outputs.float(), labels, state.teachers)
+    loss = step_loss(state.training_sets, rows, state.options, inputs, outputs.float(), labels, state.teachers)
     state.optimiser.zero_grad()
     loss.backward()
-    rate = learning_rate(recipe, state.epoch + step / steps)
+    lr = learning_rate(recipe, state.epoch + step / steps)
     since_start = state.epoch * steps + step
-    if recipe.ortho and rate and since_start % recipe.ortho_every == 0:
-        add_ortho_gradient(state.convs, recipe.ortho * recipe.ortho_every, _most(recipe, rate))
+    if recipe.ortho and lr and since_start % recipe.ortho_every == 0:
+        add_ortho_gradient(state.convs, recipe.ortho * recipe.ortho_every, _most(recipe, lr))
     if state.aligned:
         add_align_gradient(state.aligned, state.reference, recipe.align)
-    state.optimiser.param_groups[0]["lr"] = rate
+    state.optimiser.param_groups[0]["lr"] = lr
     state.optimiser.step()
     with torch.no_grad():
         for parameter, mask, value_held in state.held:
@@ -345,14 +345,14 @@ def _take_step(state: _State, rows: Rows, step: int, steps: int) -> tuple[float,
     if not math.isfinite(value):
         raise FedOrthoError(
             f"the loss became {value} in epoch {state.epoch + 1}, step {step + 1} "
-            f"(rate {rate:.3g}, ortho {recipe.ortho}); lower the rate or the ortho weight"
+            f"(rate {lr:.3g}, ortho {recipe.ortho}); lower the rate or the ortho weight"
         )
     return value, int((outputs.argmax(1) == labels).sum())
 
 
-def _most(recipe: Recipe, rate: float) -> float:
+def _most(recipe: Recipe, lr: float) -> float:
     """The most curvature a penalty step may have: momentum descent with a kick every k steps is stable below 3.6/k."""
-    return min(2.4, 1.3 * (1 + recipe.momentum)) / (recipe.ortho_every * rate)  # without momentum the limit is 2/k
+    return min(2.4, 1.3 * (1 + recipe.momentum)) / (recipe.ortho_every * lr)  # without momentum the limit is 2/k
 
 
 @contextmanager

@@ -19,12 +19,12 @@ BATCH_NORM = ("train", "frozen")
 Weights = Iterable[nn.Parameter]
 
 
-def _sgd(weights: Weights, rate: float, decay: float, momentum: float, fused: bool) -> torch.optim.Optimizer:
-    return torch.optim.SGD(weights, lr=rate, momentum=momentum, weight_decay=decay, fused=fused)
+def _sgd(weights: Weights, lr: float, weight_decay: float, momentum: float, fused: bool) -> torch.optim.Optimizer:
+    return torch.optim.SGD(weights, lr=lr, momentum=momentum, weight_decay=weight_decay, fused=fused)
 
 
-def _adam(weights: Weights, rate: float, decay: float, momentum: float, fused: bool) -> torch.optim.Optimizer:
-    return torch.optim.Adam(weights, lr=rate, weight_decay=decay, fused=fused)
+def _adam(weights: Weights, lr: float, weight_decay: float, momentum: float, fused: bool) -> torch.optim.Optimizer:
+    return torch.optim.Adam(weights, lr=lr, weight_decay=weight_decay, fused=fused)
 
 
 OPTIMISERS: Mapping[str, Callable[[Weights, float, float, float, bool], torch.optim.Optimizer]] = {
@@ -34,7 +34,7 @@ OPTIMISERS: Mapping[str, Callable[[Weights, float, float, float, bool], torch.op
 
 
 @dataclass(frozen=True)
-class Aim:
+class Target:
     """What the model is to learn from some images."""
 
     labels: str = "true"  # true, other (random, never the true one) or any (random)
@@ -49,7 +49,7 @@ class Aim:
 
 
 @dataclass(frozen=True)
-class Manner:
+class FitOptions:
     """How lessons are taken; plain words and numbers."""
 
     order: str = "mixed"  # one of ORDERS
@@ -73,37 +73,37 @@ class Manner:
 
 
 @dataclass(frozen=True)
-class Lesson:
+class TrainingSet:
     """Images and what is to be learnt from them; `given` ones were made, not taken, and are not augmented."""
 
     images: Images
-    aim: Aim = field(default_factory=Aim)
+    target: Target = field(default_factory=Target)
     given: bool = False
 
 
-def as_lessons(what: Images | Sequence[Lesson]) -> list[Lesson]:
+def as_training_sets(what: Images | Sequence[TrainingSet]) -> list[TrainingSet]:
     """Plain images are one lesson."""
-    if isinstance(what, Sequence) and what and all(isinstance(lesson, Lesson) for lesson in what):
+    if isinstance(what, Sequence) and what and all(isinstance(training_set, TrainingSet) for training_set in what):
         return list(what)
-    return [Lesson(what)]  # type: ignore[arg-type]  # whatever else it is, it is refused where images are checked
+    return [TrainingSet(what)]  # type: ignore[arg-type]  # whatever else it is, it is refused where images are checked
 
 
-def check_lessons(model: nn.Module, lessons: Sequence[Lesson], batch: int) -> None:
+def check_training_sets(model: nn.Module, training_sets: Sequence[TrainingSet], batch_size: int) -> None:
     """Refuse images and a model that could not take a single step together."""
-    for lesson in lessons:
-        if not isinstance(lesson.images, Images):
-            got = type(lesson.images).__name__
+    for training_set in training_sets:
+        if not isinstance(training_set.images, Images):
+            got = type(training_set.images).__name__
             raise BadData(f"training needs Images (such as data.train or images_from_tensors), not {got}")
-    number = sum(len(lesson.images) for lesson in lessons)
+    number = sum(len(training_set.images) for training_set in training_sets)
     if not number:
         raise BadData("there are no images to train on")
-    for lesson in lessons:
-        check_labels(lesson.images.labels, count_answers(model, lesson.images.shape))
+    for training_set in training_sets:
+        check_labels(training_set.images.labels, count_answers(model, training_set.images.shape))
     if deep := next((name for name, weight in model.named_parameters() if weight.dim() > 4), None):
         raise BadSetting(
             f"{deep} has {model.get_parameter(deep).dim()} dimensions; only networks for 2d images are trained"
         )
-    if min(batch, number) == 1 and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
+    if min(batch_size, number) == 1 and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
         if number == 1:
             raise BadData("there is only one image to train on, and batch norm needs two; give more images")
         raise BadSetting("batch norm cannot train on one image at a time; use a batch of at least 2")
@@ -118,108 +118,112 @@ def step_seed(seed: int, epoch: int, step: int) -> int:
     return int(np.random.SeedSequence([seed, epoch, step]).generate_state(1, np.uint64)[0] >> 1)
 
 
-def plan_steps(lessons: Sequence[Lesson], batch: int, seed: int, epoch: int, order: str) -> list[Rows]:
+def plan_steps(training_sets: Sequence[TrainingSet], batch_size: int, seed: int, epoch: int, order: str) -> list[Rows]:
     """The rows of every step of an epoch, shuffled."""
-    if len(lessons) == 1:
-        return [[rows] for rows in _shuffled(lessons[0].images.rows, batch, step_seed(seed, epoch, 0))]
-    return ORDERS[order](lessons, batch, seed, epoch)
+    if len(training_sets) == 1:
+        return [[rows] for rows in _shuffled(training_sets[0].images.rows, batch_size, step_seed(seed, epoch, 0))]
+    return ORDERS[order](training_sets, batch_size, seed, epoch)
 
 
-def _least(batch: int) -> int:
+def _least(batch_size: int) -> int:
     """How many images a step has at least, if there are so many."""
-    return min(max(min(FEW, batch // 2), 2), batch)
+    return min(max(min(FEW, batch_size // 2), 2), batch_size)
 
 
-def _shuffled(rows: Tensor, batch: int, seed: int) -> list[Tensor]:
+def _shuffled(rows: Tensor, batch_size: int, seed: int) -> list[Tensor]:
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
-    batches = list(rows[order].split(batch))
-    if len(batches) > 1 and len(batches[-1]) < _least(batch):
+    batches = list(rows[order].split(batch_size))
+    if len(batches) > 1 and len(batches[-1]) < _least(batch_size):
         batches[-2:] = [torch.cat(batches[-2:])]
     return batches
 
 
-def _mixed(lessons: Sequence[Lesson], batch: int, seed: int, epoch: int) -> list[Rows]:
+def _mixed(training_sets: Sequence[TrainingSet], batch_size: int, seed: int, epoch: int) -> list[Rows]:
     """All images of all lessons in one shuffled pass."""
-    places = torch.arange(sum(len(lesson.images) for lesson in lessons))
-    ends = torch.tensor([len(lesson.images) for lesson in lessons]).cumsum(0)
-    rows = torch.cat([lesson.images.rows for lesson in lessons])
+    places = torch.arange(sum(len(training_set.images) for training_set in training_sets))
+    ends = torch.tensor([len(training_set.images) for training_set in training_sets]).cumsum(0)
+    rows = torch.cat([training_set.images.rows for training_set in training_sets])
     owner = torch.bucketize(places, ends, right=True)
     return [
-        [rows[chosen[owner[chosen] == number]] for number in range(len(lessons))]
-        for chosen in _shuffled(places, batch, step_seed(seed, epoch, 0))
+        [rows[chosen[owner[chosen] == number]] for number in range(len(training_sets))]
+        for chosen in _shuffled(places, batch_size, step_seed(seed, epoch, 0))
     ]
 
 
-def _each(lessons: Sequence[Lesson], batch: int, seed: int, epoch: int) -> list[list[Tensor]]:
+def _each(training_sets: Sequence[TrainingSet], batch_size: int, seed: int, epoch: int) -> list[list[Tensor]]:
     """Shuffled batches of each lesson by itself; none of an empty one."""
     first = step_seed(seed, epoch, 0)
     return [
-        _shuffled(lesson.images.rows, batch, first + number) if len(lesson.images) else []
-        for number, lesson in enumerate(lessons)
+        _shuffled(training_set.images.rows, batch_size, first + number) if len(training_set.images) else []
+        for number, training_set in enumerate(training_sets)
     ]
 
 
-def _paired(lessons: Sequence[Lesson], batch: int, seed: int, epoch: int) -> list[Rows]:
+def _paired(training_sets: Sequence[TrainingSet], batch_size: int, seed: int, epoch: int) -> list[Rows]:
     """A batch of each lesson at every step, for one pass over the first lesson that has images; others begin anew."""
-    batches = _each(lessons, batch, seed, epoch)
+    batches = _each(training_sets, batch_size, seed, epoch)
     steps = next((len(own) for own in batches if own), 0)
     nothing = torch.zeros(0, dtype=torch.int64)
     return [[own[step % len(own)] if own else nothing for own in batches] for step in range(steps)]
 
 
-def _turns(lessons: Sequence[Lesson], batch: int, seed: int, epoch: int) -> list[Rows]:
+def _turns(training_sets: Sequence[TrainingSet], batch_size: int, seed: int, epoch: int) -> list[Rows]:
     """All batches of the first lesson, then all of the next; a lesson of a handful shares a step with its neighbour."""
     nothing = torch.zeros(0, dtype=torch.int64)
     steps: list[Rows] = []
-    for number, own in enumerate(_each(lessons, batch, seed, epoch)):
+    for number, own in enumerate(_each(training_sets, batch_size, seed, epoch)):
         for rows in own:
-            step = [rows if place == number else nothing for place in range(len(lessons))]
-            if steps and min(len(rows), sum(map(len, steps[-1]))) < _least(batch):
+            step = [rows if place == number else nothing for place in range(len(training_sets))]
+            if steps and min(len(rows), sum(map(len, steps[-1]))) < _least(batch_size):
                 steps[-1] = [torch.cat(pair) for pair in zip(steps[-1], step, strict=True)]
             else:
                 steps.append(step)
     return steps
 
 
-ORDERS: Mapping[str, Callable[[Sequence[Lesson], int, int, int], list[Rows]]] = {
+ORDERS: Mapping[str, Callable[[Sequence[TrainingSet], int, int, int], list[Rows]]] = {
     "mixed": _mixed,
     "paired": _paired,
     "turns": _turns,
 }
 
 
-def count_images(lessons: Sequence[Lesson], batch: int, epochs: int, manner: Manner) -> tuple[int, int]:
+def count_images(
+    training_sets: Sequence[TrainingSet], batch_size: int, epochs: int, options: FitOptions
+) -> tuple[int, int]:
     """How many images training reads, each time counted, and how many of them a teacher reads too."""
     seen = taught = 0
-    for rows in plan_steps(lessons, batch, 0, 0, manner.order):  # every epoch has as many
+    for rows in plan_steps(training_sets, batch_size, 0, 0, options.order):  # every epoch has as many
         seen += sum(map(len, rows))
-        taught += sum(len(own) for lesson, own in zip(lessons, rows, strict=True) if lesson.aim.teacher)
+        taught += sum(
+            len(own) for training_set, own in zip(training_sets, rows, strict=True) if training_set.target.teacher
+        )
     return epochs * seen, epochs * taught
 
 
 def read_step(
-    lessons: Sequence[Lesson], rows: Rows, augment: Augment, seed: int, device: torch.device
+    training_sets: Sequence[TrainingSet], rows: Rows, augment: Augment, seed: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """The normalised, augmented images of a step and the labels they are to be given, lesson after lesson."""
     generator, drawing = (torch.Generator().manual_seed(seed + more) for more in (0, 1))
     inputs, labels = [], []
-    for lesson, own in zip(lessons, rows, strict=True):
+    for training_set, own in zip(training_sets, rows, strict=True):
         if not len(own):
             continue
-        pixels = lesson.images.normalise(lesson.images.pixels[own].to(device))
-        inputs.append(pixels if lesson.given else augment(pixels, generator))
-        labels.append(_labels(lesson, own, drawing).to(device))
+        pixels = training_set.images.normalise(training_set.images.pixels[own].to(device))
+        inputs.append(pixels if training_set.given else augment(pixels, generator))
+        labels.append(_labels(training_set, own, drawing).to(device))
     return (inputs[0], labels[0]) if len(inputs) == 1 else (torch.cat(inputs), torch.cat(labels))
 
 
-def _labels(lesson: Lesson, rows: Tensor, generator: torch.Generator) -> Tensor:
-    true, aim, classes = lesson.images.store_labels[rows], lesson.aim, lesson.images.classes
-    if aim.labels == "true":
+def _labels(training_set: TrainingSet, rows: Tensor, generator: torch.Generator) -> Tensor:
+    true, target, classes = training_set.images.store_labels[rows], training_set.target, training_set.images.classes
+    if target.labels == "true":
         return true
-    low = 1 if aim.labels == "other" else 0  # a shift of 0 keeps the true label
-    if aim.once:
-        whole = len(lesson.images.store_labels)
-        shift = torch.randint(low, classes, (whole,), generator=torch.Generator().manual_seed(aim.seed))[rows]
+    low = 1 if target.labels == "other" else 0  # a shift of 0 keeps the true label
+    if target.once:
+        whole = len(training_set.images.store_labels)
+        shift = torch.randint(low, classes, (whole,), generator=torch.Generator().manual_seed(target.seed))[rows]
     else:
         shift = torch.randint(low, classes, rows.shape, generator=generator)
     return (true + shift) % classes
@@ -250,39 +254,41 @@ OBJECTIVES: Mapping[str, Objective] = {
 }
 
 
-def check_teachers(lessons: Sequence[Lesson], manner: Manner, teachers: Mapping[str, nn.Module]) -> None:
+def check_teachers(
+    training_sets: Sequence[TrainingSet], options: FitOptions, teachers: Mapping[str, nn.Module]
+) -> None:
     """Refuse lessons whose teacher is missing, and teachers that nobody would listen to."""
-    wanted = {lesson.aim.teacher for lesson in lessons}
-    if manner.objective == "cross-entropy" and wanted - {""}:
-        raise BadSetting(f"a teacher needs the objective imitate, not {manner.objective}")
-    if manner.objective != "cross-entropy" and (missing := sorted(wanted - teachers.keys())):
+    wanted = {training_set.target.teacher for training_set in training_sets}
+    if options.objective == "cross-entropy" and wanted - {""}:
+        raise BadSetting(f"a teacher needs the objective imitate, not {options.objective}")
+    if options.objective != "cross-entropy" and (missing := sorted(wanted - teachers.keys())):
         raise unknown("teacher", missing[0], teachers)
 
 
 def step_loss(
-    lessons: Sequence[Lesson],
+    training_sets: Sequence[TrainingSet],
     rows: Rows,
-    manner: Manner,
+    options: FitOptions,
     inputs: Tensor,
     outputs: Tensor,
     labels: Tensor,
     teachers: Mapping[str, nn.Module],
 ) -> Tensor:
     """Σ weight · mean loss of each lesson, by its share of the step's images (one for one if they are paired)."""
-    objective, start, total = OBJECTIVES[manner.objective], 0, None
-    for lesson, own in zip(lessons, rows, strict=True):
+    objective, start, total = OBJECTIVES[options.objective], 0, None
+    for training_set, own in zip(training_sets, rows, strict=True):
         if not len(own):
             continue
         there = slice(start, start + len(own))
         start += len(own)
         taught = None
-        if lesson.aim.teacher:
+        if training_set.target.teacher:
             with torch.no_grad():
-                taught = teachers[lesson.aim.teacher](inputs[there]).float()
-        loss = objective(outputs[there], labels[there], taught, manner.temperature)
-        share = 1.0 if manner.order == "paired" else len(own) / len(inputs)
-        if lesson.aim.weight * share != 1.0:
-            loss = loss * (lesson.aim.weight * share)
+                taught = teachers[training_set.target.teacher](inputs[there]).float()
+        loss = objective(outputs[there], labels[there], taught, options.temperature)
+        share = 1.0 if options.order == "paired" else len(own) / len(inputs)
+        if training_set.target.weight * share != 1.0:
+            loss = loss * (training_set.target.weight * share)
         total = loss if total is None else total + loss
     assert total is not None, "a step has images"
     return total

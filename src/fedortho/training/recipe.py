@@ -17,8 +17,8 @@ class Recipe:
     """How to train; every field is a plain number or word, so it fits a TOML line, a flag, a run config."""
 
     epochs: Annotated[int, "passes over the training images"] = 6
-    batch: Annotated[int, "images per step"] = 64
-    rate: Annotated[float, "learning rate at the start"] = 0.05
+    batch_size: Annotated[int, "images per step"] = 64
+    lr: Annotated[float, "learning rate at the start"] = 0.05
     schedule: Annotated[str, "cosine to 0, steps at the milestones, geometric (by gamma each epoch), or constant"] = (
         "cosine"
     )
@@ -26,7 +26,7 @@ class Recipe:
     gamma: Annotated[float, "factor of the schedules steps and geometric (the paper: 0.1, and 0.998 a round)"] = 0.1
     warmup: Annotated[float, "epochs over which the rate rises from 0"] = 0.0
     momentum: Annotated[float, "momentum of SGD"] = 0.9
-    decay: Annotated[float, "weight decay"] = 5e-4
+    weight_decay: Annotated[float, "weight decay"] = 5e-4
     crop: Annotated[int, "pixels of padding before a random crop; 0: none"] = 2
     flip: Annotated[float, "probability of a left-right flip"] = 0.5
     erase: Annotated[float, "probability of erasing a rectangle"] = 0.0
@@ -47,10 +47,10 @@ class Recipe:
                 raise BadSetting(f"{kebab(name)} must be a finite number, not {value}")
         if self.seed >= 2**63:
             raise BadSetting(f"seed must be below 2**63, not {self.seed}")
-        for name in ("epochs", "rate", "warmup", "decay", "gamma", "ortho", "align", "crop", "seed"):
+        for name in ("epochs", "lr", "warmup", "weight_decay", "gamma", "ortho", "align", "crop", "seed"):
             if getattr(self, name) < 0:
                 raise BadSetting(f"{kebab(name)} must not be negative, not {getattr(self, name)}")
-        for name in ("batch", "ortho_every"):
+        for name in ("batch_size", "ortho_every"):
             if getattr(self, name) < 1:
                 raise BadSetting(f"{kebab(name)} must be at least 1, not {getattr(self, name)}")
         for name in ("momentum", "flip", "erase"):
@@ -102,4 +102,4 @@ def learning_rate(recipe: Recipe, clock: float) -> float:
     [0.1, 0.05, 0.0]
     """
     rising = min((clock + 1e-9) / recipe.warmup, 1.0) if recipe.warmup else 1.0
-    return recipe.rate * rising * SCHEDULES[recipe.schedule](recipe, clock)
+    return recipe.lr * rising * SCHEDULES[recipe.schedule](recipe, clock)

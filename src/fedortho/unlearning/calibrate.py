@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fedortho.errors import FedOrthoError
 from fedortho.models.patch import NOTHING, Patch, edit_model
 from fedortho.statistics.engine import Engine
-from fedortho.statistics.query import Ask, Group, Probe
+from fedortho.statistics.query import Query, Selection, Statistic
 from fedortho.unlearning.repair import norm_buffers
 from fedortho.unlearning.scrub import scrubbed_rows
 
@@ -56,31 +56,31 @@ class Refused(FedOrthoError):
 
 
 @dataclass
-class Bench:
+class TrialRunner:
     """The groups that trials are measured on, and what else a trial needs."""
 
     engine: Engine
     model: nn.Module
-    base: Probe  # which kernels candidates edit
-    forget: Sequence[tuple[Group, float]]  # what must go, and the accuracy that may be left on it
-    retain: Group
-    mending: Group  # for the repair; no norms, no repair
+    base: Statistic  # which kernels candidates edit
+    forget: Sequence[tuple[Selection, float]]  # what must go, and the accuracy that may be left on it
+    retain: Selection
+    mending: Selection  # for the repair; no norms, no repair
     norms: Sequence[str] = ()
     layerwise: bool = False
     classifier: str | None = None
     _mended: dict[float, Patch] = field(default_factory=dict)  # by ratio
 
     @property
-    def at_once(self) -> int:
-        return self.engine.at_once
+    def parallel_trials(self) -> int:
+        return self.engine.parallel_trials
 
     def attempt(self, candidates: Sequence[Candidate]) -> list[Trial]:
         """Repair where there are norms, scrub where a strength is asked for, measure."""
         patches = self._mend(candidates)
         patches = self._scrub(candidates, patches)
-        probe = replace(self.base, kind="right", patches=tuple(patches))
+        statistic = replace(self.base, kind="right", patches=tuple(patches))
         groups = (*(group for group, _ in self.forget), self.retain)
-        ((*gone, kept),) = self.engine.measure(self.model, [Ask(groups, probe)])
+        ((*gone, kept),) = self.engine.measure(self.model, [Query(groups, statistic)])
         trials = []
         for number, (candidate, patch) in enumerate(zip(candidates, patches, strict=True)):
             parts = [(float(o.mean(f"{number}")), limit) for o, (_, limit) in zip(gone, self.forget, strict=True)]
@@ -99,8 +99,8 @@ class Bench:
     def _repaired(self, patches: list[Patch], turns: Sequence[tuple[str, ...]]) -> list[Patch]:
         kind = "layer" if self.layerwise else "moments"
         for norms in turns:  # layerwise: each norm sees those before it repaired
-            probe = replace(self.base, kind=kind, patches=tuple(patches), norms=norms)
-            ((pooled,),) = self.engine.measure(self.model, [Ask((self.mending,), probe)])
+            statistic = replace(self.base, kind=kind, patches=tuple(patches), norms=norms)
+            ((pooled,),) = self.engine.measure(self.model, [Query((self.mending,), statistic)])
             for number, patch in enumerate(patches):
                 buffers = {**patch.replaced, **norm_buffers(pooled, number, norms)}
                 for name, (channels, values) in patch.put.items():
@@ -115,9 +115,9 @@ class Bench:
             return patches
         ratios = list(dict.fromkeys(candidates[number].ratio for number in wanted))
         mended = [next(p for c, p in zip(candidates, patches, strict=True) if c.ratio == ratio) for ratio in ratios]
-        probe = replace(self.base, kind="inputs", classifier=self.classifier, patches=tuple(mended))
+        statistic = replace(self.base, kind="inputs", classifier=self.classifier, patches=tuple(mended))
         groups = (*(group for group, _ in self.forget), self.retain)
-        ((*gone, kept),) = self.engine.measure(self.model, [Ask(groups, probe)])
+        ((*gone, kept),) = self.engine.measure(self.model, [Query(groups, statistic)])
         for number in wanted:
             place = ratios.index(candidates[number].ratio)
             mean, square = kept.mean(f"{place}:sum"), kept.mean(f"{place}:square")
@@ -138,18 +138,18 @@ def _variance(mean: Tensor, square: Tensor, count: int) -> Tensor:
 
 
 def smallest(
-    values: Sequence[float], holds: Callable[[Sequence[float]], Sequence[bool]], at_once: int = 1
+    values: Sequence[float], holds: Callable[[Sequence[float]], Sequence[bool]], parallel_trials: int = 1
 ) -> float | None:
     """The first of ascending values for which a monotone condition holds; None if none does.
 
-    It is asked of `at_once` values at a time: 1 is bisection, as many as there are is one question.
+    It is asked of `parallel_trials` values at a time: 1 is bisection, as many as there are is one question.
 
     >>> smallest([1, 2, 3, 4], lambda tried: [value * value > 8 for value in tried])
     3
     """
     low, high = 0, len(values)
     while low < high:
-        number = min(at_once, high - low)
+        number = min(parallel_trials, high - low)
         places = [low + (high - low) * (place + 1) // (number + 1) for place in range(number)]
         for place, yes in zip(places, holds([values[place] for place in places]), strict=True):
             if yes:
@@ -171,7 +171,7 @@ def thinned(values: Sequence[float], most: int) -> list[float]:
 
 
 def calibrate(
-    bench: Bench,
+    runner: TrialRunner,
     plan: Callable[[float], Patch],
     least_retain: float,
     ratios: Sequence[float] = RATIOS,
@@ -185,18 +185,22 @@ def calibrate(
     costs too much, the largest ratio within the budget, finished by the least scrub that reaches the target; then
     smaller ratios.
     """
-    trials = _Trials(bench, plan)
-    ratios = thinned(ratios, bench.at_once)
-    enough = smallest(ratios, lambda tried: [trial.reaches for trial in trials.unscrubbed(tried)], bench.at_once)
+    trials = _Trials(runner, plan)
+    ratios = thinned(ratios, runner.parallel_trials)
+    enough = smallest(
+        ratios, lambda tried: [trial.reaches for trial in trials.unscrubbed(tried)], runner.parallel_trials
+    )
     if enough is not None and not largest and trials[enough, 0.0].retain >= least_retain:
         return trials[enough, 0.0], trials.all
     too_much = smallest(
-        ratios, lambda tried: [trial.retain < least_retain for trial in trials.unscrubbed(tried)], bench.at_once
+        ratios,
+        lambda tried: [trial.retain < least_retain for trial in trials.unscrubbed(tried)],
+        runner.parallel_trials,
     )
     affordable = [ratio for ratio in ratios if too_much is None or ratio < too_much]
     if largest and affordable and trials[affordable[-1], 0.0].reaches:
         return trials[affordable[-1], 0.0], trials.all
-    if may_scrub and bench.classifier is not None:
+    if may_scrub and runner.classifier is not None:
         chosen = _scrubbed(trials, affordable[::-1][:SCRUBBED_RATIOS], least_retain)
         if chosen is not None:
             return chosen, trials.all
@@ -206,8 +210,8 @@ def calibrate(
 class _Trials:
     """Trials by ratio and strength of the scrub, each made once."""
 
-    def __init__(self, bench: Bench, plan: Callable[[float], Patch]) -> None:
-        self.bench, self.plan = bench, plan
+    def __init__(self, runner: TrialRunner, plan: Callable[[float], Patch]) -> None:
+        self.runner, self.plan = runner, plan
         self.made: dict[tuple[float, float], Trial] = {}
 
     @property
@@ -220,7 +224,7 @@ class _Trials:
     def several(self, keys: Sequence[tuple[float, float]]) -> list[Trial]:
         new = [key for key in dict.fromkeys(keys) if key not in self.made]
         if new:
-            found = self.bench.attempt([Candidate(self.plan(ratio), ratio, scrub) for ratio, scrub in new])
+            found = self.runner.attempt([Candidate(self.plan(ratio), ratio, scrub) for ratio, scrub in new])
             self.made.update(zip(new, found, strict=True))
         return [self.made[key] for key in keys]
 
@@ -230,18 +234,18 @@ class _Trials:
 
 def _scrubbed(trials: _Trials, dearest_first: Sequence[float], least_retain: float) -> Trial | None:
     """The first of these ratios that the least scrub which reaches the target leaves within the budget."""
-    at_once = trials.bench.at_once
-    strengths = STRENGTHS if at_once == 1 else STRENGTHS[3::4]
-    together = max(at_once // len(strengths), 1)
+    parallel_trials = trials.runner.parallel_trials
+    strengths = STRENGTHS if parallel_trials == 1 else STRENGTHS[3::4]
+    together = max(parallel_trials // len(strengths), 1)
     for place, ratio in enumerate(dearest_first):
-        if at_once > 1 and place % together == 0:  # where exchanges cost, as many in one as it takes
+        if parallel_trials > 1 and place % together == 0:  # where exchanges cost, as many in one as it takes
             batch = dearest_first[place : place + together]
             trials.several([(each, strength) for each in batch for strength in strengths])
 
         def reach(tried: Sequence[float], ratio: float = ratio) -> list[bool]:
             return [trial.reaches for trial in trials.several([(ratio, strength) for strength in tried])]
 
-        strength = smallest(strengths, reach, at_once)
+        strength = smallest(strengths, reach, parallel_trials)
         if strength is not None and trials[ratio, strength].retain >= least_retain:
             return trials[ratio, strength]
     return None

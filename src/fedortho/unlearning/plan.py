@@ -15,11 +15,11 @@ from fedortho.errors import BadData, BadSetting, unknown
 from fedortho.models.classifier import find_classifier
 from fedortho.models.patch import NOTHING, Patch, bind_patch
 from fedortho.models.sites import EDITS, TAPS, Site, find_sites
-from fedortho.statistics.engine import Engine, Tally, or_withheld
+from fedortho.statistics.engine import Engine, Tally, withheld_hint
 from fedortho.statistics.observe import Observation, key_of
-from fedortho.statistics.query import Ask, Group, Probe
+from fedortho.statistics.query import Query, Selection, Statistic
 from fedortho.storage.settings import kebab
-from fedortho.unlearning.calibrate import RATIOS, SHARES, Bench, Candidate, Trial, calibrate
+from fedortho.unlearning.calibrate import RATIOS, SHARES, Candidate, Trial, TrialRunner, calibrate
 from fedortho.unlearning.directions import check_erasable, plan_erasure
 from fedortho.unlearning.rank import Ranking, rank_correlation, rank_kernels, same_label_retain
 from fedortho.unlearning.repair import norms_behind
@@ -84,7 +84,7 @@ class ForgetSettings:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ForgetPlan:
     """A patch and how it was come by."""
 
     patch: Patch
@@ -108,7 +108,7 @@ def plan_forgetting(
     settings: ForgetSettings | None = None,
     *,
     forgotten: ForgetRequest | None = None,
-) -> Outcome:
+) -> ForgetPlan:
     """Find the patch for a request; the model is not changed.
 
     `forgotten` names what earlier requests have removed:
@@ -124,17 +124,17 @@ def plan_forgetting(
     if settings.ratio and not settings.repair:
         patch = task.plan(settings.ratio)
     else:
-        bench, plan = task.bench(), task.erase if settings.erase else task.plan
+        runner, plan = task.runner(), task.erase if settings.erase else task.plan
         if settings.ratio:
-            trials = bench.attempt([Candidate(plan(settings.ratio), settings.ratio)])
+            trials = runner.attempt([Candidate(plan(settings.ratio), settings.ratio)])
             chosen = trials[0]
         else:
             before = task.retain_before
             assert before is not None, "the bench measured it"
             least, how = before - settings.max_retain_drop, (SHARES, True) if settings.erase else (RATIOS, False)
-            chosen, trials = calibrate(bench, plan, least, *how, may_scrub=settings.scrub)
+            chosen, trials = calibrate(runner, plan, least, *how, may_scrub=settings.scrub)
         patch = chosen.patch
-    patch = bind_patch(patch, task.model, request=str(request), method="fedortho", statistics=task.weighting)
+    patch = bind_patch(patch, task.model, request=str(request), method="hide", statistics=task.weighting)
     clock.append(work_clock())
     spent.append(replace(engine.tally))
     phases = ("statistics", "edit")
@@ -142,7 +142,7 @@ def plan_forgetting(
     tallies = {phase: spent[i + 1].since(spent[i]) for i, phase in enumerate(phases)}
     opposed = task.opposed(chosen.ratio if chosen is not None else settings.ratio)
     _warn(task.sites, settings, opposed)
-    return Outcome(patch, tuple(trials), chosen, before, seconds, tallies, task.sample_correlation, opposed)
+    return ForgetPlan(patch, tuple(trials), chosen, before, seconds, tallies, task.sample_correlation, opposed)
 
 
 def trace_frontier(
@@ -157,7 +157,7 @@ def trace_frontier(
     task = _Task(model, engine, request, settings)
     plan = task.erase if settings.erase else task.plan
     candidates = [Candidate(NOTHING, 0.0), *(Candidate(plan(ratio), ratio) for ratio in ratios)]
-    return task.bench().attempt(candidates)
+    return task.runner().attempt(candidates)
 
 
 class _Task:
@@ -185,34 +185,34 @@ class _Task:
         self.everything = request if forgotten is None else forgotten + request
         self.sites = find_sites(self.model, engine.shape, settings.layers, settings.edit, settings.tap)
         _check_repair(self.sites, settings)
-        self.base = Probe("peaks", settings.layers, settings.edit, settings.tap)
+        self.base = Statistic("peaks", settings.layers, settings.edit, settings.tap)
         most, seed = settings.trial_images, settings.seed
         few = max(most // 4, 1) if most else 0
-        self.tried = [Group("train", part, forgotten, few, seed) for part in self.parts]
-        self.kept = Group("valid", None, self.everything, most, seed)
+        self.tried = [Selection("train", part, forgotten, few, seed) for part in self.parts]
+        self.kept = Selection("valid", None, self.everything, most, seed)
         self.weighting = _weighting(request, settings, engine)
         self.retain_before: float | None = None  # until a target asks for it
         self.limits = [1.0] * len(self.parts)
         self.rankings = self._look(forgotten)
         self.sample_correlation = self._correlation(forgotten)
 
-    def _groups(self, forgotten: ForgetRequest | None, most: int) -> list[Group]:
+    def _groups(self, forgotten: ForgetRequest | None, most: int) -> list[Selection]:
         seed = self.settings.seed
-        parts = [Group("train", part, forgotten, most, seed) for part in self.parts]
-        return [*parts, Group("train", None, self.everything, most, seed)]
+        parts = [Selection("train", part, forgotten, most, seed) for part in self.parts]
+        return [*parts, Selection("train", None, self.everything, most, seed)]
 
     def _look(self, forgotten: ForgetRequest | None) -> list[Ranking]:
         """The statistics; where exchanges cost, what the model gets right before any edit is asked along with them."""
         if self.settings.erase:
             check_erasable(self.model, self.sites, self._example())
             groups = self._groups(forgotten, self.settings.statistics_images or SPREAD_IMAGES)
-            asks = [Ask(tuple(groups), replace(self.base, kind="spread"))]
+            queries = [Query(tuple(groups), replace(self.base, kind="spread"))]
         else:
-            asks = self._peak_asks(self._groups(forgotten, self.settings.statistics_images))
-        number = len(asks)
+            queries = self._peak_queries(self._groups(forgotten, self.settings.statistics_images))
+        number = len(queries)
         if self.engine.is_federated and not self.settings.ratio:
-            asks += self._baseline_asks()
-        found = self.engine.measure(self.model, asks)
+            queries += self._baseline_queries()
+        found = self.engine.measure(self.model, queries)
         if len(found) > number:
             self._set_baseline(*found[number:])
         if self.settings.erase:
@@ -221,16 +221,16 @@ class _Task:
             return []
         return self._rank(found[:number])
 
-    def _baseline_asks(self) -> list[Ask]:
+    def _baseline_queries(self) -> list[Query]:
         """What is right before any edit: in all, and by label where the limit is that of unseen images alike."""
-        groups, probe = (*self.tried, self.kept), replace(self.base, kind="right")
+        groups, statistic = (*self.tried, self.kept), replace(self.base, kind="right")
         by_label = any(part.clients or part.samples for part in self.parts)
-        return [Ask(groups, probe), *([Ask(groups, replace(probe, by_label=True))] if by_label else [])]
+        return [Query(groups, statistic), *([Query(groups, replace(statistic, by_label=True))] if by_label else [])]
 
     def _set_baseline(self, found: Sequence[Observation], by_label: Sequence[Observation] = ()) -> None:
         kept = found[-1]
         if not kept.images:
-            few = or_withheld(self.engine)
+            few = withheld_hint(self.engine)
             raise BadData(
                 f"no validation image is left to measure trials on{few}; train with --valid above 0, or give --ratio"
             )
@@ -240,11 +240,11 @@ class _Task:
             for place, part in enumerate(self.parts)
         ]
 
-    def _peak_asks(self, groups: Sequence[Group]) -> list[Ask]:
+    def _peak_queries(self, groups: Sequence[Selection]) -> list[Query]:
         *parts, rest = groups
         if self.weighting == "paper":
-            return [Ask((part, rest), replace(self.base, kind="difference")) for part in parts]
-        return [Ask(tuple(groups), self.base)]
+            return [Query((part, rest), replace(self.base, kind="difference")) for part in parts]
+        return [Query(tuple(groups), self.base)]
 
     def _rank(self, found: Sequence[Sequence[Observation]]) -> list[Ranking]:
         keys = {site.name: key_of(site, self.settings.tap) for site in self.sites}
@@ -261,7 +261,7 @@ class _Task:
         *gone, kept = groups
         for part, o in zip(self.parts, gone, strict=True):
             if not o.images:
-                few = or_withheld(self.engine)
+                few = withheld_hint(self.engine)
                 raise EmptyGroup(f"{part} has no training image (left){few}; there is nothing to forget")
         if not kept.images:
             raise EmptyGroup(f"{self.request} selects all images; nothing would be left to keep: retrain")
@@ -270,7 +270,7 @@ class _Task:
         """How well a subsample's ranking agrees with that of all images, where a ledger knows it for nothing."""
         if not self.settings.statistics_images or not self.engine.has_ledger or self.settings.erase:
             return None
-        known = self._rank(self.engine.measure(self.model, self._peak_asks(self._groups(forgotten, 0))))
+        known = self._rank(self.engine.measure(self.model, self._peak_queries(self._groups(forgotten, 0))))
         values = [rank_correlation(a, b) for a, b in zip(self.rankings, known, strict=True)]
         return sum(values) / len(values)
 
@@ -303,20 +303,20 @@ class _Task:
     def _example(self) -> Tensor:
         return torch.rand(2, *self.engine.shape, generator=torch.Generator().manual_seed(0))
 
-    def bench(self) -> Bench:
+    def runner(self) -> TrialRunner:
         """Where trials are measured: validation images of what stays, training images of what goes."""
         settings = self.settings
         if self.retain_before is None and not settings.ratio:
-            self._set_baseline(*self.engine.measure(self.model, self._baseline_asks()))
+            self._set_baseline(*self.engine.measure(self.model, self._baseline_queries()))
         example = self._example()
         classes = len(self.engine.names)
-        return Bench(
+        return TrialRunner(
             self.engine,
             self.model,
             self.base,
             forget=list(zip(self.tried, self.limits, strict=True)),
             retain=self.kept,
-            mending=Group("train", None, self.everything, settings.repair_images, settings.seed),
+            mending=Selection("train", None, self.everything, settings.repair_images, settings.seed),
             norms=norms_behind(self.model, self.sites, example) if settings.repair else [],
             layerwise=settings.repair_by == "layers",
             classifier=find_classifier(self.model, classes, example) if self.request.kind == "class" else None,

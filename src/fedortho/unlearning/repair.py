@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fedortho.models.sites import Site
-from fedortho.models.split import BATCH, Cut, received, run_tail
+from fedortho.models.split import BATCH, Split, received, run_tail
 from fedortho.statistics.observe import Observation
 
 LEAST = 8  # images behind the last whole batch; fewer are no statistics and are left out
@@ -50,18 +50,18 @@ def _estimating(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
             norm.eval()
 
 
-def repair(twin: nn.Module, cut: Cut, names: Sequence[str], remembered: Tensor) -> tuple[dict[str, Tensor], int]:
+def repair(twin: nn.Module, split: Split, names: Sequence[str], cached: Tensor) -> tuple[dict[str, Tensor], int]:
     """Re-estimate the named batch norms on remembered retain inputs, in place; the new buffers, and from how many."""
-    used = usable(len(remembered))
+    used = usable(len(cached))
     last = used % BATCH if used > BATCH else 0  # images of a smaller batch
-    whole, rest = remembered[:used].split([used - last, last])
+    whole, rest = cached[:used].split([used - last, last])
     counters = {f"{n}.num_batches_tracked": twin.get_buffer(f"{n}.num_batches_tracked").clone() for n in names}
     with torch.no_grad(), _estimating(twin, names):
-        run_tail(twin, cut, whole)  # equal batches: a plain mean is right
+        run_tail(twin, split, whole)  # equal batches: a plain mean is right
         if last:
             for name in names:
                 twin.get_submodule(name).momentum = last / used  # type: ignore[assignment]  # its share of all
-            run_tail(twin, cut, rest)
+            run_tail(twin, split, rest)
     for name, value in counters.items():
         twin.get_buffer(name).copy_(value)  # how often it was trained is no business of a repair
     buffers = [f"{name}.{kind}" for name in names for kind in ("running_mean", "running_var")]
@@ -78,7 +78,7 @@ def usable(images: int) -> int:
     return images - rest if images > BATCH and rest < LEAST else images
 
 
-def norm_sums(twin: nn.Module, cut: Cut, name: str, remembered: Tensor) -> tuple[Tensor, int]:
+def norm_sums(twin: nn.Module, split: Split, name: str, cached: Tensor) -> tuple[Tensor, int]:
     """Sum and sum of squares of what a norm receives in eval mode, (2, channels), float64, and of how many values."""
     found: list[Tensor] = []
     count = 0
@@ -92,7 +92,7 @@ def norm_sums(twin: nn.Module, cut: Cut, name: str, remembered: Tensor) -> tuple
     handle = twin.get_submodule(name).register_forward_pre_hook(add)
     try:
         with torch.no_grad():
-            run_tail(twin, cut, remembered)
+            run_tail(twin, split, cached)
     finally:
         handle.remove()
     return torch.stack(found).sum(0), count

@@ -29,7 +29,7 @@ def communication(cost: Mapping[str, Any]) -> float:
     return float(cost["bytes_up"] + cost["bytes_down"])
 
 
-def cost_figure(costs: Mapping[str, Mapping[str, Any]], ours: str = "fedortho", standard: str = "retrain") -> "Figure":
+def cost_figure(costs: Mapping[str, Mapping[str, Any]], ours: str = "hide", standard: str = "retrain") -> "Figure":
     """Communication and computation of each method on log axes (paper, Fig. 5); where nothing travels, the latter only.
 
     Costs hold `bytes_up`, `bytes_down` and `flops`, as a comparison's rows do.
