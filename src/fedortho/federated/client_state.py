@@ -225,7 +225,7 @@ class ClientState:
         for query in queries:
             if query.statistic.by_label and query.statistic.kind != "right":
                 raise FedOrthoError(
-                    f"{query.statistic.kind} by label is refused; by label a client tells only how many answers are right"
+                    f"{query.statistic.kind} by label is refused; a client gives only counts of right answers by label"
                 )
             groups = [self._select(group, held, note["share"], least) for group in query.selections]
             small = [0 < len(group) < least for group in groups]
