@@ -20,6 +20,10 @@ class BadCheckpoint(FedOrthoError):
     """A weights or run file that is damaged, foreign, or of a kind that is never read."""
 
 
+class BadRecord(BadCheckpoint):
+    """A JSON record with missing, unknown or wrongly typed keys, or of a schema that cannot be read."""
+
+
 class BadSetting(FedOrthoError):
     """A setting outside its range, or two settings that contradict each other."""
 
