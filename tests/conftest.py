@@ -1,9 +1,11 @@
-"""Small real things that tests share: toy images and a tiny network; every test has a cache of its own."""
+"""Toy images and small trained networks that tests share; decoded images are cached per session."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from once import session_directory, trained_once
 from small import TinyNet
 from torch import nn
 
@@ -14,12 +16,13 @@ from fedortho.training.loop import fit
 from fedortho.training.recipe import Recipe
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Decoded images never come from, or land in, the cache of whoever runs the tests."""
-    place = tmp_path_factory.getbasetemp() / "cache"
-    monkeypatch.setenv("FEDORTHO_CACHE", str(place))
-    return place
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The cache of decoded images of this session; the user's own cache is neither read nor written."""
+    place = session_directory(tmp_path_factory) / "cache"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("FEDORTHO_CACHE", str(place))
+        yield place
 
 
 torch.set_num_threads(1)  # the nets are tiny: a second thread only waits for the first
@@ -43,11 +46,15 @@ def digits() -> Dataset:
 
 
 @pytest.fixture(scope="session")
-def digit_nets(digits: Dataset) -> dict[str, nn.Module]:
+def digit_nets(digits: Dataset, tmp_path_factory: pytest.TempPathFactory) -> dict[str, nn.Module]:
     """Both small networks, trained on digits with orthogonal kernels to over 95 %."""
     recipe = Recipe(epochs=8, batch_size=64, lr=0.05, flip=0.0, crop=1)
-    names = ("vgg-mini", "resnet-mini")
-    return {name: fit(build_model(name, num_classes=10, channels=1), digits.train, recipe) for name in names}
+
+    def trained(name: str) -> nn.Module:
+        model = build_model(name, num_classes=10, channels=1)
+        return trained_once(tmp_path_factory, f"digits-{name}", model, lambda model: fit(model, digits.train, recipe))
+
+    return {name: trained(name) for name in ("vgg-mini", "resnet-mini")}
 
 
 @pytest.fixture

@@ -1,16 +1,19 @@
 """Runs that forgot, and bundles of them."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from bundles import HOW, REQUEST, Runs
+from once import made_once
 
 from fedortho.cli.report import report_command
 from fedortho.data.request import ForgetRequest
 from fedortho.evidence.bundle import make_bundle
 from fedortho.evidence.signature import make_key
 from fedortho.requests.forgetting import forget_run
+from fedortho.runs.run import open_run
 from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
 
@@ -19,21 +22,23 @@ TRAINED = TrainSettings(data="digits", model="vgg-mini", epochs=2, batch_size=64
 
 @pytest.fixture(scope="package")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """A model, the same without class 3, and without class 5 as well."""
+    """A model, the same after forgetting class 3, and after forgetting class 5 as well; a copy for each process."""
     place = tmp_path_factory.mktemp("runs")
-    first = train_run(place / "first", TRAINED)
-    data, found = first.load_data(), {"first": first}
-    for name, parent, words in (("second", "first", "class:3"), ("third", "second", "class:5")):
-        request = ForgetRequest.parse(words)
-        undo = place / f"{name}.undo"
-        run = forget_run(found[parent], data, request, HOW, out=place / name, undo=undo).run
-        assert run is not None
-        found[name] = run
-    about = {"schema": 1, "request": "class:3", "sentence": '3 is "gone".', "label": "none run"}
-    about["digests"] = {"after": found["second"].record["model"]["digest"]}
-    (place / "second" / "verdict.json").write_text(json.dumps(about))
+    shutil.copytree(made_once(tmp_path_factory, "evidence", _write_runs), place, dirs_exist_ok=True)
+    return {name: open_run(place / name) for name in ("first", "second", "third")}
+
+
+def _write_runs(place: Path) -> None:
+    run = train_run(place / "first", TRAINED)
+    data = run.load_data()
+    for name, words in (("second", "class:3"), ("third", "class:5")):
+        forgot = forget_run(run, data, ForgetRequest.parse(words), HOW, out=place / name, undo=place / f"{name}.undo")
+        assert forgot.run is not None
+        run = forgot.run
+    verdict = {"schema": 1, "request": "class:3", "sentence": '3 is "gone".', "label": "none run"}
+    verdict["digests"] = {"after": open_run(place / "second").record["model"]["digest"]}
+    (place / "second" / "verdict.json").write_text(json.dumps(verdict))
     report_command(place / "second", device="cpu")
-    return found
 
 
 @pytest.fixture(scope="package")

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from once import trained_once
 from small import SETTINGS
 from torch import nn
 
@@ -21,7 +22,7 @@ Make = Callable[..., FederatedEngine]
 
 @pytest.fixture
 def make_engine(tmp_path: Path, own_cache: Path) -> Make:
-    """An engine over clients in this process; changes go to the settings."""
+    """A function that builds an engine over clients in this process, with changed settings."""
 
     def make(**changes: object) -> FederatedEngine:
         settings = replace(SETTINGS, **changes)  # type: ignore[arg-type]
@@ -32,8 +33,8 @@ def make_engine(tmp_path: Path, own_cache: Path) -> Make:
 
 
 @pytest.fixture(scope="session")
-def tiny_digits(digits: Dataset) -> nn.Module:
-    """The tiny network, trained a little, so that its kernels have something to say."""
-    return fit(
-        build_model("small:TinyNet", num_classes=10, channels=1), digits.train, Recipe(epochs=3, crop=0, flip=0.0)
-    )
+def tiny_digits(digits: Dataset, tmp_path_factory: pytest.TempPathFactory) -> nn.Module:
+    """The tiny network after three epochs on digits."""
+    recipe = Recipe(epochs=3, crop=0, flip=0.0)
+    model = build_model("small:TinyNet", num_classes=10, channels=1)
+    return trained_once(tmp_path_factory, "digits-tiny", model, lambda model: fit(model, digits.train, recipe))

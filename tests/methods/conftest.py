@@ -1,6 +1,7 @@
-"""A small trained network and an engine over digits, for what is peculiar to single methods."""
+"""A small trained network and a central engine over digits."""
 
 import pytest
+from once import trained_once
 from torch import nn
 
 from fedortho.data.images import Dataset
@@ -11,9 +12,10 @@ from fedortho.training.recipe import Recipe
 
 
 @pytest.fixture(scope="session")
-def small_net(digits: Dataset) -> nn.Module:
+def small_net(digits: Dataset, tmp_path_factory: pytest.TempPathFactory) -> nn.Module:
+    recipe = Recipe(epochs=6, crop=0, flip=0.0, lr=0.1, batch_size=32)
     model = build_model("small:SmallNet", num_classes=10, channels=1)
-    return fit(model, digits.train, Recipe(epochs=6, crop=0, flip=0.0, lr=0.1, batch_size=32))
+    return trained_once(tmp_path_factory, "digits-small", model, lambda model: fit(model, digits.train, recipe))
 
 
 @pytest.fixture

@@ -59,9 +59,9 @@ def test_a_mixed_epoch_shows_every_image_once_and_turns_do_so_in_turn(toy: Image
     ],
 )
 def test_a_handful_of_left_over_images_joins_the_step_before(
-    toy: Images, number: int, batch: int, sizes: list[int]
+    toy: Images, number: int, batch_size: int, sizes: list[int]
 ) -> None:
-    steps = plan_steps([TrainingSet(toy.subset([place % 100 for place in range(number)]))], batch, 0, 0, "mixed")
+    steps = plan_steps([TrainingSet(toy.subset([place % 100 for place in range(number)]))], batch_size, 0, 0, "mixed")
     assert [len(rows[0]) for rows in steps] == sizes
 
 

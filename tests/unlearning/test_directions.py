@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from fedortho.audits.statistic import recall
 from torch import Tensor, nn
 
+from fedortho.audits.probe import recall
 from fedortho.data.images import Dataset, Images
 from fedortho.data.request import ForgetRequest
 from fedortho.engines.central import CentralEngine
