@@ -1,13 +1,13 @@
-"""What audits say of models that never knew: every ordered pair of retrained models as (forgotten, reference).
+"""Audits of retrained models against each other: every ordered pair of references as (forgotten, reference).
 
-    python benchmarks/calibration.py --data-dir ../shared/data [--run NAME] [--request class:1] [--seeds 0,1,2,3,4]
+    python benchmarks/calibration.py --data-dir ../shared/data [--networks DIR] [--run NAME] [--request class:1]
 
-Reads the original and its references from benchmarks/runs (benchmarks/manifest.py trains them), goes on where it was
-stopped, and writes benchmarks/results/calibration.json after each pair: all values, and the limits that follow (the
-largest value, if it is above the proposal). `CALIBRATED` of src/fedortho/audits/limits.py must say the same.
+Takes the original and its references from --networks (and trains those of the manifest that are missing), resumes where
+it was stopped, and writes benchmarks/results/calibration.json after each pair: all values, and the thresholds that
+follow (the largest value where it is above the proposed threshold). `CALIBRATED` of src/fedortho/audits/thresholds.py
+has the same values.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from manifest import REPORTED, RUNS
+from manifest import REPORTED, benchmark_parser, check_digest, open_network, original_name, reference_names
 
 from fedortho.audits import run_audits
 from fedortho.audits.audit import Audit
@@ -26,30 +26,28 @@ from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadCheckpoint
 from fedortho.evaluation.case import Case
 from fedortho.requests.references import find_reference, reference_settings
-from fedortho.runs.run import Run, open_run
+from fedortho.runs.run import Run
 from fedortho.storage.provenance import write_results
 
-ORIGINAL = "cifar10-vgg-mini-lazy-0.1-seed0"
 OUT = Path(__file__).parent / "results" / "calibration.json"
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", default="../shared/data")
-    parser.add_argument("--runs", type=Path, default=RUNS)
-    parser.add_argument("--run", default=ORIGINAL, help="the original")
+def main(words: list[str] | None = None) -> None:
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--run", default=original_name("vgg-mini"), help="name of the original")
     parser.add_argument("--request", default=REPORTED)
-    parser.add_argument("--seeds", default="0,1,2,3,4", help="of the references, three or more")
+    parser.add_argument("--seeds", default="0,1,2,3,4", help="seeds of the references, three or more")
     parser.add_argument("--out", type=Path, default=OUT)
-    given = parser.parse_args(arguments)
+    given = parser.parse_args(words)
     torch.set_num_threads(1)
-    run, request = open_run(given.runs / given.run), ForgetRequest.parse(given.request)
+    run = open_network(given.networks, given.run, given.data_dir)
+    request = ForgetRequest.parse(given.request)
     references = {seed: reference(run, request, seed, given.data_dir) for seed in map(int, given.seeds.split(","))}
-    digests = {str(seed): found.record["model"]["digest"] for seed, found in references.items()}
+    digests = {str(seed): other.record["model"]["digest"] for seed, other in references.items()}
     about = {"original": run.record["model"]["digest"], "references": digests, "request": str(request)}
     saved = json.loads(given.out.read_text()) if given.out.exists() else {}
     rows: list[dict[str, Any]] = saved.get("rows", []) if saved.get("about") == about else []
-    command = "python benchmarks/calibration.py " + " ".join(sys.argv[1:] if arguments is None else arguments)
+    command = "python benchmarks/calibration.py " + " ".join(sys.argv[1:] if words is None else words)
     for row in measure(run, references, request, given.data_dir, rows):
         rows.append(row)
         print(row["forgot"], row["reference"], row["values"], row["outcomes"], flush=True)
@@ -62,9 +60,9 @@ def main(arguments: list[str] | None = None) -> None:
 def measure(
     run: Run, references: dict[int, Run], request: ForgetRequest, data_dir: str, done: list[dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """All audits of each pair that is not done; what is measured on one model is measured once."""
+    """All audits of each pair that is not done; measurements of one model are shared between its pairs."""
     original, data, cache = run.load_model(), run.load_data(data_dir), MeasurementCache()
-    models = {seed: found.load_model() for seed, found in references.items()}
+    models = {seed: other.load_model() for seed, other in references.items()}
     pairs = {(row["forgot"], row["reference"]) for row in done}
     for forgot, other in permutations(models, 2):
         if (forgot, other) not in pairs:
@@ -75,11 +73,15 @@ def measure(
 
 
 def reference(run: Run, request: ForgetRequest, seed: int, data_dir: str) -> Run:
+    """The reference of this seed; one that the manifest lists is trained if it is missing."""
+    for name in reference_names(run.path.name, str(request)):
+        if name.endswith(f"-seed{seed}"):
+            return open_network(run.path.parent, name, data_dir)
     settings = reference_settings(run, request, seed=seed, data_dir=data_dir)
     found = find_reference(run.path.parent, settings, run.record["data"]["digest"])
     if found is None:
-        raise BadCheckpoint(f"no reference of seed {seed} for {run.path}; train it by benchmarks/manifest.py")
-    return found
+        raise BadCheckpoint(f"no reference of seed {seed} for {run.path}; train it with fedortho train --without")
+    return check_digest(found)
 
 
 def third(seeds: list[int], forgot: int, reference: int) -> int:
@@ -89,24 +91,24 @@ def third(seeds: list[int], forgot: int, reference: int) -> int:
 
 
 def summary(audits: list[Audit]) -> dict[str, Any]:
-    """What is held against each limit (None: not measured), outcomes and details."""
-    found = {audit.name: audit for audit in audits}
-    relearnt = found["C3"].details.get("values", {})
-    speeds = [value for name, value in relearnt.items() if name != "prototype"]
+    """The value of each threshold's audit (None: not measured), outcomes and details."""
+    by_name = {audit.name: audit for audit in audits}
+    relearning = by_name["C3"].details.get("values", {})
+    speeds = [value for name, value in relearning.items() if name != "prototype"]
     values = {
-        "probe": found["C1"].value,
-        "norms": found["C2"].value,
-        "prototype": relearnt.get("prototype"),
+        "probe": by_name["C1"].value,
+        "norms": by_name["C2"].value,
+        "prototype": relearning.get("prototype"),
         "speed-up": max(speeds, default=None),
-        "distance": found["C5"].value,
-        "copies": found["C6"].value,
+        "distance": by_name["C5"].value,
+        "copies": by_name["C6"].value,
     }
     return {
         "values": values,
-        "outcomes": {name: audit.outcome for name, audit in found.items()},
-        "says": {name: audit.says for name, audit in found.items()},
-        "details": {name: dict(audit.details) for name, audit in found.items()},
-        "seconds": {name: round(audit.seconds, 1) for name, audit in found.items()},
+        "outcomes": {name: audit.outcome for name, audit in by_name.items()},
+        "says": {name: audit.says for name, audit in by_name.items()},
+        "details": {name: dict(audit.details) for name, audit in by_name.items()},
+        "seconds": {name: round(audit.seconds, 1) for name, audit in by_name.items()},
     }
 
 

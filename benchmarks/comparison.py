@@ -1,16 +1,16 @@
-"""All methods on the same networks: hyper-parameters found by an equal budget on one class, then compared on another.
+"""All methods on the same networks: hyper-parameters tuned on one class by an equal budget, compared on another class.
 
     python benchmarks/comparison.py tune --data-dir ../shared/data --model vgg-mini
     python benchmarks/comparison.py compare --data-dir ../shared/data --model vgg-mini --seed 0
     python benchmarks/comparison.py federation --data-dir ../shared/data --run RUN --request client:7 --references DIR
 
-Networks are those of benchmarks/manifest.py, which says how the class was drawn. `tune` gives every method six trials
-of 10,000 images and at most two epochs on validation images of seed 0 and another class; `compare` lets each method
-that trains go once over the data (a sixth of retraining), at the rate that tuning found. Both go on where they were
-stopped. Settings go to src/fedortho/tuned, results to benchmarks/results/comparison.json, models to runs/comparison.
+Networks come from --networks and are trained there if they are missing; benchmarks/manifest.py says how the class was
+drawn. `tune` gives every method six trials of 10,000 images and at most two epochs on validation images of seed 0 and
+another class; `compare` gives each method that trains one epoch (a sixth of retraining) at the tuned learning rate.
+Both resume where they were stopped. Tuned settings go to src/fedortho/methods/tuned, all trials to
+benchmarks/results/tuning, results to benchmarks/results/comparison.json, edited models to runs/comparison.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from manifest import REPORTED, RUNS, TUNED_ON, original
+from manifest import REPORTED, TUNED_ON, benchmark_parser, open_network, original_name, reference_names
 
 from fedortho.data.request import ForgetRequest
 from fedortho.methods import METHODS
@@ -32,22 +32,22 @@ from fedortho.storage.settings import field_types
 
 HERE = Path(__file__).parent
 OUT = HERE / "results" / "comparison.json"
+TUNING = HERE / "results" / "tuning"
 MODELS = HERE.parent / "runs" / "comparison"
 ORDER = ("engine", "model", "seed", "request")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(words: list[str] | None = None) -> None:
+    parser = benchmark_parser(__doc__)
     parser.add_argument("part", choices=("tune", "compare", "federation"))
-    parser.add_argument("--data-dir", default="../shared/data")
     parser.add_argument("--model", default="vgg-mini")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--run", type=Path, help="federation: the run to forget from")
+    parser.add_argument("--run", type=Path, help="federation: run directory of the trained federation")
     parser.add_argument("--request", default=REPORTED)
-    parser.add_argument("--references", type=Path, default=RUNS)
+    parser.add_argument("--references", type=Path, help="directory of the references; default: --networks")
     parser.add_argument("--methods", default="all")
-    parser.add_argument("--epochs", type=int, default=1, help="passes (in a federation rounds) of methods that train")
-    arguments = parser.parse_args()
+    parser.add_argument("--epochs", type=int, default=1, help="epochs (in a federation: rounds) of methods that train")
+    arguments = parser.parse_args(words)
     if arguments.part == "tune":
         find_settings(arguments)
     else:
@@ -55,12 +55,14 @@ def main() -> None:
 
 
 def find_settings(arguments: Any) -> None:
-    run = original(arguments.model, 0, arguments.data_dir)
-    out, request = TUNED / f"cifar10-{arguments.model}.json", ForgetRequest.parse(TUNED_ON)
-    tune_all(run, run.load_data(arguments.data_dir), request, chosen_methods(arguments.methods), out, watch=tell)
+    run = open_network(arguments.networks, original_name(arguments.model), arguments.data_dir)
+    out, request = TUNING / f"cifar10-{arguments.model}.json", ForgetRequest.parse(TUNED_ON)
+    data, methods = run.load_data(arguments.data_dir), chosen_methods(arguments.methods)
+    tune_all(run, data, request, methods, out, watch=print_trial)
+    out.replace(TUNED / out.name)  # the trials stay beside the other results
 
 
-def tell(name: str, number: int, trial: Attempt) -> None:
+def print_trial(name: str, number: int, trial: Attempt) -> None:
     print(name, json.dumps(asdict(trial)), file=sys.stderr, flush=True)
 
 
@@ -69,21 +71,23 @@ def measure(arguments: Any) -> None:
     run = (
         open_run(arguments.run).at(arguments.data_dir)
         if is_federation
-        else original(arguments.model, arguments.seed, arguments.data_dir)
+        else open_network(arguments.networks, original_name(arguments.model, arguments.seed), arguments.data_dir)
     )
     settings = read_settings(run.settings.data, run.settings.model, "tuned")
     for name, kind in METHODS.items():
         if issubclass(kind, Schedule):
             settings[name] = settings.get(name, {}) | {"epochs": arguments.epochs}
-            if is_federation and "batch" in field_types(kind):
-                settings[name] |= {"batch": run.settings.batch_size}
+            if is_federation and "batch_size" in field_types(kind):
+                settings[name] |= {"batch_size": run.settings.batch_size}
     request = ForgetRequest.parse(arguments.request)
     about = {"run": run.path.name, "model": run.settings.model, "seed": run.settings.seed, "request": str(request)}
     about["engine"] = "federation" if is_federation else "central"
-    place = MODELS / f"{run.path.name}-{request.word}"
-    data = run.load_data()
+    for reference in reference_names(run.path.name, str(request)):
+        open_network(arguments.networks, reference, arguments.data_dir)
+    place, references = MODELS / f"{run.path.name}-{request.word}", arguments.references or arguments.networks
+    data = run.load_data(arguments.data_dir)
     for name in chosen_methods(arguments.methods):
-        (row,) = compare(run, data, request, [name], place, settings=settings, references=arguments.references)
+        (row,) = compare(run, data, request, [name], place, settings=settings, references=references)
         add(about | asdict(row))
 
 

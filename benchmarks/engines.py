@@ -1,4 +1,4 @@
-"""What the engines cost: transport alone, rounds in which clients train, and memory for many clients.
+"""Costs of the engines: transport alone, rounds of training, and memory for many clients.
 
     python benchmarks/engines.py [--rounds 5]          # needs the extra `simulation`; use a quiet machine
 
@@ -42,12 +42,12 @@ TRAINING = FederateSettings(
 )
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=HERE / "results" / "engines.json")
     parser.add_argument("--memory", type=int, default=0, help=argparse.SUPPRESS)  # a child process: so many clients
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     if arguments.memory:
         print(json.dumps(peak_memory(arguments.memory)))
         return
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def sizes() -> dict[str, Any]:
-    """What one client of ResNet-50 really sends: answers to a class request, and a round of training."""
+    """Bytes of one ResNet-50 client: statistics for a class request, and a round of training."""
     settings = replace(TRAINING, model="resnet50", clients=2, least_group=1, threads=1, valid=0.99, least_images=2)
     data = load_run_data(settings)
     model = build_model("resnet50", num_classes=10, channels=1)
@@ -83,12 +83,12 @@ def sizes() -> dict[str, Any]:
         observe = federation.transport.log[-1]
         federation.fit(model, Selection(), replace(settings.recipe, epochs=1))
         trained = federation.transport.log[-1]
-    found = {"observe_up": max(observe.up.values()), "observe_down": max(observe.down.values())}
-    return found | {"round_up": max(trained.up.values()), "round_down": max(trained.down.values())}
+    query = {"observe_up": max(observe.up.values()), "observe_down": max(observe.down.values())}
+    return query | {"round_up": max(trained.up.values()), "round_down": max(trained.down.values())}
 
 
 def on_engine(engine: str, client: Any, job: Callable[[Any], None]) -> float:
-    """Run a job over a grid of this engine; the seconds that the whole took, with start-up."""
+    """Seconds of a job over a grid of this engine, start-up included."""
     started = time.perf_counter()
     if engine == "inprocess":
         job(LocalGrid(client_app(client) if isinstance(client, dict) else client, CLIENTS))
@@ -111,7 +111,7 @@ def on_engine(engine: str, client: Any, job: Callable[[Any], None]) -> float:
 
 
 def transport(engine: str, rounds: int) -> dict[str, Any]:
-    """A model out, a model back: read and written again on both sides, and nothing done with it."""
+    """A model to every client and back, deserialised and serialised on both sides, without training."""
     from flwr.app import Context, Message
     from flwr.clientapp import ClientApp
 
@@ -145,7 +145,7 @@ def transport(engine: str, rounds: int) -> dict[str, Any]:
 
 
 def training(engine: str, rounds: int) -> dict[str, Any]:
-    """Ten clients train on 486 images each: one after the other with two threads, or two at a time with one each."""
+    """Ten clients train on 486 images each: in sequence with two threads, or two at a time with one thread each."""
     settings = replace(TRAINING, threads=2 if engine == "inprocess" else 1)
     data = load_run_data(settings)
     seconds: list[float] = []
@@ -168,12 +168,12 @@ def _summary(seconds: list[float], whole: float) -> dict[str, Any]:
 
 
 def _peak() -> int:
-    """Peak memory of this process in kilobytes; the resource module would tell its parent's."""
+    """Peak memory of this process in kilobytes; the resource module counts the parent's too."""
     return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])  # type: ignore[index]  # Linux
 
 
 def peak_memory(clients: int) -> dict[str, Any]:
-    """Two rounds of ten clients, the model to all, statistics from all: the peak of this process, in megabytes."""
+    """Peak memory of this process: two rounds of ten clients, then statistics from all clients."""
     torch.set_num_threads(1)
     settings = replace(TRAINING, clients=clients, fraction=10 / clients, least_images=2, threads=1, least_group=1)
     data = load_run_data(settings)

@@ -1,10 +1,10 @@
-"""A federation of 100 clients on CIFAR-10: train it, retrain it without what must go, forget, and compare.
+"""A federation of 100 clients on CIFAR-10: train it, retrain it without the forget set, forget, and compare.
 
     python benchmarks/federation.py --data-dir ../shared/data [--train original,retrain-class,...] [--requests]
 
-Trainings go into --runs (resumable; two processes may train different ones), requests are then measured on
-them. Every figure is on test images, or for clients and samples on the training images that must go, as the
-paper defines it; trials never see test images.
+Trainings go into --runs (resumable; two processes may train different ones), --requests measures requests on them.
+Class accuracies are on test images; the forget accuracy of clients and samples is on the training images of the forget
+set, as the paper defines it. Trials use no test image.
 """
 
 import argparse
@@ -51,18 +51,18 @@ SETTINGS = FederateSettings(
 )
 FURTHER_ROUNDS = 20
 FT_ROUNDS = 5
-PARTS = ("training", "class", "client", "samples", "robust-recovery", "paper-recovery")
+PARTS = ("training", "class", "client", "samples", "hide-recovery", "paper-recovery")
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data-dir", required=True)
+    parser.add_argument("--data-dir", default="../shared/data")
     parser.add_argument("--runs", type=Path, default=Path("runs/federation"))
-    parser.add_argument("--train", default="", help="which trainings, with commas; empty: all that are missing")
+    parser.add_argument("--train", default="", help="trainings, separated by commas; default: all")
     parser.add_argument("--requests", action="store_true", help="measure requests on the trained runs")
-    parser.add_argument("--parts", default=",".join(PARTS), help="which measurements")
+    parser.add_argument("--parts", default=",".join(PARTS), help="measurements, separated by commas")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "federation-cifar10.json")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     torch.set_num_threads(1)
     base = replace(SETTINGS, data_dir=arguments.data_dir)
     data = load_run_data(base)
@@ -74,8 +74,8 @@ def main() -> None:
         command = f"python benchmarks/federation.py --data-dir {arguments.data_dir} [--requests]"
         with locked(arguments.out.with_suffix(".writing")):  # two processes may measure different parts
             before = read_json(arguments.out)["rows"] if arguments.out.exists() else []
-            kept = [row for row in before if row["part"] != part]
-            everything = sorted([*kept, *rows], key=lambda row: PARTS.index(row["part"]))
+            others = [row for row in before if row["part"] != part]
+            everything = sorted([*others, *rows], key=lambda row: PARTS.index(row["part"]))
             write_results(arguments.out, "100 clients, CIFAR-10, vgg-mini", command, everything)
 
 
@@ -102,11 +102,11 @@ def train(path: Path, settings: FederateSettings) -> Run:
     with Progress() as bars:
         task = bars.add_task(path.name, total=settings.rounds)
 
-        def watch(news: RoundProgress) -> None:
-            part = news.answered / news.asked if news.asked else 0
-            bars.update(task, completed=news.round + part)
-            if not news.asked:
-                print(path.name, news.history[-1], f"{time.time() - started:.0f} s", flush=True)
+        def watch(progress: RoundProgress) -> None:
+            part = progress.answered / progress.asked if progress.asked else 0
+            bars.update(task, completed=progress.round + part)
+            if not progress.asked:
+                print(path.name, progress.history[-1], f"{time.time() - started:.0f} s", flush=True)
 
         return train_federation(path, settings, watch=watch)
 
@@ -133,7 +133,7 @@ def trained(name: str, run: Run) -> dict[str, Any]:
 
 
 def compared(kind: str, request: ForgetRequest, original: Run, retrained: Run, data: Dataset) -> list[dict[str, Any]]:
-    """The original, retraining, fine-tuning and the presets, for one request."""
+    """The original, retraining, fine-tuning, hide and paper, for one request."""
     settings = original.settings
     assert isinstance(settings, FederateSettings)
     clients = held_rows(data, settings, settings.partition_seed)
@@ -146,9 +146,7 @@ def compared(kind: str, request: ForgetRequest, original: Run, retrained: Run, d
     row |= sent(retrained, "train.local")
     rows.append(row | asdict(accuracies_of(retrained.load_model(), data, request, clients=clients)))
     rows.append(about | finetuned(original, request, data))
-    return rows + [
-        about | served(original, request, name, data) for name in ("robust", "robust, exact repair", "paper")
-    ]
+    return rows + [about | served(original, request, name, data) for name in ("hide", "hide, exact repair", "paper")]
 
 
 def sent(run: Run, kind: str = "") -> dict[str, Any]:
@@ -158,8 +156,8 @@ def sent(run: Run, kind: str = "") -> dict[str, Any]:
 
 
 def served(run: Run, request: ForgetRequest, name: str, data: Dataset) -> dict[str, Any]:
-    """A request under one preset; the robust one allows three points of retention."""
-    changes: dict[str, Any] = {"max_retain_drop": 0.03} if name.startswith("robust") else {}
+    """A request served by one method; hide has a retain budget of three points."""
+    changes: dict[str, Any] = {"max_retain_drop": 0.03} if name.startswith("hide") else {}
     if name.endswith("exact repair"):
         changes["repair_by"] = "layers"
     started = time.time()
@@ -176,7 +174,7 @@ def served(run: Run, request: ForgetRequest, name: str, data: Dataset) -> dict[s
 
 
 def finetuned(run: Run, request: ForgetRequest, data: Dataset) -> dict[str, Any]:
-    """Some more rounds on what stays, at a tenth of the first rate."""
+    """Further rounds on the retain set at a tenth of the learning rate."""
     started = time.time()
     model, up, down = more_rounds(run, run.load_model(), request, data, FT_ROUNDS, None)
     clients = held_rows(data, run.settings, run.settings.partition_seed)  # type: ignore[arg-type]  # a federation's
@@ -199,9 +197,9 @@ def more_rounds(
 
 
 def recovery(name: str, run: Run, data: Dataset, runs: Path) -> dict[str, Any]:
-    """Twenty more rounds on what stays after forgetting a class: silenced kernels held, or as the paper leaves them."""
+    """Twenty further rounds on the retain set after a class request; with hide the silenced kernels are frozen."""
     request, out = ForgetRequest.parse("class:cat"), runs / f"forgot-{name}"
-    changes: dict[str, Any] = {"max_retain_drop": 0.03} if name == "robust" else {"ratio": 0.3}
+    changes: dict[str, Any] = {"max_retain_drop": 0.03} if name == "hide" else {"ratio": 0.3}
     if not out.exists():
         forget_federated_run(run, request, preset(name, **changes), out=out, data=data)
     forgot = open_run(out)

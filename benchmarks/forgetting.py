@@ -1,14 +1,13 @@
-"""Class requests on the models of `benchmarks/orthogonality.py`: both presets, with and without orthogonality.
+"""Class requests on the networks of `benchmarks/orthogonality.py`: hide and paper, with and without orthogonality.
 
-    python benchmarks/forgetting.py --data-dir ../shared/data [--runs runs] [--dataset cifar10] [--classes 0,1,2]
+    python benchmarks/forgetting.py --data-dir ../shared/data [--networks DIR] [--dataset cifar10] [--classes 0,1]
 
-For each run and class: the robust preset; the paper's edit as printed (ratio 0.01); the paper's edit at the best ratio
-under the same retain budget; each also after batch-norm statistics were re-estimated on retained images (an attack that
-needs no label). Choices are made on validation images, the figures are from test images. Goes on where it was stopped
-and writes benchmarks/results/forgetting-DATASET.json after each class.
+For each network and class: hide; the paper's edit as printed (ratio 0.01); the paper's edit at the best ratio under the
+same retain budget; each also after batch-norm statistics are re-estimated on retained images (an attack that needs no
+label). Choices are made on validation images, the figures are from test images. Resumes where it was stopped and writes
+benchmarks/results/forgetting-DATASET.json after each class.
 """
 
-import argparse
 import copy
 import json
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from manifest import benchmark_parser, open_network, original_name
 from torch import nn
 
 from fedortho.data.images import Dataset, evaluation_batches
@@ -27,7 +27,7 @@ from fedortho.methods import preset
 from fedortho.models.predictions import accuracy
 from fedortho.models.sites import find_sites
 from fedortho.models.split import Split, entry_inputs, find_split, run_tail, tail_model
-from fedortho.runs.run import Run, open_run
+from fedortho.runs.run import Run
 from fedortho.statistics.ledger import load_ledger, write_ledger
 from fedortho.statistics.observe import Observation
 from fedortho.storage.provenance import write_results
@@ -39,38 +39,40 @@ HERE = Path(__file__).parent
 PAPER_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", default="../shared/data")
+def main(words: list[str] | None = None) -> None:
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--dataset", default="cifar10")
-    parser.add_argument("--runs", type=Path, default=HERE / "runs")
     parser.add_argument("--models", default="vgg-mini,resnet-mini")
     parser.add_argument("--variants", default="none,lazy-0.1")
     parser.add_argument("--classes", default="0,1,2,3,4,5,6,7,8,9")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-retain-drop", type=float, default=ForgetSettings().max_retain_drop)
     parser.add_argument("--out", type=Path, help="another result file, for a second process at the same time")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     torch.set_num_threads(1)
     out = arguments.out or HERE / "results" / f"forgetting-{arguments.dataset}.json"
     saved = json.loads(out.read_text()) if out.exists() else {}
     rows: list[dict[str, Any]] = saved.get("rows", [])
     more: dict[str, list[dict[str, Any]]] = {key: saved.get(key, []) for key in ("timing", "sequence", "samples")}
     done = {(row["model"], row["variant"], row["class"]) for row in rows}
+
+    def name(model: str, variant: str) -> str:
+        return original_name(model, arguments.seed, variant, arguments.dataset)
+
     pairs = [(model, variant) for variant in arguments.variants.split(",") for model in arguments.models.split(",")]
     for model, variant in pairs:
-        run = open_run(arguments.runs / f"{arguments.dataset}-{model}-{variant}-seed{arguments.seed}")
+        run = open_network(arguments.networks, name(model, variant), arguments.data_dir)
         data = run.load_data(arguments.data_dir)
-        ledger, bench = ledger_of(run, data), TestBench(run.load_model(), data)
+        ledger, test = ledger_of(run, data), CachedTest(run.load_model(), data)
         for label in map(int, arguments.classes.split(",")):
             if (model, variant, label) not in done:
                 about = {"model": model, "variant": variant, "class": label}
-                rows += measure(run, data, ledger, bench, arguments.max_retain_drop, about)
+                rows += measure(run, data, ledger, test, arguments.max_retain_drop, about)
                 save(out, arguments.dataset, rows, more)
     for model, variant in pairs:
         if variant == "none":
             continue  # the rest is about the method, not about orthogonality
-        run = open_run(arguments.runs / f"{arguments.dataset}-{model}-{variant}-seed{arguments.seed}")
+        run = open_network(arguments.networks, name(model, variant), arguments.data_dir)
         data = run.load_data(arguments.data_dir)
         for key, measured in (("timing", timing), ("samples", samples), ("sequence", sequence)):
             if not any(row["model"] == model and row["variant"] == variant for row in more[key]):
@@ -87,7 +89,7 @@ def save(out: Path, dataset: str, rows: list[dict[str, Any]], more: dict[str, li
 
 
 def timing(run: Run, data: Dataset, ledger: Observation) -> list[dict[str, Any]]:
-    """Seconds and images of observing (ledger, data), of a request at a fixed ratio, and of a full robust one."""
+    """Seconds and images of observing (ledger, data), of a request at a fixed ratio, and of one with hide."""
     model, request = run.load_model(), ForgetRequest.parse("class:3")
     fixed = ForgetSettings(ratio=0.1)
     rows = []
@@ -95,7 +97,7 @@ def timing(run: Run, data: Dataset, ledger: Observation) -> list[dict[str, Any]]
         ("observe, ledger", replace(fixed, repair=False), ledger),
         ("observe, data", replace(fixed, repair=False), None),
         ("fixed ratio", fixed, ledger),
-        ("robust", ForgetSettings(max_retain_drop=0.05), ledger),
+        ("hide", ForgetSettings(max_retain_drop=0.05), ledger),
     ):
         outcome = plan_forgetting(model, central_engine(model, data, known), request, settings)
         seconds = outcome.seconds["statistics"] + (0 if name.startswith("observe") else outcome.seconds["edit"])
@@ -106,7 +108,7 @@ def timing(run: Run, data: Dataset, ledger: Observation) -> list[dict[str, Any]]
 
 
 def sequence(run: Run, data: Dataset, ledger: Observation) -> list[dict[str, Any]]:
-    """Five classes one after the other, the budget allowing 2 points each; stops at a refusal."""
+    """Five classes one after the other, each with a retain budget of 2 points; stops at a refusal."""
     model: nn.Module = run.load_model()
     done: list[ForgetRequest] = []
     rows: list[dict[str, Any]] = []
@@ -123,8 +125,10 @@ def sequence(run: Run, data: Dataset, ledger: Observation) -> list[dict[str, Any
         model = outcome.patch.apply(model)
         end = accuracies_of(model, data, request, forgotten=before)
         done.append(request)
-        gone = {str(old): accuracies_of(model, data, old).forget for old in done}
-        rows.append({"request": str(request), "retain_before": start.retain, "retain": end.retain, "forgotten": gone})
+        forgotten = {str(old): accuracies_of(model, data, old).forget for old in done}
+        rows.append(
+            {"request": str(request), "retain_before": start.retain, "retain": end.retain, "forgotten": forgotten}
+        )
         print(rows[-1], flush=True)
     return rows
 
@@ -149,21 +153,21 @@ def samples(run: Run, data: Dataset, ledger: Observation) -> list[dict[str, Any]
     return rows
 
 
-class TestBench:
-    """The test images as the tail of one network receives them, so that judging an edit runs only the tail."""
+class CachedTest:
+    """Activations of the test images where the network's tail begins; evaluating an edit runs the tail alone."""
 
     def __init__(self, model: nn.Module, data: Dataset) -> None:
         example = data.test.normalise(data.test.pixels[data.test.rows[:2]])
         sites = find_sites(model, data.test.shape, "deep", "channel", "stream")
-        self.cut, self.labels, self.names = find_split(model, sites, example), data.test.labels, data.test.names
-        parts = [entry_inputs(model, self.cut, inputs) for inputs, _ in evaluation_batches(data.test)]
+        self.split, self.labels, self.names = find_split(model, sites, example), data.test.labels, data.test.names
+        parts = [entry_inputs(model, self.split, inputs) for inputs, _ in evaluation_batches(data.test)]
         self.cached = torch.cat(parts)
 
-    def judge(self, model: nn.Module, request: ForgetRequest) -> dict[str, float]:
+    def accuracies(self, model: nn.Module, request: ForgetRequest) -> dict[str, float]:
         with torch.no_grad():
-            right = run_tail(tail_model(model, self.cut), self.cut, self.cached).argmax(1) == self.labels
-        gone = torch.isin(self.labels, torch.tensor(request.labels(self.names)))
-        parts = {"forget": right[gone], "retain": right[~gone], "test": right}
+            right = run_tail(tail_model(model, self.split), self.split, self.cached).argmax(1) == self.labels
+        forget = torch.isin(self.labels, torch.tensor(request.labels(self.names)))
+        parts = {"forget": right[forget], "retain": right[~forget], "test": right}
         return {name: float(part.double().mean()) for name, part in parts.items()}
 
 
@@ -177,9 +181,9 @@ def ledger_of(run: Run, data: Dataset) -> Observation:
 
 
 def measure(
-    run: Run, data: Dataset, ledger: Observation, bench: TestBench, drop: float, about: dict[str, Any]
+    run: Run, data: Dataset, ledger: Observation, test: CachedTest, drop: float, about: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """One row per method for one class; `drop` is the retain accuracy that may be lost."""
+    """One row per method for one class; `drop` is the largest loss of retain accuracy."""
     model, request = run.load_model(), ForgetRequest.parse(f"class:{about['class']}")
 
     def attempt(settings: ForgetSettings) -> dict[str, Any]:
@@ -189,15 +193,15 @@ def measure(
             frontier = [replace(trial, patch=None) for trial in refusal.frontier]  # type: ignore[arg-type]  # not for a file
             return {"refused": str(refusal), "frontier": [asdict(trial) for trial in frontier]}
         edited = outcome.patch.apply(model)
-        return summary(outcome) | bench.judge(edited, request) | attacked(edited, data, request)
+        return summary(outcome) | test.accuracies(edited, request) | attacked(edited, data, request)
 
-    original = bench.judge(model, request) | {"before": run.record["model"]["digest"]}
+    original = test.accuracies(model, request) | {"before": run.record["model"]["digest"]}
     rows = [about | {"method": "original"} | original]
-    rows.append(about | {"method": "robust"} | attempt(ForgetSettings(max_retain_drop=drop)))
+    rows.append(about | {"method": "hide"} | attempt(ForgetSettings(max_retain_drop=drop)))
     rows.append(about | {"method": "paper"} | attempt(preset("paper")))
     best = best_ratio(model, data, request, ledger, drop)
-    found = {"refused": "no ratio keeps the budget"} if best is None else attempt(replace(preset("paper"), ratio=best))
-    rows.append(about | {"method": "paper, best ratio", "ratio": best} | found)
+    result = {"refused": "no ratio keeps the budget"} if best is None else attempt(replace(preset("paper"), ratio=best))
+    rows.append(about | {"method": "paper, best ratio", "ratio": best} | result)
     for row in rows:
         print(
             {key: row.get(key) for key in (*about, "method", "forget", "retain", "forget_bn", "retain_bn")}, flush=True
@@ -212,14 +216,14 @@ def summary(outcome: ForgetPlan) -> dict[str, Any]:
     if outcome.chosen is not None:
         value |= {"ratio": outcome.chosen.ratio, "scrub": outcome.chosen.scrub, "trials": len(outcome.trials)}
         pruned = [t for t in outcome.trials if t.ratio == outcome.chosen.ratio and not t.scrub]
-        value["forget_pruned_only"] = pruned[0].forget if pruned else None  # on the images set aside
+        value["forget_pruned_only"] = pruned[0].forget if pruned else None  # on validation images
     return value
 
 
 def best_ratio(
     model: nn.Module, data: Dataset, request: ForgetRequest, ledger: Observation, drop: float
 ) -> float | None:
-    """The ratio at which the paper's edit forgets most, on the images set aside, within the robust preset's budget."""
+    """The ratio within hide's retain budget at which the paper's edit has the lowest forget accuracy on validation."""
     none, *trials = trace_frontier(
         model, central_engine(model, data, ledger), request, preset("paper"), ratios=PAPER_RATIOS
     )
@@ -228,17 +232,17 @@ def best_ratio(
 
 
 def attacked(model: nn.Module, data: Dataset, request: ForgetRequest) -> dict[str, float]:
-    """What all test images of the class and 2,000 others get after all batch norms were re-estimated.
+    """Accuracy on all test images of the class and on 2,000 others after all batch norms are re-estimated.
 
     On 2,048 retained training images, without labels and gradients.
     """
-    retain, (gone, kept) = request.split(data.train)[1], request.split(data.test)
+    retain, (forget_test, retain_test) = request.split(data.train)[1], request.split(data.test)
     order = torch.Generator().manual_seed(1)
     part = retain.subset(torch.randperm(len(retain), generator=order)[:2048])
     victim = copy.deepcopy(model)
     repair(victim, Split(None), batch_norms(model), part.normalise(part.pixels[part.rows]))
-    some = kept.subset(torch.randperm(len(kept), generator=order)[:2000])
-    return {"forget_bn": accuracy(victim, gone), "retain_bn": accuracy(victim, some)}
+    part_test = retain_test.subset(torch.randperm(len(retain_test), generator=order)[:2000])
+    return {"forget_bn": accuracy(victim, forget_test), "retain_bn": accuracy(victim, part_test)}
 
 
 if __name__ == "__main__":

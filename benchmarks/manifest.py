@@ -1,113 +1,155 @@
-"""The CIFAR-10 networks that all benchmarks share: originals, and models that never saw what is asked to be forgotten.
+"""The CIFAR networks that the benchmarks share: originals, and references retrained without a class or samples.
 
-    python benchmarks/manifest.py --data-dir ../shared/data [--only vgg-mini]
+    python benchmarks/manifest.py --data-dir ../shared/data [--networks DIR] [--only vgg-mini]
+    python benchmarks/manifest.py --networks DIR --update
 
-Trains what is not there into benchmarks/runs, goes on where it was stopped, and lists all in
-benchmarks/runs/manifest.json. Several processes share the work: each takes what no other is at.
+benchmarks/manifest.json names every network by its digest and has the settings that it is trained by. The first command
+trains what is missing in DIR (benchmarks/networks by default, which git ignores), resumes what was stopped, and refuses
+by name a network with other weights. Several processes can share the work. The second command writes the manifest from
+the networks in DIR, for instance after training on a processor that rounds differently.
 
-The class of the comparison was drawn before any of its networks was trained, from those that no choice of ours was made
-on (0 and 3 served as examples): `random.Random("fedortho comparison 2026-11-16").sample([1, 2, 4, 5, 6, 7, 8, 9], 2)`
-gave [1, 6]; 1 (automobile) is reported, hyper-parameters are found on 6 (frog) of seed 0. The sample request,
-benchmarks/samples.txt, was drawn beforehand from the training rows (in order) of vgg-mini, seed 0:
+The class of the comparison was drawn before any of its networks was trained, from the classes on which no choice of
+ours was made (0 and 3 served as examples): `random.Random("fedortho comparison 2026-11-16").sample([1, 2, 4, 5, 6, 7,
+8, 9], 2)` gave [1, 6]; 1 (automobile) is reported, hyper-parameters are tuned on 6 (frog) of seed 0. The samples of
+benchmarks/samples.txt were drawn beforehand from the training rows (in order) of vgg-mini, seed 0:
 `random.Random("fedortho comparison samples 2026-11-16").sample(rows, 100)`.
 """
 
 import argparse
+import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from orthogonality import VARIANTS, tell
-
-from fedortho.data.request import ForgetRequest
-from fedortho.errors import Busy
-from fedortho.requests.references import (
-    find_reference,
-    finished_runs,
-    reference_name,
-    reference_settings,
-    train_reference,
-)
-from fedortho.runs.run import Run
+from fedortho.errors import BadCheckpoint, Busy, unknown
+from fedortho.requests.references import finished_runs
+from fedortho.runs.run import Run, open_run
 from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
-from fedortho.storage.files import locked, write_json
+from fedortho.storage.files import locked, read_json, write_json
+from fedortho.storage.settings import as_mapping, make_settings
+from fedortho.training.loop import Progress
 
-RUNS = Path(__file__).parent / "runs"
+HERE = Path(__file__).parent
+NETWORKS = HERE / "networks"
+MANIFEST = HERE / "manifest.json"
 REPORTED, TUNED_ON = "class:1", "class:6"
-SEEDS = {"vgg-mini": (0, 1, 2), "resnet-mini": (0,)}  # of originals
-MORE_REFERENCES: dict[str, dict[int, tuple[int, ...]]] = {  # of other seeds, by the seed of the original
-    "vgg-mini": {0: (1, 2, 3, 4), 1: (2,), 2: (1,)},
-    "resnet-mini": {0: (1,)},
+STATED = ("data", "model", "epochs", "seed", "lr", "batch-size", "ortho", "ortho-every")
+SEEDS = {"vgg-mini": (0, 1, 2), "resnet-mini": (0,)}  # of the originals
+VARIANTS: dict[str, dict[str, Any]] = {
+    "none": {"ortho": 0.0},
+    "lazy-0.1": {"ortho": 0.1, "ortho_every": 4},
+    "exact-0.1": {"ortho": 0.1, "ortho_every": 1},
+    "exact-0.5": {"ortho": 0.5, "ortho_every": 1},
+    "lazy-0.5": {"ortho": 0.5, "ortho_every": 4},
 }
-PLAIN: dict[str, tuple[int, ...]] = {"vgg-mini": (0,), "resnet-mini": ()}  # retrained without orthogonality
 
 
-def original(model: str, seed: int, data_dir: str) -> Run:
-    settings = TrainSettings(
-        data="cifar10", data_dir=data_dir, model=model, epochs=6, seed=seed, threads=1, **VARIANTS["lazy-0.1"]
-    )
-    path = RUNS / f"cifar10-{model}-lazy-0.1-seed{seed}"
-    return train_run(path, settings, watch=tell(path.name))
+def original_name(model: str, seed: int = 0, variant: str = "lazy-0.1", dataset: str = "cifar10") -> str:
+    return f"{dataset}-{model}-{variant}-seed{seed}"
 
 
-def reference(run: Run, request: str, data_dir: str, *, seed: int | None = None, plain: bool = False) -> Run:
-    """The retrained model for a request, trained unless it is there."""
-    asked = ForgetRequest.parse(request)
-    settings = reference_settings(run, asked, seed=seed, plain=plain, data_dir=data_dir)
-    found = find_reference(RUNS, settings, run.record["data"]["digest"])
-    name = reference_name(run, asked, settings)
-    return found or train_reference(RUNS, name, settings, watch=tell(name))
+def reference_names(original: str, request: str = REPORTED) -> list[str]:
+    """The references of the manifest that were retrained without the request for this original."""
+    listed = read_json(MANIFEST)
+    same = [name for name in listed if name.startswith(f"{original}-without-")]
+    return [name for name in same if listed[name]["settings"]["without"] == request]
 
 
-def jobs(models: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What is trained, the most wanted first: model, and either the seed of an original or a reference."""
-    for model in models:
-        for seed in SEEDS[model]:
-            yield model, {"original": seed}
-            yield model, {"original": seed, "reference": seed}
-    for model in models:
-        for first, seeds in MORE_REFERENCES[model].items():
-            for seed in seeds:
-                yield model, {"original": first, "reference": seed}
-        for seed in PLAIN[model]:
-            yield model, {"original": seed, "reference": seed, "plain": True}
+def open_network(directory: Path, name: str, data_dir: str) -> Run:
+    """The network of this name, trained if it is missing; one with other weights than the manifest's is refused.
+
+    A name that the manifest does not list is opened as it is.
+    """
+    listed = read_json(MANIFEST)
+    if name not in listed:
+        if not (directory / name).exists():
+            raise unknown("network", name, listed)
+        return open_run(directory / name)
+    settings = make_settings(TrainSettings, listed[name]["settings"] | {"data-dir": data_dir})
+    return check_digest(train_run(directory / name, settings, watch=epoch_printer(name)))
 
 
-def do(model: str, what: dict[str, Any], data_dir: str) -> None:
-    run = original(model, what["original"], data_dir)
-    if "reference" in what:
-        reference(run, REPORTED, data_dir, seed=what["reference"], plain=what.get("plain", False))
+def check_digest(run: Run) -> Run:
+    """The run itself; a network of the manifest with other weights is refused by name."""
+    name, listed = run.path.name, read_json(MANIFEST)
+    digest = run.record["model"]["digest"]
+    if name in listed and digest != listed[name]["digest"]:
+        raise BadCheckpoint(
+            f"{run.path} has digest {digest}; benchmarks/manifest.json expects {listed[name]['digest']} for {name}; "
+            "delete the directory to train it again, or write a manifest of your networks with --update"
+        )
+    run.load_model()  # refuses tensors that run.json does not describe
+    return run
 
 
-def write_manifest() -> None:
-    rows = []
-    for run in finished_runs(RUNS):
-        about = {"run": run.path.name, "model": run.settings.model, "data": run.record["data"]["digest"]}
-        about |= {"seed": run.settings.seed, "without": run.settings.without, "ortho": run.settings.ortho}
-        rows.append(about | {"digest": run.record["model"]["digest"]} | run.record["result"])
-    with locked(RUNS / "manifest.writing"):
-        write_json(RUNS / "manifest.json", rows)
+def write_manifest(directory: Path) -> None:
+    """Write the digest and the settings of every finished network in the directory.
+
+    Of the settings, those that networks differ in are always written, the others where they are not the default.
+    """
+    default = as_mapping(TrainSettings())
+    listed: dict[str, Any] = {}
+    for run in finished_runs(directory, strict=True):
+        settings = {key: value for key, value in as_mapping(run.settings).items() if key not in ("data-dir", "device")}
+        listed[run.path.name] = {
+            "digest": run.record["model"]["digest"],
+            "data-digest": run.record["data"]["digest"],
+            "settings": {key: value for key, value in settings.items() if key in STATED or value != default[key]},
+            "result": run.record["result"],
+        }
+    with locked(MANIFEST.with_suffix(".writing")):
+        write_json(MANIFEST, listed)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", default="../shared/data")
-    parser.add_argument("--only", default="vgg-mini,resnet-mini", help="models, with commas between")
-    arguments = parser.parse_args()
-    waiting = list(jobs(arguments.only.split(",")))
+def epoch_printer(name: str) -> Any:
+    """A function that prints one line on standard error after every epoch."""
+    printed = 0
+
+    def show(progress: Progress) -> None:
+        nonlocal printed
+        if len(progress.history) > printed:
+            printed, epoch = len(progress.history), progress.history[-1]
+            print(
+                f"{name}: epoch {epoch.epoch + 1}/{progress.epochs} loss {epoch.loss:.3f} "
+                f"validation {epoch.valid:.3f} ortho {epoch.ortho or 0:.4f} {epoch.seconds:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    return show
+
+
+def benchmark_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the two flags that the benchmarks share."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", default="../shared/data", help="directory of the datasets' Parquet files")
+    parser.add_argument("--networks", type=Path, default=NETWORKS, help="directory of the trained networks")
+    return parser
+
+
+def main(words: list[str] | None = None) -> None:
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--only", default="", help="models to train, separated by commas; default: all")
+    parser.add_argument("--update", action="store_true", help="write the manifest from the networks in the directory")
+    arguments = parser.parse_args(words)
+    if arguments.update:
+        write_manifest(arguments.networks)
+        return
+    models = arguments.only.split(",") if arguments.only else []
+    listed = read_json(MANIFEST)
+    waiting = [name for name in listed if not models or listed[name]["settings"]["model"] in models]
     while waiting:
-        left = []
-        for model, what in waiting:
+        busy = []
+        for name in waiting:
             try:
-                do(model, what, arguments.data_dir)
-                write_manifest()
+                run = open_network(arguments.networks, name, arguments.data_dir)
+                print(name, run.record["model"]["digest"], flush=True)
             except Busy:
-                left.append((model, what))
-        if len(left) == len(waiting):
+                busy.append(name)
+        if len(busy) == len(waiting):
             time.sleep(10)
-        waiting = left
+        waiting = busy
 
 
 if __name__ == "__main__":

@@ -1,53 +1,44 @@
 """Small networks on CIFAR without orthogonality, with the exact penalty and with the lazy one.
 
-    python benchmarks/orthogonality.py --data-dir ../shared/data [--dataset cifar100 --epochs 12]
+    python benchmarks/orthogonality.py --data-dir ../shared/data [--networks DIR] [--dataset cifar100 --epochs 12]
 
-Trains one run directory per row under benchmarks/runs (those that later benchmarks build on are checked in), goes
-on where it was stopped, and adds to benchmarks/results/orthogonality-DATASET.json after each row. Choices are
-made on validation accuracy; test accuracy is reported beside it.
+Trains one run directory per row under --networks, resumes where it was stopped, and adds to
+benchmarks/results/orthogonality-DATASET.json after each row. Choices are made on validation accuracy; test accuracy is
+reported beside it.
 """
 
-import argparse
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from manifest import VARIANTS, benchmark_parser, check_digest, epoch_printer, original_name
 
 from fedortho.models.graph import select_layers, trace_layers
 from fedortho.runs.run import Run
 from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
 from fedortho.storage.provenance import add_row
-from fedortho.training.loop import Progress
 
 HERE = Path(__file__).parent
-VARIANTS: dict[str, dict[str, Any]] = {
-    "none": {"ortho": 0.0},
-    "lazy-0.1": {"ortho": 0.1, "ortho_every": 4},
-    "exact-0.1": {"ortho": 0.1, "ortho_every": 1},
-    "exact-0.5": {"ortho": 0.5, "ortho_every": 1},
-    "lazy-0.5": {"ortho": 0.5, "ortho_every": 4},
-}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data-dir", default="../shared/data")
+def main(words: list[str] | None = None) -> None:
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--models", default="vgg-mini,resnet-mini")
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--dataset", default="cifar10")
     parser.add_argument("--epochs", type=int, default=6)
-    parser.add_argument("--runs", type=Path, default=HERE / "runs")
-    arguments = parser.parse_args()
-    out = HERE / "results" / f"orthogonality-{arguments.dataset}.json"
+    parser.add_argument("--out", type=Path, help="result file; default: benchmarks/results/orthogonality-DATASET.json")
+    arguments = parser.parse_args(words)
+    out = arguments.out or HERE / "results" / f"orthogonality-{arguments.dataset}.json"
     for seed in map(int, arguments.seeds.split(",")):
         for variant in arguments.variants.split(","):
             for model in arguments.models.split(","):
                 about = {"model": model, "variant": variant, "seed": seed}
-                path = arguments.runs / f"{arguments.dataset}-{model}-{variant}-seed{seed}"
+                name = original_name(model, seed, variant, arguments.dataset)
                 settings = TrainSettings(
                     data=arguments.dataset,
                     data_dir=arguments.data_dir,
@@ -57,7 +48,8 @@ def main() -> None:
                     threads=1,
                     **VARIANTS[variant],
                 )
-                add(out, about | describe(train_run(path, settings, watch=tell(path.name))))
+                run = train_run(arguments.networks / name, settings, watch=epoch_printer(name))
+                add(out, about | describe(check_digest(run)))
 
 
 def add(out: Path, row: dict[str, Any]) -> None:
@@ -71,14 +63,14 @@ def add(out: Path, row: dict[str, Any]) -> None:
 
 
 def describe(run: Run) -> dict[str, Any]:
-    """Accuracies, the paper's penalty, and how alike two kernels of a deep layer are on average."""
+    """Accuracies, the paper's penalty, and the mean absolute cosine of two kernels of a deep layer."""
     history = run.history()
     result = run.record["result"]
     return {
         "epochs": len(history),
         "valid_accuracy": result["valid-accuracy"],
         "test_accuracy": result["test-accuracy"],
-        "mean_abs_cosine": round(likeness(run), 5),
+        "mean_abs_cosine": round(mean_cosine(run), 5),
         "penalty": round(penalty(run), 5),
         "seconds": round(sum(entry.seconds for entry in history)),
         "weights": run.record["model"]["weights"],
@@ -98,7 +90,7 @@ def penalty(run: Run) -> float:
     return sum(float((rows @ rows.T - torch.eye(len(rows))).square().sum()) for rows in deep_kernels(run))
 
 
-def likeness(run: Run) -> float:
+def mean_cosine(run: Run) -> float:
     """Mean |cosine| between two different kernels of a deep layer: 0 if orthogonal."""
     values = []
     for rows in deep_kernels(run):
@@ -106,23 +98,6 @@ def likeness(run: Run) -> float:
         cosine = (unit @ unit.T).abs()
         values.append(float((cosine.sum() - cosine.trace()) / (len(rows) * (len(rows) - 1))))
     return sum(values) / len(values)
-
-
-def tell(name: str) -> Any:
-    told = 0
-
-    def show(now: Progress) -> None:
-        nonlocal told
-        if len(now.history) > told:
-            told, entry = len(now.history), now.history[-1]
-            print(
-                f"{name}: epoch {entry.epoch + 1}/{now.epochs} loss {entry.loss:.3f} validation {entry.valid:.3f} "
-                f"ortho {entry.ortho or 0:.4f} {entry.seconds:.0f} s",
-                file=sys.stderr,
-                flush=True,
-            )
-
-    return show
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What the penalties cost: time of a training step with each of them over a plain step, in one run.
+"""Cost of the penalties: time of a training step with each of them divided by that of a plain step, in one run.
 
     python benchmarks/overhead.py [--models resnet18,resnet50,vgg16] [--rounds 7]
 
-Variants take turns step by step, so that a noisy machine slows them all alike. Noise only ever adds time, so
-the figure is the fastest step of a variant over the fastest plain one; the median over rounds of
-(variant's step) / (plain step of the same round) stands beside it.
+Variants alternate step by step, so that noise slows all of them equally. Noise only adds time, so the ratio is the
+fastest step of a variant divided by the fastest plain step; `median` is the median over rounds of (variant's step) /
+(plain step of the same round).
 """
 
 import argparse
@@ -39,12 +39,12 @@ VARIANTS = {
 }
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default="resnet18,resnet50,vgg16,vgg-mini,resnet-mini")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=HERE / "results" / "overhead.json")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     rows: list[dict[str, Any]] = []
     for name in arguments.models.split(","):
         rows += measure(name, arguments.rounds)
@@ -88,7 +88,7 @@ def measure(name: str, rounds: int) -> list[dict[str, Any]]:
 
 
 def autograd_step(state: Any, images: Any) -> None:
-    """The obvious way, for comparison: both penalties in the graph of the loss."""
+    """For comparison: both penalties in the autograd graph of the loss."""
     inputs = Augment(state.recipe.crop, state.recipe.flip)(images.normalise(images.pixels), torch.Generator())
     inputs = inputs.contiguous(memory_format=torch.channels_last)
     loss = functional.cross_entropy(state.model(inputs), images.labels)

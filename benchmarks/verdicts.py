@@ -1,15 +1,14 @@
-"""Verdict pages for the outcomes of benchmarks/comparison.py: what audits find in each method's model.
+"""Verdicts on the edited models of benchmarks/comparison.py: metrics and audits of each method.
 
     python benchmarks/verdicts.py --data-dir ../shared/data
     python benchmarks/verdicts.py --data-dir ../shared/data --audit full --shadows 16 --models vgg-mini --seeds 0
 
-For every network of the manifest and every method: metrics and the quick audits, C5 too where a second reference is
-there, against the reference of the network's own seed. `retrain` is a second retrained model, of another seed. Goes on
-where it was stopped; pages go to benchmarks/verdicts/NETWORK-METHOD.json and .txt (those of the full audits end in
--full), a summary to results/verdicts.json.
+For every original of the manifest and every method: metrics and the quick audits, and C5 where there is a second
+reference, against the reference of the original's own seed. `retrain` is a second retrained model, of another seed.
+Resumes where it was stopped; verdicts go to runs/verdicts/NETWORK-METHOD.json and .txt (those of the full audits end in
+-full), one row each to benchmarks/results/verdicts.json.
 """
 
-import argparse
 import json
 from dataclasses import fields, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 from comparison import MODELS
-from manifest import REPORTED, RUNS, SEEDS
+from manifest import REPORTED, SEEDS, benchmark_parser, open_network, original_name, reference_names
 
 from fedortho.audits.audit import Audit
 from fedortho.audits.measurements import MeasurementCache
@@ -25,7 +24,6 @@ from fedortho.audits.verdict import Verdict, judge_case
 from fedortho.cli.console import out
 from fedortho.cli.verdict import print_verdict, shadowed
 from fedortho.data.request import ForgetRequest
-from fedortho.errors import FedOrthoError
 from fedortho.evaluation.metric_suite import MetricSuite
 from fedortho.evaluation.metrics import Metric
 from fedortho.requests.judging import entry_for
@@ -33,35 +31,36 @@ from fedortho.requests.references import case_of, find_references, reference_cos
 from fedortho.runs.run import Run, open_run
 from fedortho.statistics.cost import Cost
 from fedortho.storage.files import write_json, write_text
-from fedortho.storage.provenance import write_results
+from fedortho.storage.provenance import add_row
 
 HERE = Path(__file__).parent
-PAGES = HERE / "verdicts"
-METHODS = "fedortho,directions,paper,ssd,salun,finetune,logit-mask,retrain"
+PAGES = MODELS.parent / "verdicts"
+METHODS = "hide,directions,paper,ssd,salun,finetune,logit-mask,retrain"
+SUMMARISED = ("outcome", "value", "limit", "forgot", "original", "reference")  # of each audit
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", default="../shared/data")
+def main(words: list[str] | None = None) -> None:
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--models", default=",".join(SEEDS))
     parser.add_argument("--methods", default=METHODS)
-    parser.add_argument("--seeds", default="0,1,2", help="of the originals")
+    parser.add_argument("--seeds", default="0,1,2", help="seeds of the originals")
     parser.add_argument("--audit", default="quick", help="quick or full")
-    parser.add_argument("--shadows", type=int, default=0, help="full: shadow models for the membership audit")
-    arguments = parser.parse_args()
+    parser.add_argument("--shadows", type=int, default=0, help="shadow models for the membership audit (full)")
+    arguments = parser.parse_args(words)
     torch.set_num_threads(1)
     for model in arguments.models.split(",") if arguments.models else []:
         for seed in SEEDS[model]:
             if str(seed) in arguments.seeds.split(","):
-                network(model, seed, arguments)
-    for page in sorted(PAGES.glob("*.json")):
-        write(page, read(page))  # in the words of today
-    summarise()
+                judge_original(model, seed, arguments)
 
 
-def network(model: str, seed: int, arguments: Any) -> None:
-    original, request = open_run(RUNS / f"cifar10-{model}-lazy-0.1-seed{seed}"), ForgetRequest.parse(REPORTED)
-    references = find_references(original, request, RUNS, arguments.data_dir)
+def judge_original(model: str, seed: int, arguments: Any) -> None:
+    """Judge every method's model of one original, and add a row for each."""
+    original = open_network(arguments.networks, original_name(model, seed), arguments.data_dir)
+    request = ForgetRequest.parse(REPORTED)
+    for name in reference_names(original.path.name):
+        open_network(arguments.networks, name, arguments.data_dir)
+    references = find_references(original, request, arguments.networks, arguments.data_dir)
     data, cache, suite = original.load_data(arguments.data_dir), MeasurementCache(), None
     loaded: dict[str, Any] = {}
     for method in arguments.methods.split(","):
@@ -73,7 +72,7 @@ def network(model: str, seed: int, arguments: Any) -> None:
         if is_current(page, forgot, others, shadows=bool(arguments.shadows)):
             continue
         case = case_of(forgot, request, data, original, others[0], others[1] if len(others) > 1 else None)
-        roles = ("original", "reference", "second")  # the same models, so that what is known of them is used again
+        roles = ("original", "reference", "second")  # the same objects, so that cached measurements are used again
         same = {role: loaded.setdefault(f"{role} {others[0].path}", getattr(case, role)) for role in roles}
         case = replace(case, **same)
         if suite is None or method == "retrain":
@@ -84,11 +83,13 @@ def network(model: str, seed: int, arguments: Any) -> None:
             entry = entry_for(forgot, request)
             place = MODELS.parent / "shadows"
             told["membership"] = shadowed(original, entry, place, arguments.shadows, torch.device("cpu"))
-        write(page, judge_case(case, arguments.audit, only=only, suite=suite, cache=cache, **told))
+        verdict = judge_case(case, arguments.audit, only=only, suite=suite, cache=cache, **told)
+        write(page, verdict)
+        add(page, verdict)
 
 
 def is_current(page: Path, forgot: Run, references: list[Run], *, shadows: bool) -> bool:
-    """Whether a page is there, about this model, by this reference, with all that can be told and is asked for."""
+    """Whether the file has the verdict on this model by this reference, with every audit that can run."""
     if not page.exists():
         return False
     found = read(page)
@@ -99,7 +100,7 @@ def is_current(page: Path, forgot: Run, references: list[Run], *, shadows: bool)
 
 
 def outcome(original: Run, method: str, references: list[Run]) -> Run | None:
-    """The model of a method; for retraining one of another seed than the reference."""
+    """The edited model of a method; for `retrain` a reference of another seed."""
     if method == "retrain":
         return references[1] if len(references) > 1 else None
     path = MODELS / f"{original.path.name}-{ForgetRequest.parse(REPORTED).word}" / method
@@ -150,27 +151,21 @@ def write(page: Path, verdict: Verdict) -> None:
     print(page.name, verdict.label, flush=True)
 
 
-def summarise() -> None:
-    rows = []
-    for page in sorted(PAGES.glob("*.json")):
-        verdict = json.loads(page.read_text())
-        metrics = {metric["name"]: metric for metric in verdict["metrics"]}
-        row: dict[str, Any] = {"page": page.stem, "method": verdict["method"], "label": verdict["label"]}
-        row |= {"model": verdict["origin"]["settings"]["model"], "seed": verdict["origin"]["settings"]["seed"]}
-        for key in ("forget-accuracy", "retain-accuracy", "mia-confidence", "average-gap", "tug-of-war"):
-            row[key] = {"value": metrics[key]["value"], "reference": metrics[key]["reference"]}
-        row["audits"] = {
-            audit["name"]: {key: audit[key] for key in ("outcome", "value", "limit", "forgot", "original", "reference")}
-            for audit in [*verdict["audits"], verdict["retention"]]
-        }
-        if page.stem.endswith("-full"):
-            row["details"] = {audit["name"]: audit["details"] for audit in verdict["audits"]}
-        rows.append(row)
-    if not rows:
-        raise FedOrthoError("no page was written: run benchmarks/comparison.py compare first")
+def add(page: Path, verdict: Verdict) -> None:
+    """Add the verdict's row to the results, or replace the one of the same network, method and audits."""
+    metrics = {metric.name: metric for metric in verdict.metrics}
+    settings = verdict.origin["settings"]
+    row: dict[str, Any] = {"page": page.stem, "method": verdict.method, "label": verdict.label}
+    row |= {"model": settings["model"], "seed": settings["seed"]}
+    for key in ("forget-accuracy", "retain-accuracy", "mia-confidence", "average-gap", "tug-of-war"):
+        row[key] = {"value": metrics[key].value, "reference": metrics[key].reference}
+    audits = [*verdict.audits, *([verdict.retention] if verdict.retention else [])]
+    row["audits"] = {audit.name: {key: getattr(audit, key) for key in SUMMARISED} for audit in audits}
+    if page.stem.endswith("-full"):
+        row["details"] = {audit.name: dict(audit.details) for audit in verdict.audits}
     command = "python benchmarks/verdicts.py --data-dir ../shared/data"
     what = "audits of methods, CIFAR-10, class 1, against retrained models"
-    write_results(HERE / "results" / "verdicts.json", what, command.strip(), rows)
+    add_row(HERE / "results" / "verdicts.json", row, ("page",), lambda other: other["page"], what, command)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def test_a_file_wins_over_the_preset(tmp_path: Path) -> None:
     assert read_settings(settings.data, settings.model, "published", file) == {"salun": {"lr": 0.5}}
 
 
-@pytest.mark.parametrize("file", [path for path in sorted(TUNED.glob("*.json")) if ".trials" not in path.name])
+@pytest.mark.parametrize("file", sorted(TUNED.glob("*.json")))
 def test_tuned_settings_are_found_by_data_and_model_and_every_method_takes_them(file: Path, tmp_path: Path) -> None:
     data, model = next((d, m) for d in ("cifar10", "fashion-mini") for m in MODELS if file.stem == f"{d}-{m}")
     run = Run(tmp_path, TrainSettings(data=data, model=model), {})

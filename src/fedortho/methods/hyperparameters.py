@@ -10,7 +10,7 @@ from fedortho.storage.files import read_json
 from fedortho.storage.settings import make_settings
 
 PRESETS = ("published", "short", "tuned")
-TUNED = Path(__file__).parent / "tuned"  # DATA-MODEL.json, and beside it DATA-MODEL.trials.json: how it was found
+TUNED = Path(__file__).parent / "tuned"  # DATA-MODEL.json; all trials are in benchmarks/results/tuning
 # few steps, small batches: minutes on two cores for small data; rates set beforehand and not tuned
 SHORT: Mapping[str, Mapping[str, Any]] = {
     "finetune": {"epochs": 2, "lr": 0.01},
@@ -40,7 +40,7 @@ def _tuned(data: str, model: str) -> Path:
     """What was found for this data and this network."""
     file = TUNED / f"{data}-{model}.json"
     if not file.is_file():
-        known = ", ".join(sorted(path.stem for path in TUNED.glob("*.json") if not path.stem.endswith(".trials")))
+        known = ", ".join(sorted(path.stem for path in TUNED.glob("*.json")))
         raise FedOrthoError(
             f"nothing was tuned for {file.stem}, only for {known}; "
             "run fedortho tune all RUN REQUEST --out FILE, then compare with --settings FILE"
