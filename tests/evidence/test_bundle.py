@@ -15,8 +15,8 @@ from fedortho.data.request import ForgetRequest
 from fedortho.errors import FedOrthoError
 from fedortho.evidence.bundle import BadBundle, make_bundle, open_bundle, read_bundle
 from fedortho.evidence.canonical_zip import BadArchive, pack_files
-from fedortho.evidence.markup import LEFT_OUT, MARKED
 from fedortho.evidence.recheck import reapply_patch, rerun_decision
+from fedortho.evidence.redaction import LEFT_OUT, MARKED
 from fedortho.reports.figures.activations import as_pictures
 from fedortho.reports.gallery import _thumbnail
 from fedortho.requests.forgetting import forget_run
@@ -114,7 +114,7 @@ def test_a_report_of_something_else_or_with_images_that_cannot_be_found_is_no_ev
     page = (copy / "report.html").read_text()
     for wrong, told in (
         (page.replace(MARKED, ""), "images of data are not marked in it"),
-        (page.replace("3 is &quot;gone&quot;.", "3 is not gone."), "about another model or an older verdict"),
+        (page.replace("3 is &#34;gone&#34;.", "3 is not gone."), "about another model or an older verdict"),
         (page.replace(runs["second"].record["model"]["digest"], "0" * 64), "about another model or an older verdict"),
     ):
         assert wrong != page

@@ -13,7 +13,7 @@ from verdicts import EVIL, VERDICT
 
 from fedortho.data.request import ForgetRequest
 from fedortho.reports.gallery import Example, Gallery, audit_pictures
-from fedortho.reports.page import Page, render
+from fedortho.reports.page import Report, render
 from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
 
@@ -64,7 +64,9 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Image.new("L", (8, 8), 200).save(out, "PNG")
     examples = tuple(Example(out.getvalue(), EVIL, EVIL, str(number)) for number in range(5))
     gallery = Gallery((), examples, examples, ("something is missing",))
-    text = render(Page(run, ForgetRequest.parse("class:9"), VERDICT, gallery, tuple(audit_pictures(VERDICT["audits"]))))
+    text = render(
+        Report(run, ForgetRequest.parse("class:9"), VERDICT, gallery, tuple(audit_pictures(VERDICT["audits"])))
+    )
     (place / "report.html").write_text(text, encoding="utf-8")
     return place / "report.html"
 

@@ -226,7 +226,7 @@ def test_costs_are_compared_with_retraining_and_none_is_none() -> None:
         "logit-mask": {"bytes_up": 0, "bytes_down": 0, "flops": 0.0},
     }
     figure = costs.cost_figure(rows)
-    assert finding_of(figure) == "Fedortho sends 1,000 times less and computes 50 times less than retrain"
+    assert finding_of(figure) == "Hide sends 1,000 times less and computes 50 times less than retrain"
     assert [text.get_text() for text in figure.axes[0].texts] == ["1 M", "1 k", "none"]
     alone = {name: row | {"bytes_up": 0, "bytes_down": 0} for name, row in rows.items()}
     assert len(costs.cost_figure(alone).axes) == 1, "where nothing travels there is nothing to draw"

@@ -16,7 +16,7 @@ from fedortho.data.request import ForgetRequest
 from fedortho.devices import choose_device
 from fedortho.errors import BadData
 from fedortho.reports.gallery import Gallery, audit_pictures, illustrate
-from fedortho.reports.page import Page, check_place, render, reported_request, verdict_of
+from fedortho.reports.page import Report, check_place, render, reported_request, verdict_of
 from fedortho.reports.run_table import COLUMNS, SORTED_BY, by_directory, list_runs, ordered
 from fedortho.requests.references import check_reference, find_original, find_references
 from fedortho.runs.run import Run, open_run
@@ -52,7 +52,7 @@ def report_command(
         how = {"original": before, "reference": never, "device": where}
         gallery = draw_gallery(run, request, data_dir, images=images, **how)
         found = tuple(audit_pictures((verdict or {}).get("audits", [])))
-    text = render(Page(run, request, verdict, gallery, found))
+    text = render(Report(run, request, verdict, gallery, found))
     write_text(place, text)
     for remark in gallery.remarks:
         say(remark)

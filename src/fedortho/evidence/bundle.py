@@ -10,7 +10,7 @@ import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from html import escape
+from html import unescape
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import FedOrthoError
 from fedortho.evidence.canonical_zip import LARGEST, BadArchive, check_form, pack_files, unpack_files
-from fedortho.evidence.markup import without_images
+from fedortho.evidence.redaction import without_images
 from fedortho.evidence.signature import BadSignature, check_signature, load_key, load_public, public_half
 from fedortho.models.patch import Patch, load_patch
 from fedortho.runs.run import Run
@@ -281,7 +281,7 @@ def _report(path: Path, tells: Sequence[str]) -> bytes:
     """The report as it is handed out, without images of data, if it tells of this model and verdict."""
     page = path.read_text(encoding="utf-8")
     again = f"write it again: fedortho report {path.parent}"
-    if not all(escape(words) in page for words in tells):
+    if not all(words in unescape(page) for words in tells):
         raise FedOrthoError(f"{path} is about another model or an older verdict; {again}")
     try:
         return without_images(page).encode()

@@ -45,15 +45,29 @@ class Picture:
     def alt(self) -> str:
         return f"{self.finding}. {self.about}"
 
+    @property
+    def shown_size(self) -> tuple[int, int]:
+        """Width and height on the page, so that nothing jumps while it loads."""
+        from PIL import Image
+
+        with Image.open(io.BytesIO(self.data)) as opened:
+            width, height = opened.size
+        return round(width * SHOWN_DPI / DPI), round(height * SHOWN_DPI / DPI)
+
 
 @dataclass(frozen=True)
 class Example:
-    """An image with what a model calls it."""
+    """An image, its class, and the predictions of the models before and after."""
 
     data: bytes
     truth: str
-    before: str | None  # None: there is no model of before
+    before: str | None  # None: the original model is not known
     after: str
+
+    @property
+    def alt(self) -> str:
+        before = "" if self.before is None else f" (before: {self.before})"
+        return f"{self.truth}, now called {self.after}{before}"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,155 @@
+"""The tables of a report as values: metrics, audits, costs, settings; the template writes them."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+LONG = 40  # letters; a cell with more gets a least width
+SIGNS = {"PASS": "✓", "FAIL": "✗", "ERROR": "!", "NOT RUN": "–", "NO REFERENCE": "?"}
+UNITS = {
+    "seconds": "seconds",
+    "images_read": "images read (forward passes)",
+    "images_trained": "images trained on (forward and backward passes)",
+    "flops": "floating-point operations",
+    "exchanges": "exchanges with clients",
+    "bytes_up": "bytes from all clients",
+    "bytes_down": "bytes to all clients",
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Text of a table's cell; `value` is what the column is sorted by, where it is not the text."""
+
+    text: str
+    value: float | None = None
+    is_number: bool = False
+    badge: str = ""  # CSS class of an outcome
+
+    @property
+    def sort_key(self) -> str | None:
+        """The attribute data-value: numbers sort by it, unknown ones (empty) come last; None: by the text."""
+        if self.value is None:
+            return "" if self.is_number else None
+        return repr(self.value)
+
+    @property
+    def css(self) -> str | None:
+        if self.is_number:
+            return "number"
+        return "says" if len(self.text) > LONG else None
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table that can be sorted by each column; the first cell of a row is its heading."""
+
+    caption: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+    @property
+    def number_columns(self) -> set[int]:
+        return {place for place, column in enumerate(zip(*self.rows, strict=True)) if all(c.is_number for c in column)}
+
+
+def build_table(caption: str, header: Sequence[str], rows: Sequence[Sequence[str | Cell]]) -> Table:
+    cells = [tuple(cell if isinstance(cell, Cell) else Cell(cell) for cell in row) for row in rows]
+    return Table(caption, tuple(header), tuple(cells))
+
+
+def number(value: float | None, low: float | None = None, high: float | None = None) -> str:
+    """A number for people: a share of the range 0 to 1 in percent, None as a dash.
+
+    >>> number(0.1234, 0, 1), number(0.1234), number(1234567.0), number(None)
+    ('12.3 %', '0.123', '1,234,567', '–')
+    """
+    if value is None or math.isnan(value):
+        return "–"
+    if high == 1 and low in (0, -1):
+        return f"{100 * value:.1f} %"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def number_cell(value: float | None, low: float | None = None, high: float | None = None) -> Cell:
+    return Cell(number(value, low, high), value, is_number=True)
+
+
+def unbroken(text: str) -> str:
+    """The text with each number and its percent sign on one line.
+
+    >>> unbroken("5 % of it")
+    '5\\xa0% of it'
+    """
+    return text.replace(" %", "\N{NO-BREAK SPACE}%")
+
+
+def accuracy_table(before: Mapping[str, float], after: Mapping[str, float]) -> Table:
+    """Accuracies that a run recorded, where no metrics were measured."""
+    rows: list[list[str | Cell]] = [
+        [f"{key} accuracy", number_cell(before[key], 0, 1), number_cell(after[key], 0, 1)] for key in before
+    ]
+    return build_table("Accuracy before and after", ["accuracy", "before", "after"], rows)
+
+
+def metric_table(metrics: Sequence[Mapping[str, Any]]) -> Table:
+    header = ["metric", "value", "retrained", "ideal", "better is", "images", "source"]
+    return build_table("Metrics and their ideal values", header, [_metric_row(metric) for metric in metrics])
+
+
+def _metric_row(metric: Mapping[str, Any]) -> list[str | Cell]:
+    low, high, ideal = metric.get("low"), metric.get("high"), metric.get("ideal")
+    title, value = str(metric.get("title") or metric["name"]), number_cell(metric.get("value"), low, high)
+    if metric.get("value") is None and metric.get("error"):
+        title, value = f"{title}: {metric['error']}", Cell("! ERROR", is_number=True, badge="ERROR")
+    is_number = isinstance(ideal, int | float)
+    return [
+        title,
+        value,
+        number_cell(metric.get("reference"), low, high),
+        number_cell(ideal, low, high) if is_number else Cell(str(ideal or "as retrained"), is_number=True),
+        str(metric.get("direction") or "–"),
+        number_cell(metric.get("images")),
+        str(metric.get("source") or "–"),
+    ]
+
+
+def audit_table(audits: Sequence[Mapping[str, Any]]) -> Table:
+    header = ["audit", "outcome", "finding", "value", "limit", "forgot", "original", "retrained", "seconds"]
+    return build_table("Audits", header, [_audit_row(audit) for audit in audits])
+
+
+def _audit_row(audit: Mapping[str, Any]) -> list[str | Cell]:
+    outcome = str(audit["outcome"])
+    badge = Cell(f"{SIGNS.get(outcome, '')} {outcome}".strip(), badge=outcome.replace(" ", "-"))
+    numbers = ("value", "limit", "forgot", "original", "reference", "seconds")
+    name = f"{audit['name']} {audit.get('title') or ''}".strip()
+    return [name, badge, unbroken(str(audit.get("says", ""))), *(number_cell(audit.get(key)) for key in numbers)]
+
+
+def cost_table(cost: Mapping[str, float]) -> Table:
+    names = [*(key for key in UNITS if key in cost), *(key for key in cost if key not in UNITS)]
+    rows: list[list[str | Cell]] = [
+        [UNITS.get(name, name.replace("_", " ")), number_cell(float(cost[name]))]
+        for name in names
+        if cost[name] is not None
+    ]
+    return build_table("Cost of forgetting", ["quantity", "amount"], rows)
+
+
+def settings_table(caption: str, settings: Mapping[str, Any]) -> Table:
+    rows = [[str(key), "–" if value in (None, "") else str(value)] for key, value in flattened(settings).items()]
+    return build_table(caption, ["setting", "value"], rows)
+
+
+def flattened(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with keys joined by dots.
+
+    >>> flattened({"a": {"b": 1}, "c": 2})
+    {'a.b': 1, 'c': 2}
+    """
+    flat: dict[str, Any] = {}
+    for key, inner in value.items():
+        flat |= flattened(inner, f"{prefix}{key}.") if isinstance(inner, Mapping) else {f"{prefix}{key}": inner}
+    return flat

@@ -1,0 +1,40 @@
+"""Tables as values: what a cell is sorted by, which columns hold numbers, numbers for people."""
+
+from fedortho.reports.tables import Cell, cost_table, build_table, metric_table, number, settings_table
+
+
+def test_a_number_is_sorted_by_its_value_and_an_unknown_one_by_nothing() -> None:
+    assert Cell("10.0 %", 0.1, is_number=True).sort_key == "0.1"
+    assert Cell("–", None, is_number=True).sort_key == "", "empty: the script puts it last"
+    assert Cell("text").sort_key is None
+    assert (Cell("1", 1.0, is_number=True).css, Cell("x" * 41).css, Cell("x").css) == ("number", "says", None)
+
+
+def test_a_column_holds_numbers_if_all_its_cells_do() -> None:
+    one, two = Cell("1", 1.0, is_number=True), Cell("–", is_number=True)
+    assert build_table("t", ["a", "b", "c"], [["x", one, one], ["y", two, "text"]]).number_columns == {1}
+    assert build_table("t", ["a"], []).number_columns == set()
+
+
+def test_a_metric_that_failed_shows_its_error() -> None:
+    failed = {"name": "mia", "title": "membership", "value": None, "error": "too few images"}
+    ((title, value, *_),) = metric_table([failed]).rows
+    assert (title.text, value.text, value.badge) == ("membership: too few images", "! ERROR", "ERROR")
+
+
+def test_costs_come_in_a_fixed_order_and_unknown_ones_last() -> None:
+    rows = cost_table({"other_thing": 3.0, "bytes_up": 7.0, "flops": 1e9, "seconds": 2.0}).rows
+    assert [row[0].text for row in rows] == [
+        *("seconds", "floating-point operations", "bytes from all clients", "other thing")
+    ]
+
+
+def test_settings_without_a_value_are_a_dash() -> None:
+    rows = settings_table("s", {"a": {"b": None}, "c": 0}).rows
+    assert [[cell.text for cell in row] for row in rows] == [["a.b", "–"], ["c", "0"]]
+
+
+def test_numbers_are_written_for_people() -> None:
+    assert number(float("nan")) == "–"
+    assert number(-0.02, -1.0, 1.0) == "-2.0 %"
+    assert number(0.5, 0.0, 2.0) == "0.5"
