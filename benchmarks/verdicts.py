@@ -22,11 +22,11 @@ from fedortho.audits.audit import Audit
 from fedortho.audits.measurements import MeasurementCache
 from fedortho.audits.verdict import Verdict, judge_case
 from fedortho.cli.console import out
-from fedortho.cli.verdict import print_verdict, shadowed
+from fedortho.cli.verdict import print_verdict
 from fedortho.data.request import ForgetRequest
 from fedortho.evaluation.metric_suite import MetricSuite
 from fedortho.evaluation.metrics import Metric
-from fedortho.requests.judging import entry_for
+from fedortho.requests.judging import entry_for, shadowed
 from fedortho.requests.references import case_of, find_references, reference_cost
 from fedortho.runs.run import Run, open_run
 from fedortho.statistics.cost import Cost

@@ -10,13 +10,13 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from fedortho.cli import verdict as cli_verdict
 from fedortho.cli.evidence import bundle_app, journal_app
-from fedortho.cli.verdict import JudgeOptions, judged
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import FedOrthoError
 from fedortho.evidence.bundle import open_bundle
+from fedortho.requests import judging
 from fedortho.requests.forgetting import forget_run
+from fedortho.requests.judging import JudgeOptions, judge_run
 from fedortho.runs.run import open_run
 from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
@@ -78,7 +78,7 @@ def test_all_about_a_request_stands_in_the_journal_beside_the_run_it_was_asked_o
     request = ForgetRequest.parse("class:3")
     made = forget_run(run, run.load_data(), request, ForgetSettings(ratio=0.2), out=out).run
     assert made is not None
-    judged(made, request, run.load_data(), run, JudgeOptions("none"))
+    judge_run(made, request, JudgeOptions("none"), original=run)
     journal = check_journal(tmp_path / "runs")
     assert [(entry.event, entry.run) for entry in journal.entries] == [
         ("received", "first"),
@@ -98,10 +98,11 @@ def test_verified_means_that_every_audit_passed(
     for name in ("first", "second"):
         shutil.copytree(place / name, tmp_path / name)
     digests = {"before": "a" * 64, "after": "b" * 64}
-    verdict = SimpleNamespace(digests=digests, label="as it came out", passes=passes)
-    monkeypatch.setattr(cli_verdict, "judge_run", lambda *_, **__: verdict)
+    verdict = SimpleNamespace(digests=digests, label="as it came out", passes=passes, as_mapping=dict)
+    monkeypatch.setattr(judging, "judge_case", lambda *_, **__: verdict)
+    monkeypatch.setattr(judging, "write_json", lambda *_: None)
     first, second = open_run(tmp_path / "first"), open_run(tmp_path / "second")
-    judged(second, ForgetRequest.parse("class:3"), first.load_data(), first, JudgeOptions())
+    judge_run(second, "class:3", original=first)
     (entry,) = check_journal(tmp_path).entries
     assert (entry.event, entry.details) == (event, {"label": "as it came out", "passes": passes})
 
@@ -116,11 +117,11 @@ def test_where_no_verdict_can_be_written_none_is_worked_out(place: Path, monkeyp
     def too_late(*_: object, **__: object) -> None:
         raise AssertionError("nothing may be judged yet")
 
-    monkeypatch.setattr(cli_verdict, "judge_run", too_late)
+    monkeypatch.setattr(judging, "judge_case", too_late)
     monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
     first, second = open_run(place / "first"), open_run(place / "second")
     with pytest.raises(FedOrthoError, match="second cannot be written: Read-only file system; copy it to where"):
-        judged(second, ForgetRequest.parse("class:3"), first.load_data(), first, JudgeOptions())
+        judge_run(second, "class:3", original=first)
 
 
 def test_a_torn_line_is_told(tmp_path: Path) -> None:

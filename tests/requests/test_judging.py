@@ -17,6 +17,7 @@ from fedortho.errors import BadSetting, FedOrthoError, UnknownName
 from fedortho.evaluation.metrics import METRICS, Metric
 from fedortho.federated.server import train_federation
 from fedortho.reports.run_table import list_runs
+from fedortho.requests.judging import JudgeOptions, audit_run, judge_run
 from fedortho.requests.references import find_original
 from fedortho.runs.run import open_run
 from fedortho.runs.settings import TrainSettings
@@ -120,6 +121,25 @@ def test_references_are_found_and_a_second_one_serves_the_distance(runs: Path) -
         told("audit", runs / "forgot", "--attack", "C9")
 
 
+def test_python_judges_and_audits_without_the_command_line(runs: Path) -> None:
+    run, steps = open_run(runs / "forgot"), []
+    found = judge_run(run, "class:3", JudgeOptions(references=runs / "references"), on_step=steps.append)
+    assert found.has_reference
+    assert steps[:2] == ["metrics", "linear probe"]
+    assert found.label == read_json(run.path / "verdict.json")["label"]
+    only = audit_run(run, options=JudgeOptions(only=("C2",)))
+    assert [audit.name for audit in only.audits if audit.outcome != "NOT RUN"] == ["C2"]
+    with pytest.raises(BadSetting, match="federation"):
+        audit_run(run, after_rounds=1)
+
+
+def test_a_wrong_audit_is_refused_before_a_reference_is_trained(runs: Path, tmp_path: Path) -> None:
+    options = JudgeOptions(only=("C9",), references=tmp_path, retrain=True)
+    with pytest.raises(UnknownName, match="C9"):
+        audit_run(open_run(runs / "forgot"), options=options)
+    assert not list(tmp_path.iterdir())
+
+
 def test_without_a_reference_nothing_passes(runs: Path, tmp_path: Path) -> None:
     found = json.loads(told("judge", runs / "forgot", "--references", tmp_path, "--json"))
     assert not found["passes"]
@@ -209,10 +229,10 @@ def test_a_missed_target_is_told_and_a_limit_only_where_one_was_aimed_at(runs: P
 def test_who_interrupts_the_judging_has_the_run_and_is_told_how_to_go_on(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*_: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli_forget, "judged", interrupted)
+    monkeypatch.setattr(cli_forget, "judge_run", interrupted)
     words = ["forget", str(runs / "original"), "class:3", "--max-retain-drop", "0.2", "--out", str(tmp_path / "out")]
     found = CliRunner().invoke(app, words)
     assert found.exit_code != 0

@@ -12,22 +12,14 @@ from fedortho.audits.verdict import spoken_time
 from fedortho.cli.console import bar, bars, err, frontier_table, print_served, say
 from fedortho.cli.federation import log_line, print_elsewhere
 from fedortho.cli.flags import AsJson, DataDir, Deployment, Device, EngineName, OutPath, RunPath, takes_settings
-from fedortho.cli.verdict import (
-    Budget,
-    JudgeOptions,
-    Reference,
-    References,
-    Retrain,
-    check_judge_options,
-    judged,
-    print_verdict,
-)
+from fedortho.cli.verdict import Budget, Reference, References, Retrain, judging_bars, print_verdict
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.devices import choose_device
 from fedortho.errors import FedOrthoError
 from fedortho.methods import preset
 from fedortho.requests.forgetting import ServedRequest, describe, forget_run, undo_run
+from fedortho.requests.judging import JudgeOptions, check_judge_options, judge_run
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.settings import FederateSettings
 from fedortho.unlearning.calibrate import Refused
@@ -62,7 +54,7 @@ def forget_command(
     settings = preset(preset_name, **given)
     asked = ForgetRequest.parse(shlex.join(request))
     run = open_run(run_path)
-    options = JudgeOptions(audit, reference, references, retrain, data_dir=data_dir, device=device)
+    options = JudgeOptions(audit, (), reference, references, retrain, data_dir=data_dir, device=device)
     check_engine(engine, deployment)
     check_judge_options(run, asked, options)
     if audit == "none" and (reference or references or retrain):
@@ -89,7 +81,8 @@ def forget_command(
     verdict = None
     if served.run is not None and audit != "none":
         try:
-            verdict = judged(served.run, asked, data, run, options)
+            with judging_bars() as progress:
+                verdict = judge_run(served.run, asked, options, original=run, data=data, **progress)
         except KeyboardInterrupt:
             say(escape(f"interrupted while it was judged; the run is written: fedortho judge {served.run.path}"))
             raise

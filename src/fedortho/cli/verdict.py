@@ -1,74 +1,55 @@
-"""The commands about the verdict: judge and audit, and what forget shows of it."""
+"""The commands judge and audit, and what forget shows of a verdict."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, TypedDict
 
-import torch
 import typer
 from rich.markup import escape
 from rich.table import Table
 
-from fedortho.audits import AUDITS, BUDGETS, Membership
-from fedortho.audits.membership import audit_membership
+from fedortho.audits import AUDITS
 from fedortho.audits.verdict import Verdict
 from fedortho.cli.console import bars, out, say, training_bar, words_table
 from fedortho.cli.flags import AsJson, DataDir, Device, RunPath
-from fedortho.data.images import Dataset
-from fedortho.data.request import ForgetRequest
-from fedortho.devices import choose_device, using_threads
-from fedortho.engines.central import CentralEngine
-from fedortho.errors import BadSetting, unknown
+from fedortho.errors import BadSetting
 from fedortho.evaluation.metrics import Metric
-from fedortho.evaluation.shadows import ShadowSettings
-from fedortho.federated.server import train_on
-from fedortho.methods import METHODS, make_method, unlearn
-from fedortho.methods.retrain import Retrain as RetrainMethod
-from fedortho.models.zoo import build_model
-from fedortho.requests.judging import entry_for, judge_run
-from fedortho.requests.references import (
-    check_reference,
-    find_references,
-    original_of,
-    reference_name,
-    reference_settings,
-    train_reference,
-)
+from fedortho.requests.judging import JudgeOptions, audit_run, check_rounds, judge_run
 from fedortho.runs.run import Run, open_run
-from fedortho.runs.served import last_request
-from fedortho.runs.settings import FederateSettings, TrainSettings
-from fedortho.storage.files import check_writable
-from fedortho.storage.journal import append_entry
 from fedortho.training.loop import Watch
-from fedortho.training.recipe import Recipe
 
-SHADOW_EPOCHS = 6  # at most
 COLOURS = {"PASS": "green", "FAIL": "bold red", "ERROR": "bold red", "NOT RUN": "yellow", "NO REFERENCE": "yellow"}
 
-Judged = Annotated[str, typer.Argument(metavar="REQUEST", help="what it has forgotten (default: its last request)")]
+Judged = Annotated[str, typer.Argument(metavar="REQUEST", help="a request that RUN has served (default: its last)")]
 Budget = Annotated[str, typer.Option("--audit", help="quick (under a minute for small models), full or none")]
-Reference = Annotated[Path | None, typer.Option(help="a run that was trained --without what had to go")]
+Reference = Annotated[Path | None, typer.Option(help="run of a reference model, trained --without the forget set")]
 References = Annotated[Path | None, typer.Option(help="directory of such runs (default: references beside RUN)")]
-Retrain = Annotated[bool, typer.Option("--retrain", help="train a reference if none is there, and keep it")]
-Original = Annotated[Path | None, typer.Option(help="the run before forgetting (default: where RUN came from)")]
-Shadows = Annotated[int, typer.Option(help="shadow models for the membership audit, 8 to 64; 0: leave it out")]
+Retrain = Annotated[bool, typer.Option("--retrain", help="train a missing reference model and keep it")]
+Original = Annotated[
+    Path | None, typer.Option(help="the run before forgetting (default: the run that RUN is made from)")
+]
+Shadows = Annotated[int, typer.Option(help="shadow models of the membership audit, 8 to 64; 0: do not run it")]
 
 
-@dataclass(frozen=True)
-class JudgeOptions:
-    """How a run is to be judged."""
+class JudgeProgress(TypedDict):
+    """The callbacks of `judge_run`."""
 
-    audit: str = "quick"
-    reference: Path | None = None
-    references: Path | None = None
-    retrain: bool = False
-    only: tuple[str, ...] = ()  # audits
-    shadows: int = 0
-    data_dir: str = ""
-    device: str = "auto"
+    on_training: Watch
+    on_step: Callable[[str], None]
+
+
+@contextmanager
+def judging_bars() -> Iterator[JudgeProgress]:
+    """Progress bars of a judgement: training of reference models, and the measurement under way."""
+    with bars() as shown:
+        on_training = training_bar(shown)
+        task = shown.add_task("judging", total=None, news="")
+        yield {
+            "on_training": on_training,
+            "on_step": lambda title: shown.update(task, description=f"judging: {title}"),
+        }
 
 
 def judge_command(
@@ -84,10 +65,11 @@ def judge_command(
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Judge a run that has forgotten: accuracies, membership, audits against a retrained model; writes verdict.json."""
+    """Judge a run that has forgotten: metrics and audits against a reference model; writes verdict.json."""
     run = open_run(run_path)
-    options = JudgeOptions(audit, reference, references, retrain, (), shadows, data_dir, device)
-    verdict = judged(run, _asked(run, request), run.load_data(data_dir), original_of(run, original), options)
+    options = JudgeOptions(audit, (), reference, references, retrain, shadows, data_dir, device)
+    with judging_bars() as progress:
+        verdict = judge_run(run, request or None, options, original=original, **progress)
     if as_json:
         typer.echo(json.dumps(verdict.as_mapping(), indent=2))
     else:
@@ -98,140 +80,45 @@ def judge_command(
 def audit_command(
     run_path: RunPath,
     request: Judged = "",
-    attack: Annotated[str, typer.Option(help=f"one or several of {', '.join(AUDITS)}, with commas; empty: all")] = "",
+    attack: Annotated[
+        str, typer.Option(help=f"audits to run: some of {', '.join(AUDITS)}, with commas; empty: all")
+    ] = "",
     reference: Reference = None,
     references: References = None,
     retrain: Retrain = False,
     original: Original = None,
-    after_rounds: Annotated[str, typer.Option(help="federations: again after so many more rounds: 1,5,20")] = "",
+    after_rounds: Annotated[str, typer.Option(help="federations: audit again after so many more rounds: 1,5,20")] = "",
     shadows: Shadows = 0,
     data_dir: DataDir = "",
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Try to undo a run's forgetting: all audits at their full budget, or those named."""
-    run, only = open_run(run_path), [word.strip() for word in attack.split(",") if word.strip()]
-    for word in only:
-        if word not in AUDITS:
-            raise unknown("audit", word, AUDITS)
-    options = JudgeOptions("full", reference, references, retrain, tuple(only), shadows, data_dir, device)
-    asked, before, found = _asked(run, request), original_of(run, original), {}
+    run, only = open_run(run_path), tuple(word.strip() for word in attack.split(",") if word.strip())
+    options = JudgeOptions("full", only, reference, references, retrain, shadows, data_dir, device)
+    verdicts: dict[int, Verdict] = {}
     for rounds in [0, *_rounds(run, after_rounds)]:
-        audited = train_on(run.at(data_dir, device), rounds) if rounds else run
-        found[rounds] = judged(audited, asked, run.load_data(data_dir), before, options)
+        with judging_bars() as progress:
+            verdict = audit_run(run, request or None, options, after_rounds=rounds, original=original, **progress)
+        verdicts[rounds] = verdict
         if not as_json:
             later = f", {rounds} rounds later" if rounds else ""
-            say(escape(f"{run.path}{later}: {found[rounds].request}: {found[rounds].label}"))
-            print_audits(found[rounds])
+            say(escape(f"{run.path}{later}: {verdict.request}: {verdict.label}"))
+            print_audits(verdict)
     if as_json:
-        told = {str(rounds): verdict.as_mapping() for rounds, verdict in found.items()}
         keys = ("request", "label", "audits", "retention")
-        short = {rounds: {key: verdict[key] for key in keys} for rounds, verdict in told.items()}
-        typer.echo(json.dumps(short if after_rounds else short["0"], indent=2))
+        shown = {str(n): {key: verdict.as_mapping()[key] for key in keys} for n, verdict in verdicts.items()}
+        typer.echo(json.dumps(shown if after_rounds else shown["0"], indent=2))
 
 
-def _rounds(run: Run, words: str) -> list[int]:
-    """Numbers of further rounds, ascending; only a federation has rounds."""
-    numbers = [word.strip() for word in words.split(",") if word.strip()]
+def _rounds(run: Run, text: str) -> list[int]:
+    """Numbers of further rounds, ascending; only a simulated federation has them."""
+    numbers = [word.strip() for word in text.split(",") if word.strip()]
     if wrong := [word for word in numbers if not word.isdecimal() or not int(word)]:
         raise BadSetting(f"--after-rounds must be numbers from 1 on with commas between, not {wrong[0]!r}")
-    if numbers and not (isinstance(run.settings, FederateSettings) and (run.path / "clients").is_dir()):
-        raise BadSetting(f"{run.path} is no federation that is simulated here; leave --after-rounds out")
+    if numbers:
+        check_rounds(run)
     return sorted(map(int, numbers))
-
-
-def _asked(run: Run, words: str) -> ForgetRequest:
-    last = last_request(run)
-    return ForgetRequest.parse(words) if words else last
-
-
-def check_judge_options(original: Run, request: ForgetRequest, options: JudgeOptions) -> None:
-    """Refuse what cannot be, before anything is done."""
-    if options.audit not in BUDGETS:
-        raise unknown("audit budget", options.audit, BUDGETS)
-    if options.shadows and options.audit != "full":
-        raise BadSetting(f"--shadows {options.shadows} belongs to --audit full, not to --audit {options.audit}")
-    if options.reference is not None:
-        check_reference(original, open_run(options.reference), request)
-
-
-def judged(run: Run, request: ForgetRequest, data: Dataset, original: Run, options: JudgeOptions) -> Verdict:
-    """Find or train the references, judge, and tell the journal."""
-    check_judge_options(original, request, options)
-    entry = entry_for(run, request)
-    place, asked = choose_device(options.device), original.path.absolute().parent  # whose journal tells of the request
-    for needed in [asked, *([] if options.only else [run.path])]:
-        check_writable(needed)
-    kept = options.references or run.path.parent / "references"
-    with bars() as shown, using_threads(original.settings.threads):
-        found = _references(original, request, kept, options, training_bar(shown))
-        task = shown.add_task("judging", total=None, news="")
-        membership = shadowed(original, entry, kept / "shadows", options.shadows, place) if options.shadows else None
-        verdict = judge_run(
-            run,
-            request,
-            data,
-            original,
-            reference=found[0] if found else None,
-            second=found[1] if len(found) > 1 else None,
-            audit=options.audit,
-            only=options.only,
-            device=place,
-            watch=lambda title: shown.update(task, description=f"judging: {title}"),
-            membership=membership,
-        )
-    append_entry(
-        asked,
-        "verified" if verdict.passes else "judged",
-        run.path.name,
-        str(request),
-        before=verdict.digests["before"],
-        after=verdict.digests["after"],
-        details={"label": verdict.label, "passes": verdict.passes},
-    )
-    return verdict
-
-
-def _references(original: Run, request: ForgetRequest, kept: Path, options: JudgeOptions, watch: Watch) -> list[Run]:
-    """The retrained models to judge by; if wished, trained: one, or two for the full audits' distance."""
-    if options.reference is not None:
-        found = [open_run(options.reference)]
-    else:  # where the user says, or else beside the original and where compare and --retrain put them
-        found = find_references(original, request, options.references, options.data_dir)
-        found = found or find_references(original, request, kept, options.data_dir)
-    while options.retrain and len(found) < (2 if options.audit == "full" else 1):
-        used = {run.settings.seed for run in found}
-        seed = next(n for n in range(original.settings.seed, 10**6) if n not in used)
-        settings = reference_settings(original, request, seed=seed, data_dir=options.data_dir)
-        found.append(train_reference(kept, reference_name(original, request, settings), settings, watch=watch))
-    return found
-
-
-def shadowed(run: Run, entry: Mapping[str, Any], kept: Path, shadows: int, place: torch.device) -> Membership:
-    """The membership audit with shadows trained as the run was, that forget by the method and settings of an entry."""
-    name, recipe = entry.get("method", "hide"), shadow_recipe(run.settings)
-    if name not in METHODS:
-        raise unknown("method", name, METHODS)
-    same = {"epochs": recipe.epochs} if issubclass(METHODS[name], RetrainMethod) else {}  # no longer than the shadows
-    method, about = make_method(name, entry.get("settings", {}), same), run.record["model"]
-    build = partial(build_model, run.settings.model, num_classes=about["classes"], channels=about["channels"])
-
-    def forgetful(model: torch.nn.Module, data: Dataset, request: ForgetRequest) -> torch.nn.Module:
-        engine = CentralEngine(data, device=place, build=lambda seed: build(seed=seed))
-        return unlearn(model, engine, request, method)
-
-    settings = ShadowSettings(models=shadows, recipe=recipe)
-    return lambda case: audit_membership(case, forgetful, kept, settings)
-
-
-def shadow_recipe(settings: TrainSettings) -> Recipe:
-    """The run's own recipe with its number of passes over the images, but at most 6; each shadow has its own seed.
-
-    A federation's recipe is that of a client in one round: its shadows are trained by it in one place, a pass for each
-    that the rounds made. How an imported model was trained is not known: the default recipe.
-    """
-    passes = settings.epochs * (settings.rounds if isinstance(settings, FederateSettings) else 1)
-    return replace(settings.recipe, epochs=min(passes or SHADOW_EPOCHS, SHADOW_EPOCHS), seed=0)
 
 
 def print_verdict(verdict: Verdict, *, whole: bool = True) -> None:

@@ -1,20 +1,144 @@
-"""Judge a run that has served a request."""
+"""Judge a run that has served a request: find or train reference models, measure, audit, write verdict.json."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from fedortho.audits import Membership
+from fedortho.audits import AUDITS, BUDGETS, Membership
+from fedortho.audits.membership import audit_membership
 from fedortho.audits.verdict import Verdict, judge_case
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
-from fedortho.requests.references import case_of
-from fedortho.runs.run import Run
-from fedortho.runs.served import index_of_request
+from fedortho.devices import choose_device, using_threads
+from fedortho.engines.central import CentralEngine
+from fedortho.errors import BadSetting, unknown
+from fedortho.evaluation.shadows import ShadowSettings
+from fedortho.federated.server import train_on
+from fedortho.methods import METHODS, make_method, unlearn
+from fedortho.methods.retrain import Retrain
+from fedortho.models.zoo import build_model
+from fedortho.requests.references import (
+    case_of,
+    check_reference,
+    find_references,
+    original_of,
+    reference_name,
+    reference_settings,
+    train_reference,
+)
+from fedortho.runs.run import Run, open_run
+from fedortho.runs.served import index_of_request, last_request
+from fedortho.runs.settings import FederateSettings, TrainSettings
 from fedortho.statistics.cost import Cost, flops_per_image
-from fedortho.storage.files import write_json
+from fedortho.storage.files import check_writable, write_json
+from fedortho.storage.journal import append_entry
+from fedortho.training.loop import Watch
+from fedortho.training.recipe import Recipe
+
+SHADOW_EPOCHS = 6  # upper bound
+
+
+@dataclass(frozen=True)
+class JudgeOptions:
+    """How a run is judged."""
+
+    audit: str = "quick"  # budget: quick, full or none
+    only: tuple[str, ...] = ()  # names of the audits to run; empty: all of the budget
+    reference: Path | None = None  # run of a reference model
+    references: Path | None = None  # directory of such runs; default: `references` beside the judged run
+    retrain: bool = False  # train a missing reference model and keep it
+    shadows: int = 0  # shadow models of the membership audit; 0: the audit is not run
+    data_dir: str = ""
+    device: str = "auto"
+
+
+def judge_run(
+    run: Run,
+    request: ForgetRequest | str | None = None,
+    options: JudgeOptions | None = None,
+    *,
+    original: Run | Path | None = None,
+    data: Dataset | None = None,
+    on_training: Watch | None = None,
+    on_step: Callable[[str], None] | None = None,
+) -> Verdict:
+    """Judge a run that has served a request (default: its last) and write verdict.json into its directory.
+
+    Judged with `only` some audits, no verdict.json is written: it would replace a complete one. `original` is the run
+    before forgetting, `data` the run's data if it is already loaded. `on_training` receives the progress of a reference
+    model's training, `on_step` the title of each measurement that begins.
+    """
+    options = options or JudgeOptions()
+    entry = entry_for(run, _parsed(run, request))
+    request = ForgetRequest.parse(entry["request"])  # one spelling: verdicts are found by it
+    original = original if isinstance(original, Run) else original_of(run, original)
+    check_judge_options(original, request, options)
+    journal = original.path.absolute().parent  # the journal that recorded the request
+    for directory in [journal, *([] if options.only else [run.path])]:
+        check_writable(directory)
+    data = data or run.load_data(options.data_dir)
+    with using_threads(original.settings.threads):
+        references = _references(run, original, request, options, on_training)
+        verdict = _verdict_on(run, request, data, original, references, options, on_step)
+    if not options.only and (options.audit != "none" or not (run.path / "verdict.json").exists()):
+        write_json(run.path / "verdict.json", verdict.as_mapping())  # one without audits never replaces one with them
+    append_entry(
+        journal,
+        "verified" if verdict.passes else "judged",
+        run.path.name,
+        str(request),
+        before=verdict.digests["before"],
+        after=verdict.digests["after"],
+        details={"label": verdict.label, "passes": verdict.passes},
+    )
+    return verdict
+
+
+def audit_run(
+    run: Run,
+    request: ForgetRequest | str | None = None,
+    options: JudgeOptions | None = None,
+    *,
+    after_rounds: int = 0,
+    original: Run | Path | None = None,
+    on_training: Watch | None = None,
+    on_step: Callable[[str], None] | None = None,
+) -> Verdict:
+    """Run audits at their full budget: all, or those in `options.only`.
+
+    A simulated federation is first trained for `after_rounds` more rounds without the forget set.
+    """
+    options = replace(options or JudgeOptions(), audit="full")
+    request, data, audited = _parsed(run, request), run.load_data(options.data_dir), run
+    original = original if isinstance(original, Run) else original_of(run, original)
+    if after_rounds:
+        check_rounds(run)
+        check_judge_options(original, request, options)
+        audited = train_on(run.at(options.data_dir, options.device), after_rounds)
+    return judge_run(audited, request, options, original=original, data=data, on_training=on_training, on_step=on_step)
+
+
+def check_rounds(run: Run) -> None:
+    """Refuse further rounds of a run that is not a federation simulated on this machine."""
+    if not (isinstance(run.settings, FederateSettings) and (run.path / "clients").is_dir()):
+        raise BadSetting(f"{run.path} is no federation that is simulated here; leave --after-rounds out")
+
+
+def check_judge_options(original: Run, request: ForgetRequest, options: JudgeOptions) -> None:
+    """Refuse options that contradict each other or the run, before anything is computed."""
+    if options.audit not in BUDGETS:
+        raise unknown("audit budget", options.audit, BUDGETS)
+    if wrong := [name for name in options.only if name not in AUDITS]:
+        raise unknown("audit", wrong[0], AUDITS)
+    if options.shadows and options.audit != "full":
+        raise BadSetting(f"--shadows {options.shadows} belongs to --audit full, not to --audit {options.audit}")
+    if options.reference is not None:
+        check_reference(original, open_run(options.reference), request)
 
 
 def entry_for(run: Run, request: ForgetRequest) -> Mapping[str, Any]:
@@ -22,53 +146,75 @@ def entry_for(run: Run, request: ForgetRequest) -> Mapping[str, Any]:
     return dict(run.record["requests"][index_of_request(run, request)])
 
 
-def judge_run(
+def _parsed(run: Run, request: ForgetRequest | str | None) -> ForgetRequest:
+    last = last_request(run)  # refuses a run that has forgotten nothing
+    if isinstance(request, str):
+        request = ForgetRequest.parse(request)
+    return request or last
+
+
+def _references_directory(run: Run, options: JudgeOptions) -> Path:
+    return options.references or run.path.parent / "references"
+
+
+def _references(
+    run: Run, original: Run, request: ForgetRequest, options: JudgeOptions, on_training: Watch | None
+) -> list[Run]:
+    """Reference models that are given, found or trained: one; two for the distance audit of the full budget."""
+    directory = _references_directory(run, options)
+    if options.reference is not None:
+        references = [open_run(options.reference)]
+    else:  # in the directory that the user names; else beside the original, then where --retrain writes them
+        references = find_references(original, request, options.references, options.data_dir)
+        references = references or find_references(original, request, directory, options.data_dir)
+    while options.retrain and len(references) < (2 if options.audit == "full" else 1):
+        used = {reference.settings.seed for reference in references}
+        seed = next(n for n in range(original.settings.seed, 10**6) if n not in used)
+        settings = reference_settings(original, request, seed=seed, data_dir=options.data_dir)
+        name = reference_name(original, request, settings)
+        references.append(train_reference(directory, name, settings, watch=on_training))
+    return references
+
+
+def _verdict_on(
     run: Run,
     request: ForgetRequest,
     data: Dataset,
     original: Run,
-    *,
-    reference: Run | None = None,
-    second: Run | None = None,
-    audit: str = "quick",
-    only: Sequence[str] = (),
-    device: torch.device | str = "cpu",
-    watch: Callable[[str], None] | None = None,
-    membership: Membership | None = None,
+    references: list[Run],
+    options: JudgeOptions,
+    on_step: Callable[[str], None] | None,
 ) -> Verdict:
-    """Judge a run that has served a request; the verdict is also written into its directory as verdict.json.
-
-    Not so if `only` some audits were asked for: they would take the place of a whole verdict.
-    """
-    entry = entry_for(run, request)
-    request = ForgetRequest.parse(entry["request"])  # one spelling: verdicts are found by it
+    """The verdict on a run's model, with what its record tells about method, settings and cost."""
+    entry, device = entry_for(run, request), choose_device(options.device)
+    reference, second = [*references[:2], None, None][:2]
     case = case_of(run, request, data, original, reference, second, device)
-    seconds = None if reference is None else sum(epoch.seconds for epoch in reference.history())
-    if not seconds and (history := original.history()):
-        kept = len(case.kept_train) / max(len(data.train), 1)
-        seconds = kept * sum(epoch.seconds for epoch in history)
-    verdict = judge_case(
+    shadows = _references_directory(run, options) / "shadows"
+    return judge_case(
         case,
-        audit,
-        only=only,
-        watch=watch,
-        membership=membership,
+        options.audit,
+        only=options.only,
+        watch=on_step,
+        membership=shadowed(original, entry, shadows, options.shadows, device) if options.shadows else None,
         method=entry.get("method", "hide"),
         edited={key: entry[key] for key in ("kernels", "directions", "ratio", "scrub") if key in entry},
         cost=_cost(entry, original.load_model(), data),
-        retrain_seconds=seconds or None,
+        retrain_seconds=_retrain_seconds(original, reference, len(case.kept_train) / max(len(data.train), 1)),
         settings=entry.get("settings", {}),
         origin={"run": run.path.name, "data": run.record["data"], "settings": run.record["settings"]},
         digests={"before": original.record["model"]["digest"], "after": run.record["model"]["digest"]}
         | ({} if reference is None else {"reference": reference.record["model"]["digest"]}),
     )
-    if not only and (audit != "none" or not (run.path / "verdict.json").exists()):  # one with audits says more
-        write_json(run.path / "verdict.json", verdict.as_mapping())
-    return verdict
+
+
+def _retrain_seconds(original: Run, reference: Run | None, retain_share: float) -> float | None:
+    """Training time of the reference model; without one, of the original, scaled to the retain set."""
+    seconds = 0.0 if reference is None else sum(epoch.seconds for epoch in reference.history())
+    return seconds or retain_share * sum(epoch.seconds for epoch in original.history()) or None
 
 
 def _cost(entry: Mapping[str, Any], model: nn.Module, data: Dataset) -> Cost | None:
-    """What serving a request took, as its run tells: measured by a meter, or in the words of the method itself."""
+    """What serving a request took: as metered, or computed from what the method recorded."""
     if entry.get("cost"):
         return Cost(**entry["cost"])
     if "seconds" not in entry:
@@ -78,3 +224,30 @@ def _cost(entry: Mapping[str, Any], model: nn.Module, data: Dataset) -> Cost | N
     up, down, exchanges = (sum(tally[key] for tally in wire) for key in ("bytes_up", "bytes_down", "exchanges"))
     flops = flops_per_image(model, data.train.shape)[0] * float(read) + sum(entry.get("tail-flops", {}).values())
     return Cost(sum(entry["seconds"].values()), read, 0, flops, exchanges, up, down)
+
+
+def shadowed(run: Run, entry: Mapping[str, Any], directory: Path, shadows: int, device: torch.device) -> Membership:
+    """The membership audit with shadow models trained as the run was, which forget by the entry's method."""
+    name, recipe = entry.get("method", "hide"), shadow_recipe(run.settings)
+    if name not in METHODS:
+        raise unknown("method", name, METHODS)
+    epochs = {"epochs": recipe.epochs} if issubclass(METHODS[name], Retrain) else {}  # no longer than the shadows
+    method, info = make_method(name, entry.get("settings", {}), epochs), run.record["model"]
+    build = partial(build_model, run.settings.model, num_classes=info["classes"], channels=info["channels"])
+
+    def forget(model: nn.Module, data: Dataset, request: ForgetRequest) -> nn.Module:
+        engine = CentralEngine(data, device=device, build=lambda seed: build(seed=seed))
+        return unlearn(model, engine, request, method)
+
+    settings = ShadowSettings(models=shadows, recipe=recipe)
+    return lambda case: audit_membership(case, forget, directory, settings)
+
+
+def shadow_recipe(settings: TrainSettings) -> Recipe:
+    """The run's recipe with at most SHADOW_EPOCHS epochs; every shadow model gets its own seed.
+
+    A federation's recipe is that of one client in one round, so its rounds count as epochs of central training. The
+    recipe of an imported model is unknown: the default recipe is used.
+    """
+    epochs = settings.epochs * (settings.rounds if isinstance(settings, FederateSettings) else 1)
+    return replace(settings.recipe, epochs=min(epochs or SHADOW_EPOCHS, SHADOW_EPOCHS), seed=0)

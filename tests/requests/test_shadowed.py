@@ -9,9 +9,9 @@ import torch
 from small import SETTINGS
 
 from fedortho.audits.audit import Audit
-from fedortho.cli.verdict import shadow_recipe, shadowed
 from fedortho.data.request import ForgetRequest
 from fedortho.evaluation.case import Case
+from fedortho.requests.judging import shadow_recipe, shadowed
 from fedortho.runs.run import Run
 from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
