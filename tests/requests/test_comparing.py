@@ -172,8 +172,8 @@ def test_the_command_tunes_and_what_it_writes_can_be_compared_with(run: Run, tmp
         told("tune", "ssd,retrain", run.path, "class:3", "--out", file)
     with pytest.raises(FedOrthoError, match="unsir does not serve samples:1; leave it out"):
         told("tune", "unsir", run.path, "samples:1", "--out", file)
-    with pytest.raises(FedOrthoError, match="nothing was tuned for digits-small:SmallNet"):
-        told("compare", run.path, "class:3", "--preset", "tuned", "--out", tmp_path / "p")
+    with pytest.raises(FedOrthoError, match="digits-small:SmallNet"):
+        told("compare", run.path, "class:3", "--settings", "tuned", "--out", tmp_path / "p")
 
 
 def test_what_a_method_cannot_serve_is_a_line_and_not_the_end(run: Run, tmp_path: Path) -> None:

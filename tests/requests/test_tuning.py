@@ -67,14 +67,14 @@ def test_all_that_can_be_tuned_is_and_what_was_is_not_tuned_again(run: Run, tmp_
         tune_all(run, data, REQUEST, ["ssd"], file, budget, base={"ssd": {"batch_size": 16}})
     assert all(attempt.settings["batch_size"] == 32 for attempt in found["finetune"])
     best = {name: dict(attempts[0].settings) for name, attempts in found.items()}
-    assert read_settings(run.settings.data, run.settings.model, "published", file) == best
+    assert read_settings(run.settings.data, run.settings.model, str(file)) == best
     told = read_json(tmp_path / "tuned.trials.json")
     assert told["budget"] == {"trials": 2, "images": 300, "epochs": 2, "seed": 0}
     file.unlink()  # as if killed after the trials were written
     number = len(seen)
     go(["ssd"])
     assert len(seen) == number, "nothing is tried again"
-    assert read_settings(run.settings.data, run.settings.model, "published", file) == best
+    assert read_settings(run.settings.data, run.settings.model, str(file)) == best
     with pytest.raises(FedOrthoError, match="about another model, request, budget or preset"):
         tune_all(run, data, ForgetRequest.parse("class:4"), ["ssd"], file, budget)
 

@@ -1,7 +1,8 @@
-"""The command line: alone prints, draws progress bars, sets up logging and exits."""
+"""The `fedortho` command: logging, one-line errors, exit codes and the list of commands."""
 
 import logging
 import sys
+import traceback
 from importlib.metadata import version
 from typing import Annotated, NoReturn
 
@@ -27,29 +28,27 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-INTERRUPTED = 130  # what typer makes of ctrl-C
+INTERRUPTED = 130  # typer's exit code after ctrl-C
 
 
 def main() -> None:
-    """Run the command; what a user can mend becomes one line and exit code 2."""
+    """Run the command; an error that a user can mend becomes one line and exit code 2."""
     handler = RichHandler(console=err, show_time=False, show_path=False)
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
     if "" not in sys.path:
-        sys.path.append("")  # --model package.module:function may lie where the user stands
+        sys.path.append("")  # --model package.module:function is also looked for in the working directory
+    debug = "--debug" in sys.argv  # anywhere on the line, so that it can be appended to a command that failed
     try:
-        code = app(standalone_mode=False)
+        code = app([word for word in sys.argv[1:] if word != "--debug"], standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         sys.exit(2)
-    except click.ClickException as error:
-        _refuse(error.format_message())
-    except FedOrthoError as error:
-        _refuse(str(error))
+    except (click.ClickException, FedOrthoError) as error:
+        if debug:
+            traceback.print_exception(error)
+        _refuse(error.format_message() if isinstance(error, click.ClickException) else str(error))
     if code == INTERRUPTED:
-        err.print(
-            "interrupted; what is finished is kept, "
-            "and a training goes on where it stopped if the same command is given again"
-        )
+        err.print("interrupted; finished parts are kept, and the same command continues an unfinished training")
     sys.exit(code)
 
 
@@ -58,7 +57,7 @@ def _refuse(message: str) -> NoReturn:
     sys.exit(2)
 
 
-def _tell_version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"fedortho {version('fedortho')}")
         raise typer.Exit
@@ -66,11 +65,14 @@ def _tell_version(wanted: bool) -> None:
 
 @app.callback()
 def common(
-    _: Annotated[
-        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="tell the version")
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and exit")
+    ] = False,
+    _debug: Annotated[
+        bool, typer.Option("--debug", help="print the traceback of an error; allowed anywhere on the command line")
     ] = False,
 ) -> None:
-    """Make trained convolutional networks forget, and prove it."""
+    """Make trained convolutional networks forget a class, a client or samples, and prove it."""
 
 
 app.command("train")(train_command)

@@ -21,20 +21,20 @@ from fedortho.runs.run import open_run
 
 def evaluate_command(
     run_path: RunPath,
-    split: Annotated[str, typer.Option(help="test, valid or train")] = "test",
+    split: Annotated[str, typer.Option(help="images to evaluate on: test, valid or train")] = "test",
     data_dir: DataDir = "",
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Count what a trained model gets right, class by class."""
+    """Measure the accuracy of a run, in all and by class."""
     if split not in ("test", "valid", "train"):
         raise unknown("split", split, ("test", "valid", "train"))
     run = open_run(run_path)
-    place = choose_device(device)
+    chosen = choose_device(device)
     with bars() as shown:
         data = run.load_data(data_dir, bar(shown, "decoding images"))
     images = getattr(data, split)
-    score = evaluate(run.load_model().to(place), images, device=place)
+    score = evaluate(run.load_model().to(chosen), images, device=chosen)
     if as_json:
         value = {"run": str(run_path), "split": split, "images": score.images, "accuracy": score.accuracy}
         value |= {"loss": score.loss, "per-class": dict(zip(images.names, score.per_class, strict=True))}
@@ -46,25 +46,25 @@ def evaluate_command(
 
 def check_command(
     model: Annotated[str, typer.Argument(help="a run directory, a model's name, or package.module:function")],
-    shape: Annotated[str, typer.Option(help="channels x height x width of its images, unless it is a run")] = "3x32x32",
-    classes: Annotated[int, typer.Option(help="number of classes, unless it is a run")] = 10,
+    shape: Annotated[str, typer.Option(help="CHANNELSxHEIGHTxWIDTH of its images; a run knows its own")] = "3x32x32",
+    classes: Annotated[int, typer.Option(help="number of classes; a run knows its own")] = 10,
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
-    """List every convolution and the edits that apply to it; exit code 1 if some layer cannot be treated."""
+    """List every convolution and the edits that apply to it; exit code 1 if a layer cannot be edited."""
     if (Path(model) / "run.json").exists():
         run = open_run(Path(model))
         net, sizes = run.load_model(), run.load_data(data_dir).train.shape
     else:
         if not re.fullmatch(r"\d+x\d+x\d+", shape):
-            raise FedOrthoError(f"shape must be like 3x32x32, not {shape!r}")
+            raise FedOrthoError(f"--shape is {shape!r}; expected CHANNELSxHEIGHTxWIDTH, such as 3x32x32")
         channels, height, width = map(int, shape.split("x"))
         net, sizes = build_model(model, num_classes=classes, channels=channels), (channels, height, width)
     findings = check_model(net, sizes)
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     else:
-        say(f"{model}: what can be edited")
+        say(escape(f"{model}: edits that apply to each layer"))
         out.print(check_table(findings))
     if any(finding.conv or finding.channel or finding.group for finding in findings):
         raise typer.Exit(1)

@@ -7,8 +7,8 @@ import typer
 from rich.markup import escape
 
 from fedortho.cli.console import bars, err, federation_bar, print_run, say
-from fedortho.cli.flags import Board, Config, DataDir, Deployment, EngineName, OutPath, RunPath, takes_settings
-from fedortho.cli.tensorboard import board
+from fedortho.cli.flags import Config, DataDir, Deployment, EngineName, OutPath, RunPath, TensorBoard, takes_settings
+from fedortho.cli.tensorboard import tensorboard_watch
 from fedortho.errors import FedOrthoError
 from fedortho.runs.run import open_run
 from fedortho.runs.settings import FederateSettings
@@ -19,7 +19,7 @@ from fedortho.storage.settings import make_settings, read_toml
 def federate_command(
     out_path: OutPath,
     config: Config = None,
-    tensorboard: Board = None,
+    tensorboard: TensorBoard = None,
     engine: EngineName = "inprocess",
     workers: Annotated[int, typer.Option(help="inprocess: processes in which clients run at the same time")] = 1,
     deployment: Deployment = None,
@@ -36,7 +36,7 @@ def federate_command(
     if engine == "inprocess":
         from fedortho.federated.server import train_federation
 
-        with bars() as shown, board(tensorboard, out_path, settings, federation_bar(shown)) as watch:
+        with bars() as shown, tensorboard_watch(tensorboard, out_path, settings, federation_bar(shown)) as watch:
             print_run(train_federation(out_path, settings, watch=watch, workers=workers))
         return
     if tensorboard is not None:

@@ -1,40 +1,45 @@
-"""What several commands ask for: their common flags, and one flag for each setting."""
+"""Flags that several commands share, and one flag per field of a settings dataclass."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from fedortho.errors import BadSetting, unknown
 from fedortho.storage.settings import field_help, field_types, kebab
 
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="a run directory")]
-Asked = Annotated[str, typer.Argument(metavar="REQUEST", help="class:3, client:4, samples:FILE")]
+Request = Annotated[str, typer.Argument(metavar="REQUEST", help="the forget set: class:3, client:4 or samples:FILE")]
 OutPath = Annotated[Path, typer.Option("--out", help="the run directory to write")]
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON for machines")]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of tables")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps")]
-DataDir = Annotated[str, typer.Option("--data-dir", help="where the run's data lies on this machine")]
-Config = Annotated[Path | None, typer.Option(help="a TOML file of settings; flags win over it")]
-Board = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="also write loss, accuracy, rate and seconds for TensorBoard there")
+DataDir = Annotated[str, typer.Option("--data-dir", help="the directory of the run's data on this machine")]
+Config = Annotated[Path | None, typer.Option(help="a TOML file of settings; flags override it")]
+TensorBoard = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="a directory for TensorBoard: loss, accuracy, learning rate, seconds")
 ]
 EngineName = Annotated[str, typer.Option("--engine", help="where clients run: inprocess, ray or superlink")]
-Deployment = Annotated[Path | None, typer.Option(help="for superlink: the folder that fedortho deploy wrote")]
+Deployment = Annotated[Path | None, typer.Option(help="for superlink: the directory that fedortho deploy wrote")]
+Settings = Annotated[
+    str,
+    typer.Option(help="hyper-parameters: published, short (few steps), tuned (for this data and model) or FILE.json"),
+]
+NO_DEFAULT = ("", -1e30)  # defaults that mean "none" and are not shown
 
 
-def takes_settings(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command one flag per field of `kind`; it receives the flags that were used as `given`."""
+def takes_settings(*kinds: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command one flag per field of the dataclasses; it receives the flags in use as the mapping `given`."""
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        types, texts = field_types(kind), field_help(kind)
-        defaults = kind()
+        types: dict[str, type[Any]] = {}
+        for kind in kinds:
+            types |= field_types(kind)
         parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "given"]
         for name, type_ in types.items():
-            default = getattr(defaults, name)
-            text = texts[name] if default in ("", -1e30) else f"{texts[name]} (default: {default})"
             flag = f"--{kebab(name)}/--no-{kebab(name)}" if type_ is bool else f"--{kebab(name)}"
-            option = typer.Option(flag, help=text, show_default=False)
+            option = typer.Option(flag, help=_flag_help(name, kinds), show_default=False)
             annotation = Annotated[type_ | None, option]  # type: ignore[valid-type]  # made at run time
             parameters.append(
                 inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
@@ -50,3 +55,45 @@ def takes_settings(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[
         return command
 
     return decorate
+
+
+def _flag_help(name: str, kinds: Sequence[type[Any]]) -> str:
+    """The field's text and its default; where dataclasses differ, the default of each."""
+    having = [kind for kind in kinds if name in field_types(kind)]
+    text = field_help(having[0])[name]
+    defaults = {kind: getattr(kind(), name) for kind in having}
+    if len(having) == len(kinds) and len(set(defaults.values())) == 1:
+        default = defaults[having[0]]
+        return text if default in NO_DEFAULT else f"{text} (default: {default})"
+    told = ", ".join(f"{kind.name} {default}" for kind, default in defaults.items() if default not in NO_DEFAULT)
+    return f"{text} (default: {told})" if told else text
+
+
+def parse_assignments(kind: type[Any], words: Sequence[str]) -> dict[str, Any]:
+    """The fields that `--set NAME=VALUE` flags name, with values of the fields' types.
+
+    >>> from fedortho.training.recipe import Recipe
+    >>> parse_assignments(Recipe, ["lr=0.01", "ortho-every=2"])
+    {'lr': 0.01, 'ortho_every': 2}
+    """
+    types, values = field_types(kind), {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals:
+            raise BadSetting(f"--set {word} has no value; write --set NAME=VALUE")
+        name = key.strip().replace("-", "_")
+        if name not in types:
+            raise unknown("setting", key.strip(), map(kebab, types))
+        values[name] = _parse(types[name], key, text.strip())
+    return values
+
+
+def _parse(wanted: type[Any], key: str, text: str) -> Any:
+    if wanted is bool:
+        if text not in ("true", "false"):
+            raise BadSetting(f"{key} is {text!r}; expected true or false")
+        return text == "true"
+    try:
+        return wanted(text)
+    except ValueError as error:
+        raise BadSetting(f"{key} is {text!r}; expected a value of type {wanted.__name__}") from error

@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 
 from fedortho.cli.console import bars, out, say, words_table
-from fedortho.cli.flags import AsJson, Asked, DataDir, Device, RunPath
+from fedortho.cli.flags import AsJson, DataDir, Device, Request, RunPath, Settings
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import FedOrthoError
 from fedortho.methods import METHODS
@@ -23,12 +23,9 @@ from fedortho.runs.run import open_run
 
 def compare_command(
     run_path: RunPath,
-    request: Asked,
+    request: Request,
     methods: Annotated[str, typer.Option(help="all, or names with commas between")] = "all",
-    preset: Annotated[
-        str, typer.Option(help="published, short (few steps), or tuned (for this data and model)")
-    ] = "published",
-    settings: Annotated[Path | None, typer.Option(help="a JSON file that fedortho tune wrote; wins over it")] = None,
+    settings: Settings = "published",
     out_path: Annotated[Path | None, typer.Option("--out", help="directory of results (default: beside RUN)")] = None,
     references: Annotated[Path | None, typer.Option(help="directory of retrained runs (default: beside RUN)")] = None,
     data_dir: DataDir = "",
@@ -38,7 +35,7 @@ def compare_command(
     """Run methods from the same model, one after the other, and show how far each is from retraining, and its cost."""
     run, asked, names = open_run(run_path).at(data_dir, device), ForgetRequest.parse(request), chosen_methods(methods)
     place = out_path or run_path.with_name(f"{run_path.name}-compared-{asked.word}")
-    chosen = read_settings(run.settings.data, run.settings.model, preset, settings)
+    chosen = read_settings(run.settings.data, run.settings.model, settings)
     with bars() as shown:
         task = shown.add_task("comparing", total=len(names), news="")
         rows = compare(
@@ -65,9 +62,9 @@ def compare_command(
 def tune_command(
     methods: Annotated[str, typer.Argument(metavar="METHODS", help="all, or names with commas between")],
     run_path: RunPath,
-    request: Asked,
+    request: Request,
     out_path: Annotated[Path, typer.Option("--out", help="the JSON file to write, for compare --settings")],
-    preset: Annotated[str, typer.Option(help="what settings to begin with: published, short or tuned")] = "published",
+    settings: Settings = "published",
     data_dir: DataDir = "",
     device: Device = "auto",
 ) -> None:
@@ -87,7 +84,7 @@ def tune_command(
         names,
         out_path,
         budget,
-        base=read_settings(run.settings.data, run.settings.model, preset),
+        base=read_settings(run.settings.data, run.settings.model, settings),
         watch=lambda name, number, attempt: say(
             f"{name}, trial {number + 1}: {_words(attempt.settings)}: "
             f"forget {attempt.forget:.1%}  retain {attempt.retain:.1%}{'  ' * bool(attempt.error)}{attempt.error}"

@@ -1,4 +1,4 @@
-"""Training as TensorBoard shows it, from what watchers are told anyway; local files only, and an extra."""
+"""Curves of a training or a federation for TensorBoard, an optional extra; files on this machine only."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,23 +14,23 @@ from fedortho.training.recipe import Recipe, learning_rate
 
 
 class HasHistory(Protocol):
-    """What watchers of a training or of a federation are told: among other things, all epochs or rounds so far."""
+    """The progress of a training or of a federation, which includes all epochs or rounds so far."""
 
     @property
     def history(self) -> Sequence[Epoch]: ...
 
 
-Seen = TypeVar("Seen", bound=HasHistory)
+Reported = TypeVar("Reported", bound=HasHistory)
 
 
 @contextmanager
-def board(
-    directory: Path | None, run: Path, settings: TrainSettings, watch: Callable[[Seen], None]
-) -> Iterator[Callable[[Seen], None]]:
-    """A watcher that tells `watch` and writes each epoch or round into DIRECTORY/RUN'S NAME; without one, `watch`.
+def tensorboard_watch(
+    directory: Path | None, run: Path, settings: TrainSettings, watch: Callable[[Reported], None]
+) -> Iterator[Callable[[Reported], None]]:
+    """A watcher that calls `watch` and writes each epoch or round into DIRECTORY/NAME OF THE RUN.
 
-    A run that goes on writes its whole history again and marks what earlier files told as superseded: every step is
-    shown once, also one that was finished and not yet written when the run was killed.
+    Without a directory it is `watch` itself. A training that continues writes its whole history again and marks the
+    steps of earlier files as superseded, so every step is shown once, also one that finished just before a kill.
     """
     if directory is None:
         yield watch
@@ -38,53 +38,55 @@ def board(
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise FedOrthoError("--tensorboard needs a package; install it: pip install 'fedortho[tensorboard]'") from error
-    place, recipe = _place(directory, run), settings.recipe
+        raise FedOrthoError(
+            "--tensorboard needs the package tensorboard; run: pip install 'fedortho[tensorboard]'"
+        ) from error
+    files, recipe = _directory_of(directory, run), settings.recipe
     if isinstance(settings, FederateSettings):
         recipe = replace(recipe, epochs=settings.rounds)
     writer: SummaryWriter | None = None
     written = 0
 
-    def tell(now: Seen) -> None:
+    def report(now: Reported) -> None:
         nonlocal writer, written
         watch(now)
         if len(now.history) > written:
-            writer = writer or SummaryWriter(str(place), purge_step=1)
+            writer = writer or SummaryWriter(str(files), purge_step=1)
             for entry in now.history[written:]:
                 for name, value in scalars(entry, recipe).items():
                     writer.add_scalar(name, value, entry.epoch + 1)
             written = len(now.history)
-            writer.flush()  # or a run that is killed would lose its last epochs
+            writer.flush()  # or a killed training would lose its last epochs
 
     try:
-        yield tell
+        yield report
     finally:
         if writer is not None:
             writer.close()
 
 
-def _place(directory: Path, run: Path) -> Path:
-    place = directory / run.absolute().name
+def _directory_of(directory: Path, run: Path) -> Path:
+    files = directory / run.absolute().name
     try:
-        place.mkdir(parents=True, exist_ok=True)
+        files.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise FedOrthoError(f"{place} cannot be written: {error.strerror}; choose another --tensorboard") from error
-    check_writable(place)
-    return place
+        raise FedOrthoError(f"{files} cannot be written: {error.strerror}; choose another --tensorboard") from error
+    check_writable(files)
+    return files
 
 
 def scalars(entry: Epoch, recipe: Recipe) -> dict[str, float]:
-    """An epoch or round as named numbers; what was not measured is left out.
+    """The measured numbers of an epoch or round, by the names of their curves.
 
     >>> entry = Epoch(0, 0.5, 0.9, None, 0.8, 2.0, images=100)
-    >>> scalars(entry, Recipe(rate=0.1))["accuracy/validation"], scalars(entry, Recipe(rate=0.1))["rate"]
+    >>> scalars(entry, Recipe(lr=0.1))["accuracy/validation"], scalars(entry, Recipe(lr=0.1))["lr"]
     (0.8, 0.1)
     """
     known: dict[str, Any] = {
         "loss": entry.loss,
         "accuracy/training": entry.accuracy,
         "accuracy/validation": entry.valid,
-        "rate": learning_rate(recipe, entry.epoch),  # at its beginning
+        "lr": learning_rate(recipe, entry.epoch),  # at the beginning of the epoch
         "seconds": entry.seconds,
         "images per second": None if not entry.images or not entry.seconds else entry.images / entry.seconds,
         "orthogonality penalty": entry.ortho,

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 import typer
 
 from fedortho.cli.console import bar, bars, print_run, training_bar
-from fedortho.cli.flags import Board, Config, OutPath, takes_settings
-from fedortho.cli.tensorboard import board
+from fedortho.cli.flags import Config, OutPath, TensorBoard, takes_settings
+from fedortho.cli.tensorboard import tensorboard_watch
 from fedortho.runs.settings import ImportSettings, TrainSettings
 from fedortho.runs.training import import_run, train_run
 from fedortho.storage.settings import make_settings, read_toml
@@ -17,13 +17,13 @@ from fedortho.storage.settings import make_settings, read_toml
 def train_command(
     out_path: OutPath,
     config: Config = None,
-    tensorboard: Board = None,
+    tensorboard: TensorBoard = None,
     *,
     given: dict[str, Any],
 ) -> None:
-    """Train a model with orthogonal kernels; a killed run goes on where it stopped."""
+    """Train a model with orthogonal kernels; an interrupted training continues where it stopped."""
     settings = make_settings(TrainSettings, read_toml(config) if config else {}, given)
-    with bars() as shown, board(tensorboard, out_path, settings, training_bar(shown)) as watch:
+    with bars() as shown, tensorboard_watch(tensorboard, out_path, settings, training_bar(shown)) as watch:
         observing = bar(shown, "writing the ledger")
         decoding = bar(shown, "decoding images")
         run = train_run(out_path, settings, watch=watch, progress=decoding, observing=observing)
@@ -32,12 +32,12 @@ def train_command(
 
 @takes_settings(ImportSettings)
 def import_command(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="safetensors, or a .pt file with a state dict")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="a safetensors file, or a .pt file with a state dict")],
     out_path: OutPath,
     *,
     given: dict[str, Any],
 ) -> None:
-    """Make a run directory of a model that was trained elsewhere, and evaluate it."""
+    """Make a run directory from weights that were trained elsewhere, and evaluate them."""
     settings = make_settings(ImportSettings, given)
     with bars() as shown:
         decoding, observing = bar(shown, "decoding images"), bar(shown, "writing the ledger")

@@ -9,7 +9,7 @@ from fedortho.methods import METHODS
 from fedortho.storage.files import read_json
 from fedortho.storage.settings import make_settings
 
-PRESETS = ("published", "short", "tuned")
+SOURCES = ("published", "short", "tuned")
 TUNED = Path(__file__).parent / "tuned"  # DATA-MODEL.json; all trials are in benchmarks/results/tuning
 # few steps, small batches: minutes on two cores for small data; rates set beforehand and not tuned
 SHORT: Mapping[str, Mapping[str, Any]] = {
@@ -24,16 +24,21 @@ SHORT: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def read_settings(data: str, model: str, preset: str, path: Path | None = None) -> dict[str, dict[str, Any]]:
-    """A preset's settings by method, for this data and this network; those of a JSON file win over them."""
-    if preset not in PRESETS:
-        raise unknown("preset", preset, PRESETS)
-    chosen = {name: dict(values) for name, values in SHORT.items()} if preset == "short" else {}
-    files = [_tuned(data, model)] if preset == "tuned" else []
-    for file in [*files, *([] if path is None else [path])]:
-        for name, values in _read(file).items():
-            chosen[name] = chosen.get(name, {}) | values
-    return chosen
+def read_settings(data: str, model: str, source: str = "published") -> dict[str, dict[str, Any]]:
+    """Hyper-parameters by method, as far as they differ from the published ones.
+
+    `source` is `published`, `short` (few steps), `tuned` (for this data and this network), or a JSON file that
+    `fedortho tune` wrote.
+    """
+    if source == "short":
+        return {name: dict(values) for name, values in SHORT.items()}
+    if source == "tuned":
+        return _read(_tuned(data, model))
+    if source == "published":
+        return {}
+    if not source.endswith(".json") and not Path(source).is_file():
+        raise unknown("settings", source, (*SOURCES, "FILE.json"))
+    return _read(Path(source))
 
 
 def _tuned(data: str, model: str) -> Path:
@@ -42,8 +47,8 @@ def _tuned(data: str, model: str) -> Path:
     if not file.is_file():
         known = ", ".join(sorted(path.stem for path in TUNED.glob("*.json")))
         raise FedOrthoError(
-            f"nothing was tuned for {file.stem}, only for {known}; "
-            "run fedortho tune all RUN REQUEST --out FILE, then compare with --settings FILE"
+            f"there are no tuned settings for {file.stem}, only for {known}; "
+            "run fedortho tune all RUN REQUEST --out FILE.json, then give --settings FILE.json"
         )
     return file
 
