@@ -51,7 +51,18 @@ def test_one_command_calibrates_and_goes_on_where_it_was_stopped(
         wanted = reference_settings(run, asked, seed=seed)
         train_reference(tmp_path, reference_name(run, asked, wanted), wanted)
     out = tmp_path / "calibration.json"
-    words = ["--data-dir", "", "--networks", str(tmp_path), "--run", "original", "--request", "class:3", "--out", str(out)]
+    words = [
+        "--data-dir",
+        "",
+        "--networks",
+        str(tmp_path),
+        "--run",
+        "original",
+        "--request",
+        "class:3",
+        "--out",
+        str(out),
+    ]
     calibration.main([*words, "--seeds", "0,1,2"])
     saved = json.loads(out.read_text())
     rows = saved["rows"]
