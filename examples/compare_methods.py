@@ -12,7 +12,7 @@ from fedortho.audits import run_audits
 from fedortho.engines.central import CentralEngine
 from fedortho.evaluation.case import Case
 from fedortho.methods import make_method, unlearn
-from fedortho.methods.method import Method, begin
+from fedortho.methods.method import Method, forget_and_retain
 from fedortho.statistics.engine import Engine
 
 
@@ -27,7 +27,7 @@ class Deafen:
     factor: float = 0.0
 
     def __call__(self, model: nn.Module, engine: Engine, request: fo.ForgetRequest) -> nn.Module:
-        begin(self, engine, request)  # refuses what it cannot serve
+        forget_and_retain(self, engine, request)  # refuses what it cannot serve
         quiet = copy.deepcopy(model)
         weight, bias = list(quiet.parameters())[-2:]
         with torch.no_grad():

@@ -5,13 +5,13 @@ import json
 from pathlib import Path
 
 import fedortho as fo
-from fedortho.federated.engine import News
+from fedortho.federated.engine import RoundProgress
 from fedortho.federated.server import train_federation
 from fedortho.requests.federated_forgetting import forget_federated_run
 from fedortho.runs.settings import FederateSettings
 
 
-def tell(news: News) -> None:
+def tell(news: RoundProgress) -> None:
     if not news.asked:  # the round is over
         print(f"round {news.round} of {news.rounds}: accuracy while training {news.history[-1].accuracy:.1%}")
 

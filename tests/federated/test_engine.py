@@ -201,7 +201,7 @@ def test_a_draw_is_shared_among_those_who_can_hold_it_and_is_never_too_small_to_
         (Selection(), 100, 0),
     ]
     for group, share, most in draws:
-        assert group.on_client(2, share, 5).most == most
+        assert group.on_client(2, share, 5).limit == most
 
 
 def test_validation_images_are_never_read_from_the_ledger_of_training_images(

@@ -94,7 +94,7 @@ def test_a_bad_factory_is_refused_by_name(own_module: str, name: str, message: s
 
 def test_a_model_that_does_not_fit_the_data_is_refused() -> None:
     model = build_model("vgg-mini", num_classes=10, channels=3)
-    with pytest.raises(BadSetting, match=r"answers one image with \(1, 10\); the data has 7 classes"):
+    with pytest.raises(BadSetting, match=r"the data has 7 classes"):
         check_output(model, (3, 32, 32), 7)
     with pytest.raises(BadSetting, match="cannot read images of 1x28x28"):
         check_output(model, (1, 28, 28), 10)

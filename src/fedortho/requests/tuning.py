@@ -68,9 +68,9 @@ def candidates(name: str, budget: Budget) -> list[dict[str, Any]]:
         )
     grid = GRIDS.get(name)
     if grid is None:
-        if "rate" not in field_types(METHODS[name]):
-            raise FedOrthoError(f"{name} has no rate and no grid of its own; add one to GRIDS in requests/tuning.py")
-        published: float = getattr(METHODS[name](), "lr")  # noqa: B009  # the protocol knows no rate
+        if "lr" not in field_types(METHODS[name]):
+            raise FedOrthoError(f"{name} has no lr and no grid of its own; add one to GRIDS in requests/tuning.py")
+        published: float = getattr(METHODS[name](), "lr")  # noqa: B009  # the protocol knows no lr
         grid = {"lr": tuple(float(f"{published * factor:.6g}") for factor in FACTORS)}
     combined = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
     return combined[: budget.trials]

@@ -98,7 +98,7 @@ def _milestones(recipe: Recipe) -> list[float]:
 def learning_rate(recipe: Recipe, clock: float) -> float:
     """The rate after `clock` epochs (a federation counts rounds: `geometric`, gamma 0.998, is the paper's).
 
-    >>> [round(learning_rate(Recipe(epochs=10, rate=0.1), e), 3) for e in (0, 5, 10)]
+    >>> [round(learning_rate(Recipe(epochs=10, lr=0.1), e), 3) for e in (0, 5, 10)]
     [0.1, 0.05, 0.0]
     """
     rising = min((clock + 1e-9) / recipe.warmup, 1.0) if recipe.warmup else 1.0
