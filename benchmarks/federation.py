@@ -24,7 +24,8 @@ from fedortho.evaluation.accuracies import accuracies_of
 from fedortho.federated.engine import RoundProgress
 from fedortho.federated.server import federated_engine, local_grid, silenced, train_federation
 from fedortho.federated.transport import bytes_of, exchange_of
-from fedortho.methods import preset
+from fedortho.methods.hide import Hide
+from fedortho.methods.paper import Paper
 from fedortho.requests.federated_forgetting import forget_federated_run
 from fedortho.runs.federation import held_rows
 from fedortho.runs.run import Run, load_run_data, open_run
@@ -162,7 +163,9 @@ def served(run: Run, request: ForgetRequest, name: str, data: Dataset) -> dict[s
         changes["repair_by"] = "layers"
     started = time.time()
     try:
-        done = forget_federated_run(run, request, preset(name.partition(",")[0], **changes), out=None, data=data)
+        done = forget_federated_run(
+            run, request, (Hide if name.startswith("hide") else Paper)(**changes), out=None, data=data
+        )
     except FedOrthoError as error:
         return {"method": name, "refused": str(error), "seconds": time.time() - started}
     row: dict[str, Any] = {"method": name, **asdict(done.after), "seconds": time.time() - started}
@@ -201,7 +204,7 @@ def recovery(name: str, run: Run, data: Dataset, runs: Path) -> dict[str, Any]:
     request, out = ForgetRequest.parse("class:cat"), runs / f"forgot-{name}"
     changes: dict[str, Any] = {"max_retain_drop": 0.03} if name == "hide" else {"ratio": 0.3}
     if not out.exists():
-        forget_federated_run(run, request, preset(name, **changes), out=out, data=data)
+        forget_federated_run(run, request, (Hide if name == "hide" else Paper)(**changes), out=out, data=data)
     forgot = open_run(out)
     model = forgot.load_model()
     mask = silenced(forgot, model)

@@ -24,7 +24,8 @@ from fedortho.data.request import ForgetRequest
 from fedortho.engines.central import CentralEngine, central_engine
 from fedortho.evaluation.case import Case
 from fedortho.federated.server import train_federation
-from fedortho.methods import preset
+from fedortho.methods.directions import Directions
+from fedortho.methods.hide import Hide
 from fedortho.methods.hyperparameters import read_settings
 from fedortho.models.predictions import accuracy, evaluate
 from fedortho.reports.figures import activations, costs, kernels, results
@@ -38,7 +39,7 @@ from fedortho.statistics.observe import Observation
 from fedortho.statistics.query import draw
 from fedortho.training.loop import fit
 from fedortho.training.recipe import Recipe
-from fedortho.unlearning.plan import ForgetSettings, plan_forgetting, trace_frontier
+from fedortho.unlearning.plan import plan_forgetting, trace_frontier
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -218,7 +219,7 @@ def cost(shared: FigureData) -> "Figure":
 
 
 def frontier(shared: FigureData) -> "Figure":
-    model, settings = shared.run("vgg-mini").load_model(), ForgetSettings(scrub=False)
+    model, settings = shared.run("vgg-mini").load_model(), Hide(scrub=False)
     ledger = shared.ledger("vgg-mini")
     trials = trace_frontier(model, central_engine(model, shared.data, ledger), REQUEST, settings)
     points = [results.Point(t.ratio, t.forget, t.retain) for t in trials if t.ratio]
@@ -266,7 +267,7 @@ def relearn(shared: FigureData, forget: int = 50, retain: int = 450, epochs: int
 def probe(shared: FigureData) -> "Figure":
     """The probe of audit C1 on the inputs of every convolution but the first and of the classifier."""
     before, after = shared.pair("vgg-mini")
-    erased = plan_forgetting(before, CentralEngine(shared.data), REQUEST, preset("erase")).patch.apply(before)
+    erased = plan_forgetting(before, CentralEngine(shared.data), REQUEST, Directions()).patch.apply(before)
     roles = {"original": before, "forgot": after, "erased": erased} | shared.roles
     case = Case(after, before, None, None, shared.data, REQUEST)
     layers = list(kernels.depths_of(before, shared.data.train.shape))[1:]

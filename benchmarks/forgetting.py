@@ -23,7 +23,8 @@ from fedortho.data.images import Dataset, evaluation_batches
 from fedortho.data.request import ForgetRequest, union_of
 from fedortho.engines.central import CentralEngine, central_engine
 from fedortho.evaluation.accuracies import accuracies_of
-from fedortho.methods import preset
+from fedortho.methods.hide import Hide
+from fedortho.methods.paper import Paper
 from fedortho.models.predictions import accuracy
 from fedortho.models.sites import find_sites
 from fedortho.models.split import Split, entry_inputs, find_split, run_tail, tail_model
@@ -32,7 +33,7 @@ from fedortho.statistics.ledger import load_ledger, write_ledger
 from fedortho.statistics.observe import Observation
 from fedortho.storage.provenance import write_results
 from fedortho.unlearning.calibrate import Refused
-from fedortho.unlearning.plan import ForgetPlan, ForgetSettings, plan_forgetting, trace_frontier
+from fedortho.unlearning.plan import ForgetPlan, plan_forgetting, trace_frontier
 from fedortho.unlearning.repair import batch_norms, repair
 
 HERE = Path(__file__).parent
@@ -46,7 +47,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--variants", default="none,lazy-0.1")
     parser.add_argument("--classes", default="0,1,2,3,4,5,6,7,8,9")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max-retain-drop", type=float, default=ForgetSettings().max_retain_drop)
+    parser.add_argument("--max-retain-drop", type=float, default=Hide().max_retain_drop)
     parser.add_argument("--out", type=Path, help="another result file, for a second process at the same time")
     arguments = parser.parse_args(words)
     torch.set_num_threads(1)
@@ -91,13 +92,13 @@ def save(out: Path, dataset: str, rows: list[dict[str, Any]], more: dict[str, li
 def timing(run: Run, data: Dataset, ledger: Observation) -> list[dict[str, Any]]:
     """Seconds and images of observing (ledger, data), of a request at a fixed ratio, and of one with hide."""
     model, request = run.load_model(), ForgetRequest.parse("class:3")
-    fixed = ForgetSettings(ratio=0.1)
+    fixed = Hide(ratio=0.1)
     rows = []
     for name, settings, known in (
         ("observe, ledger", replace(fixed, repair=False), ledger),
         ("observe, data", replace(fixed, repair=False), None),
         ("fixed ratio", fixed, ledger),
-        ("hide", ForgetSettings(max_retain_drop=0.05), ledger),
+        ("hide", Hide(max_retain_drop=0.05), ledger),
     ):
         outcome = plan_forgetting(model, central_engine(model, data, known), request, settings)
         seconds = outcome.seconds["statistics"] + (0 if name.startswith("observe") else outcome.seconds["edit"])
@@ -115,9 +116,7 @@ def sequence(run: Run, data: Dataset, ledger: Observation) -> list[dict[str, Any
     for label in range(5):
         request, before = ForgetRequest.parse(f"class:{label}"), union_of(done)
         try:
-            outcome = plan_forgetting(
-                model, CentralEngine(data), request, ForgetSettings(max_retain_drop=0.02), forgotten=before
-            )
+            outcome = plan_forgetting(model, CentralEngine(data), request, Hide(max_retain_drop=0.02), forgotten=before)
         except Refused as refusal:
             rows.append({"request": str(request), "refused": str(refusal)})
             break
@@ -140,7 +139,7 @@ def samples(run: Run, data: Dataset, ledger: Observation) -> list[dict[str, Any]
     request = ForgetRequest(samples=tuple(str(int(row)) for row in data.train.rows[order]))
     before, rows = accuracies_of(model, data, request), []
     for contrast in ("retain", "same-class"):
-        settings = ForgetSettings(contrast=contrast)
+        settings = Hide(contrast=contrast)
         row: dict[str, Any] = {"contrast": contrast, "forget_before": before.forget, "retain_before": before.retain}
         try:
             outcome = plan_forgetting(model, central_engine(model, data, ledger), request, settings)
@@ -186,7 +185,7 @@ def measure(
     """One row per method for one class; `drop` is the largest loss of retain accuracy."""
     model, request = run.load_model(), ForgetRequest.parse(f"class:{about['class']}")
 
-    def attempt(settings: ForgetSettings) -> dict[str, Any]:
+    def attempt(settings: Hide) -> dict[str, Any]:
         try:
             outcome = plan_forgetting(model, central_engine(model, data, ledger), request, settings)
         except Refused as refusal:
@@ -197,10 +196,10 @@ def measure(
 
     original = test.accuracies(model, request) | {"before": run.record["model"]["digest"]}
     rows = [about | {"method": "original"} | original]
-    rows.append(about | {"method": "hide"} | attempt(ForgetSettings(max_retain_drop=drop)))
-    rows.append(about | {"method": "paper"} | attempt(preset("paper")))
+    rows.append(about | {"method": "hide"} | attempt(Hide(max_retain_drop=drop)))
+    rows.append(about | {"method": "paper"} | attempt(Paper()))
     best = best_ratio(model, data, request, ledger, drop)
-    result = {"refused": "no ratio keeps the budget"} if best is None else attempt(replace(preset("paper"), ratio=best))
+    result = {"refused": "no ratio keeps the budget"} if best is None else attempt(replace(Paper(), ratio=best))
     rows.append(about | {"method": "paper, best ratio", "ratio": best} | result)
     for row in rows:
         print(
@@ -224,9 +223,7 @@ def best_ratio(
     model: nn.Module, data: Dataset, request: ForgetRequest, ledger: Observation, drop: float
 ) -> float | None:
     """The ratio within hide's retain budget at which the paper's edit has the lowest forget accuracy on validation."""
-    none, *trials = trace_frontier(
-        model, central_engine(model, data, ledger), request, preset("paper"), ratios=PAPER_RATIOS
-    )
+    none, *trials = trace_frontier(model, central_engine(model, data, ledger), request, Paper(), ratios=PAPER_RATIOS)
     affordable = [trial for trial in trials if trial.retain >= none.retain - drop]
     return min(affordable, key=lambda trial: trial.forget).ratio if affordable else None
 

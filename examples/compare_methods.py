@@ -48,7 +48,7 @@ def main() -> None:
     short = {"epochs": 1, "lr": 0.01, "batch_size": 32, "crop": 0, "flip": 0.0}
     methods: list[Method] = [Deafen(), make_method("hide"), make_method("finetune", short)]
     for method in methods:
-        forgot = unlearn(model, CentralEngine(data), request, method)
+        forgot = unlearn(model, CentralEngine(data), request, method).model
         probe = run_audits(Case(forgot, model, never, None, data, request), only=["C1"])[0]
         found = fo.accuracies_of(forgot, data, request)
         print(f"{method.name:9} forget {found.forget:.1%}  retain {found.retain:.1%}  {probe.says}")

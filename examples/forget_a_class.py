@@ -16,7 +16,9 @@ def main() -> None:
     recipe = fo.Recipe(epochs=given.epochs, crop=1, flip=0.0)
     fresh = fo.build_model("vgg-mini", num_classes=images.train.classes, channels=images.train.shape[0])
     model = fo.fit(fresh, images.train, recipe)
-    forgot = fo.forget(model, images, given.forget)  # refused, with the reason, if no edit meets target and budget
+    forgot = fo.forget(
+        model, images, given.forget
+    ).model  # refused, with the reason, if no edit meets target and budget
 
     # What makes a verdict of it is a model by the same recipe that never saw what must go.
     _, kept = fo.ForgetRequest.parse(given.forget).split(images.train)

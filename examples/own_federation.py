@@ -38,7 +38,7 @@ def main() -> None:
     )
     run = train_federation(given.directory / "federation", settings, watch=tell)
     leaver = fo.ForgetRequest.parse(f"client:{given.clients - 1}")
-    chosen = fo.preset("robust", max_retain_drop=0.05)
+    chosen = fo.make_method("hide", {"max_retain_drop": 0.05})
     served = forget_federated_run(run, leaver, chosen, out=given.directory / "left")
     for name, found in (("before", served.before), ("after", served.after)):
         print(f"{name:7} forget {found.forget:.1%}  retain {found.retain:.1%}")

@@ -44,7 +44,7 @@ def main() -> None:
     model = fo.fit(Net(classes=4), data.train, fo.Recipe(epochs=4, batch_size=32, crop=0, flip=0.0))
     for finding in check_model(model, data.train.shape):  # which edits apply to which layer
         print(f"{finding.layer.name}: {finding.channel or 'can be edited'}")
-    forgot = fo.forget(model, data, "class:rising")
+    forgot = fo.forget(model, data, "class:rising").model
     for name, one in (("before", model), ("after", forgot)):
         found = fo.accuracies_of(one, data, "class:rising")
         print(f"{name:7} forget {found.forget:.1%}  retain {found.retain:.1%}")

@@ -9,11 +9,11 @@ from typing import Any
 from fedortho.data.request import ForgetRequest
 from fedortho.evidence.bundle import _spelled, open_bundle
 from fedortho.evidence.canonical_zip import pack_files
+from fedortho.methods.hide import Hide
 from fedortho.runs.run import Run
 from fedortho.storage.files import canonical_json
-from fedortho.unlearning.plan import ForgetSettings
 
-HOW = ForgetSettings(ratio=0.25, statistics_images=200, trial_images=200, repair_images=200)
+HOW = Hide(ratio=0.25, statistics_images=200, trial_images=200, repair_images=200)
 REQUEST = ForgetRequest.parse("class:3")
 Runs = dict[str, Run]
 

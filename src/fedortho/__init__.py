@@ -9,7 +9,7 @@ from fedortho.data.request import ForgetRequest
 from fedortho.data.sources import load_images
 from fedortho.errors import FedOrthoError
 from fedortho.evaluation.accuracies import Accuracies, accuracies_of
-from fedortho.methods import forget, preset
+from fedortho.methods import ForgetResult, Method, find_method, forget, known_methods, make_method, plan, unlearn
 from fedortho.models.predictions import accuracy, evaluate
 from fedortho.models.zoo import build_model
 from fedortho.runs.run import Run, open_run
@@ -17,7 +17,7 @@ from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
 from fedortho.training.loop import fit
 from fedortho.training.recipe import Recipe
-from fedortho.unlearning.plan import ForgetSettings, plan_forgetting
+from fedortho.unlearning.plan import ForgetPlan
 
 __version__ = version("fedortho")
 
@@ -25,9 +25,11 @@ __all__ = [
     "Accuracies",
     "Dataset",
     "FedOrthoError",
+    "ForgetPlan",
     "ForgetRequest",
-    "ForgetSettings",
+    "ForgetResult",
     "Images",
+    "Method",
     "Recipe",
     "Run",
     "TrainSettings",
@@ -36,15 +38,18 @@ __all__ = [
     "accuracy",
     "build_model",
     "evaluate",
+    "find_method",
     "fit",
     "forget",
     "images_from_tensors",
     "judge",
+    "known_methods",
     "load_images",
     "make_dataset",
+    "make_method",
     "open_run",
     "partition",
-    "plan_forgetting",
-    "preset",
+    "plan",
     "train_run",
+    "unlearn",
 ]

@@ -52,7 +52,7 @@ def test_editing_only_the_classifier_row_fails_probe_and_prototype(world: World)
 
 
 def test_the_papers_edit_before_batch_norm_fails_the_norm_attacks(world: World) -> None:
-    edited = unlearn(world.original, CentralEngine(world.data), "class:Coat", Paper(ratio=0.3))
+    edited = unlearn(world.original, CentralEngine(world.data), "class:Coat", Paper(ratio=0.3)).model
     audit = by_name(run_audits(world.case(edited), cache=world.cache))["C2"]
     assert audit.outcome == "FAIL"
     for recovered in audit.details["attacks"].values():

@@ -154,21 +154,21 @@ def test_a_dry_run_and_bad_requests_write_nothing(
 ) -> None:
     assert run(monkeypatch, "train", *QUICK, "--out", tmp_path / "run") == 0
     capsys.readouterr()
-    assert run(monkeypatch, "forget", tmp_path / "run", "class:3", "--preset", "paper", "--dry-run") == 0
+    assert run(monkeypatch, "forget", tmp_path / "run", "class:3", "--method", "paper", "--dry-run") == 0
     assert "dry run: nothing was written" in capsys.readouterr().out
     assert "undoes a conv edit" in caplog.text
     for words, message in (
         (("class:33",), "no class '33'"),
         (("client:1",), "trained without clients"),
         (("class:3", "--layers", "layer9"), "no layer 'layer9'"),
-        (("class:3", "--preset", "rough"), "no preset 'rough'"),
+        (("class:3", "--method", "rough"), "no method 'rough'"),
     ):
         assert run(monkeypatch, "forget", tmp_path / "run", *words, "--out", tmp_path / "new") == 2
         assert message in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
     (tmp_path / "file").write_text("no directory")
     assert (
-        run(monkeypatch, "forget", tmp_path / "run", "class:3", "--preset", "paper", "--out", tmp_path / "file/x") == 2
+        run(monkeypatch, "forget", tmp_path / "run", "class:3", "--method", "paper", "--out", tmp_path / "file/x") == 2
     )
     assert "cannot be written: Not a directory" in capsys.readouterr().err
 
@@ -253,7 +253,7 @@ def test_a_federation_is_trained_asked_to_forget_and_judged(
     told = capsys.readouterr()
     assert "round 1/1  3 clients" in told.err
     assert "MB down" in told.err
-    words = ("--preset", "paper", "--ratio", "0.2", "--out", forgot, "--audit", "none")
+    words = ("--method", "paper", "--ratio", "0.2", "--out", forgot, "--audit", "none")
     assert run(monkeypatch, "forget", fed, "client:1", *words) == 0
     assert "1 exchange with clients" in capsys.readouterr().out
     assert run(monkeypatch, "judge", forgot, "--audit", "none", "--json") == 0

@@ -14,11 +14,11 @@ from fedortho.errors import FedOrthoError
 from fedortho.evidence.bundle import BadBundle, make_bundle, open_bundle, read_bundle
 from fedortho.evidence.recheck import reapply_patch, rerun_decision
 from fedortho.federated.server import train_federation
+from fedortho.methods.hide import Hide
 from fedortho.models.patch import load_patch
 from fedortho.requests.federated_forgetting import forget_federated_run
 from fedortho.runs.run import open_run
 from fedortho.storage.files import tensors_digest, write_tensors
-from fedortho.unlearning.plan import ForgetSettings
 
 
 def test_the_patch_gives_the_model_after_bit_for_bit(made: Path, runs: Runs, tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_the_decision_made_again_gives_the_same_patch(made: Path, runs: Runs, tm
 
 def test_the_decision_of_a_federation_that_is_simulated_here_is_made_again(tmp_path: Path) -> None:
     run = train_federation(tmp_path / "fed", SETTINGS)
-    forget_federated_run(run, REQUEST, ForgetSettings(ratio=0.25), out=tmp_path / "forgot")
+    forget_federated_run(run, REQUEST, Hide(ratio=0.25), out=tmp_path / "forgot")
     bundle = make_bundle(open_run(tmp_path / "forgot"), REQUEST, tmp_path / "x.zip")
     reapply_patch(bundle, tmp_path / "fed" / "model.safetensors")
     rerun_decision(bundle, run)

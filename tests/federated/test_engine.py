@@ -18,7 +18,8 @@ from fedortho.engines.central import CentralEngine
 from fedortho.errors import BadCheckpoint
 from fedortho.federated.aggregation import RunningMean
 from fedortho.federated.wire import pack, unpack
-from fedortho.methods import preset
+from fedortho.methods.hide import Hide
+from fedortho.methods.paper import Paper
 from fedortho.models.sites import find_sites
 from fedortho.models.zoo import build_model
 from fedortho.statistics.observe import Observation
@@ -261,10 +262,10 @@ def test_the_papers_weighting_falls_back_for_a_client_and_says_so(
 ) -> None:
     engine = make_engine()
     engine.send_model(tiny_digits)
-    outcome = plan_forgetting(tiny_digits, engine, ForgetRequest.parse("client:1"), preset("paper"))
+    outcome = plan_forgetting(tiny_digits, engine, ForgetRequest.parse("client:1"), Paper())
     assert outcome.patch.note["statistics"] == "pooled"
     assert "undefined for client requests" in caplog.text
-    assert plan_forgetting(tiny_digits, engine, CLASS, preset("paper")).patch.note["statistics"] == "paper"
+    assert plan_forgetting(tiny_digits, engine, CLASS, Paper()).patch.note["statistics"] == "paper"
 
 
 def test_one_client_and_no_federation_plan_the_same_patch(
@@ -273,7 +274,7 @@ def test_one_client_and_no_federation_plan_the_same_patch(
     model = digit_nets["vgg-mini"]
     engine = make_engine(clients=1, model="vgg-mini")
     engine.send_model(model)
-    settings = preset("robust", ratio=0.1, scrub=False)
+    settings = Hide(ratio=0.1, scrub=False)
     federated = plan_forgetting(model, engine, CLASS, settings).patch
     central = plan_forgetting(model, CentralEngine(digits), CLASS, settings).patch
     assert federated.note["sites"] == central.note["sites"]

@@ -15,7 +15,8 @@ from fedortho.evaluation.accuracies import accuracies_of
 from fedortho.federated.engine import FederatedEngine
 from fedortho.federated.local_grid import LocalGrid
 from fedortho.federated.server import federated_engine, local_grid, patches_of, silenced, sync, train_federation
-from fedortho.methods import preset
+from fedortho.methods.hide import Hide
+from fedortho.methods.paper import Paper
 from fedortho.models.predictions import evaluate
 from fedortho.requests.federated_forgetting import forget_federated_run
 from fedortho.requests.forgetting import undo_run
@@ -38,7 +39,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.fixture(scope="module")
 def forgot(run: Run) -> Run:
     path = run.path.with_name("forgot")
-    forget_federated_run(run, CLASS, preset("robust", max_retain_drop=0.05), out=path)
+    forget_federated_run(run, CLASS, Hide(max_retain_drop=0.05), out=path)
     return open_run(path)
 
 
@@ -79,14 +80,14 @@ def test_a_class_is_forgotten_the_old_run_stays_and_all_clients_have_the_new_mod
 
 def test_a_client_is_forgotten_to_the_level_of_unseen_images_and_is_gone(run: Run, digits: Dataset) -> None:
     request, path = ForgetRequest.parse("client:2"), run.path.with_name("left")
-    served = forget_federated_run(run, request, preset("robust", max_retain_drop=0.2), out=path)
+    served = forget_federated_run(run, request, Hide(max_retain_drop=0.2), out=path)
     assert served.outcome.chosen is not None
     assert served.outcome.chosen.limit > 0.5, "held-out accuracy, not nothing"
     assert served.after.forget < served.before.forget
     left = open_run(path)
     assert engine_of(left, digits).present() == [0, 1, 3]
     with pytest.raises(FedOrthoError, match="has left already"):
-        forget_federated_run(left, request, preset("paper"), out=None)
+        forget_federated_run(left, request, Paper(), out=None)
     rows = held_rows(digits, TRAINED.federation, 0)
     assert served.before.forget == pytest.approx(
         evaluate(run.load_model(), digits.train.subset(torch.isin(digits.train.rows, rows[2]))).accuracy
@@ -107,7 +108,7 @@ def test_twenty_more_rounds_do_not_bring_a_silenced_class_back_but_the_papers_ke
     assert accuracies_of(trained, digits, CLASS).retain > 0.9
 
     path = run.path.with_name("paper")
-    forget_federated_run(run, CLASS, preset("paper", ratio=0.3), out=path)
+    forget_federated_run(run, CLASS, Paper(ratio=0.3), out=path)
     paper = open_run(path)
     ((patch, _),) = patches_of(paper)
     weak = paper.load_model()
@@ -137,7 +138,7 @@ def test_training_on_from_a_run_keeps_what_it_forgot(forgot: Run, digits: Datase
 
 
 def test_a_request_can_be_undone_and_the_next_one_served(run: Run, forgot: Run, tmp_path: Path) -> None:
-    settings = preset("paper")
+    settings = Paper()
     forget_federated_run(forgot, ForgetRequest.parse("class:5"), settings, out=tmp_path / "two", undo=tmp_path / "undo")
     restored = undo_run(open_run(tmp_path / "two"), tmp_path / "undo", tmp_path / "one")
     assert len(patches_of(restored)) == 1
@@ -150,7 +151,7 @@ def test_a_request_can_be_undone_and_the_next_one_served(run: Run, forgot: Run, 
 def test_clients_that_are_elsewhere_are_not_made_up(run: Run, tmp_path: Path) -> None:
     path = shutil.copytree(run.path, tmp_path / "run", ignore=shutil.ignore_patterns("clients"))
     with pytest.raises(FedOrthoError, match=r"has no clients/.* give --engine superlink --deployment DIR"):
-        forget_federated_run(open_run(path), CLASS, preset("paper"), out=tmp_path / "out")
+        forget_federated_run(open_run(path), CLASS, Paper(), out=tmp_path / "out")
     with pytest.raises(FedOrthoError, match="give --deployment DIR"):
         sync(open_run(path))
 
@@ -164,23 +165,23 @@ def test_a_killed_request_leaves_neither_half_of_a_run(run: Run, tmp_path: Path,
 
     monkeypatch.setattr(FederatedEngine, "send_patch", kill)
     with pytest.raises(Killed):
-        forget_federated_run(run, CLASS, preset("paper"), out=tmp_path / "out")
+        forget_federated_run(run, CLASS, Paper(), out=tmp_path / "out")
     monkeypatch.undo()
     assert not list(tmp_path.iterdir())
-    forget_federated_run(run, CLASS, preset("paper"), out=tmp_path / "out")
+    forget_federated_run(run, CLASS, Paper(), out=tmp_path / "out")
     assert sync(open_run(tmp_path / "out")) == [0, 1, 2, 3]
 
 
 def test_samples_that_are_not_there_are_refused_before_anybody_is_asked(run: Run) -> None:
     for text, message in (("samples:0/99999", "no sample 0/99999"), ("samples:9/1", "no client 9; clients run 0 to 3")):
         with pytest.raises(FedOrthoError, match=message):
-            forget_federated_run(run, ForgetRequest.parse(text), preset("paper"), out=None)
+            forget_federated_run(run, ForgetRequest.parse(text), Paper(), out=None)
 
 
 def test_what_a_run_was_trained_without_is_not_retained_by_a_later_request(run: Run) -> None:
     retrained = replace(run, settings=replace(run.settings, without="class:3"))
-    served = forget_federated_run(retrained, ForgetRequest.parse("class:5"), preset("paper"), out=None)
-    known = forget_federated_run(run, ForgetRequest.parse("class:5"), preset("paper"), out=None)
+    served = forget_federated_run(retrained, ForgetRequest.parse("class:5"), Paper(), out=None)
+    known = forget_federated_run(run, ForgetRequest.parse("class:5"), Paper(), out=None)
     assert served.outcome.images_read["statistics"] == known.outcome.images_read["statistics"]
     assert served.before.retain != known.before.retain
 
@@ -194,7 +195,7 @@ def test_a_client_with_images_of_its_own_is_judged_by_itself(run: Run, tmp_path:
     trained = train_federation(tmp_path / "run", settings, mine)
     for number, text in enumerate(("samples:1/3,1/4,1/5,1/6,1/7,1/8", "client:2", "class:3")):
         out = tmp_path / f"run-{number}"
-        served = forget_federated_run(trained, ForgetRequest.parse(text), preset("paper"), mine, out=out)
+        served = forget_federated_run(trained, ForgetRequest.parse(text), Paper(), mine, out=out)
         assert 0 <= served.after.forget <= 1
         trained = open_run(out)
     assert federated_engine(mine, settings, trained.load_data()).present() == [0, 1, 3]
@@ -238,8 +239,8 @@ def test_a_federation_is_asked_where_its_images_lie_now(tmp_path: Path, digits: 
     moved = train_federation(tmp_path / "run", settings)
     old.rename(new)
     served = forget_federated_run(
-        moved, ForgetRequest.parse("class:bee"), preset("paper"), out=tmp_path / "out", data_dir=str(new)
+        moved, ForgetRequest.parse("class:bee"), Paper(), out=tmp_path / "out", data_dir=str(new)
     )
     assert served.run is not None
     with pytest.raises(FedOrthoError):
-        forget_federated_run(moved, ForgetRequest.parse("class:bee"), preset("paper"), out=tmp_path / "lost")
+        forget_federated_run(moved, ForgetRequest.parse("class:bee"), Paper(), out=tmp_path / "lost")

@@ -108,7 +108,7 @@ def test_it_forgets_the_class_keeps_the_rest_and_leaves_its_input(
 ) -> None:
     engine: Engine = central(digits) if where == "central" else federation(3)
     before, original = tensors_digest(small_net.state_dict()), accuracies(small_net, digits)
-    forgot = unlearn(small_net, engine, REQUEST, method_of(name))
+    forgot = unlearn(small_net, engine, REQUEST, method_of(name)).model
     gone, kept = accuracies(forgot, digits)
     assert tensors_digest(small_net.state_dict()) == before, "the input is untouched"
     assert not forgot.training
@@ -126,7 +126,7 @@ def test_the_same_seed_gives_the_same_weights(
 ) -> None:
     engine: Engine = central(digits) if where == "central" else federation(2)
     digests = {
-        tensors_digest(unlearn(copy.deepcopy(small_net), engine, REQUEST, method_of(name, epochs=1)).state_dict())
+        tensors_digest(unlearn(copy.deepcopy(small_net), engine, REQUEST, method_of(name, epochs=1)).model.state_dict())
         for _ in range(2)
     }
     assert len(digests) == 1
@@ -137,8 +137,8 @@ def test_a_federation_of_one_client_gives_what_one_machine_gives(
     digits: Dataset, small_net: nn.Module, federation: Callable[[int], FederatedEngine], name: str
 ) -> None:
     method = method_of(name, epochs=2)
-    alone = unlearn(small_net, InRounds(digits, build=central(digits).build), REQUEST, method).state_dict()
-    together = unlearn(small_net, federation(1), REQUEST, method).state_dict()
+    alone = unlearn(small_net, InRounds(digits, build=central(digits).build), REQUEST, method).model.state_dict()
+    together = unlearn(small_net, federation(1), REQUEST, method).model.state_dict()
     pairs = [(together[key].double().flatten(), value.double().flatten()) for key, value in alone.items()]
     far = torch.cat([(a - b).abs() > 1e-5 + 1e-5 * b.abs() for a, b in pairs])
     most = 2e-3 if name == "ssd" else 0.0  # it compares importances that are rounding noise where kernels are dead
@@ -152,7 +152,7 @@ def test_clients_and_samples_are_served_in_a_federation_too(
 ) -> None:
     easy = {"hide": {"ratio": 0.1}, "paper": {}, "ssd": {"alpha": 1.0}}.get(name, {"epochs": 1})
     engine = federation(3)
-    forgot = unlearn(small_net, engine, text, make_method(name, SMALL[name], easy))
+    forgot = unlearn(small_net, engine, text, make_method(name, SMALL[name], easy)).model
     assert any(not torch.equal(p, q) for p, q in zip(forgot.parameters(), small_net.parameters(), strict=True))
     if name in ("retrain", "finetune", "not"):
         trained = [set(exchange.down) for exchange in engine.transport.log if exchange.kind == "train.local"]

@@ -20,6 +20,7 @@ from fedortho.cli.report import original_for, report_command
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadCheckpoint, FedOrthoError
 from fedortho.evidence.redaction import LEFT_OUT, without_images
+from fedortho.methods.hide import Hide
 from fedortho.reports.figures.activations import as_pictures
 from fedortho.reports.gallery import Example, Gallery, Picture, _thumbnail, audit_pictures, illustrate
 from fedortho.reports.page import SECTIONS, Report, render, reported_request, verdict_of
@@ -29,7 +30,6 @@ from fedortho.runs.run import Run
 from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
 from fedortho.storage.files import read_json, write_json
-from fedortho.unlearning.plan import ForgetSettings
 
 
 class Elements(HTMLParser):
@@ -61,9 +61,7 @@ def forgot(tmp_path_factory: pytest.TempPathFactory) -> Run:
     run = train_run(place / "original", settings)
     request = ForgetRequest.parse("class:3")
     train_run(place / "retrained", replace(reference_settings(run, request), epochs=3))
-    served = forget_run(
-        run, run.load_data(), request, ForgetSettings(max_retain_drop=0.2, target=0.2), out=place / "forgot"
-    )
+    served = forget_run(run, run.load_data(), request, Hide(max_retain_drop=0.2, target=0.2), out=place / "forgot")
     assert served.run is not None
     return served.run
 

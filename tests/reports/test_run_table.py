@@ -19,7 +19,7 @@ SETTINGS = TrainSettings(data="digits", model="small:TinyNet", epochs=1, batch_s
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("runs")
     train_run(place / "first", SETTINGS)
-    words = ("--preset", "paper", "--audit", "none", "--out", place / "second")
+    words = ("--method", "paper", "--audit", "none", "--out", place / "second")
     told("forget", place / "first", "class:3", *words)
     (place / "no-run").mkdir()
     return place

@@ -1,6 +1,6 @@
 """Tables as values: what a cell is sorted by, which columns hold numbers, numbers for people."""
 
-from fedortho.reports.tables import Cell, cost_table, build_table, metric_table, number, settings_table
+from fedortho.reports.tables import Cell, build_table, cost_table, metric_table, number, settings_table
 
 
 def test_a_number_is_sorted_by_its_value_and_an_unknown_one_by_nothing() -> None:

@@ -218,7 +218,7 @@ def test_flags_that_would_have_no_effect_are_refused_before_anything_is_done(run
 
 def test_a_missed_target_is_told_and_a_limit_only_where_one_was_aimed_at(runs: Path, tmp_path: Path) -> None:
     original = runs / "original"
-    paper = told("forget", original, "class:3", "--preset", "paper", "--audit", "none", "--out", tmp_path / "paper")
+    paper = told("forget", original, "class:3", "--method", "paper", "--audit", "none", "--out", tmp_path / "paper")
     assert "the target, 1.0%, is not met on test images" in paper
     rows = ",".join(map(str, open_run(original).load_data().train.rows[:20].tolist()))
     words = ("forget", original, f"samples:{rows}", "--max-retain-drop", "0.5", "--dry-run")
@@ -251,7 +251,7 @@ def test_judging_without_audits_leaves_a_verdict_with_audits_alone(runs: Path) -
 def test_a_federation_that_trained_on_is_listed_and_judged_as_what_it_is_now(tmp_path: Path) -> None:
     settings = replace(FEDERATION, clients=2, rounds=1, split="iid")
     first = train_federation(tmp_path / "first", settings)
-    told("forget", first.path, "class:3", "--preset", "paper", "--audit", "none", "--out", tmp_path / "forgot")
+    told("forget", first.path, "class:3", "--method", "paper", "--audit", "none", "--out", tmp_path / "forgot")
     later = train_federation(tmp_path / "later", replace(settings, start=str(tmp_path / "forgot")))
     assert find_original(later) is not None
     assert find_original(later).path == first.path  # type: ignore[union-attr]  # just looked

@@ -18,6 +18,7 @@ from fedortho.data.request import ForgetRequest
 from fedortho.data.sources import load_images
 from fedortho.devices import choose_device
 from fedortho.errors import BadCheckpoint, BadData, BadSetting, FedOrthoError, UnknownName
+from fedortho.methods.hide import Hide
 from fedortho.models.predictions import accuracy, evaluate
 from fedortho.models.zoo import build_model
 from fedortho.requests.forgetting import forget_run
@@ -26,7 +27,6 @@ from fedortho.runs.settings import ImportSettings, TrainSettings
 from fedortho.runs.training import import_run, train_run
 from fedortho.storage.checkpoints import read_weights
 from fedortho.storage.files import file_digest, locked, write_tensors
-from fedortho.unlearning.plan import ForgetSettings
 
 KEPT = ["history.json", "ledger.safetensors", "model.safetensors", "run.json", "split.json"]
 SMALL = TrainSettings(data="digits", model="vgg-mini", epochs=1, batch_size=256, lr=0.05, threads=1, ortho_every=2)
@@ -287,5 +287,5 @@ def test_a_model_that_learnt_nothing_is_told_of_and_so_is_a_class_that_it_never_
     data = run.load_data()
     score = evaluate(run.load_model(), data.test)
     never = score.per_class.index(0.0)
-    forget_run(run, data, ForgetRequest.parse(f"class:{never}"), ForgetSettings(ratio=0.1), out=None)
+    forget_run(run, data, ForgetRequest.parse(f"class:{never}"), Hide(ratio=0.1), out=None)
     assert "there was nothing to hide" in caplog.text

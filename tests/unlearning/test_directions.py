@@ -11,13 +11,15 @@ from fedortho.data.images import Dataset, Images
 from fedortho.data.request import ForgetRequest
 from fedortho.engines.central import CentralEngine
 from fedortho.errors import BadSetting
+from fedortho.methods.directions import Directions
+from fedortho.methods.hide import Hide
 from fedortho.models.patch import edit_model, load_patch, undo_patch, write_undo
 from fedortho.models.predictions import evaluate
 from fedortho.models.sites import Site, find_sites
 from fedortho.models.split import Split, received
 from fedortho.models.zoo import BasicBlock, ResNet
 from fedortho.unlearning.directions import Spread, check_erasable, plan_erasure, projection, spread_of, spread_sums
-from fedortho.unlearning.plan import ForgetSettings, plan_forgetting
+from fedortho.unlearning.plan import plan_forgetting
 from fedortho.unlearning.repair import batch_norms, repair
 
 
@@ -121,7 +123,7 @@ def test_an_edited_layer_answers_the_projected_responses_and_its_norm_knows_them
 
 
 def forgotten(model: nn.Module, digits: Dataset, share: float) -> nn.Module:
-    settings = ForgetSettings(erase=share > 0, ratio=share, max_retain_drop=0.1)
+    settings = Hide(erase=share > 0, ratio=share, max_retain_drop=0.1)
     return (
         plan_forgetting(model, CentralEngine(digits), ForgetRequest.parse("class:8"), settings)
         .patch.apply(model)
@@ -154,9 +156,7 @@ def test_a_patch_of_directions_is_written_and_undone_bit_for_bit(
     digits: Dataset, digit_nets: dict[str, nn.Module], tmp_path: Path
 ) -> None:
     place, model = tmp_path, digit_nets["vgg-mini"]
-    outcome = plan_forgetting(
-        model, CentralEngine(digits), ForgetRequest.parse("class:1"), ForgetSettings(erase=True, ratio=0.1)
-    )
+    outcome = plan_forgetting(model, CentralEngine(digits), ForgetRequest.parse("class:1"), Directions(ratio=0.1))
     outcome.patch.save(place / "patch")
     write_undo(place / "undo", outcome.patch, model)
     edited = load_patch(place / "patch").apply(model)
@@ -179,7 +179,7 @@ def test_what_cannot_be_mixed_is_refused(digits: Dataset) -> None:
     with pytest.raises(BadSetting, match="groups"):
         check_erasable(grouped, sites_of(grouped), torch.rand(2, 1, 8, 8))
     with pytest.raises(BadSetting, match="of a class"):
-        plan_forgetting(identity, CentralEngine(digits), ForgetRequest.parse("samples:0"), ForgetSettings(erase=True))
+        plan_forgetting(identity, CentralEngine(digits), ForgetRequest.parse("samples:0"), Directions())
 
 
 @pytest.mark.parametrize(
@@ -189,4 +189,4 @@ def test_what_cannot_be_mixed_is_refused(digits: Dataset) -> None:
 def test_a_setting_that_would_do_nothing_is_refused_by_name(setting: dict[str, Any]) -> None:
     ((name, value),) = setting.items()
     with pytest.raises(BadSetting, match=f"erase takes {name} .*, not {value}; leave --{name} out"):
-        ForgetSettings(erase=True, **setting)
+        Directions(**setting)

@@ -12,13 +12,15 @@ from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.engines.central import CentralEngine, central_engine
 from fedortho.errors import BadData, BadSetting, UnknownName
-from fedortho.methods import forget, preset
+from fedortho.methods import forget, make_method
+from fedortho.methods.hide import Hide
+from fedortho.methods.paper import Paper
 from fedortho.models.predictions import evaluate
 from fedortho.models.sites import find_sites
 from fedortho.statistics.observe import Observation, observe
 from fedortho.storage.files import tensors_digest
 from fedortho.unlearning.calibrate import Refused
-from fedortho.unlearning.plan import ForgetSettings, plan_forgetting
+from fedortho.unlearning.plan import plan_forgetting
 
 MODELS = ("vgg-mini", "resnet-mini")
 
@@ -35,13 +37,13 @@ def ledger_of(model: nn.Module, digits: Dataset, tap: str, layers: str = "deep")
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_robust_preset_forgets_a_class_keeps_the_rest_and_leaves_its_input(
+def test_hide_forgets_a_class_keeps_the_rest_and_leaves_its_input(
     digits: Dataset, digit_nets: dict[str, nn.Module], name: str
 ) -> None:
     model = digit_nets[name]
     before = tensors_digest(model.state_dict())
     original = accuracies(model, digits, 3)
-    forgot = forget(model, digits, "class:3", ForgetSettings(max_retain_drop=0.02))
+    forgot = forget(model, digits, "class:3", Hide(max_retain_drop=0.02)).model
     gone, kept = accuracies(forgot, digits, 3)
     assert tensors_digest(model.state_dict()) == before
     assert original[0] > 0.8
@@ -50,7 +52,7 @@ def test_the_robust_preset_forgets_a_class_keeps_the_rest_and_leaves_its_input(
 
 
 def test_the_same_request_gives_the_same_patch(digits: Dataset, digit_nets: dict[str, nn.Module]) -> None:
-    request, settings = ForgetRequest.parse("class:7"), ForgetSettings(max_retain_drop=0.03)
+    request, settings = ForgetRequest.parse("class:7"), Hide(max_retain_drop=0.03)
     first, again = (plan_forgetting(digit_nets["vgg-mini"], CentralEngine(digits), request, settings) for _ in range(2))
     assert first.patch.after == again.patch.after
     assert first.chosen is not None
@@ -62,7 +64,7 @@ def test_a_ledger_serves_a_class_without_reading_an_image_and_gives_the_same_pat
     digits: Dataset, digit_nets: dict[str, nn.Module], name: str
 ) -> None:
     model, request = digit_nets[name], ForgetRequest.parse("class:5")
-    settings = ForgetSettings(ratio=0.2, repair=False)
+    settings = Hide(ratio=0.2, repair=False)
     with_it = plan_forgetting(
         model, central_engine(model, digits, ledger_of(model, digits, "stream")), request, settings
     )
@@ -78,7 +80,7 @@ def test_a_ledger_makes_a_sample_request_read_the_named_samples_only(
     model = digit_nets["vgg-mini"]
     rows = digits.train.rows[:40].tolist()
     request = ForgetRequest(samples=tuple(map(str, rows)))
-    settings = ForgetSettings(ratio=0.05, repair=False)
+    settings = Hide(ratio=0.05, repair=False)
     for contrast in ("retain", "same-class"):
         chosen = replace(settings, contrast=contrast)
         with_it = plan_forgetting(
@@ -94,9 +96,7 @@ def test_a_sample_request_aims_at_held_out_accuracy_and_not_at_nothing(
 ) -> None:
     rows = digits.train.rows[:30].tolist()
     request = ForgetRequest(samples=tuple(map(str, rows)))
-    outcome = plan_forgetting(
-        digit_nets["vgg-mini"], CentralEngine(digits), request, ForgetSettings(max_retain_drop=0.3)
-    )
+    outcome = plan_forgetting(digit_nets["vgg-mini"], CentralEngine(digits), request, Hide(max_retain_drop=0.3))
     assert outcome.chosen is not None
     assert outcome.chosen.limit > 0.7
     assert outcome.chosen.reaches
@@ -104,7 +104,7 @@ def test_a_sample_request_aims_at_held_out_accuracy_and_not_at_nothing(
 
 
 def test_several_classes_at_once_are_all_forgotten(digits: Dataset, digit_nets: dict[str, nn.Module]) -> None:
-    forgot = forget(digit_nets["vgg-mini"], digits, "class:1,8", ForgetSettings(max_retain_drop=0.1))
+    forgot = forget(digit_nets["vgg-mini"], digits, "class:1,8", Hide(max_retain_drop=0.1)).model
     assert max(accuracies(forgot, digits, label)[0] for label in (1, 8)) <= 0.06
 
 
@@ -112,9 +112,7 @@ def test_a_sequence_of_requests_forgets_all_of_them(digits: Dataset, digit_nets:
     model, done = digit_nets["vgg-mini"], None
     for text in ("class:2", "class:6"):
         request = ForgetRequest.parse(text)
-        outcome = plan_forgetting(
-            model, CentralEngine(digits), request, ForgetSettings(max_retain_drop=0.1), forgotten=done
-        )
+        outcome = plan_forgetting(model, CentralEngine(digits), request, Hide(max_retain_drop=0.1), forgotten=done)
         model = outcome.patch.apply(model)
         done = request if done is None else done + request
     assert max(accuracies(model, digits, label)[0] for label in (2, 6)) <= 0.08
@@ -122,12 +120,12 @@ def test_a_sequence_of_requests_forgets_all_of_them(digits: Dataset, digit_nets:
         plan_forgetting(model, CentralEngine(digits), ForgetRequest.parse("class:2"), forgotten=done)
 
 
-def test_the_paper_preset_edits_conv_weights_only_and_warns(
+def test_paper_edits_conv_weights_only_and_warns(
     digits: Dataset, digit_nets: dict[str, nn.Module], caplog: pytest.LogCaptureFixture
 ) -> None:
     model = digit_nets["vgg-mini"]
     with caplog.at_level(logging.WARNING):
-        outcome = plan_forgetting(model, CentralEngine(digits), ForgetRequest.parse("class:0"), preset("paper"))
+        outcome = plan_forgetting(model, CentralEngine(digits), ForgetRequest.parse("class:0"), Paper())
     assert outcome.patch.names() == sorted(f"features.{n}.weight" for n in (15, 18, 21, 24))
     assert all(len(found["kernels"]) == 2 for found in outcome.patch.note["sites"].values())
     assert [f for found in outcome.patch.note["sites"].values() for f in found["factors"]] == [0.5] * 8
@@ -139,8 +137,8 @@ def test_repairing_a_conv_edit_is_refused_and_silencing_is_not(
 ) -> None:
     model, request = digit_nets["vgg-mini"], ForgetRequest.parse("class:0")
     with pytest.raises(BadSetting, match=r"repair undoes a conv edit before batch norm .*--no-repair or --alpha 1"):
-        plan_forgetting(model, CentralEngine(digits), request, preset("paper", repair=True))
-    plan_forgetting(model, CentralEngine(digits), request, preset("paper", repair=True, alpha=1.0))
+        plan_forgetting(model, CentralEngine(digits), request, Paper(repair=True))
+    plan_forgetting(model, CentralEngine(digits), request, Paper(repair=True, alpha=1.0))
 
 
 def test_kernels_that_respond_more_to_what_stays_are_counted_told_and_can_be_spared(
@@ -148,8 +146,8 @@ def test_kernels_that_respond_more_to_what_stays_are_counted_told_and_can_be_spa
 ) -> None:
     model, request = digit_nets["vgg-mini"], ForgetRequest.parse("class:0")
     with caplog.at_level(logging.WARNING):
-        all_of_them = plan_forgetting(model, CentralEngine(digits), request, preset("paper", ratio=1.0))
-        spared = plan_forgetting(model, CentralEngine(digits), request, preset("paper", ratio=1.0, min_difference=1e-9))
+        all_of_them = plan_forgetting(model, CentralEngine(digits), request, Paper(ratio=1.0))
+        spared = plan_forgetting(model, CentralEngine(digits), request, Paper(ratio=1.0, min_difference=1e-9))
     numbers = [sum(len(found["kernels"]) for found in o.patch.note["sites"].values()) for o in (all_of_them, spared)]
     assert all_of_them.opposed == numbers[0] - numbers[1] > 0
     assert spared.opposed == 0
@@ -159,7 +157,7 @@ def test_kernels_that_respond_more_to_what_stays_are_counted_told_and_can_be_spa
 def test_a_target_for_samples_is_refused(digits: Dataset, digit_nets: dict[str, nn.Module]) -> None:
     request = ForgetRequest(samples=tuple(map(str, digits.train.rows[:2].tolist())))
     with pytest.raises(BadSetting, match=r"target 0.5 is for classes; samples requests aim at what unseen images"):
-        plan_forgetting(digit_nets["vgg-mini"], CentralEngine(digits), request, ForgetSettings(target=0.5))
+        plan_forgetting(digit_nets["vgg-mini"], CentralEngine(digits), request, Hide(target=0.5))
 
 
 def test_the_ledger_of_another_model_is_refused(digits: Dataset, digit_nets: dict[str, nn.Module]) -> None:
@@ -176,7 +174,7 @@ def test_a_subsample_is_seeded_and_its_agreement_with_the_ledger_is_told(
     digits: Dataset, digit_nets: dict[str, nn.Module]
 ) -> None:
     model, request = digit_nets["vgg-mini"], ForgetRequest.parse("class:4")
-    settings = ForgetSettings(ratio=0.1, repair=False, statistics_images=60)
+    settings = Hide(ratio=0.1, repair=False, statistics_images=60)
     outcomes = [
         plan_forgetting(model, central_engine(model, digits, ledger_of(model, digits, "stream")), request, settings)
         for _ in range(2)
@@ -195,26 +193,26 @@ def test_what_cannot_be_had_is_refused_and_shows_its_frontier(
             digit_nets["vgg-mini"],
             CentralEngine(digits),
             ForgetRequest.parse("class:3"),
-            ForgetSettings(target=0.0, max_retain_drop=0.0, scrub=False, layers="features.24"),
+            Hide(target=0.0, max_retain_drop=0.0, scrub=False, layers="features.24"),
         )
     assert refusal.value.frontier
 
 
 def test_settings_out_of_range_are_refused() -> None:
-    with pytest.raises(UnknownName, match="no preset 'rubust'; did you mean 'robust'"):
-        preset("rubust")
+    with pytest.raises(UnknownName, match="did you mean 'hide'"):
+        make_method("hides")
     with pytest.raises(BadSetting, match="target must be between 0 and 1"):
-        ForgetSettings(target=2)
+        Hide(target=2)
     with pytest.raises(BadSetting, match="rank-base must be 0 or 1"):
-        ForgetSettings(rank_base=2)
+        Hide(rank_base=2)
 
 
 def test_a_loader_of_ones_own_serves_a_class_request(digits: Dataset, digit_nets: dict[str, nn.Module]) -> None:
     train = digits.train
     pairs = TensorDataset(train.normalise(train.pixels[train.rows]), train.labels)
     forgot = forget(
-        digit_nets["vgg-mini"], DataLoader(pairs, batch_size=100), "class:3", ForgetSettings(max_retain_drop=0.05)
-    )
+        digit_nets["vgg-mini"], DataLoader(pairs, batch_size=100), "class:3", Hide(max_retain_drop=0.05)
+    ).model
     gone, kept = accuracies(forgot, digits, 3)
     assert gone <= 0.05
     assert kept > 0.8

@@ -17,7 +17,7 @@ from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.devices import choose_device
 from fedortho.errors import FedOrthoError
-from fedortho.methods import preset
+from fedortho.methods import make_method
 from fedortho.requests.forgetting import ServedRequest, describe, forget_run, undo_run
 from fedortho.requests.judging import JudgeOptions, check_judge_options, judge_run
 from fedortho.runs.run import Run, open_run
@@ -33,7 +33,7 @@ def forget_command(
         list[str], typer.Argument(help="class:3, class:3,7, class:cat, client:3, samples:FILE; several at once")
     ],
     out_path: Annotated[Path | None, typer.Option("--out", help="new run directory (default: RUN-REQUEST)")] = None,
-    preset_name: Annotated[str, typer.Option("--preset", help="robust, erase (classes) or paper")] = "robust",
+    method_name: Annotated[str, typer.Option("--method", help="hide, directions (classes) or paper")] = "hide",
     engine: EngineName = "inprocess",
     deployment: Deployment = None,
     audit: Budget = "quick",
@@ -51,7 +51,9 @@ def forget_command(
     """Make a trained model forget; writes a new run directory and leaves the old one as it was."""
     from fedortho.requests.federated_jobs import check_engine, forget_elsewhere
 
-    settings = preset(preset_name, **given)
+    settings = make_method(method_name, given)
+    if not isinstance(settings, ForgetSettings):
+        raise FedOrthoError(f"{method_name} makes no patch; choose from hide, directions, paper")
     asked = ForgetRequest.parse(shlex.join(request))
     run = open_run(run_path)
     options = JudgeOptions(audit, (), reference, references, retrain, data_dir=data_dir, device=device)

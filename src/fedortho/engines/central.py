@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from fedortho.data.images import Dataset, Images
 from fedortho.data.request import Clients, ForgetRequest
 from fedortho.engines.answer import AnswerCache, answer
 from fedortho.errors import BadData, FedOrthoError
+from fedortho.models.reinitialise import reinitialised
 from fedortho.statistics.engine import Tally
 from fedortho.statistics.observe import Observation
 from fedortho.statistics.query import Query, Selection
@@ -120,9 +122,13 @@ def fresh_model(build: Callable[[int], nn.Module] | None, seed: int) -> nn.Modul
 
 
 def central_engine(
-    model: nn.Module, data: Dataset, ledger: Observation | None = None, device: torch.device | str = "cpu"
+    model: nn.Module,
+    data: Dataset,
+    ledger: Observation | None = None,
+    clients: Clients | None = None,
+    device: torch.device | str = "cpu",
 ) -> CentralEngine:
-    """An engine over a dataset; the ledger of another model is refused."""
+    """An engine over a dataset, for this model; the ledger of another model is refused."""
     if ledger is not None and ledger.model != tensors_digest(model.state_dict()):
         raise BadData("the ledger is that of another model; observe this one, or leave the ledger out")
-    return CentralEngine(data, ledger, device=device)
+    return CentralEngine(data, ledger, clients, device, build=partial(reinitialised, model))

@@ -1,15 +1,17 @@
-"""Ways to forget: the table of methods, and the doors to them."""
+"""Unlearning methods: their table, and the functions that run one."""
 
 from collections.abc import Mapping
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import torch
 from torch import nn
 
 from fedortho.data.images import Batches, Dataset, Images, make_dataset
-from fedortho.data.request import ForgetRequest
-from fedortho.engines.central import CentralEngine
-from fedortho.errors import unknown
+from fedortho.data.request import Clients, ForgetRequest
+from fedortho.data.sources import load_images
+from fedortho.engines.central import central_engine
+from fedortho.errors import FedOrthoError, unknown
 from fedortho.methods.bad_teacher import BadTeacher
 from fedortho.methods.class_pruning import ClassPruning
 from fedortho.methods.directions import Directions
@@ -18,7 +20,7 @@ from fedortho.methods.finetune import FineTune
 from fedortho.methods.fused import FUSED
 from fedortho.methods.hide import Hide
 from fedortho.methods.logit_mask import LogitMask
-from fedortho.methods.method import Method, refusal, serves
+from fedortho.methods.method import CannotServe, ForgetResult, Method, PlanningMethod, refusal, serves
 from fedortho.methods.neggrad import NegGrad
 from fedortho.methods.not_ import NoT
 from fedortho.methods.paper import Paper
@@ -26,10 +28,29 @@ from fedortho.methods.retrain import Retrain, RetrainPlain
 from fedortho.methods.salun import SalUn
 from fedortho.methods.ssd import SSD
 from fedortho.methods.unsir import UNSIR
+from fedortho.models.patch import patch_between
+from fedortho.statistics.cost import Meter
 from fedortho.statistics.engine import Engine
-from fedortho.storage.settings import make_settings
-from fedortho.unlearning.plan import ForgetSettings, plan_forgetting
+from fedortho.statistics.observe import Observation
+from fedortho.storage.settings import as_mapping, make_settings
+from fedortho.unlearning.plan import ForgetPlan
 
+__all__ = [
+    "METHODS",
+    "CannotServe",
+    "ForgetResult",
+    "Method",
+    "PlanningMethod",
+    "as_dataset",
+    "find_method",
+    "forget",
+    "known_methods",
+    "make_method",
+    "plan",
+    "unlearn",
+]
+
+ENTRY_POINTS = "fedortho.methods"  # the group in which other packages name their methods
 METHODS: Mapping[str, type[Method]] = {
     "retrain": Retrain,
     "retrain-plain": RetrainPlain,
@@ -50,45 +71,121 @@ METHODS: Mapping[str, type[Method]] = {
 }
 
 
+def known_methods() -> tuple[str, ...]:
+    """The names of all methods: those of the table, then those that installed packages add."""
+    return (*METHODS, *_added())
+
+
+def find_method(name: str) -> type[Method]:
+    """The class of a method, by its name."""
+    if name in METHODS:
+        return METHODS[name]
+    added = _added()
+    if name not in added:
+        raise unknown("method", name, known_methods())
+    try:
+        kind: type[Method] = added[name].load()
+    except (ImportError, AttributeError) as error:
+        raise FedOrthoError(f"the method {name!r} ({added[name].value}) cannot be imported: {error}") from error
+    if getattr(kind, "name", None) != name:
+        raise FedOrthoError(f"{added[name].value} is added as the method {name!r}; its class variable name must say so")
+    return kind
+
+
+def _added() -> dict[str, EntryPoint]:
+    """Methods of installed packages; a name that is taken already is refused."""
+    added: dict[str, EntryPoint] = {}
+    for point in entry_points(group=ENTRY_POINTS):
+        if point.name in METHODS or point.name in added:
+            raise FedOrthoError(f"{point.value} adds a method {point.name!r}, a name that is taken; rename it there")
+        added[point.name] = point
+    return added
+
+
 def make_method(name: str, *settings: Mapping[str, Any]) -> Method:
-    """A method of the table with its hyper-parameters; those not given keep their published values."""
-    if name not in METHODS:
-        raise unknown("method", name, METHODS)
-    return make_settings(METHODS[name], *settings)
+    """A method with its hyper-parameters; those not given keep their published values, later mappings win."""
+    return make_settings(find_method(name), *settings)
 
 
-def unlearn(model: nn.Module, engine: Engine, request: ForgetRequest | str, method: Method | str) -> nn.Module:
-    """A new model that has forgotten by this method; a request that it cannot serve is refused by name."""
+def unlearn(
+    model: nn.Module,
+    engine: Engine,
+    request: ForgetRequest | str,
+    method: Method | str,
+    *,
+    forgotten: ForgetRequest | None = None,
+) -> ForgetResult:
+    """Run a method on an engine: the model that has forgotten, its patch and its cost; the given model stays as it was.
+
+    `forgotten` is what earlier requests have removed: it is no longer part of the retain set. A request that the
+    method does not serve is refused with the names of those that do.
+    """
+    request, method = _checked(request, method)
+    meter = Meter(engine, model, forgotten)
+    about = (request, method.name, as_mapping(method))
+    if isinstance(method, PlanningMethod):
+        found = method.plan(model, meter, request, forgotten)
+        edited = found.patch.apply(model)
+        return ForgetResult(*about, edited, found.patch, found.trials, found.chosen, meter.cost(), found)
+    edited = method(model, meter, request)
+    cost = meter.cost()
+    patch = patch_between(model, edited, request=str(request), method=method.name)
+    return ForgetResult(*about, edited, patch, (), None, cost, None)
+
+
+def _checked(request: ForgetRequest | str, method: Method | str) -> tuple[ForgetRequest, Method]:
     request = ForgetRequest.parse(request) if isinstance(request, str) else request
     method = make_method(method) if isinstance(method, str) else method
     if not serves(method, request):
-        raise refusal(method, request, [name for name, kind in METHODS.items() if serves(kind, request)])
-    return method(model, engine, request)
+        able = [name for name in known_methods() if serves(find_method(name), request)]
+        raise refusal(method, request, able)
+    return request, method
 
 
-def preset(name: str, **changes: Any) -> ForgetSettings:
-    """The settings of a preset, with changes."""
-    if name not in PRESETS:
-        raise unknown("preset", name, PRESETS)
-    return make_settings(PRESETS[name], changes)
+Data = Dataset | Images | Batches | str
 
 
 def forget(
     model: nn.Module,
-    data: Dataset | Images | Batches,
+    data: Data,
     request: ForgetRequest | str,
-    settings: ForgetSettings | None = None,
+    method: Method | str = "hide",
     *,
+    clients: Clients | None = None,
+    ledger: Observation | None = None,
     device: torch.device | str = "cpu",
-) -> nn.Module:
-    """A copy of the model that has forgotten what the request names; the model itself stays as it was.
+) -> ForgetResult:
+    """Make a model forget what the request names; the given model stays as it was.
 
-    `data` is what the model was trained on: a dataset, images, or a re-iterable `DataLoader` of (images, labels).
+    `data` is what the model was trained on: a dataset or its name, images, or a re-iterable `DataLoader` of (images,
+    labels). `method` is a name (`hide`, `paper`, `directions`, `ssd`, …) or a method with its hyper-parameters.
+    `clients` are the rows that each client holds, for requests that name clients; a `ledger` of the model saves the
+    forward pass over all images.
     """
-    data = data if isinstance(data, Dataset) else make_dataset(data)
-    if isinstance(request, str):
-        request = ForgetRequest.parse(request)
-    return plan_forgetting(model, CentralEngine(data, device=device), request, settings).patch.apply(model)
+    engine = central_engine(model, as_dataset(data), ledger, clients, device)
+    return unlearn(model, engine, request, method)
 
 
-PRESETS: Mapping[str, type[ForgetSettings]] = {"robust": Hide, "erase": Directions, "paper": Paper}
+def plan(
+    model: nn.Module,
+    data: Data,
+    request: ForgetRequest | str,
+    method: Method | str = "hide",
+    *,
+    clients: Clients | None = None,
+    ledger: Observation | None = None,
+    device: torch.device | str = "cpu",
+) -> ForgetPlan:
+    """The patch that `forget` would apply and the trials that led to it; nothing is changed."""
+    request, method = _checked(request, method)
+    if not isinstance(method, PlanningMethod):
+        planning = [name for name, kind in METHODS.items() if hasattr(kind, "plan")]
+        raise CannotServe(f"{method.name} trains and makes no plan; choose from {', '.join(planning)}")
+    return method.plan(model, central_engine(model, as_dataset(data), ledger, clients, device), request)
+
+
+def as_dataset(data: Data) -> Dataset:
+    """A dataset from whatever a user has: the name of one, images, or batches of them."""
+    if isinstance(data, str):
+        return load_images(data)
+    return data if isinstance(data, Dataset) else make_dataset(data)

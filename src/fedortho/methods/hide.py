@@ -7,7 +7,7 @@ from torch import nn
 
 from fedortho.data.request import KINDS, ForgetRequest
 from fedortho.statistics.engine import Engine
-from fedortho.unlearning.plan import ForgetSettings, plan_forgetting
+from fedortho.unlearning.plan import ForgetPlan, ForgetSettings, plan_forgetting
 
 
 @dataclass(frozen=True)
@@ -20,4 +20,9 @@ class Hide(ForgetSettings):
     norms: ClassVar[str] = "re-estimated behind the edit"
 
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
-        return plan_forgetting(model, engine, request, self).patch.apply(model)
+        return self.plan(model, engine, request).patch.apply(model)
+
+    def plan(
+        self, model: nn.Module, engine: Engine, request: ForgetRequest, forgotten: ForgetRequest | None = None
+    ) -> ForgetPlan:
+        return plan_forgetting(model, engine, request, self, forgotten=forgotten)

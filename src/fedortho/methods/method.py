@@ -1,16 +1,20 @@
 """What every way to forget has: hyper-parameters, one call, and what it says of itself."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar, Protocol, runtime_checkable
 
 from torch import nn
 
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import FedOrthoError
+from fedortho.models.patch import Patch
+from fedortho.statistics.cost import Cost
 from fedortho.statistics.engine import Engine
 from fedortho.statistics.query import Selection
 from fedortho.training.recipe import Recipe
+from fedortho.unlearning.calibrate import Trial
+from fedortho.unlearning.plan import ForgetPlan
 
 
 class Method(Protocol):
@@ -24,6 +28,32 @@ class Method(Protocol):
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
         """A new model that has forgotten; the given one stays as it was."""
         ...
+
+
+@runtime_checkable
+class PlanningMethod(Method, Protocol):
+    """A method that finds a patch before it changes anything, as those of ours do."""
+
+    def plan(
+        self, model: nn.Module, engine: Engine, request: ForgetRequest, forgotten: ForgetRequest | None = None
+    ) -> ForgetPlan:
+        """The patch and how it was found; `forgotten` is what earlier requests have removed."""
+        ...
+
+
+@dataclass(frozen=True)
+class ForgetResult:
+    """What forgetting returns: the edited model, the patch that makes it, how it was found, and its cost."""
+
+    request: ForgetRequest
+    method: str  # its name
+    settings: Mapping[str, Any]  # its hyper-parameters
+    model: nn.Module
+    patch: Patch  # applying it to the original reproduces the model bit for bit
+    trials: tuple[Trial, ...]  # empty where nothing was tried
+    chosen: Trial | None
+    cost: Cost
+    plan: ForgetPlan | None  # None: the method makes no plan
 
 
 class CannotServe(FedOrthoError):

@@ -129,6 +129,17 @@ def bind_patch(patch: Patch, model: nn.Module, **note: Any) -> Patch:
     return replace(patch, before=tensors_digest(model.state_dict()), after=after, note={**patch.note, **note})
 
 
+def patch_between(before: nn.Module, after: nn.Module, **note: Any) -> Patch:
+    """The patch that replaces exactly the tensors in which two models of one architecture differ."""
+    old, new = before.state_dict(), after.state_dict()
+    if {name: tensor.shape for name, tensor in old.items()} != {name: tensor.shape for name, tensor in new.items()}:
+        raise BadCheckpoint("the models have different tensors; a patch needs two models of one architecture")
+    differ = [name for name, value in new.items() if not torch.equal(value.cpu(), old[name].cpu())]
+    changed = {name: new[name].detach().cpu().clone() for name in differ}
+    about = {"edit": "tensors", "sites": {}, **note}
+    return Patch(tensors_digest(old), tensors_digest(new), replaced=changed, note=about)
+
+
 def write_undo(path: Path, patch: Patch, model: nn.Module) -> None:
     """Keep what the patch removes in a file of its own: whoever has it can restore, whoever destroys it cannot."""
     state = model.state_dict()

@@ -35,7 +35,7 @@ from fedortho.runs.federation import held_rows
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.served import excluded_by, served_requests
 from fedortho.runs.settings import FederateSettings
-from fedortho.statistics.cost import Cost, Meter
+from fedortho.statistics.cost import Cost
 from fedortho.statistics.engine import Engine
 from fedortho.statistics.ledger import load_ledger
 from fedortho.statistics.query import Selection
@@ -220,9 +220,8 @@ def _outcome(
         return run.load_model(), reference_cost(run, place.data)
     model = place.run.load_model()
     with place.engine() as engine:
-        meter = Meter(engine, model)
-        forgot = unlearn(model, meter, request, method)
-        return forgot, meter.cost()
+        forgot = unlearn(model, engine, request, method)
+        return forgot.model, forgot.cost
 
 
 def _keep(place: RunContext, request: ForgetRequest, row: Row, model: nn.Module, path: Path) -> None:

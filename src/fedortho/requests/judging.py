@@ -237,7 +237,7 @@ def shadowed(run: Run, entry: Mapping[str, Any], directory: Path, shadows: int, 
 
     def forget(model: nn.Module, data: Dataset, request: ForgetRequest) -> nn.Module:
         engine = CentralEngine(data, device=device, build=lambda seed: build(seed=seed))
-        return unlearn(model, engine, request, method)
+        return unlearn(model, engine, request, method).model
 
     settings = ShadowSettings(models=shadows, recipe=recipe)
     return lambda case: audit_membership(case, forget, directory, settings)

@@ -151,7 +151,7 @@ def _attempt(
         method = replace(method, epochs=most)  # type: ignore[type-var]  # methods are dataclasses
     try:
         with place.engine() as engine:
-            forgot = unlearn(place.run.load_model(), engine, request, method)
+            forgot = unlearn(place.run.load_model(), engine, request, method).model
         gone, kept = _measured(place, forgot, request)
     except FedOrthoError as error:
         return Attempt(dict(settings), 1.0, 0.0, 1.0, str(error))

@@ -59,15 +59,15 @@ def _build_of(model: nn.Module) -> tuple[object, ...]:
 
 
 class Meter:
-    """An engine that passes everything on to another and adds up what it took.
+    """An engine that passes everything on to another, less what earlier requests have removed, and adds up the cost.
 
     FLOPs are those of one step per network, times the images of the steps that ran; a candidate that is tried on what
     the front of a network has computed before counts with the rest of it only. The time that counting takes is no part
     of the seconds, and it is done once for networks that are built alike.
     """
 
-    def __init__(self, engine: Engine, model: nn.Module) -> None:
-        self.engine, self.model = engine, model
+    def __init__(self, engine: Engine, model: nn.Module, forgotten: ForgetRequest | None = None) -> None:
+        self.engine, self.model, self.forgotten = engine, model, forgotten
         self.flops = 0.0
         self._known: dict[tuple[object, ...], tuple[int, int]] = {}
         self._before, self._started = replace(engine.tally), work_clock()
@@ -100,13 +100,13 @@ class Meter:
         self, model: nn.Module, what: Selection | TrainingPlan, recipe: Recipe, *, trainable: Mask | None = None
     ) -> nn.Module:
         before = replace(self.engine.tally)
-        trained = self.engine.fit(model, what, recipe, trainable=trainable)
+        trained = self.engine.fit(model, what.without(self.forgotten), recipe, trainable=trainable)
         self._count(model, before)
         return trained
 
     def measure(self, model: nn.Module, queries: Sequence[Query]) -> list[list[Observation]]:
         before = replace(self.engine.tally)
-        found = self.engine.measure(model, queries)
+        found = self.engine.measure(model, [query.without(self.forgotten) for query in queries])
         self._count(model, before)
         return found
 
@@ -119,10 +119,10 @@ class Meter:
         self._count(self.model, before)
 
     def check(self, request: ForgetRequest, forgotten: ForgetRequest | None) -> None:
-        self.engine.check(request, forgotten)
+        self.engine.check(request, forgotten or self.forgotten)
 
     def identify(self, group: Selection) -> str:
-        return self.engine.identify(group)
+        return self.engine.identify(group.without(self.forgotten))
 
     def _count(self, model: nn.Module, before: Tally) -> None:
         spent = self.engine.tally.since(before)

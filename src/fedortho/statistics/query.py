@@ -30,6 +30,12 @@ class Selection:
             chosen &= ~self.exclude.mask(images, clients)
         return draw(images.subset(chosen), self.limit, self.seed)
 
+    def without(self, forgotten: ForgetRequest | None) -> "Selection":
+        """The same images less those that earlier requests have removed."""
+        if forgotten is None:
+            return self
+        return replace(self, exclude=forgotten if self.exclude is None else self.exclude + forgotten)
+
     def on_client(self, client: int, share: int, least: int = 1) -> "Selection":
         """The same group as one of `share` clients sees it; of fewer than `least` images it would tell nothing."""
         include, exclude = (
@@ -83,3 +89,7 @@ class Query:
 
     selections: tuple[Selection, ...]
     statistic: Statistic
+
+    def without(self, forgotten: ForgetRequest | None) -> "Query":
+        """The same query less the images that earlier requests have removed."""
+        return replace(self, selections=tuple(selection.without(forgotten) for selection in self.selections))

@@ -1,11 +1,12 @@
 """What a model is trained on: selections of images, their targets, and the fit options."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
 from fedortho.data.images import Images
+from fedortho.data.request import ForgetRequest
 from fedortho.statistics.query import Selection, draw
 from fedortho.training.adapters import Adapters
 from fedortho.training.objectives import FitOptions, Target, TrainingSet
@@ -36,6 +37,10 @@ class TrainingPlan:
     options: FitOptions = field(default_factory=FitOptions)
     teachers: Mapping[str, nn.Module] = field(default_factory=dict)  # by the names that aims give
     adapters: Adapters | None = None  # those that the model has
+
+    def without(self, forgotten: ForgetRequest | None) -> "TrainingPlan":
+        """The same plan less the images that earlier requests have removed."""
+        return replace(self, parts=tuple(replace(part, group=part.group.without(forgotten)) for part in self.parts))
 
 
 def as_training_plan(what: Selection | TrainingPlan) -> TrainingPlan:
