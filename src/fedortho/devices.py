@@ -1,4 +1,4 @@
-"""Where numbers are computed, with how many threads, how many operations that takes, and how long."""
+"""Devices, CPU threads, counted operations and measured time."""
 
 import threading
 import time
@@ -14,7 +14,7 @@ DEVICES = ("auto", "cpu", "cuda", "mps")
 
 @contextmanager
 def using_threads(number: int) -> Iterator[None]:
-    """Compute with so many CPU threads meanwhile; 0 leaves torch's own choice."""
+    """Set the number of CPU threads inside the block; 0 keeps torch's own choice."""
     before = torch.get_num_threads()
     torch.set_num_threads(number or before)
     try:
@@ -24,22 +24,21 @@ def using_threads(number: int) -> Iterator[None]:
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto` is the fastest there is; a device that is not there is refused."""
-    there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    """The device of a name; `auto` is the fastest one available."""
+    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if name == "auto":
-        name = next(kind for kind in ("cuda", "mps", "cpu") if there[kind])
-    if not there.get(name.partition(":")[0]):
-        raise BadSetting(
-            f"there is no {name} device here; choose from {', '.join(k for k, yes in there.items() if yes)}"
-        )
+        name = next(kind for kind in ("cuda", "mps", "cpu") if available[kind])
+    if not available.get(name.partition(":")[0]):
+        choices = ", ".join(kind for kind, is_available in available.items() if is_available)
+        raise BadSetting(f"the device {name} is not available; choose from {choices}")
     try:
         return torch.device(name)
     except RuntimeError as error:
-        raise BadSetting(f"{name!r} names no device; write cpu, cuda or cuda:NUMBER") from error
+        raise BadSetting(f"the device is {name!r}; expected cpu, mps, cuda or cuda:NUMBER") from error
 
 
 def flops_of(work: Callable[[], object]) -> int:
-    """Multiplications and additions, both counted, by torch's own counter.
+    """Multiplications plus additions of a computation, by torch's counter.
 
     >>> flops_of(lambda: torch.ones(2, 3) @ torch.ones(3, 4))
     48
@@ -52,19 +51,19 @@ def flops_of(work: Callable[[], object]) -> int:
 
 
 class WorkClock:
-    """Tells seconds, and stands still while somebody counts operations: that is no part of the work it measures."""
+    """Seconds since the start, without the time in which operations are counted: that is not part of the work."""
 
     def __init__(self) -> None:
         self._lock, self._counting = threading.Lock(), 0
-        self._since = self._away = 0.0
+        self._since = self._excluded = 0.0
 
     def __call__(self) -> float:
         with self._lock:
-            return (self._since if self._counting else time.perf_counter()) - self._away
+            return (self._since if self._counting else time.perf_counter()) - self._excluded
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Nothing that happens meanwhile takes time; clients of one process may count at once."""
+        """Exclude the time inside the block; clients of one process may be inside at once."""
         with self._lock:
             self._since = self._since if self._counting else time.perf_counter()
             self._counting += 1
@@ -73,7 +72,7 @@ class WorkClock:
         finally:
             with self._lock:
                 self._counting -= 1
-                self._away += 0.0 if self._counting else time.perf_counter() - self._since
+                self._excluded += 0.0 if self._counting else time.perf_counter() - self._since
 
 
-work_clock = WorkClock()  # one for the process, as there is one time
+work_clock = WorkClock()  # one per process: its clients share the time

@@ -1,15 +1,15 @@
-"""What can go wrong at a door: one line that names the value, the choices and the fix."""
+"""Errors that a user can mend: one line that names the value, the choices and the fix."""
 
 import difflib
 from collections.abc import Iterable
 
 
 class FedOrthoError(Exception):
-    """Any mistake a user can mend; the command line prints it as one line and exits with code 2."""
+    """Any error that a user can mend; the command line prints it as one line and exits with code 2."""
 
 
 class UnknownName(FedOrthoError):
-    """A name that no table knows: a dataset, model, layer, setting."""
+    """A name that is in no table: of a dataset, model, layer or setting."""
 
 
 class BadData(FedOrthoError):
@@ -17,7 +17,7 @@ class BadData(FedOrthoError):
 
 
 class BadCheckpoint(FedOrthoError):
-    """A weights or run file that is damaged, foreign, or of a kind that is never read."""
+    """A file of weights or of a run that is damaged, belongs to something else, or is of a kind that is never read."""
 
 
 class BadRecord(BadCheckpoint):
@@ -28,8 +28,12 @@ class BadSetting(FedOrthoError):
     """A setting outside its range, or two settings that contradict each other."""
 
 
+class Busy(FedOrthoError):
+    """Another process is working on the same directory or journal."""
+
+
 def unknown(kind: str, name: str, choices: Iterable[str]) -> UnknownName:
-    """An error that names the wrong word, the nearest right one, and all the choices.
+    """An error that names the wrong word, the nearest right one and all choices.
 
     >>> print(unknown("model", "vgg-min", ["resnet-mini", "vgg-mini"]))
     no model 'vgg-min'; did you mean 'vgg-mini'? choose from resnet-mini, vgg-mini
@@ -41,13 +45,9 @@ def unknown(kind: str, name: str, choices: Iterable[str]) -> UnknownName:
 
 
 def first_line(error: Exception) -> str:
-    """What an error of other software says, in one line.
+    """The first line of another library's error.
 
     >>> first_line(ValueError("no such thing\\nlook there"))
     'no such thing'
     """
     return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-class Busy(FedOrthoError):
-    """Another process is at work on the same thing."""

@@ -74,7 +74,7 @@ def forget_command(
             only = "--reference, --references, --retrain and --json"
             raise FedOrthoError(f"with --engine {engine} nothing is audited, so {only} have no use; leave them out")
         forget_elsewhere(run, asked, settings, out=out_dir, deployment=deployment, say=log_line)
-        print_elsewhere(out_dir)
+        print_elsewhere(open_run(out_dir) if (out_dir / "run.json").exists() else None, out_dir)
         say(escape(f"not audited yet: fedortho judge {out_dir}"))
         return
     served, data = _served(run, asked, settings, None if dry_run else out_dir, keep_undo, options)

@@ -66,8 +66,10 @@ def load_run_data(settings: TrainSettings, data_dir: str = "", progress: Report 
     )
 
 
-def open_run(path: Path | str) -> Run:
-    """Read a finished run."""
+def open_run(path: "Run | Path | str") -> Run:
+    """The finished run in a directory; a `Run` is returned as it is."""
+    if isinstance(path, Run):
+        return path
     path = Path(path)
     record = _read_record(path)
     if record is None:
