@@ -4,7 +4,7 @@ import base64
 import re
 
 from fedortho.reports.figures.activations import as_pictures
-from fedortho.reports.gallery import _thumbnail
+from fedortho.reports.pictures import thumbnail
 from fedortho.runs.run import Run
 
 
@@ -16,4 +16,4 @@ def embedded(page: str) -> set[bytes]:
 def data_pngs(run: Run) -> set[bytes]:
     """All images of the run's data, as the page would show them."""
     data = run.load_data()
-    return {_thumbnail(picture) for part in (data.train, data.valid, data.test) for picture in as_pictures(part)}
+    return {thumbnail(picture) for part in (data.train, data.valid, data.test) for picture in as_pictures(part)}

@@ -18,7 +18,7 @@ from fedortho.evidence.canonical_zip import BadArchive, pack_files
 from fedortho.evidence.recheck import reapply_patch, rerun_decision
 from fedortho.evidence.redaction import LEFT_OUT, MARKED
 from fedortho.reports.figures.activations import as_pictures
-from fedortho.reports.gallery import _thumbnail
+from fedortho.reports.pictures import thumbnail
 from fedortho.requests.forgetting import forget_run
 from fedortho.runs.derived import write_derived
 from fedortho.runs.run import open_run
@@ -98,7 +98,7 @@ def test_no_file_holds_a_picture_of_a_sample_that_had_to_go(runs: Runs, tmp_path
     files = make_bundle(run, request, tmp_path / "x.zip").files
     assert "report.html" in files
     pixels = [image.numpy().tobytes() for image in gone.pixels[gone.rows]]
-    pngs = [_thumbnail(picture) for picture in as_pictures(gone)]
+    pngs = [thumbnail(picture) for picture in as_pictures(gone)]
     assert len({*pixels}) > 90
     assert not embedded(files["report.html"].decode()) & {*pngs}
     for raw in (*pixels, *pngs):

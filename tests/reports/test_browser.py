@@ -12,8 +12,9 @@ from PIL import Image
 from verdicts import EVIL, VERDICT
 
 from fedortho.data.request import ForgetRequest
-from fedortho.reports.gallery import Example, Gallery, audit_pictures
+from fedortho.reports.gallery import audit_pictures
 from fedortho.reports.page import Report, render
+from fedortho.reports.pictures import Example, Gallery
 from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
 

@@ -16,17 +16,18 @@ from pages import data_pngs, embedded
 from PIL import Image
 from verdicts import EVIL, VERDICT
 
-from fedortho.cli.report import original_for, report_command
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadCheckpoint, FedOrthoError
 from fedortho.evidence.redaction import LEFT_OUT, without_images
 from fedortho.methods.hide import Hide
 from fedortho.reports.figures.activations import as_pictures
-from fedortho.reports.gallery import Example, Gallery, Picture, _thumbnail, audit_pictures, illustrate
-from fedortho.reports.page import SECTIONS, Report, render, reported_request, verdict_of
+from fedortho.reports.gallery import audit_pictures, draw_gallery
+from fedortho.reports.page import SECTIONS, Report, original_for, render, verdict_of, write_report
+from fedortho.reports.pictures import Example, Gallery, Picture, thumbnail
 from fedortho.requests.forgetting import forget_run
 from fedortho.requests.references import find_original, find_references, reference_settings
 from fedortho.runs.run import Run
+from fedortho.runs.served import last_request
 from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
 from fedortho.storage.files import read_json, write_json
@@ -77,7 +78,7 @@ def text(forgot: Run, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The report of that run, with a verdict."""
     place = tmp_path_factory.mktemp("page") / "report.html"
     write_json(forgot.path / "verdict.json", VERDICT)
-    report_command(forgot.path, out_path=place)
+    write_report(forgot.path, out=place)
     (forgot.path / "verdict.json").unlink()
     return place.read_text(encoding="utf-8")
 
@@ -147,7 +148,7 @@ def test_a_class_named_like_a_script_is_shown_and_not_run(forgot: Run) -> None:
 
 def test_without_a_verdict_the_report_says_what_is_missing(fresh: Run) -> None:
     assert verdict_of(fresh) is None
-    text = render(Report(fresh, reported_request(fresh, None), None))
+    text = render(Report(fresh, last_request(fresh), None))
     assert "No audit was run" in text
     assert "there is no verdict.json in the run" in text
     before, after = (fresh.record["requests"][-1][when]["forget"] for when in ("before", "after"))
@@ -213,12 +214,12 @@ def test_what_cannot_be_reported_is_refused_in_one_line(fresh: Run, tmp_path: Pa
     original = find_original(fresh)
     assert original is not None
     with pytest.raises(FedOrthoError, match="has forgotten nothing; first: fedortho forget"):
-        report_command(original.path)
+        write_report(original.path)
     with pytest.raises(FedOrthoError, match="is a directory; give the file"):
-        report_command(fresh.path, out_path=tmp_path)
+        write_report(fresh.path, out=tmp_path)
     write_json(fresh.path / "verdict.json", {"schema": 7})
     with pytest.raises(BadCheckpoint, match="not a verdict of schema 1"):
-        report_command(fresh.path)
+        write_report(fresh.path)
 
 
 def test_the_runs_to_compare_with_are_found_beside_or_named(forgot: Run, tmp_path: Path) -> None:
@@ -239,7 +240,7 @@ def test_the_runs_to_compare_with_are_found_beside_or_named(forgot: Run, tmp_pat
         assert before is not None
         assert before.path.name == name, "the run that still knew what this request names"
     with pytest.raises(FedOrthoError, match="was trained with what class:3 names"):
-        report_command(forgot.path, reference=original.path, out_path=tmp_path / "r.html")
+        write_report(forgot.path, reference=original.path, out=tmp_path / "r.html")
 
 
 def test_without_its_parent_a_run_is_reported_alone(forgot: Run, tmp_path: Path) -> None:
@@ -247,9 +248,9 @@ def test_without_its_parent_a_run_is_reported_alone(forgot: Run, tmp_path: Path)
     alone.mkdir()
     for name in ("run.json", "split.json", "history.json", "model.safetensors"):
         (alone / name).write_bytes((forgot.path / name).read_bytes())
-    report_command(alone, out_path=tmp_path / "r.html")
+    write_report(alone, out=tmp_path / "r.html")
     text = (tmp_path / "r.html").read_text(encoding="utf-8")
-    assert "The model as it was before is not here" in text
+    assert "The original model was not found" in text
     assert "figure-training" in text
     assert "figure-classes" not in text
 
@@ -271,12 +272,12 @@ def test_images_of_samples_that_had_to_go_are_not_kept_in_the_page(forgot: Run, 
     data, original = forgot.load_data(), find_original(forgot)
     request = ForgetRequest.parse(words.format(",".join(map(str, data.train.rows[:200].tolist()))))
     run = serving(forgot, {"request": str(request)})
-    gallery = illustrate(run, data, request, original=original)
+    gallery = draw_gallery(run, data, request, original=original)
     assert gallery.lost == ()
-    gone = {_thumbnail(picture) for picture in as_pictures(data.train.subset(torch.arange(200)))}
+    gone = {thumbnail(picture) for picture in as_pictures(data.train.subset(torch.arange(200)))}
     assert not gone & {example.data for example in gallery.kept}
     assert "this page shows none of them" in render(Report(run, request, None, gallery))
-    shown = illustrate(forgot, data, ForgetRequest.parse("class:3"), original=original)
+    shown = draw_gallery(forgot, data, ForgetRequest.parse("class:3"), original=original)
     assert all(example.truth == "3" for example in shown.lost)
 
 
@@ -297,7 +298,7 @@ def test_numbers_and_trials_are_those_of_the_reported_request_and_not_of_the_las
     data = run.load_data()
     for words, is_other in (("class:3", False), ("class:5", True)):
         request = ForgetRequest.parse(words)
-        gallery = illustrate(run, data, request, images=False)
+        gallery = draw_gallery(run, data, request, images=False)
         findings = [picture.finding for picture in gallery.pictures if picture.name == "frontier"]
         assert any("leaves 44 % forget accuracy" in finding for finding in findings) == is_other
         text = render(Report(run, request, None, gallery))
@@ -310,7 +311,7 @@ def test_numbers_and_trials_are_those_of_the_reported_request_and_not_of_the_las
 def test_images_can_be_left_out_and_the_page_says_so(forgot: Run, tmp_path: Path) -> None:
     pages = {}
     for images in (True, False):
-        report_command(forgot.path, out_path=tmp_path / "r.html", images=images, device="cpu")
+        write_report(forgot.path, out=tmp_path / "r.html", images=images, device="cpu")
         pages[images] = (tmp_path / "r.html").read_text(encoding="utf-8")
     assert "figure-grad-cam" in pages[True]
     assert LEFT_OUT not in pages[True]
@@ -337,3 +338,14 @@ def test_audits_without_details_give_no_picture_and_foreign_ones_are_left_alone(
     first, second = audit_pictures(VERDICT["audits"])
     assert (first.name, second.name) == ("probe", "relearning")
     assert second.finding.endswith("after forgetting 12, retrained without it over 60")
+
+
+def test_a_report_is_one_call_and_a_request_can_be_chosen(fresh: Run, tmp_path: Path) -> None:
+    remarks: list[str] = []
+    write_json(fresh.path / "verdict.json", VERDICT | {"request": "class:4"})
+    page = write_report(str(fresh.path), "class:3", out=tmp_path / "r.html", images=False, on_remark=remarks.append)
+    assert page == tmp_path / "r.html"
+    assert remarks == [], "original and reference were found beside the run"
+    text = page.read_text(encoding="utf-8")
+    assert "Did the model forget class 3?" in text
+    assert VERDICT["sentence"] not in text, "the verdict is on another request"

@@ -1,16 +1,15 @@
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from commands import told
 
 from fedortho.errors import BadCheckpoint, BadData, UnknownName
-from fedortho.reports.run_table import list_runs, ordered
+from fedortho.reports.run_table import list_runs
 from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
-from fedortho.storage.files import write_json
+from fedortho.storage.files import read_json, write_json
 
 SETTINGS = TrainSettings(data="digits", model="small:TinyNet", epochs=1, batch_size=64, threads=1, crop=0, flip=0.0)
 
@@ -71,12 +70,15 @@ def test_runs_of_directories_below_are_listed_under_their_directory(place: Path,
         list_runs(tmp_path / "first")
 
 
-def test_runs_are_sorted_and_what_is_not_known_comes_last(place: Path) -> None:
-    first, second = list_runs(place)
-    lines = [replace(second, run="b", forget=0.5), first, replace(second, run="a", forget=0.25)]
-    assert [line.run for line in ordered(lines, "forget")] == ["a", "b", "first"]
-    assert [line.run for line in ordered(lines, "run")] == ["a", "b", "first"]
-    assert ordered(lines, "") == lines
+def test_runs_are_sorted_and_rows_without_a_value_come_last(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "first", tmp_path / "a")
+    for name, forget in (("b", 0.5), ("c", 0.25)):
+        shutil.copytree(place / "second", tmp_path / name)
+        record = read_json(tmp_path / name / "run.json")
+        record["requests"][0]["after"]["forget"] = forget
+        write_json(tmp_path / name / "run.json", record)
+    assert [row.run for row in list_runs(tmp_path, sort="forget")] == ["c", "b", "a"]
+    assert [row.run for row in list_runs(tmp_path, sort="run")] == ["a", "b", "c"]
     with pytest.raises(UnknownName, match="no column 'size'; choose from forget"):
         told("results", place, "--sort", "size")
 

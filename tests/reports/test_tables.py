@@ -1,6 +1,6 @@
 """Tables as values: what a cell is sorted by, which columns hold numbers, numbers for people."""
 
-from fedortho.reports.tables import Cell, build_table, cost_table, metric_table, number, settings_table
+from fedortho.reports.tables import Cell, build_table, costs_table, metrics_table, number, settings_table
 
 
 def test_a_number_is_sorted_by_its_value_and_an_unknown_one_by_nothing() -> None:
@@ -18,12 +18,12 @@ def test_a_column_holds_numbers_if_all_its_cells_do() -> None:
 
 def test_a_metric_that_failed_shows_its_error() -> None:
     failed = {"name": "mia", "title": "membership", "value": None, "error": "too few images"}
-    ((title, value, *_),) = metric_table([failed]).rows
+    ((title, value, *_),) = metrics_table([failed]).rows
     assert (title.text, value.text, value.badge) == ("membership: too few images", "! ERROR", "ERROR")
 
 
 def test_costs_come_in_a_fixed_order_and_unknown_ones_last() -> None:
-    rows = cost_table({"other_thing": 3.0, "bytes_up": 7.0, "flops": 1e9, "seconds": 2.0}).rows
+    rows = costs_table({"other_thing": 3.0, "bytes_up": 7.0, "flops": 1e9, "seconds": 2.0}).rows
     assert [row[0].text for row in rows] == [
         *("seconds", "floating-point operations", "bytes from all clients", "other thing")
     ]

@@ -2,7 +2,7 @@
 
 import base64
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -10,21 +10,25 @@ from typing import TYPE_CHECKING, Any
 
 from fedortho.audits.verdict import subject_of
 from fedortho.data.request import ForgetRequest
-from fedortho.errors import BadCheckpoint, FedOrthoError
+from fedortho.devices import choose_device
+from fedortho.errors import BadCheckpoint, BadData, FedOrthoError
 from fedortho.evidence.redaction import IMAGES_END, IMAGES_START, LEFT_OUT, MARKED
-from fedortho.reports.gallery import Gallery, Picture
+from fedortho.reports.gallery import audit_pictures, draw_gallery
+from fedortho.reports.pictures import Gallery, Picture
 from fedortho.reports.tables import (
     Table,
     accuracy_table,
-    audit_table,
-    cost_table,
-    metric_table,
+    audits_table,
+    costs_table,
+    metrics_table,
     settings_table,
     unbroken,
 )
 from fedortho.requests.judging import entry_for
-from fedortho.runs.run import Run
-from fedortho.runs.served import last_request
+from fedortho.requests.references import check_reference, find_original, find_references
+from fedortho.runs.run import Run, open_run
+from fedortho.runs.served import last_request, served_requests
+from fedortho.storage.files import write_text
 from fedortho.storage.provenance import judgements, read_verdict
 from fedortho.storage.settings import as_mapping
 
@@ -58,6 +62,70 @@ class Report:
         return entry_for(self.run, self.request) if self.run.record.get("requests") else {}
 
 
+def write_report(
+    run: Run | Path | str,
+    request: ForgetRequest | str | None = None,
+    *,
+    out: Path | str | None = None,
+    original: Run | Path | str | None = None,
+    reference: Run | Path | str | None = None,
+    images: bool = True,
+    data_dir: str = "",
+    device: str = "auto",
+    on_remark: Callable[[str], None] | None = None,
+) -> Path:
+    """Write the report of a request (default: of the verdict, or the last) and return its path, RUN/report.html.
+
+    The runs to compare with, `original` and `reference`, are found beside the run unless they are given. Without
+    `images` the page shows no image of the data. `on_remark` receives each remark on what the page lacks.
+    """
+    run = _opened(run)
+    path = run.path / "report.html" if out is None else Path(out)
+    if path.is_dir():
+        raise FedOrthoError(f"{path} is a directory; give the file to write, such as --out {path / 'report.html'}")
+    request, verdict = _subject(run, ForgetRequest.parse(request) if isinstance(request, str) else request)
+    before = original_for(run, request) if original is None else _opened(original)
+    found = find_references(before, request) if before is not None and reference is None else []
+    never = next(iter(found), None) if reference is None else _opened(reference)
+    if never is not None:
+        check_reference(run, never, request)
+    try:
+        data = run.load_data(data_dir)
+    except BadData as error:
+        gallery = Gallery(remarks=(f"There are no figures of images: {error}.",), has_images=images)
+    else:
+        where = choose_device(device)
+        gallery = draw_gallery(run, data, request, original=before, reference=never, device=where, images=images)
+    if on_remark is not None:
+        for remark in gallery.remarks:
+            on_remark(remark)
+    pictures = tuple(audit_pictures((verdict or {}).get("audits", [])))
+    write_text(path, render(Report(run, request, verdict, gallery, pictures)))
+    return path
+
+
+def _opened(run: Run | Path | str) -> Run:
+    return run if isinstance(run, Run) else open_run(run)
+
+
+def _subject(run: Run, request: ForgetRequest | None) -> tuple[ForgetRequest, dict[str, Any] | None]:
+    """The request of the report and the verdict on it; a verdict on another request is left aside."""
+    verdict, names = verdict_of(run), run.record["data"]["classes"]
+    judged = None if verdict is None else ForgetRequest.parse(verdict["request"])
+    request = request or judged or last_request(run)
+    is_judged = judged is not None and judged.settled(names) == request.settled(names)
+    return request, verdict if is_judged else None
+
+
+def original_for(run: Run, request: ForgetRequest) -> Run | None:
+    """The run before it served this request: its parent, or an earlier one if it has served others since."""
+    names, before = run.record["data"]["classes"], find_original(run)
+    wanted = request.settled(names)
+    while before is not None and wanted in [other.settled(names) for other in served_requests(before)]:
+        before = find_original(before)
+    return before
+
+
 def verdict_of(run: Run) -> dict[str, Any] | None:
     """The verdict on a run, if there is one; a verdict on another model is refused."""
     verdict, mine = read_verdict(run.path), run.record["model"]["digest"]
@@ -65,11 +133,6 @@ def verdict_of(run: Run) -> dict[str, Any] | None:
         path = run.path / "verdict.json"
         raise BadCheckpoint(f"{path} is about another model than the one in {run.path}; judge it again: fedortho judge")
     return verdict
-
-
-def reported_request(run: Run, verdict: Mapping[str, Any] | None) -> ForgetRequest:
-    """The verdict's request, or the last one that the run has served."""
-    return last_request(run) if verdict is None else ForgetRequest.parse(verdict["request"])
 
 
 def render(report: Report) -> str:
@@ -93,15 +156,15 @@ def render(report: Report) -> str:
         verdict=_summary(report),
         is_measured=is_measured,
         numbers=(
-            metric_table(verdict["metrics"])
+            metrics_table(verdict["metrics"])
             if is_measured
             else accuracy_table(entry.get("before", {}), entry.get("after", {}))
         ),
         gallery=report.gallery,
         is_class=report.request.kind == "class",
-        audits=audit_table(judgements(report.verdict)),
+        audits=audits_table(judgements(report.verdict)),
         audit_pictures=report.audit_pictures,
-        costs=cost_table(verdict.get("cost") or _recorded_cost(entry)),
+        costs=costs_table(verdict.get("cost") or _recorded_cost(entry)),
         not_tested=_not_tested(report.verdict),
         settings=_settings(report),
     )
@@ -199,9 +262,3 @@ def _settings(report: Report) -> list[Table]:
         "Environment": verdict.get("environment") or record.get("environment", {}),
     }
     return [settings_table(caption, group) for caption, group in groups.items() if group]
-
-
-def check_place(path: Path) -> None:
-    """Refuse a place for the report that is a directory, before any work is done."""
-    if path.is_dir():
-        raise FedOrthoError(f"{path} is a directory; give the file to write, such as --out {path / 'report.html'}")

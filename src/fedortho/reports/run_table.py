@@ -1,9 +1,8 @@
-"""The runs of a directory side by side, from what each has left: where a number comes from is a file that is there."""
+"""The runs of a directory side by side, read from run.json and verdict.json."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from fedortho.errors import BadData, unknown
 from fedortho.requests.references import finished_runs
@@ -17,7 +16,7 @@ SORTED_BY = ("run", "method", "forget", "retain", "test", "probe", "seconds")
 
 @dataclass(frozen=True)
 class RunRow:
-    """One run, or one request that a run has served."""
+    """A run: its training, or the last request that it has served."""
 
     run: str
     data: str
@@ -25,88 +24,113 @@ class RunRow:
     seed: int
     request: str  # empty: a training
     method: str
-    forget: float | None
-    retain: float | None
-    test: float | None
-    probe: float | None  # recall of a linear probe, from the verdict
-    audits: str  # in one line, from the verdict; empty: not judged
-    failed: str | None  # audits that were not passed, and retention; None: none came to a result
-    seconds: float | None
-
-    def fits(self, wanted: Mapping[str, str]) -> bool:
-        """Whether each given word occurs where it should."""
-        return all(word.lower() in str(getattr(self, key)).lower() for key, word in wanted.items() if word)
+    forget: float | None = None
+    retain: float | None = None
+    test: float | None = None
+    probe: float | None = None  # recall of a linear probe, from the verdict
+    audits: str = ""  # label of the verdict; empty: not judged
+    failed: str | None = None  # audits that failed, and retention; None: none has a result
+    seconds: float | None = None
 
     def words(self) -> tuple[str, ...]:
         what = f"{self.method} {self.request}".strip() or "trained"
-        shares = (_percent(value) for value in (self.forget, self.retain, self.test, self.probe))
+        shares = (
+            "–" if share is None else f"{share:.1%}" for share in (self.forget, self.retain, self.test, self.probe)
+        )
         seconds = "–" if self.seconds is None else f"{self.seconds:.1f}"
         failed = "–" if self.failed is None else self.failed or "none"
         return (self.run, what, *shares, failed, seconds)
 
 
-def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1%}"
+def list_runs(
+    directory: Path | str, *, data: str = "", model: str = "", request: str = "", method: str = "", sort: str = ""
+) -> list[RunRow]:
+    """A row for each finished run below a directory, named by its path from there; a damaged run is an error.
+
+    Filters keep the rows that contain the given text. `sort` names a column; rows without a value come last.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise BadData(f"{directory} is no directory; give one that holds runs")
+    if (directory / "run.json").exists():
+        raise BadData(f"{directory} is a run; give the directory that holds it, {directory.absolute().parent}")
+    if sort and sort not in SORTED_BY:
+        raise unknown("column", sort, SORTED_BY)
+    rows = [_row(run, run.path.relative_to(directory).as_posix()) for run in _runs_below(directory)]
+    if not rows:
+        raise BadData(f"{directory} holds no finished run; make one with fedortho train --out {directory / 'first'}")
+    filters = {"data": data, "model": model, "request": request, "method": method}
+    rows = [row for row in rows if all(text.lower() in getattr(row, key).lower() for key, text in filters.items())]
+    if not rows:
+        given = ", ".join(f"{key} {text}" for key, text in filters.items() if text)
+        raise BadData(f"no run in {directory} fits {given}; leave a filter out")
+    return sorted(rows, key=lambda row: _sort_key(row, sort)) if sort else rows
 
 
-def list_runs(place: Path) -> list[RunRow]:
-    """A line for each finished run below a directory, named by its path from there; damaged ones are an error."""
-    if not place.is_dir():
-        raise BadData(f"{place} is no directory; give one that holds runs")
-    if (place / "run.json").exists():
-        raise BadData(f"{place} is a run; give the directory that holds it, {place.absolute().parent}")
-    lines = [_line(run, run.path.relative_to(place).as_posix()) for run in _runs_below(place)]
-    if not lines:
-        raise BadData(f"{place} holds no finished run; make one with fedortho train --out {place / 'first'}")
-    return lines
+def _sort_key(row: RunRow, column: str) -> tuple[bool, str | float]:
+    value = getattr(row, column)
+    return value is None, 0.0 if value is None else value
 
 
-def _runs_below(place: Path) -> Iterator[Run]:
+def _runs_below(directory: Path) -> Iterator[Run]:
     """The runs of a directory, then those of directories in it, such as of comparisons and references."""
-    yield from finished_runs(place, strict=True)
-    for inner in sorted(place.iterdir()):
+    yield from finished_runs(directory, strict=True)
+    for inner in sorted(directory.iterdir()):
         if inner.is_dir() and not inner.name.startswith(".") and not (inner / "run.json").exists():
             yield from _runs_below(inner)
 
 
-def ordered(lines: Sequence[RunRow], by: str) -> list[RunRow]:
-    """The lines by one of their columns, small values first and what was not measured last; by nothing, as they are."""
-    if not by:
-        return list(lines)
-    if by not in SORTED_BY:
-        raise unknown("column", by, SORTED_BY)
-    known = [line for line in lines if getattr(line, by) is not None]
-    return sorted(known, key=lambda line: getattr(line, by)) + [line for line in lines if getattr(line, by) is None]
+def by_directory(rows: Sequence[RunRow]) -> dict[str, list[RunRow]]:
+    """The rows by the directory of their run, with the run's name alone."""
+    groups: dict[str, list[RunRow]] = {}
+    for row in rows:
+        directory, _, name = row.run.rpartition("/")
+        groups.setdefault(directory, []).append(replace(row, run=name))
+    return groups
 
 
-def by_directory(lines: Sequence[RunRow]) -> dict[str, list[RunRow]]:
-    """The lines by the directory that holds the run, in which its name alone tells which it is."""
-    found: dict[str, list[RunRow]] = {}
-    for line in lines:
-        directory, _, name = line.run.rpartition("/")
-        found.setdefault(directory, []).append(replace(line, run=name))
-    return found
+def _row(run: Run, name: str) -> RunRow:
+    return _request_row(run, name) if run.record.get("requests") else _training_row(run, name)
 
 
-def _line(run: Run, name: str) -> RunRow:
-    about = (name, run.record["data"]["name"], run.settings.model, run.settings.seed)
-    requests: Sequence[Mapping[str, Any]] = run.record.get("requests", [])
-    if not requests:
-        kind = "federated " if isinstance(run.settings, FederateSettings) else ""
-        what = f"{kind}without {run.settings.without}" if run.settings.without else f"{kind}trained".strip()
-        seconds = sum(entry.seconds for entry in run.history()) or None
-        test = run.record["result"].get("test-accuracy")
-        return RunRow(*about, "", what, None, None, test, None, "", None, seconds)
-    entry = requests[-1]
-    told = read_verdict(run.path) or {}
-    verdict = told if told.get("request") == entry["request"] else {}  # one on another request is none on this
-    probe = next((audit["forgot"] for audit in verdict.get("audits", []) if audit["name"] == "C1"), None)
-    after, took = entry["after"], entry.get("cost") or {"seconds": sum(entry.get("seconds", {}).values())}
-    accuracies = (after["forget"], after["retain"], after["test"])
-    if isinstance(run.settings, FederateSettings) and run.settings.start:  # it was trained on since, and not measured
-        accuracies = (None, None, run.record["result"].get("test-accuracy"))
-    method = entry.get("method", "hide")
-    bad = [audit["name"] for audit in judgements(verdict) if audit["outcome"] in ("FAIL", "ERROR")]
-    is_tested = any(audit["outcome"] in ("PASS", "FAIL", "ERROR") for audit in verdict.get("audits", []))
-    label, failed = verdict.get("label", ""), " ".join(bad) if is_tested or bad else None
-    return RunRow(*about, entry["request"], method, *accuracies, probe, label, failed, took["seconds"])
+def _training_row(run: Run, name: str) -> RunRow:
+    settings = run.settings
+    kind = "federated " if isinstance(settings, FederateSettings) else ""
+    return RunRow(
+        name,
+        run.record["data"]["name"],
+        settings.model,
+        settings.seed,
+        request="",
+        method=f"{kind}without {settings.without}" if settings.without else f"{kind}trained",
+        test=run.record["result"].get("test-accuracy"),
+        seconds=sum(epoch.seconds for epoch in run.history()) or None,
+    )
+
+
+def _request_row(run: Run, name: str) -> RunRow:
+    settings, entry = run.settings, run.record["requests"][-1]
+    forget, retain, test = (entry["after"][key] for key in ("forget", "retain", "test"))
+    if isinstance(settings, FederateSettings) and settings.start:  # trained since, and not measured
+        forget, retain, test = None, None, run.record["result"].get("test-accuracy")
+    cost = entry.get("cost") or {"seconds": sum(entry.get("seconds", {}).values())}
+    row = RunRow(
+        name,
+        run.record["data"]["name"],
+        settings.model,
+        settings.seed,
+        entry["request"],
+        entry.get("method", "hide"),
+        forget,
+        retain,
+        test,
+        seconds=cost["seconds"],
+    )
+    verdict = read_verdict(run.path) or {}
+    if verdict.get("request") != entry["request"]:  # it is about another request
+        return row
+    audits = verdict.get("audits", [])
+    probe = next((audit["forgot"] for audit in audits if audit["name"] == "C1"), None)
+    failed = [audit["name"] for audit in judgements(verdict) if audit["outcome"] in ("FAIL", "ERROR")]
+    has_result = bool(failed) or any(audit["outcome"] == "PASS" for audit in audits)
+    return replace(row, probe=probe, audits=verdict.get("label", ""), failed=" ".join(failed) if has_result else None)

@@ -93,7 +93,7 @@ def accuracy_table(before: Mapping[str, float], after: Mapping[str, float]) -> T
     return build_table("Accuracy before and after", ["accuracy", "before", "after"], rows)
 
 
-def metric_table(metrics: Sequence[Mapping[str, Any]]) -> Table:
+def metrics_table(metrics: Sequence[Mapping[str, Any]]) -> Table:
     header = ["metric", "value", "retrained", "ideal", "better is", "images", "source"]
     return build_table("Metrics and their ideal values", header, [_metric_row(metric) for metric in metrics])
 
@@ -115,7 +115,7 @@ def _metric_row(metric: Mapping[str, Any]) -> list[str | Cell]:
     ]
 
 
-def audit_table(audits: Sequence[Mapping[str, Any]]) -> Table:
+def audits_table(audits: Sequence[Mapping[str, Any]]) -> Table:
     header = ["audit", "outcome", "finding", "value", "limit", "forgot", "original", "retrained", "seconds"]
     return build_table("Audits", header, [_audit_row(audit) for audit in audits])
 
@@ -128,7 +128,7 @@ def _audit_row(audit: Mapping[str, Any]) -> list[str | Cell]:
     return [name, badge, unbroken(str(audit.get("says", ""))), *(number_cell(audit.get(key)) for key in numbers)]
 
 
-def cost_table(cost: Mapping[str, float]) -> Table:
+def costs_table(cost: Mapping[str, float]) -> Table:
     names = [*(key for key in UNITS if key in cost), *(key for key in cost if key not in UNITS)]
     rows: list[list[str | Cell]] = [
         [UNITS.get(name, name.replace("_", " ")), number_cell(float(cost[name]))]

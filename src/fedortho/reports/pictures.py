@@ -1,0 +1,82 @@
+"""Pictures of a page as values: figures, example images, and what a gallery holds."""
+
+import io
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from fedortho.reports.figures.style import finding_of, png
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+DPI, SHOWN_DPI = 150, 96  # drawn finer than shown, for print and high-resolution screens
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure as a PNG, with its finding and how to read it."""
+
+    name: str
+    finding: str
+    about: str
+    data: bytes
+    shows_images: bool = False  # of the data
+
+    @property
+    def alt(self) -> str:
+        return f"{self.finding}. {self.about}"
+
+    @property
+    def shown_size(self) -> tuple[int, int]:
+        """Width and height on the page, so that nothing jumps while it loads."""
+        from PIL import Image
+
+        with Image.open(io.BytesIO(self.data)) as opened:
+            width, height = opened.size
+        return round(width * SHOWN_DPI / DPI), round(height * SHOWN_DPI / DPI)
+
+
+@dataclass(frozen=True)
+class Example:
+    """A test image as a PNG, its class, and the predictions of the models before and after."""
+
+    data: bytes
+    truth: str
+    before: str | None  # None: the original model is not known
+    after: str
+
+    @property
+    def alt(self) -> str:
+        before = "" if self.before is None else f" (before: {self.before})"
+        return f"{self.truth}, now called {self.after}{before}"
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """The pictures of a report; remarks say what is missing and why."""
+
+    pictures: tuple[Picture, ...] = ()
+    lost: tuple[Example, ...] = ()  # recognised before, no longer
+    kept: tuple[Example, ...] = ()  # recognised before and after
+    remarks: tuple[str, ...] = ()
+    has_images: bool = True  # False: images of the data are left out on purpose
+
+
+def picture_of(name: str, figure: "Figure", about: str) -> Picture:
+    """A figure for a page; its title becomes the finding, a heading outside the picture."""
+    finding = finding_of(figure)
+    figure.suptitle("")
+    return Picture(name, finding, about, png(figure, DPI))
+
+
+def thumbnail(pixels: Tensor, side: int = 64) -> bytes:
+    """An image as a PNG of at most `side` pixels a side."""
+    from PIL import Image
+
+    picture = Image.fromarray(pixels.numpy())
+    picture.thumbnail((side, side))
+    out = io.BytesIO()
+    picture.save(out, "PNG", optimize=True)
+    return out.getvalue()
