@@ -25,7 +25,7 @@ from fedortho.methods import METHODS
 from fedortho.methods.hyperparameters import TUNED, read_settings
 from fedortho.methods.method import Schedule
 from fedortho.requests.comparing import chosen_methods, compare
-from fedortho.requests.tuning import Attempt, tune_all
+from fedortho.requests.tuning import Attempt, tune
 from fedortho.runs.run import open_run
 from fedortho.storage.provenance import add_row
 from fedortho.storage.settings import field_types
@@ -57,8 +57,8 @@ def main(words: list[str] | None = None) -> None:
 def find_settings(arguments: Any) -> None:
     run = open_network(arguments.networks, original_name(arguments.model), arguments.data_dir)
     out, request = TUNING / f"cifar10-{arguments.model}.json", ForgetRequest.parse(TUNED_ON)
-    data, methods = run.load_data(arguments.data_dir), chosen_methods(arguments.methods)
-    tune_all(run, data, request, methods, out, watch=print_trial)
+    data = run.load_data(arguments.data_dir)
+    tune(run, request, arguments.methods, out=out, data=data, watch=print_trial)
     out.replace(TUNED / out.name)  # the trials stay beside the other results
 
 
@@ -87,7 +87,7 @@ def measure(arguments: Any) -> None:
     place, references = MODELS / f"{run.path.name}-{request.word}", arguments.references or arguments.networks
     data = run.load_data(arguments.data_dir)
     for name in chosen_methods(arguments.methods):
-        (row,) = compare(run, data, request, [name], place, settings=settings, references=references)
+        (row,) = compare(run, request, [name], out=place, data=data, settings=settings, references=references)
         add(about | asdict(row))
 
 

@@ -26,7 +26,6 @@ from fedortho.evaluation.case import Case
 from fedortho.federated.server import train_federation
 from fedortho.methods.directions import Directions
 from fedortho.methods.hide import Hide
-from fedortho.methods.hyperparameters import read_settings
 from fedortho.models.predictions import accuracy, evaluate
 from fedortho.reports.figures import activations, costs, kernels, results
 from fedortho.reports.figures.style import finding_of, png
@@ -209,11 +208,10 @@ def cost(shared: FigureData) -> "Figure":
     run = train_federation(RUNS / "fashion-mini-federation", settings)
     rows = compare(
         run,
-        run.load_data(),
-        ForgetRequest.parse("class:3"),
+        "class:3",
         METHODS,
-        RUNS / "fashion-mini-compared",
-        settings=read_settings(settings.data, settings.model, "short"),
+        out=RUNS / "fashion-mini-compared",
+        settings="short",
     )
     return costs.cost_figure({row.method: row.cost for row in rows if row.cost is not None})
 

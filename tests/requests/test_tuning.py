@@ -15,7 +15,7 @@ from fedortho.errors import BadSetting, FedOrthoError, UnknownName
 from fedortho.methods import METHODS
 from fedortho.methods.hyperparameters import read_settings
 from fedortho.methods.method import Method
-from fedortho.requests.tuning import FIXED, Attempt, Budget, candidates, tune, tune_all
+from fedortho.requests.tuning import FIXED, Attempt, Budget, candidates, tune, tune_method
 from fedortho.runs.run import Run, load_run_data
 from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
@@ -43,7 +43,9 @@ def test_the_best_attempt_comes_first_and_no_test_image_is_needed(run: Run, tmp_
     data = load_run_data(run.settings)
     without_test = replace(data, test=data.test.subset([]))
     seen = []
-    found = tune(run, without_test, REQUEST, "ssd", Budget(images=500), watch=lambda number, _: seen.append(number))
+    found = tune_method(
+        run, without_test, REQUEST, "ssd", Budget(images=500), watch=lambda number, _: seen.append(number)
+    )
     assert seen == [0, 1, 2, 3, 4, 5]
     assert [attempt.score for attempt in found] == sorted(attempt.score for attempt in found)
     best = found[0]
@@ -56,15 +58,26 @@ def test_all_that_can_be_tuned_is_and_what_was_is_not_tuned_again(run: Run, tmp_
 
     def go(names: list[str]) -> dict[str, list[Attempt]]:
         told = lambda name, number, _: seen.append((name, number))  # noqa: E731
-        return tune_all(run, data, REQUEST, names, file, budget, base={"finetune": {"batch_size": 32}}, watch=told)
+        return tune(
+            run,
+            REQUEST,
+            names,
+            out=file,
+            data=data,
+            budget=budget,
+            settings={"finetune": {"batch_size": 32}},
+            watch=told,
+        )
 
-    first = go(["retrain", "ssd", "logit-mask"])
-    assert seen == [("ssd", 0), ("ssd", 1)], "a standard and a control have nothing to tune"
+    first = go(["ssd"])
+    assert seen == [("ssd", 0), ("ssd", 1)]
+    with pytest.raises(FedOrthoError, match="logit-mask has nothing to tune"):
+        go(["ssd", "logit-mask"])
     found = go(["ssd", "finetune"])
     assert seen[2:] == [("finetune", 0), ("finetune", 1)]
     assert found["ssd"] == first["ssd"]
     with pytest.raises(FedOrthoError, match="another model, request, budget or preset"):
-        tune_all(run, data, REQUEST, ["ssd"], file, budget, base={"ssd": {"batch_size": 16}})
+        tune(run, REQUEST, ["ssd"], out=file, data=data, budget=budget, settings={"ssd": {"batch_size": 16}})
     assert all(attempt.settings["batch_size"] == 32 for attempt in found["finetune"])
     best = {name: dict(attempts[0].settings) for name, attempts in found.items()}
     assert read_settings(run.settings.data, run.settings.model, str(file)) == best
@@ -76,7 +89,7 @@ def test_all_that_can_be_tuned_is_and_what_was_is_not_tuned_again(run: Run, tmp_
     assert len(seen) == number, "nothing is tried again"
     assert read_settings(run.settings.data, run.settings.model, str(file)) == best
     with pytest.raises(FedOrthoError, match="about another model, request, budget or preset"):
-        tune_all(run, data, ForgetRequest.parse("class:4"), ["ssd"], file, budget)
+        tune(run, ForgetRequest.parse("class:4"), ["ssd"], out=file, data=data, budget=budget)
 
 
 def test_an_attempt_that_fails_says_why_and_never_is_the_best(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,10 +103,10 @@ def test_an_attempt_that_fails_says_why_and_never_is_the_best(run: Run, monkeypa
 
     monkeypatch.setattr(tune_module, "unlearn", broken)
     data = load_run_data(run.settings)
-    found = tune(run, data, REQUEST, "ssd", Budget(trials=2, images=300))
+    found = tune_method(run, data, REQUEST, "ssd", Budget(trials=2, images=300))
     assert [attempt.error for attempt in found] == ["", "the loss diverged"]
     with pytest.raises(FedOrthoError, match="no settings of ssd worked, so none is best: the loss diverged"):
-        tune(run, data, REQUEST, "ssd", Budget(trials=2, images=300))
+        tune_method(run, data, REQUEST, "ssd", Budget(trials=2, images=300))
 
 
 def test_an_attempt_gets_the_model_on_the_cpu_and_the_engine_the_device(
@@ -110,18 +123,18 @@ def test_an_attempt_gets_the_model_on_the_cpu_and_the_engine_the_device(
     monkeypatch.setattr(tune_module, "_baseline", lambda *_: (1.0, 0.0))
     monkeypatch.setattr(tune_module, "unlearn", looking)
     with pytest.raises(FedOrthoError, match="that was all"):
-        tune(run, load_run_data(run.settings), REQUEST, "ssd", Budget(trials=1))
+        tune_method(run, load_run_data(run.settings), REQUEST, "ssd", Budget(trials=1))
     assert devices == ["meta", "cpu"]
 
 
 def test_what_cannot_be_tuned_is_refused(run: Run) -> None:
     data = load_run_data(run.settings)
     with pytest.raises(FedOrthoError, match="retrain has nothing to tune; choose from"):
-        tune(run, data, REQUEST, "retrain")
+        tune_method(run, data, REQUEST, "retrain")
     with pytest.raises(UnknownName, match="no method 'bogus'"):
-        tune(run, data, REQUEST, "bogus")
+        tune_method(run, data, REQUEST, "bogus")
     with pytest.raises(FedOrthoError, match="unsir does not serve samples:1"):
-        tune(run, data, ForgetRequest.parse("samples:1"), "unsir")
+        tune_method(run, data, ForgetRequest.parse("samples:1"), "unsir")
     with pytest.raises(BadSetting, match="must be at least 1"):
         Budget(trials=0)
 
@@ -131,10 +144,17 @@ def test_a_place_that_cannot_be_written_is_refused_before_any_trial(run: Run, tm
     (tmp_path / "mine.json").write_text("{}")
     for place, why in ((tmp_path, "is a directory"), (tmp_path / "file" / "t.json", "cannot be written")):
         with pytest.raises(FedOrthoError, match=f"{why}.* --out"):
-            tune_all(run, load_run_data(run.settings), REQUEST, ["ssd"], place, watch=lambda *_: pytest.fail("a trial"))
+            tune(
+                run,
+                REQUEST,
+                ["ssd"],
+                out=place,
+                data=load_run_data(run.settings),
+                watch=lambda *_: pytest.fail("a trial"),
+            )
     with pytest.raises(FedOrthoError, match=r"without mine.trials.json beside it; choose another --out"):
-        tune_all(run, load_run_data(run.settings), REQUEST, ["ssd"], tmp_path / "mine.json")
+        tune(run, REQUEST, ["ssd"], out=tmp_path / "mine.json", data=load_run_data(run.settings))
     assert (tmp_path / "mine.json").read_text() == "{}"
     (tmp_path / "mine.trials.json").write_text("[]")
     with pytest.raises(FedOrthoError, match="is about another model, request, budget or preset"):
-        tune_all(run, load_run_data(run.settings), REQUEST, ["ssd"], tmp_path / "mine.json")
+        tune(run, REQUEST, ["ssd"], out=tmp_path / "mine.json", data=load_run_data(run.settings))

@@ -1,4 +1,4 @@
-"""The commands about methods side by side: compare and tune."""
+"""The commands compare and tune."""
 
 import json
 from collections.abc import Mapping
@@ -12,12 +12,8 @@ from rich.markup import escape
 from fedortho.cli.console import bars, out, say, words_table
 from fedortho.cli.flags import AsJson, DataDir, Device, Request, RunPath, Settings
 from fedortho.data.request import ForgetRequest
-from fedortho.errors import FedOrthoError
-from fedortho.methods import METHODS
-from fedortho.methods.hyperparameters import read_settings
-from fedortho.methods.method import serves
-from fedortho.requests.comparing import chosen_methods, compare, table
-from fedortho.requests.tuning import Budget, candidates, tune_all
+from fedortho.requests.comparing import compare, compared_path, table
+from fedortho.requests.tuning import Attempt, Budget, tune
 from fedortho.runs.run import open_run
 
 
@@ -26,27 +22,29 @@ def compare_command(
     request: Request,
     methods: Annotated[str, typer.Option(help="all, or names with commas between")] = "all",
     settings: Settings = "published",
-    out_path: Annotated[Path | None, typer.Option("--out", help="directory of results (default: beside RUN)")] = None,
-    references: Annotated[Path | None, typer.Option(help="directory of retrained runs (default: beside RUN)")] = None,
+    out_path: Annotated[
+        Path | None, typer.Option("--out", help="directory of results (default: RUN-compared-REQUEST)")
+    ] = None,
+    references: Annotated[
+        Path | None, typer.Option(help="directory of reference models (default: references beside RUN)")
+    ] = None,
     data_dir: DataDir = "",
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Run methods from the same model, one after the other, and show how far each is from retraining, and its cost."""
-    run, asked, names = open_run(run_path).at(data_dir, device), ForgetRequest.parse(request), chosen_methods(methods)
-    place = out_path or run_path.with_name(f"{run_path.name}-compared-{asked.word}")
-    chosen = read_settings(run.settings.data, run.settings.model, settings)
+    """Run several methods from the same model and show accuracies, cost and the gap to retraining of each."""
+    run, parsed = open_run(run_path).at(data_dir, device), ForgetRequest.parse(request)
+    directory = out_path or compared_path(run, parsed)
     with bars() as shown:
-        task = shown.add_task("comparing", total=len(names), news="")
+        task = shown.add_task("comparing", total=None, news="")
         rows = compare(
             run,
-            run.load_data(),
-            asked,
-            names,
-            place,
-            settings=chosen,
+            parsed,
+            methods,
+            out=directory,
+            settings=settings,
             references=references,
-            watch=lambda name, number, of: shown.update(task, completed=number, total=of, news=name),
+            watch=lambda name, number, total: shown.update(task, completed=number, total=total, news=name),
         )
     if as_json:
         typer.echo(json.dumps([asdict(row) for row in rows], indent=2))
@@ -54,46 +52,35 @@ def compare_command(
     header, *lines = table(rows)
     out.print(words_table(header, [line for line in lines if len(line) == len(header)]))
     for name, *why in (line for line in lines if len(line) != len(header)):
-        say(f"{name}: {' '.join(why)}")
-    say("gap: mean distance of forget and retain accuracy to retrain; * nearest, controls aside; below is no better")
-    say(f"results of each method: {place}")
+        say(escape(f"{name}: {' '.join(why)}"))
+    say("gap: mean distance of forget and retain accuracy to retrain; * the smallest, without controls")
+    say("a forget accuracy below that of retrain is as far from it as one above")
+    say(escape(f"results of each method: {directory}"))
 
 
 def tune_command(
     methods: Annotated[str, typer.Argument(metavar="METHODS", help="all, or names with commas between")],
     run_path: RunPath,
     request: Request,
-    out_path: Annotated[Path, typer.Option("--out", help="the JSON file to write, for compare --settings")],
+    out_path: Annotated[Path, typer.Option("--out", help="the JSON file to write, for --settings")],
     settings: Settings = "published",
     data_dir: DataDir = "",
     device: Device = "auto",
 ) -> None:
-    """Search settings of methods on validation images, within a budget that is the same for every method."""
-    run, asked = open_run(run_path).at(data_dir, device), ForgetRequest.parse(request)
-    budget, names = Budget(), chosen_methods(methods)
-    if methods != "all":
-        for name in names:
-            candidates(name, budget)  # refuses what has nothing to tune
-            if not serves(METHODS[name], asked):
-                raise FedOrthoError(f"{name} does not serve {asked}; leave it out")
-    say(f"budget: {', '.join(f'{key} {value:,}' for key, value in asdict(budget).items())}; the same for each method")
-    found = tune_all(
-        run,
-        run.load_data(),
-        asked,
-        names,
-        out_path,
-        budget,
-        base=read_settings(run.settings.data, run.settings.model, settings),
-        watch=lambda name, number, attempt: say(
-            f"{name}, trial {number + 1}: {_words(attempt.settings)}: "
-            f"forget {attempt.forget:.1%}  retain {attempt.retain:.1%}{'  ' * bool(attempt.error)}{attempt.error}"
-        ),
-    )
-    for name in names:
-        if name in found:
-            say(f"best for {name}: {_words(found[name][0].settings)}")
+    """Search hyper-parameters of methods on validation images, with the same budget for every method."""
+    budget = Budget()
+    say(f"budget of each method: {', '.join(f'{key} {value:,}' for key, value in asdict(budget).items())}")
+    run = open_run(run_path).at(data_dir, device)
+    tuned = tune(run, request, methods, out=out_path, settings=settings, budget=budget, watch=_print_attempt)
+    for name, attempts in tuned.items():
+        say(f"best for {name}: {_words(attempts[0].settings)}")
     say(escape(f"written to {out_path}; all trials: {out_path.with_suffix('.trials.json')}"))
+
+
+def _print_attempt(name: str, number: int, attempt: Attempt) -> None:
+    accuracies = f"forget {attempt.forget:.1%}  retain {attempt.retain:.1%}"
+    failure = f"  {attempt.error}" if attempt.error else ""
+    say(escape(f"{name}, trial {number + 1}: {_words(attempt.settings)}: {accuracies}{failure}"))
 
 
 def _words(settings: Mapping[str, Any]) -> str:

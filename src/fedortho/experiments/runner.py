@@ -114,7 +114,7 @@ def _requests(experiment: Experiment, run: Run, data: Dataset, place: Path, show
                     train_reference(references, reference_name(run, request, wanted), wanted, watch=show.training())
             out = place / "outcomes" / run.path.name / words.replace(":", "-").replace(" ", "-") / _word(treatment)
             settings = {name: treatment.settings}
-            (found,) = compare(run, data, request, [name], out, settings=settings, references=references)
+            (found,) = compare(run, request, [name], out=out, data=data, settings=settings, references=references)
             outcome: Row = dict(found.verdict) if found.verdict is not None else {"refused": found.refused}
             yield {"request": kind, "method": name, **treatment.swept, **outcome}
 

@@ -19,7 +19,8 @@ from fedortho.engines.central import CentralEngine
 from fedortho.errors import FedOrthoError, unknown
 from fedortho.evaluation.accuracies import accuracies_of
 from fedortho.federated.server import federated_engine, local_grid, patches_of
-from fedortho.methods import METHODS, make_method, unlearn
+from fedortho.methods import find_method, known_methods, make_method, unlearn
+from fedortho.methods.hyperparameters import read_settings
 from fedortho.methods.method import CannotServe, Method
 from fedortho.methods.retrain import Retrain, RetrainPlain
 from fedortho.models.zoo import build_model
@@ -93,24 +94,25 @@ def context_of(run: Run, data: Dataset) -> RunContext:
     return RunContext(run, data, clients, excluded_by(run), choose_device(settings.device))
 
 
-def chosen_methods(words: str) -> list[str]:
-    """`all`, or names with commas between, in the order of the table.
+def chosen_methods(methods: str | Sequence[str]) -> list[str]:
+    """The names of methods, in the order of the table; `methods` is `all`, names with commas between, or a sequence.
 
     >>> chosen_methods("ssd,retrain")
     ['retrain', 'ssd']
     """
-    names = list(METHODS) if words == "all" else [word.strip() for word in words.split(",") if word.strip()]
+    known = known_methods()
+    words = methods.split(",") if isinstance(methods, str) else methods
+    names = list(known) if methods == "all" else [word.strip() for word in words if word.strip()]
     if not names:
-        raise unknown("method", words, METHODS)
+        raise unknown("method", ",".join(words), known)
     for name in names:
-        if name not in METHODS:
-            raise unknown("method", name, METHODS)
-    return [name for name in METHODS if name in names]
+        find_method(name)  # refuses an unknown one
+    return [name for name in known if name in names]
 
 
 def settings_for(run: Run, name: str, *more: Mapping[str, Any]) -> Method:
     """A method as it is compared on this run: what retrains by the run's recipe, all with the run's augmentation."""
-    kind, settings = METHODS[name], run.settings
+    kind, settings = find_method(name), run.settings
     own: dict[str, Any] = {key: getattr(settings, key) for key in ("crop", "flip", "seed") if key in field_types(kind)}
     if issubclass(kind, Recipe):  # it trains as the run did
         own = {field.name: getattr(settings, field.name) for field in fields(Recipe)}
@@ -145,30 +147,41 @@ Watch = Callable[[str, int, int], None]
 
 
 def compare(
-    run: Run,
-    data: Dataset,
-    request: ForgetRequest,
-    names: Sequence[str],
-    out: Path,
+    run: Run | Path | str,
+    request: ForgetRequest | str,
+    methods: str | Sequence[str] = "all",
     *,
-    settings: Mapping[str, Mapping[str, Any]] | None = None,
+    out: Path | str | None = None,
+    settings: str | Mapping[str, Mapping[str, Any]] = "published",
     references: Path | None = None,
+    data: Dataset | None = None,
     watch: Watch | None = None,
 ) -> list[Row]:
-    """Run methods from the same model; each writes a JSON file, and one that is there already is not run again.
+    """Run methods from the same model and measure accuracies, cost and the gap to retraining of each.
 
-    Beside it goes a run directory with its model, for audits. Retrained models come from a directory of
-    `references` (by default from beside the run) and are trained into it if they are not there.
+    Every method writes a JSON file and a run directory with its model into `out` (default: RUN-compared-REQUEST); a
+    method whose file is there is not run again. `settings` are hyper-parameters: `published`, `short`, `tuned`, a JSON
+    file, or a mapping by method. Reference models come from the directory `references` (default: beside the run) and
+    are trained into it if they are missing. `data` is the run's data if it is already loaded.
     """
-    place = context_of(run, data)
+    run, request = open_run(run), ForgetRequest.parse(request) if isinstance(request, str) else request
+    names = chosen_methods(methods)
+    chosen = read_settings(run.settings.data, run.settings.model, settings) if isinstance(settings, str) else settings
+    directory = compared_path(run, request) if out is None else Path(out)
+    context = context_of(run, data or run.load_data())
     rows = []
     with using_threads(run.settings.threads):
         for number, name in enumerate(names):
             if watch is not None:
                 watch(name, number, len(names))
-            method = settings_for(run, name, (settings or {}).get(name, {}))
-            rows.append(_row(place, request, method, out / f"{name}.json", references))
+            method = settings_for(run, name, chosen.get(name, {}))
+            rows.append(_row(context, request, method, directory / f"{name}.json", references))
     return rows
+
+
+def compared_path(run: Run, request: ForgetRequest) -> Path:
+    """Where a comparison on a run is written by default."""
+    return run.path.with_name(f"{run.path.name}-compared-{request.word}")
 
 
 def _row(place: RunContext, request: ForgetRequest, method: Method, path: Path, references: Path | None) -> Row:

@@ -13,12 +13,13 @@ from torch import nn
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.devices import using_threads
-from fedortho.errors import BadSetting, FedOrthoError, unknown
-from fedortho.methods import METHODS, unlearn
+from fedortho.errors import BadSetting, FedOrthoError
+from fedortho.methods import find_method, known_methods, unlearn
+from fedortho.methods.hyperparameters import read_settings
 from fedortho.methods.method import serves
 from fedortho.models.predictions import accuracy, evaluate
-from fedortho.requests.comparing import RunContext, context_of, settings_for
-from fedortho.runs.run import Run
+from fedortho.requests.comparing import RunContext, chosen_methods, context_of, settings_for
+from fedortho.runs.run import Run, open_run
 from fedortho.statistics.query import Selection, draw
 from fedortho.storage.files import check_writable, locked, read_json, write_json
 from fedortho.storage.provenance import SCHEMA, environment
@@ -60,23 +61,24 @@ class Attempt:
     error: str = ""  # why it failed; its numbers are then those of the worst there is, and not measured
 
 
+def is_tunable(name: str) -> bool:
+    """Whether a method has something to tune: a grid of its own, or a learning rate."""
+    return name not in FIXED and (name in GRIDS or "lr" in field_types(find_method(name)))
+
+
 def candidates(name: str, budget: Budget) -> list[dict[str, Any]]:
     """The settings to try, as many as the budget allows."""
-    if name in FIXED:
-        raise FedOrthoError(
-            f"{name} has nothing to tune; choose from {', '.join(n for n in METHODS if n not in FIXED)}"
-        )
+    if not is_tunable(name):
+        raise FedOrthoError(f"{name} has nothing to tune; choose from {', '.join(filter(is_tunable, known_methods()))}")
     grid = GRIDS.get(name)
     if grid is None:
-        if "lr" not in field_types(METHODS[name]):
-            raise FedOrthoError(f"{name} has no lr and no grid of its own; add one to GRIDS in requests/tuning.py")
-        published: float = getattr(METHODS[name](), "lr")  # noqa: B009  # the protocol knows no lr
+        published: float = getattr(find_method(name)(), "lr")  # noqa: B009  # the protocol knows no lr
         grid = {"lr": tuple(float(f"{published * factor:.6g}") for factor in FACTORS)}
     combined = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
     return combined[: budget.trials]
 
 
-def tune(
+def tune_method(
     run: Run,
     data: Dataset,
     request: ForgetRequest,
@@ -92,10 +94,8 @@ def tune(
     given up by an attempt that failed (a loss that diverged) counts as the worst.
     """
     budget = budget or Budget()
-    if name not in METHODS:
-        raise unknown("method", name, METHODS)
-    if not serves(METHODS[name], request):
-        raise FedOrthoError(f"{name} does not serve {request}; see fedortho compare")
+    if not serves(find_method(name), request):
+        raise FedOrthoError(f"{name} does not serve {request}; leave it out")
     place = context_of(run, data)
     place = replace(place, data=replace(data, train=draw(data.train, budget.images, budget.seed)))
     attempts = []
@@ -144,9 +144,9 @@ def _attempt(
     wanted: float,
 ) -> Attempt:
     method = settings_for(
-        place.run, name, settings, {"seed": budget.seed} if "seed" in field_types(METHODS[name]) else {}
+        place.run, name, settings, {"seed": budget.seed} if "seed" in field_types(find_method(name)) else {}
     )
-    if "epochs" in field_types(METHODS[name]):
+    if "epochs" in field_types(find_method(name)):
         most = min(as_mapping(method)["epochs"], budget.epochs)
         method = replace(method, epochs=most)  # type: ignore[type-var]  # methods are dataclasses
     try:
@@ -158,42 +158,59 @@ def _attempt(
     return Attempt(dict(settings), gone, kept, (abs(gone - wanted) + abs(kept - before)) / 2)
 
 
-def tune_all(
-    run: Run,
-    data: Dataset,
-    request: ForgetRequest,
-    names: Sequence[str],
-    out: Path,
-    budget: Budget | None = None,
+def tune(
+    run: Run | Path | str,
+    request: ForgetRequest | str,
+    methods: str | Sequence[str] = "all",
     *,
-    base: Mapping[str, Mapping[str, Any]] | None = None,
+    out: Path | str,
+    settings: str | Mapping[str, Mapping[str, Any]] = "published",
+    budget: Budget | None = None,
+    data: Dataset | None = None,
     watch: Callable[[str, int, Attempt], None] | None = None,
 ) -> dict[str, list[Attempt]]:
-    """Tune those of these methods that can be; what the file holds already is not tuned again.
+    """Search the hyper-parameters of methods on validation images, with the same budget for every method.
 
-    The file holds the best settings by method, as `fedortho compare --settings` reads them, and FILE.trials.json all
-    attempts. Two processes may tune different methods into the same file.
+    Returns the attempts of each method, best first. The JSON file `out` receives the best settings by method, as
+    `compare(settings=out)` reads them, and OUT.trials.json all attempts; methods that are in the file are not tuned
+    again, and two processes may tune different methods into the same file. `settings` are those to begin with. `all`
+    are those that serve the request and have something to tune; others are refused if they are named.
     """
-    budget = budget or Budget()
+    run, request = open_run(run), ForgetRequest.parse(request) if isinstance(request, str) else request
+    out, budget = Path(out), budget or Budget()
+    base = read_settings(run.settings.data, run.settings.model, settings) if isinstance(settings, str) else settings
+    names = _tuned_methods(methods, request, budget)
+    data = data or run.load_data()
     trials = out.with_suffix(".trials.json")
     _check_place(out, trials)
     about: dict[str, Any] = {"budget": asdict(budget), "request": str(request), "model": run.record["model"]["digest"]}
-    about["base"] = dict(base or {})
+    about["base"] = dict(base)
     for name in names:
-        if name in FIXED or not serves(METHODS[name], request) or name in _attempts(trials, about):
+        if name in _attempts(trials, about):
             continue
-        told = None if watch is None else partial(watch, name)
-        found = tune(run, data, request, name, budget, base=(base or {}).get(name), watch=told)
+        on_attempt = None if watch is None else partial(watch, name)
+        attempts = tune_method(run, data, request, name, budget, base=base.get(name), watch=on_attempt)
         with locked(out.with_suffix(".writing")):
-            done = _attempts(trials, about) | {name: found}
+            done = _attempts(trials, about) | {name: attempts}
             origin = {"schema": SCHEMA, "environment": environment()}
             tried = {method: [asdict(attempt) for attempt in attempts] for method, attempts in done.items()}
             write_json(trials, origin | about | {"attempts": tried})
             _write_best(out, done)
     with locked(out.with_suffix(".writing")):
         done = _attempts(trials, about)
-        _write_best(out, done)  # if somebody was killed between the two files
+        _write_best(out, done)  # in case a process was killed between the two files
     return done
+
+
+def _tuned_methods(methods: str | Sequence[str], request: ForgetRequest, budget: Budget) -> list[str]:
+    names = chosen_methods(methods)
+    if methods == "all":
+        return [name for name in names if is_tunable(name) and serves(find_method(name), request)]
+    for name in names:
+        candidates(name, budget)  # refuses a method that has nothing to tune
+        if not serves(find_method(name), request):
+            raise FedOrthoError(f"{name} does not serve {request}; leave it out")
+    return names
 
 
 def _write_best(out: Path, done: Mapping[str, list[Attempt]]) -> None:
