@@ -43,8 +43,8 @@ def main(words: list[str] | None = None) -> None:
     run = open_network(given.networks, given.run, given.data_dir)
     request = ForgetRequest.parse(given.request)
     references = {seed: reference(run, request, seed, given.data_dir) for seed in map(int, given.seeds.split(","))}
-    digests = {str(seed): other.record["model"]["digest"] for seed, other in references.items()}
-    about = {"original": run.record["model"]["digest"], "references": digests, "request": str(request)}
+    digests = {str(seed): other.record.model.digest for seed, other in references.items()}
+    about = {"original": run.record.model.digest, "references": digests, "request": str(request)}
     saved = json.loads(given.out.read_text()) if given.out.exists() else {}
     rows: list[dict[str, Any]] = saved.get("rows", []) if saved.get("about") == about else []
     command = "python benchmarks/calibration.py " + " ".join(sys.argv[1:] if words is None else words)
@@ -78,7 +78,7 @@ def reference(run: Run, request: ForgetRequest, seed: int, data_dir: str) -> Run
         if name.endswith(f"-seed{seed}"):
             return open_network(run.path.parent, name, data_dir)
     settings = reference_settings(run, request, seed=seed, data_dir=data_dir)
-    found = find_reference(run.path.parent, settings, run.record["data"]["digest"])
+    found = find_reference(run.path.parent, settings, run.record.data.digest)
     if found is None:
         raise BadCheckpoint(f"no reference of seed {seed} for {run.path}; train it with fedortho train --without")
     return check_digest(found)

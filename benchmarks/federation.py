@@ -34,6 +34,7 @@ from fedortho.statistics.query import Selection
 from fedortho.statistics.training_plan import PlanPart, TrainingPlan
 from fedortho.storage.files import locked, read_json
 from fedortho.storage.provenance import write_results
+from fedortho.storage.records import to_json
 from fedortho.training.objectives import FitOptions
 
 HERE = Path(__file__).parent
@@ -127,7 +128,7 @@ def measure(part: str, runs: Path, trainings: dict[str, FederateSettings], data:
 
 def trained(name: str, run: Run) -> dict[str, Any]:
     history = run.history()
-    row = {"what": "training", "variant": name, **run.record["result"], "settings": run.record["settings"]}
+    row = {"what": "training", "variant": name, **to_json(run.record.result), "settings": dict(run.record.settings)}
     row["drift_by_round"] = [entry.drift for entry in history]
     row["seconds"] = sum(entry.seconds for entry in history)
     return row | sent(run, "train.local")
@@ -168,7 +169,7 @@ def served(run: Run, request: ForgetRequest, name: str, data: Dataset) -> dict[s
         )
     except FedOrthoError as error:
         return {"method": name, "refused": str(error), "seconds": time.time() - started}
-    row: dict[str, Any] = {"method": name, **asdict(done.after), "seconds": time.time() - started}
+    row: dict[str, Any] = {"method": name, **asdict(done.record.after), "seconds": time.time() - started}
     spent = list(done.outcome.spent.values())
     row |= {key: sum(getattr(tally, key) for tally in spent) for key in ("exchanges", "bytes_up", "bytes_down")}
     if done.outcome.chosen is not None:

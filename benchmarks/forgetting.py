@@ -194,7 +194,7 @@ def measure(
         edited = outcome.patch.apply(model)
         return summary(outcome) | test.accuracies(edited, request) | attacked(edited, data, request)
 
-    original = test.accuracies(model, request) | {"before": run.record["model"]["digest"]}
+    original = test.accuracies(model, request) | {"before": run.record.model.digest}
     rows = [about | {"method": "original"} | original]
     rows.append(about | {"method": "hide"} | attempt(Hide(max_retain_drop=drop)))
     rows.append(about | {"method": "paper"} | attempt(Paper()))

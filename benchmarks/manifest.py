@@ -27,6 +27,7 @@ from fedortho.runs.run import Run, open_run
 from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
 from fedortho.storage.files import locked, read_json, write_json
+from fedortho.storage.records import to_json
 from fedortho.storage.settings import as_mapping, make_settings
 from fedortho.training.loop import Progress
 
@@ -73,7 +74,7 @@ def open_network(directory: Path, name: str, data_dir: str) -> Run:
 def check_digest(run: Run) -> Run:
     """The run itself; a network of the manifest with other weights is refused by name."""
     name, listed = run.path.name, read_json(MANIFEST)
-    digest = run.record["model"]["digest"]
+    digest = run.record.model.digest
     if name in listed and digest != listed[name]["digest"]:
         raise BadCheckpoint(
             f"{run.path} has digest {digest}; benchmarks/manifest.json expects {listed[name]['digest']} for {name}; "
@@ -93,10 +94,10 @@ def write_manifest(directory: Path) -> None:
     for run in finished_runs(directory, strict=True):
         settings = {key: value for key, value in as_mapping(run.settings).items() if key not in ("data-dir", "device")}
         listed[run.path.name] = {
-            "digest": run.record["model"]["digest"],
-            "data-digest": run.record["data"]["digest"],
+            "digest": run.record.model.digest,
+            "data-digest": run.record.data.digest,
             "settings": {key: value for key, value in settings.items() if key in STATED or value != default[key]},
-            "result": run.record["result"],
+            "result": to_json(run.record.result),
         }
     with locked(MANIFEST.with_suffix(".writing")):
         write_json(MANIFEST, listed)
@@ -144,7 +145,7 @@ def main(words: list[str] | None = None) -> None:
         for name in waiting:
             try:
                 run = open_network(arguments.networks, name, arguments.data_dir)
-                print(name, run.record["model"]["digest"], flush=True)
+                print(name, run.record.model.digest, flush=True)
             except Busy:
                 busy.append(name)
         if len(busy) == len(waiting):

@@ -65,17 +65,17 @@ def add(out: Path, row: dict[str, Any]) -> None:
 def describe(run: Run) -> dict[str, Any]:
     """Accuracies, the paper's penalty, and the mean absolute cosine of two kernels of a deep layer."""
     history = run.history()
-    result = run.record["result"]
+    result = run.record.result
     return {
         "epochs": len(history),
-        "valid_accuracy": result["valid-accuracy"],
-        "test_accuracy": result["test-accuracy"],
+        "valid_accuracy": result.valid_accuracy,
+        "test_accuracy": result.test_accuracy,
         "mean_abs_cosine": round(mean_cosine(run), 5),
         "penalty": round(penalty(run), 5),
         "seconds": round(sum(entry.seconds for entry in history)),
-        "weights": run.record["model"]["weights"],
-        "digest": run.record["model"]["digest"],
-        "threads": run.record["environment"]["threads"],
+        "weights": run.record.model.weights,
+        "digest": run.record.model.digest,
+        "threads": run.record.environment.threads,
     }
 
 

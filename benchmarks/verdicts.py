@@ -26,12 +26,14 @@ from fedortho.cli.verdict import print_verdict
 from fedortho.data.request import ForgetRequest
 from fedortho.evaluation.metric_suite import MetricSuite
 from fedortho.evaluation.metrics import Metric
-from fedortho.requests.judging import entry_for, shadowed
+from fedortho.requests.judging import shadowed
 from fedortho.requests.references import case_of, find_references, reference_cost
 from fedortho.runs.run import Run, open_run
+from fedortho.runs.served import served_record
 from fedortho.statistics.cost import Cost
 from fedortho.storage.files import write_json, write_text
 from fedortho.storage.provenance import add_row
+from fedortho.storage.records import to_json
 
 HERE = Path(__file__).parent
 PAGES = MODELS.parent / "verdicts"
@@ -80,7 +82,7 @@ def judge_original(model: str, seed: int, arguments: Any) -> None:
         only = ["C1", "C2", "C3", "C5", "C6"] if arguments.audit == "quick" and len(others) > 1 else []
         told = about(original, forgot, others[0], method, data)
         if arguments.shadows and method != "retrain":
-            entry = entry_for(forgot, request)
+            entry = served_record(forgot, request)
             place = MODELS.parent / "shadows"
             told["membership"] = shadowed(original, entry, place, arguments.shadows, torch.device("cpu"))
         verdict = judge_case(case, arguments.audit, only=only, suite=suite, cache=cache, **told)
@@ -93,8 +95,8 @@ def is_current(page: Path, forgot: Run, references: list[Run], *, shadows: bool)
     if not page.exists():
         return False
     found = read(page)
-    same = found.digests["after"] == forgot.record["model"]["digest"]
-    same &= found.digests["reference"] == references[0].record["model"]["digest"]
+    same = found.digests["after"] == forgot.record.model.digest
+    same &= found.digests["reference"] == references[0].record.model.digest
     ran = {audit.name for audit in found.audits if audit.outcome != "NOT RUN"}
     return same and ("C5" in ran or len(references) < 2) and ("C4" in ran or not shadows)
 
@@ -108,15 +110,16 @@ def outcome(original: Run, method: str, references: list[Run]) -> Run | None:
 
 
 def about(original: Run, forgot: Run, reference: Run, method: str, data: Any) -> dict[str, Any]:
-    digests = {"before": original.record["model"]["digest"], "after": forgot.record["model"]["digest"]}
-    digests["reference"] = reference.record["model"]["digest"]
+    digests = {"before": original.record.model.digest, "after": forgot.record.model.digest}
+    digests["reference"] = reference.record.model.digest
     told: dict[str, Any] = {"method": method, "digests": digests}
-    told["origin"] = {"run": forgot.path.name, "data": original.record["data"], "settings": original.record["settings"]}
+    record = original.record
+    told["origin"] = {"run": forgot.path.name, "data": to_json(record.data), "settings": dict(record.settings)}
     told["retrain_seconds"] = sum(epoch.seconds for epoch in reference.history())
     if method == "retrain":
         return told | {"cost": reference_cost(forgot, data)}
-    entry = entry_for(forgot, ForgetRequest.parse(REPORTED))
-    return told | {"settings": entry["settings"], "cost": Cost(**entry["cost"])}
+    entry = served_record(forgot, ForgetRequest.parse(REPORTED))
+    return told | {"settings": entry.settings, "cost": entry.cost}
 
 
 def read(page: Path) -> Verdict:

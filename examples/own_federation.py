@@ -40,7 +40,7 @@ def main() -> None:
     leaver = fo.ForgetRequest.parse(f"client:{given.clients - 1}")
     chosen = fo.make_method("hide", {"max_retain_drop": 0.05})
     served = forget_federated_run(run, leaver, chosen, out=given.directory / "left")
-    for name, found in (("before", served.before), ("after", served.after)):
+    for name, found in (("before", served.record.before), ("after", served.record.after)):
         print(f"{name:7} forget {found.forget:.1%}  retain {found.retain:.1%}")
     for exchange in json.loads((given.directory / "left" / "wire.json").read_text()):  # bytes per client
         down, up = (sum(exchange[way].values()) / 1000 for way in ("down", "up"))

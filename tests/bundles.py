@@ -12,6 +12,7 @@ from fedortho.evidence.canonical_zip import pack_files
 from fedortho.methods.hide import Hide
 from fedortho.runs.run import Run
 from fedortho.storage.files import canonical_json
+from fedortho.storage.records import to_json
 
 HOW = Hide(ratio=0.25, statistics_images=200, trial_images=200, repair_images=200)
 REQUEST = ForgetRequest.parse("class:3")
@@ -22,7 +23,7 @@ def forge(made: Path, files: Mapping[str, bytes]) -> bytes:
     """The bundle of somebody who knows how manifests are made: other files, and all digests anew."""
     bundle = open_bundle(made)
     changed = {name: data for name, data in (bundle.files | files).items() if name != "manifest.json"}
-    return pack_files(changed | {"manifest.json": manifest(bundle.manifest, changed)})
+    return pack_files(changed | {"manifest.json": manifest(to_json(bundle.manifest), changed)})
 
 
 def manifest(like: Mapping[str, Any], files: Mapping[str, bytes]) -> bytes:

@@ -8,10 +8,11 @@ from fedortho.data.partition import partition
 from fedortho.data.request import ForgetRequest
 from fedortho.data.sources import load_images
 from fedortho.errors import FedOrthoError
-from fedortho.evaluation.accuracies import Accuracies, accuracies_of
+from fedortho.evaluation.accuracies import accuracies_of
 from fedortho.methods import ForgetResult, Method, find_method, forget, known_methods, make_method, plan, unlearn
 from fedortho.models.predictions import accuracy, evaluate
 from fedortho.models.zoo import build_model
+from fedortho.runs.record import Accuracies
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run

@@ -138,7 +138,7 @@ def test_make_then_check_on_another_machine(place: Path, tmp_path: Path) -> None
     assert "readable by you only" in text
     file = tmp_path / "evidence.zip"
     text = told("bundle", "make", place / "second", "class:3", "-o", file, "--sign", tmp_path / "me.pem")
-    digest = open_bundle(file).digest
+    digest = open_bundle(file).manifest.digest
     assert f"--digest: {digest}" in text
     assert "proves who, not that it is true" in text
     text = told("bundle", "check", file)

@@ -36,7 +36,7 @@ def _write_runs(place: Path) -> None:
         assert forgot.run is not None
         run = forgot.run
     verdict = {"schema": 1, "request": "class:3", "sentence": '3 is "gone".', "label": "none run"}
-    verdict["digests"] = {"after": open_run(place / "second").record["model"]["digest"]}
+    verdict["digests"] = {"after": open_run(place / "second").record.model.digest}
     (place / "second" / "verdict.json").write_text(json.dumps(verdict))
     report_command(place / "second", device="cpu")
 

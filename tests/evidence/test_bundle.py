@@ -3,6 +3,7 @@ import json
 import os
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,14 @@ from fedortho.data.request import ForgetRequest
 from fedortho.errors import FedOrthoError
 from fedortho.evidence.bundle import BadBundle, make_bundle, open_bundle, read_bundle
 from fedortho.evidence.canonical_zip import BadArchive, pack_files
+from fedortho.evidence.contents import RequestFile
 from fedortho.evidence.recheck import reapply_patch, rerun_decision
 from fedortho.evidence.redaction import LEFT_OUT, MARKED
 from fedortho.reports.figures.activations import as_pictures
 from fedortho.reports.pictures import thumbnail
 from fedortho.requests.forgetting import forget_run
 from fedortho.runs.derived import write_derived
+from fedortho.runs.record import Accuracies, ServedRecord
 from fedortho.runs.run import open_run
 from fedortho.storage.journal import BadJournal, append_entry
 
@@ -43,12 +46,12 @@ def test_a_bundle_holds_these_files_and_no_others(made: Path) -> None:
 
 def test_a_bundle_tells_what_was_done(made: Path, runs: Runs) -> None:
     bundle, before, after = open_bundle(made), runs["first"], runs["second"]
-    assert bundle.request == {"request": "class:3", "run": "second", "number": 0, "earlier": []}
-    assert bundle.entry == after.record["requests"][0]
-    assert bundle.settings["training"] == after.record["settings"]
-    assert bundle.digests["before"] == before.record["model"]["digest"]
-    assert bundle.digests["after"] == bundle.digests["run-now"] == after.record["model"]["digest"]
-    assert f"torch=={torch.__version__}".partition("+")[0] in " ".join(bundle.environment["packages"])
+    assert bundle.request == RequestFile("class:3", "second", 0, ())
+    assert bundle.entry == after.record.requests[0]
+    assert bundle.settings.training == after.record.settings
+    assert bundle.digests.before == before.record.model.digest
+    assert bundle.digests.after == bundle.digests.run_now == after.record.model.digest
+    assert f"torch=={torch.__version__}".partition("+")[0] in " ".join(bundle.environment.packages)
     lines = [json.loads(line) for line in bundle.files["journal.jsonl"].splitlines()]
     assert [(e["number"], e["event"], e["run"], e["request"]) for e in lines] == [
         (1, "received", "first", "class:3"),
@@ -56,7 +59,7 @@ def test_a_bundle_tells_what_was_done(made: Path, runs: Runs) -> None:
         (3, "received", "second", "class:5"),
     ]
     text = bundle.files["README.txt"].decode()
-    assert "A signature proves who made this file, not that what it says is true." in text
+    assert "A signature proves who made this file, not that its contents are true." in text
 
 
 def test_no_file_holds_removed_weights_or_images(made: Path, runs: Runs) -> None:
@@ -115,7 +118,7 @@ def test_a_report_of_something_else_or_with_images_that_cannot_be_found_is_no_ev
     for wrong, told in (
         (page.replace(MARKED, ""), "images of data are not marked in it"),
         (page.replace("3 is &#34;gone&#34;.", "3 is not gone."), "about another model or an older verdict"),
-        (page.replace(runs["second"].record["model"]["digest"], "0" * 64), "about another model or an older verdict"),
+        (page.replace(runs["second"].record.model.digest, "0" * 64), "about another model or an older verdict"),
     ):
         assert wrong != page
         (copy / "report.html").write_text(wrong)
@@ -126,11 +129,11 @@ def test_a_report_of_something_else_or_with_images_that_cannot_be_found_is_no_ev
 
 
 def test_what_a_method_came_to_in_a_comparison_has_no_bundle(runs: Runs, tmp_path: Path) -> None:
-    entry = {"request": "class:3", "method": "ssd", "settings": {}, "before": {}, "after": {}}
-    made = write_derived(
-        tmp_path / "ssd", runs["first"], runs["first"].load_model(), {"requests": [entry]}, patch=None, ledger=None
-    )
-    with pytest.raises(FedOrthoError, match=r"ssd is what ssd came to in a comparison, and has no patch; give a run"):
+    accuracies, first = Accuracies(0.5, 0.5, 0.5), runs["first"]
+    entry = ServedRecord("class:3", "ssd", {}, accuracies, accuracies, 0.0)
+    record = replace(first.record, requests=(entry,))
+    made = write_derived(tmp_path / "ssd", first, first.load_model(), record, patch=None, ledger=None)
+    with pytest.raises(FedOrthoError, match=r"has no patch of class:3.*a comparison by ssd"):
         make_bundle(made, REQUEST, tmp_path / "x.zip")
 
 
@@ -206,7 +209,7 @@ def test_files_that_contradict_each_other_are_refused_though_all_digests_fit(mad
     read_bundle(forge(made, {}), "x.zip")
     for name, change, what in (
         ("digests.json", lambda v: v | {"after": "0" * 64}, "disagree about after"),
-        ("entry.json", lambda v: v | {"digests": []}, "disagree about before"),
+        ("entry.json", lambda v: v | {"model-before": None}, "disagree about before"),
         ("entry.json", lambda v: v | {"settings": {}}, "disagree about settings"),
         ("request.json", lambda v: v | {"request": "class:4"}, "disagree about request: class:4, class:3"),
         ("digests.json", lambda v: v | {"patch": "0" * 64}, "disagree about patch"),
@@ -222,9 +225,9 @@ def test_files_that_contradict_each_other_are_refused_though_all_digests_fit(mad
 
 
 def test_a_digest_told_by_another_way_finds_a_forged_bundle(made: Path, tmp_path: Path) -> None:
-    digest = open_bundle(made).digest
-    assert open_bundle(made, digest=digest).digest == digest
-    forged = edited(made, "entry.json", lambda v: v | {"retain-paid": 0.0, "seconds": {}})
+    digest = open_bundle(made).manifest.digest
+    assert open_bundle(made, digest=digest).manifest.digest == digest
+    forged = edited(made, "entry.json", lambda v: v | {"retain-paid": 0.0, "trials": []})
     (tmp_path / "forged.zip").write_bytes(forge(made, {"entry.json": forged}))
     open_bundle(tmp_path / "forged.zip")
     with pytest.raises(BadBundle, match="it is another bundle"):
@@ -246,8 +249,8 @@ def test_a_verdict_on_another_request_or_model_is_no_evidence(made: Path, runs: 
 
 def test_an_earlier_request_of_a_run_has_its_own_bundle(runs: Runs, tmp_path: Path) -> None:
     bundle = make_bundle(runs["third"], ForgetRequest.parse("class:3"), tmp_path / "x.zip")
-    assert bundle.digests["after"] == runs["second"].record["model"]["digest"]
-    assert bundle.digests["run-now"] == runs["third"].record["model"]["digest"]
+    assert bundle.digests.after == runs["second"].record.model.digest
+    assert bundle.digests.run_now == runs["third"].record.model.digest
     reapply_patch(bundle, runs["first"].path / "model.safetensors")
     rerun_decision(bundle, runs["first"])
 
@@ -274,6 +277,6 @@ def test_a_run_or_journal_that_is_not_whole_gives_no_evidence(runs: Runs, tmp_pa
     with pytest.raises(BadBundle, match="disagree about before"):
         make_bundle(open_run(copy), REQUEST, tmp_path / "b.zip")
     (copy / "patches/0000.safetensors").unlink()
-    with pytest.raises(FedOrthoError, match=r"there is no .*0000\.safetensors"):
+    with pytest.raises(FedOrthoError, match=r"has no patch of class:3 \(0000\.safetensors\)"):
         make_bundle(open_run(copy), REQUEST, tmp_path / "b.zip")
     assert not (tmp_path / "b.zip").exists()

@@ -54,7 +54,7 @@ def test_a_forged_patch_does_not_give_the_model_after(made: Path, runs: Runs, tm
 
 def test_a_bundle_cannot_start_code_that_it_names(made: Path, runs: Runs, tmp_path: Path) -> None:
     (tmp_path / "evil_factory.py").write_text(f"open({str(tmp_path / 'harm')!r}, 'w')\ndef net(): ...\n")
-    model = {"name": "evil_factory:net", "classes": 10, "channels": 1}
+    model = {"name": "evil_factory:net", "num-classes": 10, "channels": 1}
     settings = edited(made, "settings.json", lambda v: v | {"model": model})
     bundle = read_bundle(forge(made, {"settings.json": settings}), "x.zip")
     sys.path.append(str(tmp_path))
@@ -69,7 +69,7 @@ def test_the_decision_made_again_gives_the_same_patch(made: Path, runs: Runs, tm
     rerun_decision(open_bundle(made), runs["first"])
     make_bundle(runs["third"], ForgetRequest.parse("class:5"), tmp_path / "third.zip")
     bundle = open_bundle(tmp_path / "third.zip")
-    assert bundle.request["earlier"] == ["class:3"]
+    assert bundle.request.earlier == ("class:3",)
     rerun_decision(bundle, runs["second"])
     with pytest.raises(FedOrthoError, match="give the run of before the request"):
         rerun_decision(bundle, runs["first"])
@@ -81,7 +81,7 @@ def test_the_decision_of_a_federation_that_is_simulated_here_is_made_again(tmp_p
     bundle = make_bundle(open_run(tmp_path / "forgot"), REQUEST, tmp_path / "x.zip")
     reapply_patch(bundle, tmp_path / "fed" / "model.safetensors")
     rerun_decision(bundle, run)
-    other = bundle.settings["forgetting"] | {"ratio": 0.5}
+    other = dict(bundle.settings.forgetting) | {"ratio": 0.5}
     settings = edited(tmp_path / "x.zip", "settings.json", lambda v: v | {"forgetting": other})
     entry = edited(tmp_path / "x.zip", "entry.json", lambda v: v | {"settings": other})
     forged = read_bundle(forge(tmp_path / "x.zip", {"settings.json": settings, "entry.json": entry}), "x.zip")
@@ -90,7 +90,7 @@ def test_the_decision_of_a_federation_that_is_simulated_here_is_made_again(tmp_p
 
 
 def test_a_decision_told_falsely_is_found_by_making_it_again(made: Path, runs: Runs) -> None:
-    other = {"forgetting": open_bundle(made).settings["forgetting"] | {"ratio": 0.5}}
+    other = {"forgetting": dict(open_bundle(made).settings.forgetting) | {"ratio": 0.5}}
     settings = edited(made, "settings.json", lambda v: v | other)
     entry = edited(made, "entry.json", lambda v: v | {"settings": other["forgetting"]})
     bundle = read_bundle(forge(made, {"settings.json": settings, "entry.json": entry}), "x.zip")
@@ -109,4 +109,4 @@ def test_another_ledger_or_a_federation_is_told(made: Path, runs: Runs, tmp_path
     (copy / "run.json").write_text(json.dumps(record))
     with pytest.raises(FedOrthoError, match="trained by a federation: its clients decided"):
         rerun_decision(open_bundle(made), open_run(copy))
-    assert tensors_digest(runs["first"].load_model().state_dict()) == open_bundle(made).digests["before"]
+    assert tensors_digest(runs["first"].load_model().state_dict()) == open_bundle(made).digests.before

@@ -12,7 +12,7 @@ from fedortho.evidence.signature import BadSignature, load_key, load_public, mak
 
 def test_a_signature_is_of_one_key_and_cannot_be_taken_off(signed: Path, made: Path, tmp_path: Path) -> None:
     mine = signed.with_name("me.pub")
-    assert open_bundle(signed, public=mine).signer == load_public(mine)
+    assert open_bundle(signed, public=mine).manifest.signer == load_public(mine)
     other, _ = make_key(tmp_path / "other.pem")
     with pytest.raises(BadSignature, match="is signed by the key"):
         open_bundle(signed, public=other)

@@ -44,7 +44,7 @@ def job(**given: launch.Scalar) -> dict[str, launch.Scalar]:
 
 
 def digest(run: Path) -> str:
-    return str(open_run(run).record["model"]["digest"])
+    return str(open_run(run).record.model.digest)
 
 
 @pytest.fixture(scope="module")

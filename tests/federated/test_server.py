@@ -50,7 +50,7 @@ def engine_of(run: Run, data: Dataset) -> FederatedEngine:
 
 
 def test_a_federation_learns_and_leaves_a_run_like_any_other(run: Run, digits: Dataset) -> None:
-    assert 0.9 < run.record["result"]["test-accuracy"] < 1
+    assert 0.9 < run.record.result.test_accuracy < 1
     history = run.history()
     assert [entry.clients for entry in history] == [4] * 6
     assert history[-1].drift is not None
@@ -70,11 +70,11 @@ def test_a_class_is_forgotten_the_old_run_stays_and_all_clients_have_the_new_mod
     assert before.forget > 0.9
     assert after.forget <= 0.06
     assert after.retain > before.retain - 0.08
-    assert {note["model"] for note in engine_of(run, digits).clients.values()} == {run.record["model"]["digest"]}
-    assert {note["model"] for note in engine_of(forgot, digits).clients.values()} == {forgot.record["model"]["digest"]}
-    (entry,) = forgot.record["requests"]
-    exchanges = sum(phase["exchanges"] for phase in entry["wire"].values())
-    assert exchanges in (3, 5), "observe, repair, trial; two more if scrub had to finish"
+    assert {note["model"] for note in engine_of(run, digits).clients.values()} == {run.record.model.digest}
+    assert {note["model"] for note in engine_of(forgot, digits).clients.values()} == {forgot.record.model.digest}
+    (entry,) = forgot.record.requests
+    assert entry.cost is not None
+    assert entry.cost.exchanges in (3, 5), "observe, repair, trial; two more if scrub had to finish"
     assert sync(forgot) == [0, 1, 2, 3]
 
 
@@ -83,13 +83,13 @@ def test_a_client_is_forgotten_to_the_level_of_unseen_images_and_is_gone(run: Ru
     served = forget_federated_run(run, request, Hide(max_retain_drop=0.2), out=path)
     assert served.outcome.chosen is not None
     assert served.outcome.chosen.limit > 0.5, "held-out accuracy, not nothing"
-    assert served.after.forget < served.before.forget
+    assert served.record.after.forget < served.record.before.forget
     left = open_run(path)
     assert engine_of(left, digits).present() == [0, 1, 3]
     with pytest.raises(FedOrthoError, match="has left already"):
         forget_federated_run(left, request, Paper(), out=None)
     rows = held_rows(digits, TRAINED.federation, 0)
-    assert served.before.forget == pytest.approx(
+    assert served.record.before.forget == pytest.approx(
         evaluate(run.load_model(), digits.train.subset(torch.isin(digits.train.rows, rows[2]))).accuracy
     )
 
@@ -124,7 +124,7 @@ def test_training_on_from_a_run_keeps_what_it_forgot(forgot: Run, digits: Datase
     settings = replace(TRAINED, start=str(forgot.path), rounds=1, lr=0.01)
     further = train_federation(tmp_path / "further", settings)
     assert accuracies_of(further.load_model(), digits, CLASS).forget <= 0.06
-    assert [entry["request"] for entry in further.record["requests"]] == ["class:3"]
+    assert [served.request for served in further.record.requests] == ["class:3"]
     assert silenced(further, further.load_model()).keys() == silenced(forgot, forgot.load_model()).keys()
     engine = engine_of(further, digits)
     ((gone,),) = engine.measure(further.load_model(), [Query((Selection("train", CLASS),), Statistic("peaks"))])
@@ -183,7 +183,7 @@ def test_what_a_run_was_trained_without_is_not_retained_by_a_later_request(run: 
     served = forget_federated_run(retrained, ForgetRequest.parse("class:5"), Paper(), out=None)
     known = forget_federated_run(run, ForgetRequest.parse("class:5"), Paper(), out=None)
     assert served.outcome.images_read["statistics"] == known.outcome.images_read["statistics"]
-    assert served.before.retain != known.before.retain
+    assert served.record.before.retain != known.record.before.retain
 
 
 def test_a_client_with_images_of_its_own_is_judged_by_itself(run: Run, tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_a_client_with_images_of_its_own_is_judged_by_itself(run: Run, tmp_path:
     for number, text in enumerate(("samples:1/3,1/4,1/5,1/6,1/7,1/8", "client:2", "class:3")):
         out = tmp_path / f"run-{number}"
         served = forget_federated_run(trained, ForgetRequest.parse(text), Paper(), mine, out=out)
-        assert 0 <= served.after.forget <= 1
+        assert 0 <= served.record.after.forget <= 1
         trained = open_run(out)
     assert federated_engine(mine, settings, trained.load_data()).present() == [0, 1, 3]
 
@@ -211,9 +211,9 @@ def test_training_without_a_request_never_sees_it(digits: Dataset, tmp_path: Pat
 @pytest.mark.parametrize("norms", ["local", "recalibrate"])
 def test_statistics_are_pooled_at_the_end_where_they_are_not_averaged(norms: str, tmp_path: Path) -> None:
     run = train_federation(tmp_path / "run", replace(TRAINED, norms=norms, rounds=4))
-    assert run.record["result"]["test-accuracy"] > 0.6
+    assert run.record.result.test_accuracy > 0.6
     states = [read_json(path) for path in run.path.glob("clients/client-*/state.json")]
-    assert {state["model"] for state in states} == {run.record["model"]["digest"]}
+    assert {state["model"] for state in states} == {run.record.model.digest}
     kinds = [exchange["kind"] for exchange in read_json(run.path / "wire.json")]
     assert kinds == ["query.hello", *["train.local"] * 4, "query.observe", "train.keep"], "pooled once, then kept"
 

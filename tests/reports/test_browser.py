@@ -4,6 +4,7 @@ import io
 import itertools
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("browser")
     settings = TrainSettings(data="digits", model="small:TinyNet", epochs=0, threads=1, device="cpu")
     run = train_run(place / "run", settings)
-    run.record["data"]["classes"] = [*run.record["data"]["classes"][:9], EVIL]
+    data = replace(run.record.data, class_names=(*run.record.data.class_names[:9], EVIL))
+    run = replace(run, record=replace(run.record, data=data))
     out = io.BytesIO()
     Image.new("L", (8, 8), 200).save(out, "PNG")
     examples = tuple(Example(out.getvalue(), EVIL, EVIL, str(number)) for number in range(5))

@@ -26,10 +26,12 @@ from fedortho.reports.page import SECTIONS, Report, original_for, render, verdic
 from fedortho.reports.pictures import Example, Gallery, Picture, thumbnail
 from fedortho.requests.forgetting import forget_run
 from fedortho.requests.references import find_original, find_references, reference_settings
+from fedortho.runs.record import Accuracies, TrialRecord
 from fedortho.runs.run import Run
 from fedortho.runs.served import last_request
 from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
+from fedortho.statistics.cost import Cost
 from fedortho.storage.files import read_json, write_json
 
 
@@ -83,10 +85,10 @@ def text(forgot: Run, tmp_path_factory: pytest.TempPathFactory) -> str:
     return place.read_text(encoding="utf-8")
 
 
-def serving(run: Run, *others: dict[str, Any]) -> Run:
-    """The run as if it had served these requests too, after its own."""
-    own = run.record["requests"]
-    return replace(run, record=run.record | {"requests": [*own, *(own[-1] | other for other in others)]})
+def serving(run: Run, **other: Any) -> Run:
+    """The run as if it had served another request too, which differs in this from its last one."""
+    own = run.record.requests
+    return replace(run, record=replace(run.record, requests=(*own, replace(own[-1], **other))))
 
 
 def small_png() -> bytes:
@@ -129,7 +131,7 @@ def test_nothing_is_fetched_and_only_our_own_script_may_run(forgot: Run) -> None
 
 
 def test_a_class_named_like_a_script_is_shown_and_not_run(forgot: Run) -> None:
-    record = forgot.record | {"data": forgot.record["data"] | {"classes": [EVIL] * 10}}
+    record = replace(forgot.record, data=replace(forgot.record.data, class_names=(EVIL,) * 10))
     run = replace(forgot, record=record)
     gallery = Gallery(
         (Picture("classes", EVIL, EVIL, small_png()),),
@@ -151,8 +153,8 @@ def test_without_a_verdict_the_report_says_what_is_missing(fresh: Run) -> None:
     text = render(Report(fresh, last_request(fresh), None))
     assert "No audit was run" in text
     assert "there is no verdict.json in the run" in text
-    before, after = (fresh.record["requests"][-1][when]["forget"] for when in ("before", "after"))
-    assert f"went from {before:.1%} to {after:.1%}" in text
+    served = fresh.record.requests[-1]
+    assert f"went from {served.before.forget:.1%} to {served.after.forget:.1%}" in text
     assert "There are no figures" in text
 
 
@@ -175,12 +177,9 @@ def test_the_verdict_is_coloured_by_its_worst_audit(forgot: Run) -> None:
 
 
 def test_the_cost_of_another_method_is_the_one_it_recorded(forgot: Run) -> None:
-    entry = {
-        key: value for key, value in forgot.record["requests"][-1].items() if key in ("request", "before", "after")
-    }
-    entry["request"] = "class:3"
-    for more, shown in (({"cost": {"seconds": 12.5}}, ">12.5<"), ({}, "was not recorded")):
-        run = replace(forgot, record=forgot.record | {"requests": [entry | more]})
+    served = forgot.record.requests[-1]
+    for cost, shown in ((Cost(12.5, 0, 0, 0.0, 0, 0, 0), ">12.5<"), (None, "was not recorded")):
+        run = replace(forgot, record=replace(forgot.record, requests=(replace(served, cost=cost),)))
         assert shown in render(Report(run, ForgetRequest.parse("class:3"), None))
 
 
@@ -231,10 +230,10 @@ def test_the_runs_to_compare_with_are_found_beside_or_named(forgot: Run, tmp_pat
     assert retrained is not None
     assert retrained.path.name == "retrained"
     assert not find_references(original, ForgetRequest.parse("class:4"))
-    since = serving(forgot, {"request": "class:5"})
+    since = serving(forgot, request="class:5")
     assert original_for(since, request) is not None
-    parent = forgot.record["model"]["digest"]  # as if class 5 had been forgotten after class 3
-    later = replace(since, record=since.record | {"parent": parent})
+    parent = forgot.record.model.digest  # as if class 5 had been forgotten after class 3
+    later = replace(since, record=replace(since.record, parent=parent))
     for asked, name in ((request, "original"), (ForgetRequest.parse("class:5"), "forgot")):
         before = original_for(later, asked)
         assert before is not None
@@ -271,7 +270,7 @@ def test_examples_show_what_was_lost_and_what_was_kept(text: str) -> None:
 def test_images_of_samples_that_had_to_go_are_not_kept_in_the_page(forgot: Run, words: str) -> None:
     data, original = forgot.load_data(), find_original(forgot)
     request = ForgetRequest.parse(words.format(",".join(map(str, data.train.rows[:200].tolist()))))
-    run = serving(forgot, {"request": str(request)})
+    run = serving(forgot, request=str(request))
     gallery = draw_gallery(run, data, request, original=original)
     assert gallery.lost == ()
     gone = {thumbnail(picture) for picture in as_pictures(data.train.subset(torch.arange(200)))}
@@ -282,19 +281,20 @@ def test_images_of_samples_that_had_to_go_are_not_kept_in_the_page(forgot: Run, 
 
 
 def test_numbers_and_trials_are_those_of_the_reported_request_and_not_of_the_last(forgot: Run) -> None:
-    other = {
-        "request": "class:5",
-        "before": {"forget": 0.111, "retain": 0.222, "test": 0.333},
-        "after": {"forget": 0.0444, "retain": 0.0555, "test": 0.0666},
-        "seconds": {"all": 98765.0},
-        "settings": {"target": 0.987},
-        "digests": {"before": "5" * 64},
-        "ratio": 0.5,
-        "trial-forget": 0.44,
-        "trial-retain": 0.77,
-        "trials": [{"ratio": r, "scrub": 0.0, "forget": 0.44, "retain": 0.77} for r in (0.1, 0.5)],
-    }
-    run, own = serving(forgot, other), forgot.record["requests"][-1]
+    run, own = (
+        serving(
+            forgot,
+            request="class:5",
+            before=Accuracies(0.111, 0.222, 0.333),
+            after=Accuracies(0.0444, 0.0555, 0.0666),
+            cost=Cost(98765.0, 0, 0, 0.0, 0, 0, 0),
+            settings={"target": 0.987},
+            model_before="5" * 64,
+            chosen=TrialRecord(0.5, 0.0, 0.44, 0.77),
+            trials=tuple(TrialRecord(ratio, 0.0, 0.44, 0.77) for ratio in (0.1, 0.5)),
+        ),
+        forgot.record.requests[-1],
+    )
     data = run.load_data()
     for words, is_other in (("class:3", False), ("class:5", True)):
         request = ForgetRequest.parse(words)
@@ -305,7 +305,7 @@ def test_numbers_and_trials_are_those_of_the_reported_request_and_not_of_the_las
         for sign in ("from 11.1% to 4.4%", "98,765", "0.987", "5" * 64):
             assert (sign in text) == is_other, sign
     text = render(Report(run, ForgetRequest.parse("class:3"), None))
-    assert f"from {own['before']['forget']:.1%} to {own['after']['forget']:.1%}" in text
+    assert f"from {own.before.forget:.1%} to {own.after.forget:.1%}" in text
 
 
 def test_images_can_be_left_out_and_the_page_says_so(forgot: Run, tmp_path: Path) -> None:
@@ -329,7 +329,7 @@ def test_images_can_be_left_out_and_the_page_says_so(forgot: Run, tmp_path: Path
 
 def test_a_served_request_records_its_trials(forgot: Run) -> None:
     entry = read_json(forgot.path / "run.json")["requests"][-1]
-    assert entry["ratio"] in [trial["ratio"] for trial in entry["trials"]]
+    assert entry["chosen"]["ratio"] in [trial["ratio"] for trial in entry["trials"]]
     assert set(entry["trials"][0]) == {"ratio", "scrub", "forget", "retain"}
 
 

@@ -64,7 +64,7 @@ def test_runs_of_directories_below_are_listed_under_their_directory(place: Path,
     assert [line.run for line in lines] == ["first", "comparisons/a-very-long-name-of-a-comparison/second"]
     text = told("results", tmp_path).splitlines()
     heading = text.index("comparisons/a-very-long-name-of-a-comparison:")
-    assert any(line.split()[:3] == ["second", "hide", "class:3"] for line in text[heading:])
+    assert any(line.split()[:3] == ["second", "paper", "class:3"] for line in text[heading:])
     assert not (tmp_path / "first" / "clients").exists()
     with pytest.raises(BadData, match="is a run; give the directory that holds it"):
         list_runs(tmp_path / "first")
@@ -102,6 +102,6 @@ def test_what_holds_no_runs_or_damaged_ones_is_refused(place: Path, tmp_path: Pa
     (place / "second" / "verdict.json").unlink()
     (place / "broken").mkdir()
     write_json(place / "broken" / "run.json", [])
-    with pytest.raises(BadCheckpoint, match="is not a run record"):
+    with pytest.raises(BadCheckpoint, match="TrainingRecord"):
         list_runs(place)
     (place / "broken" / "run.json").unlink()

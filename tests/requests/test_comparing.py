@@ -87,13 +87,13 @@ def test_retraining_is_done_once_and_every_outcome_is_a_run_of_its_own(run: Run,
     (reference,) = kept.iterdir()
     stamp = (reference / "model.safetensors").stat().st_mtime_ns
     again, masked = compare(run, REQUEST, ["retrain", "logit-mask"], out=tmp_path / "two", data=data, references=kept)
-    assert again.weights == first.weights == open_run(reference).record["model"]["digest"]
+    assert again.weights == first.weights == open_run(reference).record.model.digest
     assert (reference / "model.safetensors").stat().st_mtime_ns == stamp
     assert first.cost is not None
     assert first.cost["images_trained"] == 3 * int((data.train.labels != 3).sum())
     outcome = open_run(tmp_path / "two" / "logit-mask")
-    assert outcome.record["model"]["digest"] == masked.weights
-    assert outcome.record["requests"][-1]["method"] == "logit-mask"
+    assert outcome.record.model.digest == masked.weights
+    assert outcome.record.requests[-1].method == "logit-mask"
     assert accuracies_of(outcome.load_model(), data, REQUEST).forget == 0.0
     with pytest.raises(FedOrthoError, match="no patch for each"):
         patches_of(outcome)
@@ -104,7 +104,7 @@ def test_a_reference_beside_the_run_is_not_trained_again(run: Run, tmp_path: Pat
     settings = replace(run.settings, without="class:6")
     retrained = train_run(run.path.with_name("by-hand"), settings)
     (found,) = compare(run, request, ["retrain"], out=tmp_path, data=data)
-    assert found.weights == retrained.record["model"]["digest"]
+    assert found.weights == retrained.record.model.digest
     assert not list((run.path.parent / "references").glob("*without-class-6*"))
 
 

@@ -1,6 +1,7 @@
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from fedortho.requests.references import (
     train_reference,
 )
 from fedortho.runs.federation import held_rows
+from fedortho.runs.record import Accuracies, ServedRecord
 from fedortho.runs.run import Run, load_run_data, open_run
 from fedortho.runs.settings import FederateSettings, TrainSettings
 from fedortho.runs.training import train_run
@@ -42,13 +44,13 @@ def test_a_reference_never_met_what_must_go_and_splits_the_images_as_the_origina
 ) -> None:
     data, theirs = original.load_data(), reference.load_data()
     assert theirs.valid.rows.tolist() == data.valid.rows.tolist()
-    assert reference.record["data"]["train"] == int((data.train.labels != 3).sum())
+    assert reference.record.data.train == int((data.train.labels != 3).sum())
     confusion = evaluate(reference.load_model(), theirs.test).confusion
     assert sum(row[3] for row in confusion) == 0
 
 
 def test_a_reference_is_found_by_what_it_was_made_from(original: Run, reference: Run) -> None:
-    where, digest = reference.path.parent, original.record["data"]["digest"]
+    where, digest = reference.path.parent, original.record.data.digest
     spelled = ForgetRequest.parse("class:3,3")
     assert find_reference(where, reference_settings(original, spelled, seed=6), digest) is not None
     elsewhere = replace(reference_settings(original, ASKED, seed=6), data_dir="elsewhere", threads=2)
@@ -95,17 +97,22 @@ def test_what_saw_the_data_or_is_another_network_is_no_reference(original: Run, 
     other = replace(reference, settings=replace(reference.settings, model="resnet-mini"))
     with pytest.raises(BadCheckpoint, match="resnet-mini"):
         check_reference(original, other, ASKED)
-    foreign = replace(reference, record=reference.record | {"data": {"digest": "0", "classes": []}})
+    foreign = replace(reference, record=replace(reference.record, data=replace(reference.record.data, digest="0")))
     with pytest.raises(BadCheckpoint, match="other data"):
         check_reference(original, foreign, ASKED)
 
 
+def served(request: str) -> ServedRecord:
+    accuracies = Accuracies(0.5, 0.5, 0.5)
+    return ServedRecord(request, "hide", {}, accuracies, accuracies, 0.0)
+
+
 def test_an_edited_model_is_no_reference_though_it_claims_to_have_forgotten(original: Run, reference: Run) -> None:
-    claims = {"requests": [{"request": "class:3"}], "parent": original.record["model"]["digest"]}
+    claims: dict[str, Any] = {"requests": (served("class:3"),), "parent": original.record.model.digest}
     with pytest.raises(FedOrthoError, match="was edited or began with another model"):
-        check_reference(original, replace(original, record=original.record | claims), ASKED)
+        check_reference(original, replace(original, record=replace(original.record, **claims)), ASKED)
     with pytest.raises(FedOrthoError, match="was edited"):
-        check_reference(original, replace(reference, record=reference.record | claims), ASKED)
+        check_reference(original, replace(reference, record=replace(reference.record, **claims)), ASKED)
 
 
 def test_a_reference_of_a_federation_that_went_on_begins_with_new_weights(original: Run) -> None:
@@ -119,8 +126,7 @@ def test_a_reference_of_a_federation_that_went_on_begins_with_new_weights(origin
 
 
 def test_what_went_by_other_requests_is_not_expected_to_have_stayed(original: Run) -> None:
-    served = [{"request": "class:3"}, {"request": "class:5"}]
-    run = replace(original, record=original.record | {"requests": served})
+    run = replace(original, record=replace(original.record, requests=(served("class:3"), served("class:5"))))
     case = case_of(run, ASKED, original.load_data(), original)
     assert set(case.judged.labels.tolist()) == {3}
     assert set(range(10)) - set(case.kept_test.labels.tolist()) == {3, 5}

@@ -18,6 +18,7 @@ from fedortho.evaluation.metric_suite import MetricSuite
 from fedortho.evaluation.metrics import Metric
 from fedortho.statistics.cost import Cost
 from fedortho.storage.provenance import SCHEMA, environment
+from fedortho.storage.records import to_json
 
 HIDDEN = 0.02  # forget accuracy of a class up to which it counts as no longer predicted
 NEVER_TESTED = (
@@ -186,7 +187,7 @@ class Verdict:
             "settings": dict(self.settings),
             "digests": dict(self.digests),
             "origin": dict(self.origin),
-            "environment": environment(),
+            "environment": to_json(environment()),
         }
 
     def __str__(self) -> str:

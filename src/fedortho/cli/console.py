@@ -29,19 +29,20 @@ def say(text: str) -> None:
 
 
 def print_served(served: ServedRequest, settings: ForgetSettings, run_path: Path) -> None:
+    record = served.record
     say(escape(f"{run_path}: {served.request}"))
     table = Table()
     for name in ("accuracy", "before", "after"):
         table.add_column(name, justify="left" if name == "accuracy" else "right")
     for name in ("forget", "retain", "test"):
-        table.add_row(name, f"{getattr(served.before, name):.1%}", f"{getattr(served.after, name):.1%}")
+        table.add_row(name, f"{getattr(record.before, name):.1%}", f"{getattr(record.after, name):.1%}")
     out.print(table)
     outcome = served.outcome
     note = outcome.patch.note
-    if served.request.kind == "class" and served.after.forget > settings.target:
+    if served.request.kind == "class" and record.after.forget > settings.target:
         say(f"[yellow]the target, {settings.target:.1%}, is not met on test images[/]")
     elif outcome.chosen is not None and not settings.ratio and served.request.kind != "class":
-        met = "; met before any edit" if served.before.forget <= outcome.chosen.limit else ""
+        met = "; met before any edit" if record.before.forget <= outcome.chosen.limit else ""
         say(f"limit: {outcome.chosen.limit:.1%}, what unseen images of the same labels get{met}")
     what = "directions taken out" if "directions" in note else "kernels edited"
     numbers = note.get("directions") or {site: len(found["kernels"]) for site, found in note["sites"].items()}
@@ -53,8 +54,8 @@ def print_served(served: ServedRequest, settings: ForgetSettings, run_path: Path
     say("; ".join(parts))
     if wire := {phase: vars(tally) for phase, tally in outcome.spent.items() if tally.exchanges}:
         say(wire_line(wire))
-    if len(served.all_forgotten) > 1:
-        told = ", ".join(f"{k} {v:.1%}" for k, v in served.all_forgotten.items())
+    if len(record.all_forgotten) > 1:
+        told = ", ".join(f"{k} {v:.1%}" for k, v in record.all_forgotten.items())
         say(f"forgotten so far: {told}; retention paid in all: {served.retain_paid:.1%}")
     if served.advise_retraining:
         say("[yellow]these requests have cost much retention: retrain before the next one[/]")
@@ -109,14 +110,15 @@ def class_table(score: Evaluation, names: tuple[str, ...]) -> Table:
 
 
 def print_run(run: Run) -> None:
-    result, about = run.record["result"], run.record["model"]
-    scores = ", ".join(f"{name.removesuffix('-accuracy')} {value:.1%}" for name, value in result.items())
+    result, about = run.record.result, run.record.model
+    known = {"test": result.test_accuracy, "valid": result.valid_accuracy}
+    scores = ", ".join(f"{name} {value:.1%}" for name, value in known.items() if value is not None)
     history = run.history()
     ortho = f", orthogonality penalty {history[-1].ortho:.3g}" if history and history[-1].ortho is not None else ""
     title = f"[bold]{escape(str(run.path))}[/]: {escape(run.settings.model)}"
-    say(f"{title} ({about['weights']:,} weights) on {escape(run.settings.data)}")
+    say(f"{title} ({about.weights:,} weights) on {escape(run.settings.data)}")
     say(f"  accuracy: {scores}{ortho}")
-    say(f"  model digest {about['digest'][:16]}")
+    say(f"  model digest {about.digest[:16]}")
 
 
 @contextmanager

@@ -72,15 +72,15 @@ def bundle_make(
 ) -> None:
     """Put the evidence of a served request into one file: no images of data, no weights that were removed."""
     bundle = make_bundle(open_run(run_path), ForgetRequest.parse(request), out_path, sign=sign, journal=journal)
-    say(escape(f"{out_path}: {bundle.request['request']}, {len(bundle.files)} files"))
+    say(escape(f"{out_path}: {bundle.request.request}, {len(bundle.files)} files"))
     for name, command in (("journal.jsonl", ""), ("verdict.json", "judge"), ("report.html", "report")):
         if name not in bundle.files:
             fix = f"fedortho {command} {run_path} writes one" if command else "--journal DIR says where one lies"
             say(escape(f"without {name}, of which there was none about it: {fix}"))
-    if bundle.signer:
-        say(f"signed by the key {bundle.signer}; a signature proves who, not that it is true")
+    if bundle.manifest.signer:
+        say(f"signed by the key {bundle.manifest.signer}; a signature proves who, not that it is true")
     say(f"SHA-256 of the file: {file_digest(out_path)}")
-    say(f"digest, to be told by another way, for check --digest: {bundle.digest}")
+    say(f"digest, to be told by another way, for check --digest: {bundle.manifest.digest}")
 
 
 def bundle_check(
@@ -95,13 +95,13 @@ def bundle_check(
     if data_dir and run_path is None:
         raise FedOrthoError("--data-dir needs --run, the run before the request")
     bundle = open_bundle(file, digest=digest.strip().lower(), public=public)
-    say(escape(f"{file}: {bundle.request['request']}, run {bundle.request.get('run')}"))
+    say(escape(f"{file}: {bundle.request.request}, run {bundle.request.run}"))
     say(f"model before {bundle.patch.before}")
     say(f"model after  {bundle.patch.after}")
     say(f"checked: every digest of {len(bundle.files)} files, every byte of the archive, and that the files agree")
-    _tell(digest, "the digest is the one given", f"--digest, compare {bundle.digest} with what its maker says")
-    if bundle.signer:
-        whose = "the one given" if public else f"{bundle.signer}; --public compares it with one you know"
+    _tell(digest, "the digest is the one given", f"--digest, compare {bundle.manifest.digest} with what its maker says")
+    if bundle.manifest.signer:
+        whose = "the one given" if public else f"{bundle.manifest.signer}; --public compares it with one you know"
         say(escape(f"checked: signed by a key that proves who, not that it is true: {whose}"))
     else:
         say("not signed")

@@ -58,7 +58,7 @@ def sync_command(run_path: RunPath, deployment: Deployment = None, data_dir: Dat
     run = open_run(run_path)
     clients = sync_run(run, deployment=deployment, data_dir=data_dir, log=log_line)
     if deployment is None and isinstance(run.settings, FederateSettings):
-        say(f"{len(clients)} of {run.settings.clients} clients have the model {run.record['model']['digest'][:16]}")
+        say(f"{len(clients)} of {run.settings.clients} clients have the model {run.record.model.digest[:16]}")
 
 
 @takes_settings(FederateSettings)

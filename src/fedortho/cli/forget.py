@@ -18,10 +18,11 @@ from fedortho.data.request import ForgetRequest
 from fedortho.devices import choose_device
 from fedortho.errors import FedOrthoError
 from fedortho.methods import make_method
-from fedortho.requests.forgetting import ServedRequest, describe, forget_run, undo_run
+from fedortho.requests.forgetting import ServedRequest, forget_run, undo_run
 from fedortho.requests.judging import JudgeOptions, check_judge_options, judge_run
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.settings import FederateSettings
+from fedortho.storage.records import to_json
 from fedortho.unlearning.calibrate import Refused
 from fedortho.unlearning.plan import ForgetSettings
 
@@ -89,7 +90,7 @@ def forget_command(
             say(escape(f"interrupted while it was judged; the run is written: fedortho judge {served.run.path}"))
             raise
     if as_json:
-        told = describe(served) | ({} if verdict is None else {"verdict": verdict.as_mapping()})
+        told = to_json(served.record) | ({} if verdict is None else {"verdict": verdict.as_mapping()})
         typer.echo(json.dumps(told, indent=2))
     elif verdict is not None and served.run is not None:
         print_verdict(verdict, whole=False)
@@ -131,4 +132,4 @@ def undo_command(
 ) -> None:
     """Restore the model of before the last request, bit for bit, from its undo file."""
     run = undo_run(open_run(run_path), undo_file, out_path)
-    say(f"written to {escape(str(run.path))}: model {run.record['model']['digest'][:16]}")
+    say(f"written to {escape(str(run.path))}: model {run.record.model.digest[:16]}")

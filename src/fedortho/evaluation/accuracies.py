@@ -1,7 +1,5 @@
 """What a model still knows: forget, retain and test accuracy, as the paper defines them."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
@@ -9,19 +7,7 @@ from fedortho.data.images import Dataset
 from fedortho.data.request import Clients, ForgetRequest
 from fedortho.errors import BadData
 from fedortho.models.predictions import accuracy, evaluate
-
-
-@dataclass(frozen=True)
-class Accuracies:
-    """Accuracies as shares, 0 to 1.
-
-    Class requests: test images of the classes that had to go, and of the others. Client and sample requests:
-    the training images that had to go, and the whole test set.
-    """
-
-    forget: float
-    retain: float
-    test: float  # all test images
+from fedortho.runs.record import Accuracies
 
 
 def accuracies_of(

@@ -9,104 +9,48 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from html import unescape
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fedortho.data.request import ForgetRequest
-from fedortho.errors import FedOrthoError
+from fedortho.errors import BadRecord, FedOrthoError
 from fedortho.evidence.canonical_zip import LARGEST, BadArchive, check_form, pack_files, unpack_files
+from fedortho.evidence.contents import (
+    ALLOWED,
+    MANIFEST,
+    NEEDED,
+    README,
+    SIGNATURE,
+    Bundle,
+    DigestsFile,
+    EnvironmentFile,
+    FileRecord,
+    JournalEnd,
+    Manifest,
+    NetworkRecord,
+    RequestFile,
+    SettingsFile,
+)
 from fedortho.evidence.redaction import without_images
 from fedortho.evidence.signature import BadSignature, check_signature, load_key, load_public, public_half
 from fedortho.models.patch import Patch, load_patch
+from fedortho.runs.record import ServedRecord
 from fedortho.runs.run import Run
 from fedortho.runs.served import index_of_request
 from fedortho.storage.files import canonical_json, file_digest, replacing
 from fedortho.storage.journal import parse_entry, read_journal
 from fedortho.storage.provenance import environment, read_verdict
-
-BUNDLE_SCHEMA = 1
-NEEDED = (
-    *("README.txt", "digests.json", "entry.json", "environment.json"),
-    *("patch.safetensors", "request.json", "settings.json"),
-)
-EXTRAS = ("verdict.json", "report.html")
-ALLOWED = (*NEEDED, *EXTRAS, "journal.jsonl")
-MANIFEST, SIGNATURE = "manifest.json", "manifest.sig"
-
-README = """\
-Evidence that a model was made to forget: {request}
-
-Made by fedortho from the run {run}.
-Model before  {before}
-Model after   {after}
-
-What is here
-  request.json       what was asked, of which run, and what had been forgotten before
-  entry.json         how it was served: settings, accuracies before and after, costs
-  settings.json      which network, how it was trained, how it was made to forget
-  digests.json       SHA-256 of the models (names, types, shapes and bytes of all tensors), of the patch, the data
-                     and the ledger, and where the journal ended
-  patch.safetensors  what was changed: which kernels, by which factors, and what took the place of other tensors
-  environment.json   versions, machine and installed packages where this file was made; versions where it was trained
-  journal.jsonl, verdict.json, report.html
-                     if there were such: the journal's entries of this run, the audits' verdict, and the report, in
-                     which images of data are left out
-  manifest.json      size and SHA-256 of each of these, and a digest over itself; manifest.sig, if it was signed
-Not here: images of the data, whether trained or tested on, sums over images, models, and the values that were removed.
-
-What can be checked
-  fedortho bundle check FILE
-      Every digest is computed again, and every byte of the archive must follow from them. A changed byte shows.
-      This needs no data. It shows that the parts belong together, not that they are true.
-  ... --digest DIGEST
-      Whoever changes the contents can make a new manifest. Compare its digest with one that you got another way.
-  ... --model BEFORE.safetensors
-      The patch is applied to the model before; the result must be the model after, bit for bit.
-  ... --run RUN --data-dir DIR
-      With the run and its data at hand the decision is made again, and must give the same patch. Float sums depend
-      on processor, versions and threads: on other machines the patch may differ though nobody did wrong.
-  ... --public KEY.pub
-      The signature must be of this key. A signature proves who made this file, not that what it says is true.
-
-What it does not show
-  That the model after is the one in use: compare its digest there. That no copy of the model before was kept. That
-  the knowledge is gone from the weights: see the audits in verdict.json, if there are any, and what they did not test.
-  That the journal's entries are all there were: its chain can be checked only where the journal is.
-  A patch with factors above 0 can be inverted by whoever has it and the model after: what it weakened is not erased.
-"""
+from fedortho.storage.records import from_json, to_json
 
 
 class BadBundle(FedOrthoError):
     """A bundle that is damaged, was changed, or contradicts itself."""
 
 
-@dataclass(frozen=True)
-class Bundle:
-    """A bundle whose files are what its manifest says and agree with each other."""
-
-    source: str
-    files: Mapping[str, bytes]
-    manifest: Mapping[str, Any]
-    request: Mapping[str, Any]
-    entry: Mapping[str, Any]
-    settings: Mapping[str, Any]
-    digests: Mapping[str, Any]
-    environment: Mapping[str, Any]
-    patch: Patch
-
-    @property
-    def digest(self) -> str:
-        """Of the manifest, and so of everything: what to compare by another way."""
-        return str(self.manifest["digest"])
-
-    @property
-    def signer(self) -> str | None:
-        """The public key, as hex, whose holder signed it."""
-        signer: str | None = self.manifest["signer"]
-        return signer
+R = TypeVar("R")
 
 
 def make_bundle(
@@ -120,14 +64,13 @@ def make_bundle(
         raise FedOrthoError(f"{out} is there already; evidence is never overwritten: choose another -o")
     files = _collect(run, index_of_request(run, request), journal or run.path.resolve().parent)
     key = None if sign is None else load_key(sign)
-    listed = {name: _about(data) for name, data in files.items()}
-    body = {
-        "schema": BUNDLE_SCHEMA,
-        "made-by": f"fedortho {environment()['versions']['fedortho']}",
-        "files": listed,
-        "signer": None if key is None else public_half(key),
-    }
-    files[MANIFEST] = _spelled(body | {"digest": _digest(canonical_json(body).encode())})
+    manifest = Manifest(
+        made_by=f"fedortho {environment().versions['fedortho']}",
+        files={name: _listed(data) for name, data in files.items()},
+        signer=None if key is None else public_half(key),
+        digest="",
+    )
+    files[MANIFEST] = _text(replace(manifest, digest=_manifest_digest(to_json(manifest))))
     if key is not None:
         files[SIGNATURE] = key.sign(files[MANIFEST]).hex().encode() + b"\n"
     archive = pack_files(files)
@@ -149,10 +92,11 @@ def open_bundle(path: Path, *, digest: str = "", public: Path | None = None) -> 
     except OSError as error:
         raise BadBundle(f"{path} cannot be read: {error.strerror}") from error
     bundle = read_bundle(archive, str(path))
-    if digest and digest != bundle.digest:
-        raise BadBundle(f"{path}: {MANIFEST} has the digest {bundle.digest}, not {digest}: it is another bundle")
-    if public is not None and (wanted := load_public(public)) != bundle.signer:
-        signer = f"signed by the key {bundle.signer[:16]}" if bundle.signer else "not signed"
+    manifest = bundle.manifest
+    if digest and digest != manifest.digest:
+        raise BadBundle(f"{path}: {MANIFEST} has the digest {manifest.digest}, not {digest}: it is another bundle")
+    if public is not None and (wanted := load_public(public)) != manifest.signer:
+        signer = f"signed by the key {manifest.signer[:16]}" if manifest.signer else "not signed"
         raise BadSignature(f"{path} is {signer}; {public} is the key {wanted[:16]}")
     return bundle
 
@@ -161,33 +105,36 @@ def read_bundle(archive: bytes, source: str) -> Bundle:
     """The bundle in these bytes, checked."""
     files = unpack_files(archive, source)
     manifest = _read_manifest(files, source)
-    for name, about in manifest["files"].items():
-        if _about(files[name]) != about:
+    for name, listed in manifest.files.items():
+        if _listed(files[name]) != listed:
             raise BadBundle(f"{source}: {name} was changed: its size or SHA-256 is not what {MANIFEST} lists")
     check_form(archive, files, source)
-    if signer := manifest["signer"]:
-        _check_signed(files, signer, source)
+    if manifest.signer:
+        _check_signed(files, manifest.signer, source)
     return _agreeing(files, manifest, source)
 
 
-def _read_manifest(files: Mapping[str, bytes], source: str) -> dict[str, Any]:
-    manifest = _json(files, MANIFEST, source)
-    body = {key: value for key, value in manifest.items() if key != "digest"}
-    if _spelled(manifest) != files[MANIFEST] or manifest.get("digest") != _digest(canonical_json(body).encode()):
-        raise BadBundle(f"{source}: {MANIFEST} was changed: its digest is not that of what it says")
-    if manifest.get("schema") != BUNDLE_SCHEMA:
+def _read_manifest(files: Mapping[str, bytes], source: str) -> Manifest:
+    value = _json(files, MANIFEST, source)
+    if _spelled(value) != files[MANIFEST] or value.get("digest") != _manifest_digest(value):
+        raise BadBundle(f"{source}: {MANIFEST} was changed: its digest is not that of its contents")
+    if value.get("schema") != Manifest.schema:
         raise BadBundle(
-            f"{source}: {MANIFEST} is of schema {manifest.get('schema')}; this version reads {BUNDLE_SCHEMA}"
+            f"{source} is a bundle of schema {value.get('schema')}, made by {value.get('made-by')}; this version reads "
+            f"schema {Manifest.schema}: check it with the version that made it"
         )
-    listed = manifest.get("files")
-    if not isinstance(listed, dict) or not isinstance(manifest.get("signer", 0), str | None):
-        raise BadBundle(f"{source}: {MANIFEST} does not list files and signer")
-    there = files.keys() - {MANIFEST} - ({SIGNATURE} if manifest["signer"] else set())
-    for name in sorted({*listed, *NEEDED} - there):
+    manifest = _record(Manifest, files, MANIFEST, source)
+    present = files.keys() - {MANIFEST} - ({SIGNATURE} if manifest.signer else set())
+    for name in sorted({*manifest.files, *NEEDED} - present):
         raise BadBundle(f"{source} lacks {name}")
-    for name in sorted((there - listed.keys()) | (there - {*ALLOWED})):
+    for name in sorted((present - manifest.files.keys()) | (present - {*ALLOWED})):
         raise BadBundle(f"{source} holds {name}, which does not belong there")
     return manifest
+
+
+def _manifest_digest(value: Mapping[str, Any]) -> str:
+    body = {key: each for key, each in value.items() if key != "digest"}
+    return _digest(canonical_json(body).encode())
 
 
 def _check_signed(files: Mapping[str, bytes], signer: str, source: str) -> None:
@@ -202,25 +149,32 @@ def _check_signed(files: Mapping[str, bytes], signer: str, source: str) -> None:
         raise BadBundle(f"{source}: {SIGNATURE} is not spelled as signatures are")
 
 
-def _agreeing(files: Mapping[str, bytes], manifest: Mapping[str, Any], source: str) -> Bundle:
-    """The bundle, if what its files tell twice is the same both times."""
-    request, entry, settings, digests, where = (
-        _json(files, f"{name}.json", source) for name in ("request", "entry", "settings", "digests", "environment")
+def _agreeing(files: Mapping[str, bytes], manifest: Manifest, source: str) -> Bundle:
+    """The bundle, if its files agree about everything that two of them say."""
+    bundle = Bundle(
+        source,
+        files,
+        manifest,
+        _record(RequestFile, files, "request.json", source),
+        _record(ServedRecord, files, "entry.json", source),
+        _record(SettingsFile, files, "settings.json", source),
+        _record(DigestsFile, files, "digests.json", source),
+        _record(EnvironmentFile, files, "environment.json", source),
+        _patch(files["patch.safetensors"], source),
     )
-    patch = _patch(files["patch.safetensors"], source)
-    served = entry["digests"] if isinstance(entry.get("digests"), dict) else {}
-    told = {
-        "before": (digests.get("before"), patch.before, served.get("before")),
-        "after": (digests.get("after"), patch.after, served.get("after")),
-        "request": (request.get("request"), patch.note.get("request"), entry.get("request")),
-        "settings": (settings.get("forgetting"), entry.get("settings")),
-        "patch": (digests.get("patch"), _digest(files["patch.safetensors"])),
+    entry, digests, patch = bundle.entry, bundle.digests, bundle.patch
+    claims: dict[str, tuple[Any, ...]] = {
+        "before": (digests.before, patch.before, entry.model_before),
+        "after": (digests.after, patch.after, entry.model_after),
+        "request": (bundle.request.request, patch.note.get("request"), entry.request),
+        "settings": (bundle.settings.forgetting, entry.settings),
+        "patch": (digests.patch, _digest(files["patch.safetensors"])),
     }
     if "verdict.json" in files:
         verdict = _json(files, "verdict.json", source)
-        told["the verdict's request"] = (entry.get("request"), verdict.get("request"))
-        told["the verdict's model"] = (digests.get("after"), (verdict.get("digests") or {}).get("after"))
-    for what, values in told.items():
+        claims["the verdict's request"] = (entry.request, verdict.get("request"))
+        claims["the verdict's model"] = (digests.after, (verdict.get("digests") or {}).get("after"))
+    for what, values in claims.items():
         if any(value != values[0] for value in values) or not values[0]:
             raise BadBundle(f"{source}: its files disagree about {what}: {', '.join(map(str, values))}"[:300])
     for number, line in enumerate(files.get("journal.jsonl", b"").splitlines(), start=1):
@@ -228,37 +182,39 @@ def _agreeing(files: Mapping[str, bytes], manifest: Mapping[str, Any], source: s
             parse_entry(line)
         except (ValueError, RecursionError) as error:
             raise BadBundle(f"{source}: line {number} of journal.jsonl was changed: {error}") from error
-    return Bundle(source, files, manifest, request, entry, settings, digests, where, patch)
+    return bundle
 
 
 def _collect(run: Run, number: int, beside: Path) -> dict[str, bytes]:
-    """The files of a bundle, but for the manifest; these and no others are ever taken."""
+    """The files of a bundle except the manifest; no others are ever taken."""
     record, name = run.record, run.path.resolve().name
-    entry, patch = record["requests"][number], run.path / "patches" / f"{number:04}.safetensors"
+    entry, patch = record.requests[number], run.path / "patches" / f"{number:04}.safetensors"
     run.load_model()  # refuses weights that are not those of run.json
-    if "digests" not in entry:
-        how = f"{run.path} is what {entry.get('method', 'a method')} came to in a comparison, and has no patch"
-        raise FedOrthoError(f"{how}; give a run that fedortho forget wrote")
-    if not patch.is_file():
-        raise FedOrthoError(f"there is no {patch}: the run's directory is not whole")
-    earlier = [other["request"] for other in record["requests"][:number]]
-    model = {key: record["model"][key] for key in ("classes", "channels")} | {"name": run.settings.model}
-    digests = entry["digests"] | {
-        "run-now": record["model"]["digest"],  # the model after, unless more was forgotten or trained since
-        "patch": file_digest(patch),
-        "data": record["data"]["digest"],
-        "ledger": entry.get("ledger"),
-    }
-    lines, head = _journal(run, entry, beside)
-    texts = {"request": entry["request"], "run": name} | entry["digests"]
-    where = {"here": environment(), "packages": _packages(), "run": record["environment"]}
+    if entry.model_before is None or entry.model_after is None or not patch.is_file():
+        raise FedOrthoError(
+            f"{run.path} has no patch of {entry.request} ({patch.name}): a comparison by {entry.method} wrote it, "
+            "or it is damaged; give a run that fedortho forget wrote"
+        )
+    lines, end = _journal(run, entry, beside)
+    digests = DigestsFile(
+        before=entry.model_before,
+        after=entry.model_after,
+        run_now=record.model.digest,
+        patch=file_digest(patch),
+        data=record.data.digest,
+        ledger=entry.ledger,
+        journal=end,
+    )
+    earlier = tuple(other.request for other in record.requests[:number])
+    network = NetworkRecord(run.settings.model, record.model.num_classes, record.model.channels)
+    about = {"request": entry.request, "run": name, "before": digests.before, "after": digests.after}
     files = {
-        "README.txt": README.format(**texts).encode(),
-        "request.json": _spelled({"request": entry["request"], "run": name, "number": number, "earlier": earlier}),
-        "entry.json": _spelled(entry),
-        "settings.json": _spelled({"model": model, "training": record["settings"], "forgetting": entry["settings"]}),
-        "digests.json": _spelled(digests | {"journal": head}),
-        "environment.json": _spelled(where),
+        "README.txt": README.format(**about).encode(),
+        "request.json": _text(RequestFile(entry.request, name, number, earlier)),
+        "entry.json": _text(entry),
+        "settings.json": _text(SettingsFile(network, record.settings, entry.settings)),
+        "digests.json": _text(digests),
+        "environment.json": _text(EnvironmentFile(environment(), _packages(), record.environment)),
         "patch.safetensors": patch.read_bytes(),
     }
     return files | _extras(run, number) | ({"journal.jsonl": lines} if lines else {})
@@ -266,14 +222,14 @@ def _collect(run: Run, number: int, beside: Path) -> dict[str, bytes]:
 
 def _extras(run: Run, number: int) -> dict[str, bytes]:
     """Verdict and report, if they are about this request: a later one's verdict is on another model."""
-    entry, verdict = run.record["requests"][number], read_verdict(run.path)
-    if number != len(run.record["requests"]) - 1 or (verdict and verdict["request"] != entry["request"]):
+    entry, verdict = run.record.requests[number], read_verdict(run.path)
+    if number != len(run.record.requests) - 1 or (verdict and verdict["request"] != entry.request):
         return {}
     found, report = {}, run.path / "report.html"
     if verdict:
         found["verdict.json"] = (run.path / "verdict.json").read_bytes()
     if report.is_file():
-        found["report.html"] = _report(report, [entry["digests"]["after"], (verdict or {}).get("sentence", "")])
+        found["report.html"] = _report(report, [entry.model_after or "", (verdict or {}).get("sentence", "")])
     return found
 
 
@@ -289,21 +245,20 @@ def _report(path: Path, tells: Sequence[str]) -> bytes:
         raise FedOrthoError(f"{path}: {error}; {again}") from error
 
 
-def _journal(run: Run, entry: Mapping[str, Any], beside: Path) -> tuple[bytes, dict[str, Any] | None]:
+def _journal(run: Run, entry: ServedRecord, beside: Path) -> tuple[bytes, JournalEnd | None]:
     """The journal's lines about a run and about the request where it was still that of another, and where it ends."""
     journal = read_journal(beside)
     if not journal.entries:
         return b"", None
-    asked = (entry["request"], entry["digests"]["before"])
+    asked = (entry.request, entry.model_before)
     about = [e for e in journal.entries if e.run == run.path.resolve().name or (e.request, e.before) == asked]
-    last = asdict(journal.last)
-    return "".join(f"{e.line}\n" for e in about).encode(), {key: last[key] for key in ("number", "hash")}
+    return "".join(f"{e.line}\n" for e in about).encode(), JournalEnd(journal.last.number, journal.last.hash)
 
 
-def _packages() -> list[str]:
+def _packages() -> tuple[str, ...]:
     """Every installed package with its version, as `pip freeze` lists them."""
     found = {(each.metadata["Name"], each.version) for each in metadata.distributions()}
-    return sorted(f"{name}=={version}" for name, version in found if name)
+    return tuple(sorted(f"{name}=={version}" for name, version in found if name))
 
 
 def _patch(data: bytes, source: str) -> Patch:
@@ -315,6 +270,13 @@ def _patch(data: bytes, source: str) -> Patch:
             return replace(patch, note=dict(patch.note))
         except (FedOrthoError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise BadBundle(f"{source}: patch.safetensors is no patch ({error})") from error
+
+
+def _record(kind: type[R], files: Mapping[str, bytes], name: str, source: str) -> R:
+    try:
+        return from_json(kind, _json(files, name, source), name)
+    except BadRecord as error:
+        raise BadBundle(f"{source}: {error}") from error
 
 
 def _json(files: Mapping[str, bytes], name: str, source: str) -> dict[str, Any]:
@@ -333,8 +295,12 @@ def _spelled(value: Mapping[str, Any]) -> bytes:
     return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
 
 
-def _about(data: bytes) -> dict[str, Any]:
-    return {"size": len(data), "sha256": _digest(data)}
+def _text(record: Any) -> bytes:
+    return _spelled(to_json(record))
+
+
+def _listed(data: bytes) -> FileRecord:
+    return FileRecord(len(data), _digest(data))
 
 
 def _digest(data: bytes) -> str:

@@ -13,7 +13,8 @@ from fedortho.data.request import ForgetRequest
 from fedortho.devices import choose_device, using_threads
 from fedortho.engines.central import CentralEngine
 from fedortho.errors import FedOrthoError
-from fedortho.evidence.bundle import BadBundle, Bundle
+from fedortho.evidence.bundle import BadBundle
+from fedortho.evidence.contents import Bundle
 from fedortho.models.patch import Patch
 from fedortho.models.zoo import MODELS, build_model
 from fedortho.requests.federated_forgetting import forget_federated_run
@@ -49,10 +50,10 @@ def reapply_patch(bundle: Bundle, model: Path) -> None:
     if digest != bundle.patch.before:
         raise BadBundle(f"{model} is the model {digest[:16]}; {bundle.source} begins with {bundle.patch.before[:16]}")
     try:
-        kind = bundle.settings["model"]
+        kind = bundle.settings.model
         network: nn.Module = _Weights(weights)
-        if kind["name"] in MODELS:
-            network = build_model(kind["name"], num_classes=kind["classes"], channels=kind["channels"])
+        if kind.name in MODELS:
+            network = build_model(kind.name, num_classes=kind.num_classes, channels=kind.channels)
             load_weights(network, weights, model)
         bundle.patch.apply(network)
     except FedOrthoError as error:
@@ -64,13 +65,10 @@ def reapply_patch(bundle: Bundle, model: Path) -> None:
 def rerun_decision(bundle: Bundle, run: Run, data_dir: str = "") -> None:
     """Decide again with the run of before and its data; refused if another patch comes out."""
     _check_run(bundle, run)
-    try:
-        request = ForgetRequest.parse(bundle.request["request"])
-        settings = make_settings(ForgetSettings, bundle.settings["forgetting"])
-        threads = int(bundle.entry.get("threads") or bundle.environment["run"]["threads"])
-        device = choose_device(str(bundle.entry.get("device", "cpu")))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise BadBundle(f"{bundle.source} does not tell how the decision was made ({error})") from error
+    request = ForgetRequest.parse(bundle.request.request)
+    settings = make_settings(ForgetSettings, bundle.settings.forgetting)
+    threads = bundle.entry.threads or bundle.environment.run.threads
+    device = choose_device(bundle.entry.device)
     data = run.load_data(data_dir)
     with using_threads(threads):
         if isinstance(run.settings, FederateSettings):
@@ -96,15 +94,15 @@ def _check_run(bundle: Bundle, run: Run) -> None:
     if isinstance(run.settings, FederateSettings) and not (run.path / "clients").is_dir():
         how = "its clients decided, on machines of their own"
         raise FedOrthoError(f"{run.path} was trained by a federation: {how}; that cannot be re-run here")
-    mine, told = run.record["model"]["digest"], bundle.patch.before
+    mine, told = run.record.model.digest, bundle.patch.before
     if mine != told:
         raise FedOrthoError(f"{run.path} is the model {mine[:16]}; give the run of before the request, {told[:16]}")
-    earlier = [str(request) for request in served_requests(run)]
+    earlier = tuple(str(request) for request in served_requests(run))
     ledger = load_ledger(run.path / "ledger.safetensors", run.load_model())
     for what, known, here in (
-        ("data", bundle.digests.get("data"), run.record["data"]["digest"]),
-        ("earlier requests", bundle.request.get("earlier"), earlier),
-        ("ledger", bundle.digests.get("ledger"), None if ledger is None else ledger.digest),
+        ("data", bundle.digests.data, run.record.data.digest),
+        ("earlier requests", bundle.request.earlier, earlier),
+        ("ledger", bundle.digests.ledger, None if ledger is None else ledger.digest),
     ):
         if known != here:
             raise BadBundle(f"{bundle.source}: {what} of {run.path} are not those it tells of: {here}, not {known}")

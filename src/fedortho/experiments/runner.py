@@ -146,8 +146,8 @@ def _sequence(experiment: Experiment, run: Run, data: Dataset, place: Path, show
             except Refused as refusal:
                 yield row | {"refused": str(refusal)}
                 break
-            entry = now.record["requests"][-1]
-            yield row | dict(entry["after"]) | {"forgotten": entry["all-forgotten"]}
+            served = now.record.requests[-1]
+            yield row | asdict(served.after) | {"forgotten": dict(served.all_forgotten)}
 
 
 def _served(run: Run, data: Dataset, request: ForgetRequest, treatment: Treatment, out: Path) -> Run:
@@ -161,8 +161,8 @@ def _served(run: Run, data: Dataset, request: ForgetRequest, treatment: Treatmen
             else:
                 forget_run(run, data, request, settings, out=out, device=context_of(run, data).device)
     found = replace(open_run(out), settings=run.settings)
-    entry = found.record["requests"][-1]
-    made = (found.record["parent"], entry["request"], entry["settings"])
-    if made != (run.record["model"]["digest"], str(request), as_mapping(settings)):
+    served = found.record.requests[-1]
+    made = (found.record.parent, served.request, served.settings)
+    if made != (run.record.model.digest, str(request), as_mapping(settings)):
         raise FedOrthoError(f"{out} was made from another model, request or settings; choose another --out")
     return found

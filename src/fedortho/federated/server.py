@@ -95,10 +95,9 @@ def train_federation(
         with local_grid(settings, path / "clients", workers) as here:
             return train_federation(path, settings, here, watch=watch, updates=updates)
     start = _start(settings)
-    inherited = {"requests": start.record["requests"]} if start and "requests" in start.record else {}
     updates = updates or (path / "updates" if settings.keep_updates else None)
     trainer = _Trainer(path, settings, grid, watch, start, updates)
-    return train_run(path, settings, trainer=trainer, inherited=inherited)
+    return train_run(path, settings, trainer=trainer, requests=start.record.requests if start else ())
 
 
 def train_on(run: Run, rounds: int) -> Run:
@@ -215,7 +214,7 @@ def sync(run: Run, grid: "Grid | None" = None) -> list[int]:
             return sync(run, here)
     engine = federated_engine(grid, settings, load_run_data(settings), served_requests(run))
     engine.bring_up_to_date(run.load_model(), patches_of(run))
-    return [client for client in engine.present() if engine.clients[client]["model"] == run.record["model"]["digest"]]
+    return [client for client in engine.present() if engine.clients[client]["model"] == run.record.model.digest]
 
 
 def patches_of(run: Run) -> list[tuple[Patch, ForgetRequest | None]]:

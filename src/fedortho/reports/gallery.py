@@ -15,10 +15,10 @@ from fedortho.models.predictions import evaluate
 from fedortho.reports.examples import kept_examples, lost_examples
 from fedortho.reports.figures import activations, costs, results
 from fedortho.reports.pictures import Gallery, Picture, picture_of
-from fedortho.requests.judging import entry_for
 from fedortho.runs.federation import held_rows
+from fedortho.runs.record import ServedRecord
 from fedortho.runs.run import Run
-from fedortho.runs.served import excluded_besides
+from fedortho.runs.served import excluded_besides, served_record
 from fedortho.runs.settings import FederateSettings
 
 MAX_CAMS = 12  # classes side by side
@@ -37,13 +37,13 @@ def draw_gallery(
     images: bool = True,
 ) -> Gallery:
     """All figures that can be drawn; remarks name the others. Without `images` no image of the data is shown."""
-    entry = entry_for(run, request)
+    served = served_record(run, request)
     runs = {"original": original, "forgot": run, "reference": reference}
     models = {role: given.load_model().to(device) for role, given in runs.items() if given is not None}
     case = _case(run, data, request, models, device)
     remarks = [text for text, given in ((NO_ORIGINAL, original), (NO_REFERENCE, reference)) if given is None]
     pictures = _score_pictures(models, case) if original is not None else []
-    pictures += _trial_pictures(entry) + _training_pictures(run)
+    pictures += _trial_pictures(served) + _training_pictures(run)
     if not images:
         return Gallery(tuple(pictures), remarks=tuple(remarks), has_images=False)
     if original is not None and request.kind == "class":
@@ -92,17 +92,18 @@ def _score_pictures(models: Mapping[str, nn.Module], case: Case) -> list[Picture
     ]
 
 
-def _trial_pictures(entry: Mapping[str, Any]) -> list[Picture]:
+def _trial_pictures(served: ServedRecord) -> list[Picture]:
     """The trials of the request, if the run recorded several."""
     points = [
-        results.Point(trial["ratio"], trial["forget"], trial["retain"])
-        for trial in entry.get("trials", [])
-        if trial["ratio"] and not trial["scrub"]
+        results.Point(trial.ratio, trial.forget, trial.retain)
+        for trial in served.trials
+        if trial.ratio and not trial.scrub
     ]
-    if len(points) < 2:
+    if len(points) < 2 or served.chosen is None:
         return []
-    chosen = results.Point(entry["ratio"], entry["trial-forget"], entry["trial-retain"])
-    figure = results.frontier_figure(points, chosen, target=entry.get("settings", {}).get("target"))
+    chosen, target = served.chosen, served.settings.get("target")
+    best = results.Point(chosen.ratio, chosen.forget, chosen.retain)
+    figure = results.frontier_figure(points, best, target=None if target is None else float(target))
     about = "Forget accuracy on training images of the forget set, retain accuracy on validation images; no test image."
     return [picture_of("frontier", figure, about)]
 

@@ -3,7 +3,7 @@
 import base64
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,12 +24,13 @@ from fedortho.reports.tables import (
     settings_table,
     unbroken,
 )
-from fedortho.requests.judging import entry_for
 from fedortho.requests.references import check_reference, find_original, find_references
+from fedortho.runs.record import ServedRecord
 from fedortho.runs.run import Run, open_run
-from fedortho.runs.served import last_request, served_requests
+from fedortho.runs.served import last_request, served_record, served_requests
 from fedortho.storage.files import write_text
 from fedortho.storage.provenance import judgements, read_verdict
+from fedortho.storage.records import to_json
 from fedortho.storage.settings import as_mapping
 
 if TYPE_CHECKING:
@@ -57,9 +58,9 @@ class Report:
     audit_pictures: tuple[Picture, ...] = ()
 
     @property
-    def entry(self) -> Mapping[str, Any]:
-        """The run's record of this request; empty if it has served none."""
-        return entry_for(self.run, self.request) if self.run.record.get("requests") else {}
+    def served(self) -> ServedRecord | None:
+        """The run's record of this request; None if it has served none."""
+        return served_record(self.run, self.request) if self.run.record.requests else None
 
 
 def write_report(
@@ -110,7 +111,7 @@ def _opened(run: Run | Path | str) -> Run:
 
 def _subject(run: Run, request: ForgetRequest | None) -> tuple[ForgetRequest, dict[str, Any] | None]:
     """The request of the report and the verdict on it; a verdict on another request is left aside."""
-    verdict, names = verdict_of(run), run.record["data"]["classes"]
+    verdict, names = verdict_of(run), run.record.data.class_names
     judged = None if verdict is None else ForgetRequest.parse(verdict["request"])
     request = request or judged or last_request(run)
     is_judged = judged is not None and judged.settled(names) == request.settled(names)
@@ -119,7 +120,7 @@ def _subject(run: Run, request: ForgetRequest | None) -> tuple[ForgetRequest, di
 
 def original_for(run: Run, request: ForgetRequest) -> Run | None:
     """The run before it served this request: its parent, or an earlier one if it has served others since."""
-    names, before = run.record["data"]["classes"], find_original(run)
+    names, before = run.record.data.class_names, find_original(run)
     wanted = request.settled(names)
     while before is not None and wanted in [other.settled(names) for other in served_requests(before)]:
         before = find_original(before)
@@ -128,7 +129,7 @@ def original_for(run: Run, request: ForgetRequest) -> Run | None:
 
 def verdict_of(run: Run) -> dict[str, Any] | None:
     """The verdict on a run, if there is one; a verdict on another model is refused."""
-    verdict, mine = read_verdict(run.path), run.record["model"]["digest"]
+    verdict, mine = read_verdict(run.path), run.record.model.digest
     if verdict is not None and (verdict.get("digests") or {}).get("after", mine) != mine:
         path = run.path / "verdict.json"
         raise BadCheckpoint(f"{path} is about another model than the one in {run.path}; judge it again: fedortho judge")
@@ -140,7 +141,7 @@ def render(report: Report) -> str:
     from markupsafe import Markup
 
     style, script = (_resource(name) for name in ("report.css", "report.js"))
-    verdict, entry = report.verdict or {}, report.entry
+    verdict, served = report.verdict or {}, report.served
     is_measured = bool(verdict.get("metrics"))
     return _template().render(
         marked=Markup(MARKED),
@@ -151,20 +152,20 @@ def render(report: Report) -> str:
         style=Markup(style),  # the package's own files
         script=Markup(script),
         sections=SECTIONS,
-        subject=subject_of(report.request, report.run.record["data"]["classes"]),
+        subject=subject_of(report.request, report.run.record.data.class_names),
         name=report.run.path.name,
         verdict=_summary(report),
         is_measured=is_measured,
         numbers=(
             metrics_table(verdict["metrics"])
             if is_measured
-            else accuracy_table(entry.get("before", {}), entry.get("after", {}))
+            else accuracy_table(*((asdict(served.before), asdict(served.after)) if served else ({}, {})))
         ),
         gallery=report.gallery,
         is_class=report.request.kind == "class",
         audits=audits_table(judgements(report.verdict)),
         audit_pictures=report.audit_pictures,
-        costs=costs_table(verdict.get("cost") or _recorded_cost(entry)),
+        costs=costs_table(verdict.get("cost") or (asdict(served.cost) if served and served.cost else {})),
         not_tested=_not_tested(report.verdict),
         settings=_settings(report),
     )
@@ -202,9 +203,10 @@ def _summary(report: Report) -> dict[str, str]:
     """The verdict's box: sentence, label, advice, and its kind (good, bad, open), which colours it."""
     verdict = report.verdict
     if verdict is None:
-        (forget, retain) = ([report.entry[when][key] for when in ("before", "after")] for key in ("forget", "retain"))
-        sentence = f"Forget accuracy went from {forget[0]:.1%} to {forget[1]:.1%}, "
-        sentence += f"retain accuracy from {retain[0]:.1%} to {retain[1]:.1%}."
+        assert report.served is not None, "a report without a verdict is about the last request"
+        before, after = report.served.before, report.served.after
+        sentence = f"Forget accuracy went from {before.forget:.1%} to {after.forget:.1%}, "
+        sentence += f"retain accuracy from {before.retain:.1%} to {after.retain:.1%}."
         label = "No audit was run: whether the forget set can be recovered is not known."
         return {"kind": "open", "sentence": sentence, "label": label, "advice": ""}
     outcomes = {audit["outcome"] for audit in judgements(verdict)}
@@ -214,21 +216,6 @@ def _summary(report: Report) -> dict[str, str]:
         "label": f"Audits: {verdict.get('label', 'none')}",
         "advice": str(verdict.get("advice") or ""),
     }
-
-
-def _recorded_cost(entry: Mapping[str, Any]) -> dict[str, float]:
-    if entry.get("cost"):
-        return dict(entry["cost"])
-    if "seconds" not in entry:
-        return {}
-    cost = {
-        "seconds": sum(entry.get("seconds", {}).values()),
-        "images_read": sum(entry.get("images-read", {}).values()),
-    }
-    for phase in entry.get("wire", {}).values():
-        for key in ("exchanges", "bytes_up", "bytes_down"):
-            cost[key] = cost.get(key, 0) + phase[key]
-    return cost
 
 
 def _not_tested(verdict: Mapping[str, Any] | None) -> list[str]:
@@ -244,21 +231,21 @@ def _not_tested(verdict: Mapping[str, Any] | None) -> list[str]:
 
 
 def _settings(report: Report) -> list[Table]:
-    verdict, record, entry = report.verdict or {}, report.run.record, report.entry
-    before = (entry.get("digests") or {}).get("before") or record.get("parent")
+    verdict, record, served = report.verdict or {}, report.run.record, report.served
+    before = (served.model_before if served else None) or record.parent
     about = {
         "run": str(report.run.path),
         "request": str(report.request),
-        "method": str(verdict.get("method") or entry.get("method") or "hide"),
-        "model digest": record["model"]["digest"],
+        "method": str(verdict.get("method") or (served.method if served else "–")),
+        "model digest": record.model.digest,
         "digest of the model before": str(before or "–"),
-        "data digest": record["data"]["digest"],
-        "all requests served": "; ".join(other["request"] for other in record.get("requests", [])) or "–",
+        "data digest": record.data.digest,
+        "all requests served": "; ".join(other.request for other in record.requests) or "–",
     }
     groups = {
         "Run and request": about,
-        "Settings of the method": verdict.get("settings") or entry.get("settings", {}),
+        "Settings of the method": verdict.get("settings") or (served.settings if served else {}),
         "Settings of the training": as_mapping(report.run.settings),
-        "Environment": verdict.get("environment") or record.get("environment", {}),
+        "Environment": verdict.get("environment") or to_json(record.environment),
     }
     return [settings_table(caption, group) for caption, group in groups.items() if group]

@@ -90,7 +90,7 @@ def by_directory(rows: Sequence[RunRow]) -> dict[str, list[RunRow]]:
 
 
 def _row(run: Run, name: str) -> RunRow:
-    return _request_row(run, name) if run.record.get("requests") else _training_row(run, name)
+    return _request_row(run, name) if run.record.requests else _training_row(run, name)
 
 
 def _training_row(run: Run, name: str) -> RunRow:
@@ -98,36 +98,37 @@ def _training_row(run: Run, name: str) -> RunRow:
     kind = "federated " if isinstance(settings, FederateSettings) else ""
     return RunRow(
         name,
-        run.record["data"]["name"],
+        run.record.data.name,
         settings.model,
         settings.seed,
         request="",
         method=f"{kind}without {settings.without}" if settings.without else f"{kind}trained",
-        test=run.record["result"].get("test-accuracy"),
+        test=run.record.result.test_accuracy,
         seconds=sum(epoch.seconds for epoch in run.history()) or None,
     )
 
 
 def _request_row(run: Run, name: str) -> RunRow:
-    settings, entry = run.settings, run.record["requests"][-1]
-    forget, retain, test = (entry["after"][key] for key in ("forget", "retain", "test"))
+    settings, served = run.settings, run.record.requests[-1]
+    forget: float | None = served.after.forget
+    retain: float | None = served.after.retain
+    test: float | None = served.after.test
     if isinstance(settings, FederateSettings) and settings.start:  # trained since, and not measured
-        forget, retain, test = None, None, run.record["result"].get("test-accuracy")
-    cost = entry.get("cost") or {"seconds": sum(entry.get("seconds", {}).values())}
+        forget, retain, test = None, None, run.record.result.test_accuracy
     row = RunRow(
         name,
-        run.record["data"]["name"],
+        run.record.data.name,
         settings.model,
         settings.seed,
-        entry["request"],
-        entry.get("method", "hide"),
+        served.request,
+        served.method,
         forget,
         retain,
         test,
-        seconds=cost["seconds"],
+        seconds=None if served.cost is None else served.cost.seconds,
     )
     verdict = read_verdict(run.path) or {}
-    if verdict.get("request") != entry["request"]:  # it is about another request
+    if verdict.get("request") != served.request:  # it is about another request
         return row
     audits = verdict.get("audits", [])
     probe = next((audit["forgot"] for audit in audits if audit["name"] == "C1"), None)

@@ -33,6 +33,7 @@ from fedortho.requests.references import (
 )
 from fedortho.runs.derived import write_derived
 from fedortho.runs.federation import held_rows
+from fedortho.runs.record import Accuracies, ResultRecord, ServedRecord
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.served import excluded_by, served_requests
 from fedortho.runs.settings import FederateSettings
@@ -42,6 +43,7 @@ from fedortho.statistics.ledger import load_ledger
 from fedortho.statistics.query import Selection
 from fedortho.storage.files import read_json, tensors_digest, write_json
 from fedortho.storage.provenance import SCHEMA, environment
+from fedortho.storage.records import to_json
 from fedortho.storage.settings import as_mapping, field_types
 from fedortho.training.recipe import Recipe
 from fedortho.unlearning.calibrate import Refused
@@ -140,7 +142,7 @@ class Row:
     refused: str = ""
 
     def save(self, path: Path, device: torch.device) -> None:
-        write_json(path, {"schema": SCHEMA, "environment": environment(device)} | as_mapping(self))
+        write_json(path, {"schema": SCHEMA, "environment": to_json(environment(device))} | as_mapping(self))
 
 
 Watch = Callable[[str, int, int], None]
@@ -186,7 +188,7 @@ def compared_path(run: Run, request: ForgetRequest) -> Path:
 
 def _row(place: RunContext, request: ForgetRequest, method: Method, path: Path, references: Path | None) -> Row:
     chosen = as_mapping(method)
-    identity = {"model": place.run.record["model"]["digest"], "request": str(request)}
+    identity = {"model": place.run.record.model.digest, "request": str(request)}
     planned = Row(method.name, chosen, identity)
     row = _read_row(path) if path.exists() else None
     if row is not None and replace(row, verdict=None, cost=None, weights="", refused="") == planned:
@@ -198,8 +200,9 @@ def _row(place: RunContext, request: ForgetRequest, method: Method, path: Path, 
         row = replace(planned, refused=str(error))
     else:
         digest = tensors_digest(forgot.state_dict())
-        row = replace(planned, verdict=asdict(_judged(place, forgot, request)), cost=asdict(cost), weights=digest)
-        _keep(place, request, row, forgot, path.with_suffix(""))
+        after = _judged(place, forgot, request)
+        row = replace(planned, verdict=asdict(after), cost=asdict(cost), weights=digest)
+        _keep(place, request, row, forgot, path.with_suffix(""), after, cost)
     row.save(path, place.device)
     return row
 
@@ -214,7 +217,7 @@ def _read_row(path: Path) -> Row:
 
 def _refuse_others(path: Path) -> None:
     """Refuse to replace a directory that is not an earlier outcome: it would be deleted."""
-    if path.exists() and not ((path / "run.json").is_file() and "parent" in open_run(path).record):
+    if path.exists() and not ((path / "run.json").is_file() and open_run(path).record.parent):
         raise FedOrthoError(f"{path} is there already and no result of a comparison; choose another --out")
 
 
@@ -237,20 +240,30 @@ def _outcome(
         return forgot.model, forgot.cost
 
 
-def _keep(place: RunContext, request: ForgetRequest, row: Row, model: nn.Module, path: Path) -> None:
+def _keep(
+    place: RunContext, request: ForgetRequest, row: Row, model: nn.Module, path: Path, after: Accuracies, cost: Cost
+) -> None:
     """Write a method's model as a run of its own."""
-    before = asdict(_judged(place, place.run.load_model(), request))
-    assert row.verdict is not None, "it was measured"
-    entry: dict[str, Any] = {"request": str(request), "method": row.method, "settings": row.settings, "before": before}
-    entry |= {"after": row.verdict, "retain-paid": before["retain"] - row.verdict["retain"], "cost": row.cost}
-    changes: dict[str, Any] = {"requests": [*place.run.record.get("requests", []), entry]}
-    changes |= {"result": {"test-accuracy": row.verdict["test"]}}
+    before = _judged(place, place.run.load_model(), request)
+    record = place.run.record
+    served = ServedRecord(
+        request=str(request),
+        method=row.method,
+        settings=row.settings,
+        before=before,
+        after=after,
+        retain_paid=before.retain - after.retain,
+        cost=cost,
+        model_before=record.model.digest,
+        model_after=row.weights,
+    )
+    changed = replace(record, requests=(*record.requests, served), result=ResultRecord(after.test))
     if path.exists():
         shutil.rmtree(path)
-    write_derived(path, place.run, model, changes, patch=None, ledger=None)
+    write_derived(path, place.run, model, changed, patch=None, ledger=None)
 
 
-def _judged(place: RunContext, model: nn.Module, request: ForgetRequest) -> Any:
+def _judged(place: RunContext, model: nn.Module, request: ForgetRequest) -> Accuracies:
     model = model.to(place.device)
     return accuracies_of(
         model, place.data, request, forgotten=place.forgotten, clients=place.clients, device=place.device

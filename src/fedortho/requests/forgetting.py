@@ -2,10 +2,9 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,18 +13,20 @@ from fedortho.data.images import Dataset
 from fedortho.data.request import Clients, ForgetRequest
 from fedortho.engines.central import CentralEngine
 from fedortho.errors import FedOrthoError
-from fedortho.evaluation.accuracies import Accuracies, accuracies_of
+from fedortho.evaluation.accuracies import accuracies_of
 from fedortho.models.patch import NOTHING, Patch, undo_patch, write_undo
 from fedortho.runs.derived import check_output_paths, write_derived
+from fedortho.runs.record import Accuracies, ResultRecord, ServedRecord, TrialRecord
 from fedortho.runs.run import Run
 from fedortho.runs.served import excluded_by, last_request, served_requests
+from fedortho.statistics.cost import Cost, Meter
 from fedortho.statistics.engine import Engine
 from fedortho.statistics.ledger import forget_lines, load_ledger, rebind_ledger
-from fedortho.statistics.observe import Observation
 from fedortho.statistics.query import Query, Selection, Statistic
 from fedortho.storage.files import tensors_digest
 from fedortho.storage.journal import append_entry
 from fedortho.storage.settings import as_mapping
+from fedortho.unlearning.calibrate import Trial
 from fedortho.unlearning.plan import ForgetPlan, ForgetSettings, plan_forgetting
 
 logger = logging.getLogger(__name__)
@@ -34,14 +35,12 @@ RETRAIN_AFTER = 0.03  # retain accuracy lost over all requests, past which retra
 
 @dataclass(frozen=True)
 class ServedRequest:
-    """What serving a request came to."""
+    """A request that was served: its plan, the record of it, and the run that was written."""
 
     request: ForgetRequest
     outcome: ForgetPlan
-    before: Accuracies
-    after: Accuracies
-    all_forgotten: dict[str, float]  # forget accuracy of each request served so far, this one included
-    retain_paid: float  # retain accuracy lost over all of them
+    record: ServedRecord
+    retain_paid: float  # retain accuracy lost over all requests so far
     run: Run | None  # None if nothing was written
 
     @property
@@ -72,7 +71,7 @@ def forget_run(
 
 def _recorded(serve: Callable[[], ServedRequest], run: Run, request: ForgetRequest, name: str) -> ServedRequest:
     """Serve, and tell the journal beside the runs that it was asked for and what became of it."""
-    place, before = run.path.absolute().parent, run.record["model"]["digest"]
+    place, before = run.path.absolute().parent, run.record.model.digest
     append_entry(place, "received", run.path.name, str(request), before=before)
     try:
         served = serve()
@@ -99,7 +98,9 @@ def _served(
     model = run.load_model().to(device)
     ledger = load_ledger(run.path / "ledger.safetensors", model)
     engine = engine or CentralEngine(data, ledger, clients, device)
-    outcome = plan_forgetting(model, engine, request, settings, forgotten=forgotten)
+    meter = Meter(engine, model)
+    outcome = plan_forgetting(model, meter, request, settings, forgotten=forgotten)
+    cost = meter.cost()
     edited = outcome.patch.apply(model)
     is_afar = engine.is_federated and clients is None  # the images of clients and samples are not here
     asked = is_afar and request.kind != "class"
@@ -114,19 +115,25 @@ def _served(
     judged = [r for r in earlier if r.kind == "class" or not is_afar]
     old = {str(r): accuracies_of(edited, data, r, clients=clients, device=device).forget for r in judged}
     scores = old | {str(request): after.forget}
-    paid = before.retain - after.retain + sum(entry["retain-paid"] for entry in run.record.get("requests", []))
-    served = ServedRequest(request, outcome, before, after, scores, paid, None)
+    record = replace(
+        _record(outcome, request, settings, before, after, cost),
+        all_forgotten=scores,
+        threads=torch.get_num_threads(),
+        device=str(device),
+        ledger=None if ledger is None else ledger.digest,
+    )
+    paid = record.retain_paid + sum(other.retain_paid for other in run.record.requests)
+    served = ServedRequest(request, outcome, record, paid, None)
     if out is None:
         return served
     if undo is not None:
         write_undo(undo, outcome.patch, model)
-    entries = [*run.record.get("requests", []), _entry(served, settings, device, ledger)]
-    changes = {"requests": entries, "result": {"test-accuracy": after.test}}
+    changed = replace(run.record, requests=(*run.record.requests, record), result=ResultRecord(after.test))
     bound = None
     if ledger is not None:
         stays = data.train.subset(~request.mask(data.train, clients))
         bound = forget_lines(rebind_ledger(ledger, model, edited, data.train), stays)
-    return replace(served, run=write_derived(out, run, edited, changes, patch=outcome.patch, ledger=bound))
+    return replace(served, run=write_derived(out, run, edited, changed, patch=outcome.patch, ledger=bound))
 
 
 def _told(
@@ -143,47 +150,36 @@ def _told(
     return float(seen.mean("0")), float(seen.mean("1"))
 
 
-def _entry(
-    served: ServedRequest, settings: ForgetSettings, device: torch.device | str, ledger: Observation | None
-) -> dict[str, Any]:
-    paid = served.before.retain - served.after.retain
-    place = {"threads": torch.get_num_threads(), "device": str(device)}  # float sums depend on them
-    place["ledger"] = None if ledger is None else ledger.digest  # what was decided by
-    return describe(served) | {"settings": as_mapping(settings), "retain-paid": paid} | place
+def _record(
+    outcome: ForgetPlan,
+    request: ForgetRequest,
+    settings: ForgetSettings,
+    before: Accuracies,
+    after: Accuracies,
+    cost: Cost,
+) -> ServedRecord:
+    method = "directions" if settings.erase else "paper" if settings.edit == "conv" else "hide"
+    return ServedRecord(
+        request=str(request),
+        method=method,
+        settings=as_mapping(settings),
+        before=before,
+        after=after,
+        retain_paid=before.retain - after.retain,
+        cost=cost,
+        model_before=outcome.patch.before,
+        model_after=outcome.patch.after,
+        kernels={site: len(found["kernels"]) for site, found in outcome.patch.note["sites"].items()},
+        directions=dict(outcome.patch.note.get("directions", {})),
+        opposed_kernels=outcome.opposed,
+        sample_correlation=outcome.sample_correlation,
+        chosen=None if outcome.chosen is None else _trial(outcome.chosen),
+        trials=tuple(_trial(trial) for trial in outcome.trials),
+    )
 
 
-def describe(served: ServedRequest) -> dict[str, Any]:
-    """A served request as plain values: what was asked, done, measured and spent."""
-    outcome = served.outcome
-    chosen = outcome.chosen
-    value: dict[str, Any] = {
-        "request": str(served.request),
-        "before": asdict(served.before),
-        "after": asdict(served.after),
-        "all-forgotten": served.all_forgotten,
-        "seconds": dict(outcome.seconds),
-        "images-read": dict(outcome.images_read),
-        "tail-flops": {phase: tally.tail_flops for phase, tally in outcome.spent.items()},
-        "wire": {phase: asdict(tally) for phase, tally in outcome.spent.items() if tally.exchanges},
-        "kernels": {site: len(found["kernels"]) for site, found in outcome.patch.note["sites"].items()},
-        "opposed-kernels": outcome.opposed,
-        "sample-correlation": outcome.sample_correlation,
-        "digests": {"before": outcome.patch.before, "after": outcome.patch.after},
-    }
-    if "directions" in outcome.patch.note:
-        value["directions"] = dict(outcome.patch.note["directions"])
-    if chosen is not None:
-        value |= {
-            "ratio": chosen.ratio,
-            "scrub": chosen.scrub,
-            "trial-forget": chosen.forget,
-            "trial-retain": chosen.retain,
-            "trials": [
-                {"ratio": trial.ratio, "scrub": trial.scrub, "forget": trial.forget, "retain": trial.retain}
-                for trial in outcome.trials
-            ],
-        }
-    return value
+def _trial(trial: Trial) -> TrialRecord:
+    return TrialRecord(trial.ratio, trial.scrub, trial.forget, trial.retain)
 
 
 def undo_run(run: Run, undo: Path, out: Path) -> Run:
@@ -191,10 +187,10 @@ def undo_run(run: Run, undo: Path, out: Path) -> Run:
     last_request(run)  # refuses a run that has none
     check_output_paths(out, None)
     restored = undo_patch(undo, run.load_model())
-    digests = {"before": run.record["model"]["digest"], "after": tensors_digest(restored.state_dict())}
-    *earlier, last = run.record["requests"]
-    undone = [*run.record.get("undone", []), last["request"]]
-    changes = {"requests": earlier, "undone": undone, "result": {"test-accuracy": last["before"]["test"]}}
-    derived = write_derived(out, run, restored, changes, patch=None, ledger=None)
-    append_entry(run.path.absolute().parent, "undone", run.path.name, last["request"], **digests)
+    before, after = run.record.model.digest, tensors_digest(restored.state_dict())
+    *earlier, last = run.record.requests
+    undone = (*run.record.undone, last.request)
+    changed = replace(run.record, requests=tuple(earlier), undone=undone, result=ResultRecord(last.before.test))
+    derived = write_derived(out, run, restored, changed, patch=None, ledger=None)
+    append_entry(run.path.absolute().parent, "undone", run.path.name, last.request, before=before, after=after)
     return derived

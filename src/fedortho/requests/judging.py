@@ -1,6 +1,6 @@
 """Judge a run that has served a request: find or train reference models, measure, audit, write verdict.json."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,12 +31,13 @@ from fedortho.requests.references import (
     reference_settings,
     train_reference,
 )
+from fedortho.runs.record import ServedRecord
 from fedortho.runs.run import Run, open_run
-from fedortho.runs.served import index_of_request, last_request
+from fedortho.runs.served import last_request, served_record
 from fedortho.runs.settings import FederateSettings, TrainSettings
-from fedortho.statistics.cost import Cost, flops_per_image
 from fedortho.storage.files import check_writable, write_json
 from fedortho.storage.journal import append_entry
+from fedortho.storage.records import to_json
 from fedortho.training.loop import Watch
 from fedortho.training.recipe import Recipe
 
@@ -74,8 +75,8 @@ def judge_run(
     model's training, `on_step` the title of each measurement that begins.
     """
     options = options or JudgeOptions()
-    entry = entry_for(run, _parsed(run, request))
-    request = ForgetRequest.parse(entry["request"])  # one spelling: verdicts are found by it
+    served = served_record(run, _parsed(run, request))
+    request = ForgetRequest.parse(served.request)  # one spelling: verdicts are found by it
     original = original if isinstance(original, Run) else original_of(run, original)
     check_judge_options(original, request, options)
     journal = original.path.absolute().parent  # the journal that recorded the request
@@ -141,11 +142,6 @@ def check_judge_options(original: Run, request: ForgetRequest, options: JudgeOpt
         check_reference(original, open_run(options.reference), request)
 
 
-def entry_for(run: Run, request: ForgetRequest) -> Mapping[str, Any]:
-    """What a run records of having served a request."""
-    return dict(run.record["requests"][index_of_request(run, request)])
-
-
 def _parsed(run: Run, request: ForgetRequest | str | None) -> ForgetRequest:
     last = last_request(run)  # refuses a run that has forgotten nothing
     if isinstance(request, str):
@@ -186,7 +182,7 @@ def _verdict_on(
     on_step: Callable[[str], None] | None,
 ) -> Verdict:
     """The verdict on a run's model, with what its record tells about method, settings and cost."""
-    entry, device = entry_for(run, request), choose_device(options.device)
+    served, device = served_record(run, request), choose_device(options.device)
     reference, second = [*references[:2], None, None][:2]
     case = case_of(run, request, data, original, reference, second, device)
     shadows = _references_directory(run, options) / "shadows"
@@ -195,15 +191,15 @@ def _verdict_on(
         options.audit,
         only=options.only,
         watch=on_step,
-        membership=shadowed(original, entry, shadows, options.shadows, device) if options.shadows else None,
-        method=entry.get("method", "hide"),
-        edited={key: entry[key] for key in ("kernels", "directions", "ratio", "scrub") if key in entry},
-        cost=_cost(entry, original.load_model(), data),
+        membership=shadowed(original, served, shadows, options.shadows, device) if options.shadows else None,
+        method=served.method,
+        edited=_edited(served),
+        cost=served.cost,
         retrain_seconds=_retrain_seconds(original, reference, len(case.kept_train) / max(len(data.train), 1)),
-        settings=entry.get("settings", {}),
-        origin={"run": run.path.name, "data": run.record["data"], "settings": run.record["settings"]},
-        digests={"before": original.record["model"]["digest"], "after": run.record["model"]["digest"]}
-        | ({} if reference is None else {"reference": reference.record["model"]["digest"]}),
+        settings=served.settings,
+        origin={"run": run.path.name, "data": to_json(run.record.data), "settings": dict(run.record.settings)},
+        digests={"before": original.record.model.digest, "after": run.record.model.digest}
+        | ({} if reference is None else {"reference": reference.record.model.digest}),
     )
 
 
@@ -213,27 +209,21 @@ def _retrain_seconds(original: Run, reference: Run | None, retain_share: float) 
     return seconds or retain_share * sum(epoch.seconds for epoch in original.history()) or None
 
 
-def _cost(entry: Mapping[str, Any], model: nn.Module, data: Dataset) -> Cost | None:
-    """What serving a request took: as metered, or computed from what the method recorded."""
-    if entry.get("cost"):
-        return Cost(**entry["cost"])
-    if "seconds" not in entry:
-        return None
-    read = sum(entry["images-read"].values())
-    wire = entry.get("wire", {}).values()
-    up, down, exchanges = (sum(tally[key] for tally in wire) for key in ("bytes_up", "bytes_down", "exchanges"))
-    flops = flops_per_image(model, data.train.shape)[0] * float(read) + sum(entry.get("tail-flops", {}).values())
-    return Cost(sum(entry["seconds"].values()), read, 0, flops, exchanges, up, down)
+def _edited(served: ServedRecord) -> dict[str, Any]:
+    """The kernels and directions that a method of ours edited, and by how much."""
+    edited: dict[str, Any] = {"kernels": dict(served.kernels)} if served.kernels else {}
+    edited |= {"directions": dict(served.directions)} if served.directions else {}
+    return edited | ({"ratio": served.chosen.ratio, "scrub": served.chosen.scrub} if served.chosen else {})
 
 
-def shadowed(run: Run, entry: Mapping[str, Any], directory: Path, shadows: int, device: torch.device) -> Membership:
-    """The membership audit with shadow models trained as the run was, which forget by the entry's method."""
-    name, recipe = entry.get("method", "hide"), shadow_recipe(run.settings)
+def shadowed(run: Run, served: ServedRecord, directory: Path, shadows: int, device: torch.device) -> Membership:
+    """The membership audit with shadow models trained as the run was, which forget by the recorded method."""
+    name, recipe = served.method, shadow_recipe(run.settings)
     if name not in METHODS:
         raise unknown("method", name, METHODS)
     epochs = {"epochs": recipe.epochs} if issubclass(METHODS[name], Retrain) else {}  # no longer than the shadows
-    method, info = make_method(name, entry.get("settings", {}), epochs), run.record["model"]
-    build = partial(build_model, run.settings.model, num_classes=info["classes"], channels=info["channels"])
+    method, info = make_method(name, served.settings, epochs), run.record.model
+    build = partial(build_model, run.settings.model, num_classes=info.num_classes, channels=info.channels)
 
     def forget(model: nn.Module, data: Dataset, request: ForgetRequest) -> nn.Module:
         engine = CentralEngine(data, device=device, build=lambda seed: build(seed=seed))

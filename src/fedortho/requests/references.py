@@ -13,6 +13,7 @@ from fedortho.errors import BadCheckpoint, FedOrthoError
 from fedortho.evaluation.case import Case
 from fedortho.federated.transport import bytes_of, exchange_of
 from fedortho.runs.federation import held_rows
+from fedortho.runs.record import RunRecord, read_run_record
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.served import excluded_besides, excluded_by
 from fedortho.runs.settings import FREE, FederateSettings, TrainSettings, relocated
@@ -44,7 +45,7 @@ def reference_settings(
         settings = replace(settings, start="", keep_updates=False)  # the weights it went on from knew what must go
     return replace(
         settings,
-        without=str(gone.settled(run.record["data"]["classes"])),
+        without=str(gone.settled(run.record.data.class_names)),
         seed=settings.seed if seed is None else seed,
         split_seed=settings.partition_seed,
         ortho=0.0 if plain else settings.ortho,
@@ -55,8 +56,8 @@ def reference_settings(
 def find_reference(directory: Path, settings: TrainSettings, data_digest: str) -> Run | None:
     """The finished run in a directory of runs that was trained by these settings on this data."""
     for run in finished_runs(directory):
-        names = run.record["data"]["classes"]
-        is_same = run.record["data"]["digest"] == data_digest and _key(run.settings, names) == _key(settings, names)
+        names = run.record.data.class_names
+        is_same = run.record.data.digest == data_digest and _key(run.settings, names) == _key(settings, names)
         if is_same and _is_whole(run):
             return run
     return None
@@ -64,7 +65,7 @@ def find_reference(directory: Path, settings: TrainSettings, data_digest: str) -
 
 def _is_whole(run: Run) -> bool:
     """Whether a run's model came out of training as it is: what was edited afterwards is no reference."""
-    return "requests" not in run.record and "parent" not in run.record
+    return not run.record.is_edited
 
 
 def finished_runs(directory: Path, *, strict: bool = False) -> Iterator[Run]:
@@ -73,9 +74,8 @@ def finished_runs(directory: Path, *, strict: bool = False) -> Iterator[Run]:
         if not (path / "run.json").is_file():
             continue
         try:
-            record = read_json(path / "run.json")
-            if not isinstance(record, dict) or record.get("status") == "done":
-                yield open_run(path)  # which refuses what is no record
+            if isinstance(read_run_record(path), RunRecord):
+                yield open_run(path)
         except FedOrthoError as error:
             if strict:
                 raise
@@ -107,14 +107,14 @@ def reference_name(run: Run, request: ForgetRequest, settings: TrainSettings) ->
 
 def check_reference(run: Run, reference: Run, request: ForgetRequest) -> None:
     """Refuse a reference that saw what must go, or that knows other data or another network."""
-    if reference.record["data"]["digest"] != run.record["data"]["digest"]:
+    if reference.record.data.digest != run.record.data.digest:
         raise BadCheckpoint(f"{reference.path} was trained on other data than {run.path}; retrain on the same")
     if reference.settings.model != run.settings.model:
         raise BadCheckpoint(f"{reference.path} is a {reference.settings.model}, {run.path} a {run.settings.model}")
     began = reference.settings.start if isinstance(reference.settings, FederateSettings) else ""
     if began or not _is_whole(reference):
         raise FedOrthoError(f"{reference.path} was edited or began with another model; give one trained --without it")
-    names, out = run.record["data"]["classes"], excluded_by(reference)
+    names, out = run.record.data.class_names, excluded_by(reference)
     if out is None or not out.settled(names).covers(request.settled(names)):
         raise FedOrthoError(f"{reference.path} was trained with what {request} names; give one trained --without it")
     gone = union_of([part for part in (excluded_by(run), request) if part is not None])
@@ -135,7 +135,7 @@ def reference_cost(reference: Run, data: Dataset) -> Cost:
     tally = Tally(exchanges=len(rounds), bytes_up=up, bytes_down=down)
     history = reference.history()
     if not isinstance(reference.settings, FederateSettings):  # older ones did not count: each image once an epoch
-        history = [replace(entry, images=entry.images or reference.record["data"]["train"]) for entry in history]
+        history = [replace(entry, images=entry.images or reference.record.data.train) for entry in history]
     return training_cost(history, reference.load_model(), data.train.shape, tally)
 
 
@@ -152,9 +152,9 @@ def case_of(
     for found in (reference, second):
         if found is not None:
             check_reference(run, found, request)
-    if original.record["data"]["digest"] != run.record["data"]["digest"]:
+    if original.record.data.digest != run.record.data.digest:
         raise BadCheckpoint(f"{original.path} was trained on other data than {run.path}")
-    names = run.record["data"]["classes"]
+    names = run.record.data.class_names
     before = excluded_by(original)
     if before is not None and before.settled(names).covers(request.settled(names)):
         raise FedOrthoError(f"{original.path} has forgotten {request} before; give the run that had not (--original)")
@@ -170,12 +170,12 @@ def find_original(run: Run) -> Run | None:
 
     One that was trained on after forgetting was made from what the run that it began with was made from.
     """
-    parent = run.record.get("parent")
+    parent = run.record.parent
     start = run.settings.start if isinstance(run.settings, FederateSettings) else ""
     if parent is None and start and (Path(start) / "run.json").is_file():
         return find_original(open_run(start))
     beside = finished_runs(run.path.resolve().parent) if parent else iter(())
-    found = [other for other in beside if other.record["model"]["digest"] == parent]
+    found = [other for other in beside if other.record.model.digest == parent]
     return min(found, key=lambda other: as_mapping(other.settings) != as_mapping(run.settings), default=None)
 
 
@@ -194,9 +194,9 @@ def find_references(original: Run, request: ForgetRequest, place: Path | None = 
     """
     beside = original.path.resolve().parent
     found = [run for where in ([place] if place else [beside, beside / "references"]) for run in finished_runs(where)]
-    names = original.record["data"]["classes"]
+    names = original.record.data.class_names
     wanted = _key(reference_settings(original, request, data_dir=data_dir), names)
-    digest, seed = original.record["data"]["digest"], original.settings.seed
-    mine = [run for run in found if run.record["data"]["digest"] == digest and _is_whole(run)]
+    digest, seed = original.record.data.digest, original.settings.seed
+    mine = [run for run in found if run.record.data.digest == digest and _is_whole(run)]
     by_seed = {run.settings.seed: run for run in reversed(mine) if _key(run.settings, names, seed) == wanted}
     return sorted(by_seed.values(), key=lambda run: (run.settings.seed != seed, run.settings.seed))

@@ -10,9 +10,9 @@ from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadSetting, FedOrthoError
 from fedortho.federated.client import federate_settings
 from fedortho.federated.engine import RoundProgress
-from fedortho.requests.forgetting import describe
 from fedortho.runs.run import open_run
 from fedortho.runs.settings import FederateSettings
+from fedortho.storage.records import to_json
 from fedortho.storage.settings import make_settings
 from fedortho.unlearning.plan import ForgetSettings
 
@@ -56,7 +56,7 @@ def do_job(grid: "Grid", config: Mapping[str, Any]) -> None:
             return
         settings = _forget_settings(str(config.get("forget") or "{}"))
         served = forget_federated_run(run, ForgetRequest.parse(str(config["request"])), settings, grid, out=out)
-        remote.info("%s", json.dumps(describe(served)))
+        remote.info("%s", json.dumps(to_json(served.record)))
     else:
         raise FedOrthoError(f"no job {job!r}; choose from train, forget, sync")
 

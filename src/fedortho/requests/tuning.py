@@ -23,6 +23,7 @@ from fedortho.runs.run import Run, open_run
 from fedortho.statistics.query import Selection, draw
 from fedortho.storage.files import check_writable, locked, read_json, write_json
 from fedortho.storage.provenance import SCHEMA, environment
+from fedortho.storage.records import to_json
 from fedortho.storage.settings import as_mapping, field_types
 
 FACTORS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)  # of the published rate
@@ -183,7 +184,7 @@ def tune(
     data = data or run.load_data()
     trials = out.with_suffix(".trials.json")
     _check_place(out, trials)
-    about: dict[str, Any] = {"budget": asdict(budget), "request": str(request), "model": run.record["model"]["digest"]}
+    about: dict[str, Any] = {"budget": asdict(budget), "request": str(request), "model": run.record.model.digest}
     about["base"] = dict(base)
     for name in names:
         if name in _attempts(trials, about):
@@ -192,7 +193,7 @@ def tune(
         attempts = tune_method(run, data, request, name, budget, base=base.get(name), watch=on_attempt)
         with locked(out.with_suffix(".writing")):
             done = _attempts(trials, about) | {name: attempts}
-            origin = {"schema": SCHEMA, "environment": environment()}
+            origin = {"schema": SCHEMA, "environment": to_json(environment())}
             tried = {method: [asdict(attempt) for attempt in attempts] for method, attempts in done.items()}
             write_json(trials, origin | about | {"attempts": tried})
             _write_best(out, done)

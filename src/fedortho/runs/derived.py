@@ -1,16 +1,18 @@
 """A run that differs from another in its weights: written beside its place, then moved there."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
 from fedortho.errors import FedOrthoError
 from fedortho.models.patch import Patch
+from fedortho.runs.record import RunRecord
 from fedortho.runs.run import Run, open_run
 from fedortho.statistics.observe import Observation
-from fedortho.storage.files import check_writable, tensors_digest, write_json, write_tensors
+from fedortho.storage.files import check_writable, tensors_digest, write_tensors
+from fedortho.storage.records import write_record
 
 
 def check_output_paths(out: Path | None, undo: Path | None) -> None:
@@ -24,9 +26,12 @@ def check_output_paths(out: Path | None, undo: Path | None) -> None:
 
 
 def write_derived(
-    out: Path, run: Run, model: nn.Module, changes: dict[str, Any], *, patch: Patch | None, ledger: Observation | None
+    out: Path, run: Run, model: nn.Module, record: RunRecord, *, patch: Patch | None, ledger: Observation | None
 ) -> Run:
-    """Write a run that differs from another in its weights, beside the place it will take; then move it there."""
+    """Write a run with other weights than `run`, beside the place that it will take; then move it there.
+
+    `record` is that of `run` with the changed requests and result; digest and parent are set here.
+    """
     building = out.parent / f".{out.name}.building"
     shutil.rmtree(building, ignore_errors=True)
     try:
@@ -37,7 +42,7 @@ def write_derived(
     write_tensors(building / "model.safetensors", state)
     for name in ("split.json", "history.json"):
         shutil.copyfile(run.path / name, building / name)
-    number = len(changes["requests"]) - (patch is not None)
+    number = len(record.requests) - (patch is not None)
     copy_patches(run, building, number)
     if patch is not None:
         patch.save(building / "patches" / f"{number:04}.safetensors")
@@ -45,10 +50,8 @@ def write_derived(
         (building / "clients").mkdir()  # of a simulation: they begin anew, with the restored model
     if ledger is not None:
         ledger.save(building / "ledger.safetensors")
-    about = run.record["model"] | {"digest": tensors_digest(state)}
-    write_json(
-        building / "run.json", run.record | {"model": about} | {"parent": run.record["model"]["digest"]} | changes
-    )
+    edited = replace(record.model, digest=tensors_digest(state))
+    write_record(building / "run.json", replace(record, model=edited, parent=run.record.model.digest))
     building.replace(out)
     return open_run(out)
 

@@ -2,19 +2,18 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
 from fedortho.data.decoding import Report
 from fedortho.data.images import Dataset
 from fedortho.data.sources import load_images
-from fedortho.errors import BadCheckpoint, BadData
+from fedortho.errors import BadCheckpoint, BadData, BadRecord, BadSetting, UnknownName
 from fedortho.models.zoo import build_model
+from fedortho.runs.record import RunRecord, TrainingRecord, read_run_record
 from fedortho.runs.settings import FederateSettings, TrainSettings, relocated
 from fedortho.storage.checkpoints import load_weights
 from fedortho.storage.files import read_json, read_tensors, tensors_digest
-from fedortho.storage.provenance import SCHEMA
 from fedortho.storage.settings import make_settings
 from fedortho.training.loop import Epoch
 
@@ -25,22 +24,22 @@ class Run:
 
     path: Path
     settings: TrainSettings
-    record: dict[str, Any]
+    record: RunRecord
 
     def load_model(self) -> nn.Module:
         """The trained weights in a model of the recorded kind, in eval mode; other bytes are refused."""
-        about = self.record["model"]
-        model = build_model(self.settings.model, num_classes=about["classes"], channels=about["channels"])
+        about = self.record.model
+        model = build_model(self.settings.model, num_classes=about.num_classes, channels=about.channels)
         weights, _ = read_tensors(self.path / "model.safetensors")
         load_weights(model, weights, self.path / "model.safetensors")
-        if tensors_digest(model.state_dict()) != about["digest"]:
+        if tensors_digest(model.state_dict()) != about.digest:
             raise BadCheckpoint(f"{self.path / 'model.safetensors'} is not the model that run.json describes")
         return model.eval()
 
     def load_data(self, data_dir: str = "", progress: Report | None = None) -> Dataset:
         """The run's data, split as in training; data with other content is refused."""
         data = load_run_data(self.settings, data_dir, progress)
-        if data.digest != self.record["data"]["digest"]:
+        if data.digest != self.record.data.digest:
             raise BadData(f"{data.name} here is not the data that {self.path} was trained on (its digest differs)")
         if read_json(self.path / "split.json").get("valid") != data.valid.rows.tolist():
             raise BadCheckpoint(f"{self.path / 'split.json'} names other validation images than seed and share give")
@@ -71,30 +70,20 @@ def open_run(path: "Run | Path | str") -> Run:
     if isinstance(path, Run):
         return path
     path = Path(path)
-    record = _read_record(path)
+    record = read_run_record(path)
     if record is None:
         raise BadCheckpoint(
             f"{path} is not a run directory: it has no run.json; make one with fedortho train --out {path}"
         )
-    if record["status"] != "done":
+    if not isinstance(record, RunRecord):
         raise BadCheckpoint(f"the training in {path} has not finished; run the same fedortho train again to go on")
-    return Run(path, make_settings(_kind(record), record["settings"]), record)
+    return Run(path, settings_of(record, path), record)
 
 
-def _kind(record: dict[str, Any]) -> type[TrainSettings]:
-    return FederateSettings if "clients" in record["settings"] else TrainSettings
-
-
-def _read_record(path: Path) -> dict[str, Any] | None:
+def settings_of(record: TrainingRecord, path: Path) -> TrainSettings:
+    """The settings that a record holds: those of a federation if they name clients."""
+    kind = FederateSettings if "clients" in record.settings else TrainSettings
     try:
-        if not (path / "run.json").exists():
-            return None
-    except OSError as error:
-        raise BadCheckpoint(f"{path} cannot be read: {error.strerror}") from error
-    record = read_json(path / "run.json")
-    if not isinstance(record, dict) or record.get("schema") != SCHEMA:
-        raise BadCheckpoint(f"{path / 'run.json'} is not a run record of schema {SCHEMA}")
-    wanted = {"status", "settings", "data"} | ({"model", "result"} if record.get("status") == "done" else set())
-    if missing := sorted(wanted - record.keys()):
-        raise BadCheckpoint(f"{path / 'run.json'} is damaged: it lacks {', '.join(missing)}")
-    return record
+        return make_settings(kind, record.settings)
+    except (BadSetting, UnknownName) as error:
+        raise BadRecord(f"{path / 'run.json'}: {error}") from error

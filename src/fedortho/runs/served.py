@@ -2,11 +2,12 @@
 
 from fedortho.data.request import ForgetRequest, union_of
 from fedortho.errors import FedOrthoError
+from fedortho.runs.record import ServedRecord
 from fedortho.runs.run import Run
 
 
 def served_requests(run: Run) -> list[ForgetRequest]:
-    return [ForgetRequest.parse(entry["request"]) for entry in run.record.get("requests", [])]
+    return [ForgetRequest.parse(served.request) for served in run.record.requests]
 
 
 def excluded_by(run: Run) -> ForgetRequest | None:
@@ -17,7 +18,7 @@ def excluded_by(run: Run) -> ForgetRequest | None:
 
 def excluded_besides(run: Run, request: ForgetRequest) -> ForgetRequest | None:
     """All that a run's model must not know, but for this request: it need not have stayed."""
-    names, without = run.record["data"]["classes"], run.settings.without
+    names, without = run.record.data.class_names, run.settings.without
     every = [*served_requests(run), *([ForgetRequest.parse(without)] if without else [])]
     return union_of([other for other in every if other.settled(names) != request.settled(names)])
 
@@ -25,7 +26,7 @@ def excluded_besides(run: Run, request: ForgetRequest) -> ForgetRequest | None:
 def index_of_request(run: Run, request: ForgetRequest) -> int:
     """Which of a run's requests this is; the last of equal ones."""
     last_request(run)  # refuses a run that has none
-    names, served = run.record["data"]["classes"], served_requests(run)
+    names, served = run.record.data.class_names, served_requests(run)
     same = [place for place, other in enumerate(served) if other.settled(names) == request.settled(names)]
     if not same:
         there = ", ".join(map(str, served))
@@ -33,8 +34,13 @@ def index_of_request(run: Run, request: ForgetRequest) -> int:
     return same[-1]
 
 
+def served_record(run: Run, request: ForgetRequest) -> ServedRecord:
+    """The record of a request that a run has served."""
+    return run.record.requests[index_of_request(run, request)]
+
+
 def last_request(run: Run) -> ForgetRequest:
     """What a run was asked to forget last."""
-    if not run.record.get("requests"):
+    if not run.record.requests:
         raise FedOrthoError(f"{run.path} has forgotten nothing; first: fedortho forget {run.path} REQUEST --out NEW")
     return served_requests(run)[-1]

@@ -2,8 +2,8 @@
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,23 @@ from fedortho.devices import choose_device, using_threads
 from fedortho.errors import FedOrthoError
 from fedortho.models.predictions import evaluate
 from fedortho.models.zoo import build_model, check_output
-from fedortho.runs.run import Run, _kind, _read_record, load_run_data, open_run
+from fedortho.runs.record import (
+    DataRecord,
+    ModelRecord,
+    ResultRecord,
+    RunRecord,
+    ServedRecord,
+    TrainingRecord,
+    read_run_record,
+)
+from fedortho.runs.run import Run, load_run_data, open_run, settings_of
 from fedortho.runs.settings import FREE, ImportSettings, TrainSettings
 from fedortho.statistics.ledger import write_ledger
 from fedortho.storage.checkpoints import load_weights, read_weights
 from fedortho.storage.files import locked, read_tensors, tensors_digest, write_json, write_tensors
-from fedortho.storage.provenance import SCHEMA, environment
-from fedortho.storage.settings import as_mapping, make_settings
+from fedortho.storage.provenance import environment
+from fedortho.storage.records import write_record
+from fedortho.storage.settings import as_mapping
 from fedortho.training.loop import Epoch, Watch, check_fit, fit, ortho_layers
 
 logger = logging.getLogger(__name__)
@@ -41,15 +51,15 @@ def train_run(
     progress: Report | None = None,
     observing: Report | None = None,
     trainer: Trainer | None = None,
-    inherited: Mapping[str, Any] | None = None,
+    requests: tuple[ServedRecord, ...] = (),
 ) -> Run:
     """Train into a directory, or go on where a killed run stopped, or return the finished run.
 
     A `trainer` takes the place of `fit`: it gets the fresh model, the data and a checkpoint file (a federation).
-    What is `inherited` of a run that training starts from goes into run.json.
+    `requests` are those that the run which training starts from has served.
     """
     with locked(Path(path)), using_threads(settings.threads):
-        return _train_run(Path(path), settings, watch, progress, observing, trainer, inherited or {})
+        return _train_run(Path(path), settings, watch, progress, observing, trainer, requests)
 
 
 def _train_run(
@@ -59,12 +69,12 @@ def _train_run(
     progress: Report | None,
     observing: Report | None,
     trainer: Trainer | None,
-    inherited: Mapping[str, Any],
+    requests: tuple[ServedRecord, ...],
 ) -> Run:
-    record = _read_record(path)
+    record = read_run_record(path)
     data = load_run_data(settings, progress=progress)
     _refuse_foreign(path, record, settings, data)
-    if record is not None and record["status"] == "done":
+    if isinstance(record, RunRecord):
         (path / "checkpoint.safetensors").unlink(missing_ok=True)  # killed just before it was removed
         return open_run(path)
     device = choose_device(settings.device)
@@ -74,11 +84,11 @@ def _train_run(
     check_fit(model, data.train, settings)  # these two refuse before anything is written
     ortho_layers(model, data.train.shape, settings)
     if record is None:
-        record = _new_record(settings, data, device) | dict(inherited)
+        record = replace(_new_record(settings, data, device), requests=requests)
         _write_split(path, settings, data)
-        write_json(path / "run.json", record)
-    elif record["environment"]["threads"] != torch.get_num_threads():
-        began, now = record["environment"]["threads"], torch.get_num_threads()
+        write_record(path / "run.json", record)
+    elif record.environment.threads != torch.get_num_threads():
+        began, now = record.environment.threads, torch.get_num_threads()
         logger.warning("begun with %d threads, going on with %d: the bytes may differ; see --threads", began, now)
     checkpoint = path / "checkpoint.safetensors"
     if trainer is None:
@@ -126,19 +136,21 @@ def _fresh_model(settings: TrainSettings, data: Dataset) -> nn.Module:
     return model
 
 
-def _refuse_foreign(path: Path, record: dict[str, Any] | None, settings: TrainSettings, data: Dataset) -> None:
+def _refuse_foreign(path: Path, record: TrainingRecord | None, settings: TrainSettings, data: Dataset) -> None:
     if record is None:
         _refuse_occupied(path)
         return
-    if made := next((key for key in ("imported-from", "parent") if key in record), None):
-        raise FedOrthoError(f"{path} was not trained but made ({made} {record[made]}); choose another --out")
-    mine, theirs = as_mapping(settings), as_mapping(make_settings(_kind(record), record["settings"]))
+    if record.imported_from is not None:
+        raise FedOrthoError(f"{path} was imported from {record.imported_from}; choose another --out")
+    if isinstance(record, RunRecord) and record.parent is not None:
+        raise FedOrthoError(f"{path} was made from the model {record.parent[:12]}; choose another --out")
+    mine, theirs = as_mapping(settings), as_mapping(settings_of(record, path))
     both = [*mine, *(key for key in theirs if key not in mine)]
     other = [key for key in both if key not in FREE and mine.get(key) != theirs.get(key)]
     if other:
         difference = ", ".join(f"{key} is {theirs.get(key)!r}, not {mine.get(key)!r}" for key in other)
         raise FedOrthoError(f"{path} belongs to other settings ({difference}); choose another --out")
-    if record["data"]["digest"] != data.digest:
+    if record.data.digest != data.digest:
         raise FedOrthoError(f"{path} was begun on other data of the same name; choose another --out")
 
 
@@ -156,20 +168,15 @@ def _is_left_over(file: Path) -> bool:
     return re.fullmatch(r"\.[a-z]+\.(json|safetensors)\.\w{8}", file.name) is not None
 
 
-def _new_record(settings: TrainSettings, data: Dataset, device: torch.device) -> dict[str, Any]:
+def _new_record(settings: TrainSettings, data: Dataset, device: torch.device) -> TrainingRecord:
     sizes = {"train": len(data.train), "valid": len(data.valid), "test": len(data.test)}
-    return {
-        "schema": SCHEMA,
-        "status": "training",
-        "settings": as_mapping(settings),
-        "data": {"name": data.name, "digest": data.digest, "classes": list(data.train.names)} | sizes,
-        "environment": environment(device),
-    }
+    known = DataRecord(name=data.name, digest=data.digest, class_names=data.train.names, **sizes)
+    return TrainingRecord(settings=as_mapping(settings), data=known, environment=environment(device))
 
 
 def _finish(
     path: Path,
-    record: dict[str, Any],
+    record: TrainingRecord,
     model: nn.Module,
     data: Dataset,
     *,
@@ -187,16 +194,20 @@ def _finish(
         write_ledger(path / "ledger.safetensors", model, data.train, device=device, progress=observing)
     state = model.cpu().state_dict()
     write_tensors(path / "model.safetensors", state)
-    channels = data.train.shape[0]
-    about = {"classes": data.train.classes, "channels": channels, "digest": tensors_digest(state)}
-    about["weights"] = sum(parameter.numel() for parameter in model.parameters())
-    result = {f"{name}-accuracy": score.accuracy for name, score in scores.items()}
+    about = ModelRecord(
+        digest=tensors_digest(state),
+        num_classes=data.train.classes,
+        channels=data.train.shape[0],
+        weights=sum(parameter.numel() for parameter in model.parameters()),
+    )
+    result = ResultRecord(**{f"{name}_accuracy": score.accuracy for name, score in scores.items()})
     if scores and max(score.accuracy for score in scores.values()) < GUESSING / data.train.classes:
         logger.warning(
-            "the model is no better than guessing (%s): it did not learn; train longer, or at a lower --rate",
+            "the model is no better than guessing (%s): it did not learn; train longer, or with a lower --lr",
             ", ".join(f"{name} {score.accuracy:.1%}" for name, score in scores.items()),
         )
-    write_json(path / "run.json", record | {"status": "done", "model": about, "result": result})
+    known = {each.name: getattr(record, each.name) for each in fields(record) if each.name != "status"}
+    write_record(path / "run.json", RunRecord(**known, model=about, result=result))
     for file in filter(_is_left_over, list(path.iterdir())):
         file.unlink(missing_ok=True)
     return open_run(path)
@@ -212,7 +223,7 @@ def import_run(
 ) -> Run:
     """Make a run of weights that were trained elsewhere; what those saw of our validation split is not known."""
     path = Path(path)
-    if _read_record(path) is not None:
+    if read_run_record(path) is not None:
         raise FedOrthoError(f"{path} is there already; choose a new directory for --out")
     _refuse_occupied(path)
     state = read_weights(weights)
@@ -221,7 +232,7 @@ def import_run(
     model = _fresh_model(known, data)
     load_weights(model, state, weights)
     device = choose_device(settings.device)
-    record = _new_record(known, data, device) | {"imported-from": weights.name}
+    record = replace(_new_record(known, data, device), imported_from=weights.name)
     _write_split(path, known, data)
     write_json(path / "history.json", [])
     return _finish(path, record, model.eval(), data, device=device, observing=observing)

@@ -3,6 +3,7 @@
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -11,21 +12,34 @@ import torch
 
 from fedortho.errors import BadCheckpoint
 from fedortho.storage.files import locked, read_json, write_json
+from fedortho.storage.records import to_json
 
-SCHEMA = 1  # of all that is measured: run.json, verdict.json, rows of comparisons and benchmarks
+SCHEMA = 1  # of verdict.json, rows of comparisons and benchmarks
 LIBRARIES = ("fedortho", "torch", "numpy", "safetensors", "torch-pruning")
 
 
-def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
+@dataclass(frozen=True)
+class Environment:
     """Versions, hardware and threads: float sums depend on all of them."""
-    return {
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in LIBRARIES},
-        "system": f"{platform.system()} {platform.machine()}",
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "device": str(device),
-    }
+
+    versions: Mapping[str, str | None]  # None: not installed
+    system: str
+    processor: str
+    cores: int | None
+    threads: int
+    device: str
+
+
+def environment(device: torch.device | str = "cpu") -> Environment:
+    """The environment of this process."""
+    return Environment(
+        versions={"python": platform.python_version()} | {name: _version(name) for name in LIBRARIES},
+        system=f"{platform.system()} {platform.machine()}",
+        processor=_processor(),
+        cores=os.cpu_count(),
+        threads=torch.get_num_threads(),
+        device=str(device),
+    )
 
 
 def _version(name: str) -> str | None:
@@ -46,7 +60,8 @@ def _processor() -> str:
 
 def write_results(path: Path, what: str, command: str, rows: Sequence[Mapping[str, Any]], **more: Any) -> None:
     """Write rows of a benchmark with where they come from; rewritten after each row, so nothing is lost."""
-    value = {"schema": SCHEMA, "what": what, "command": command, "environment": environment(), "rows": list(rows)}
+    here = to_json(environment())
+    value = {"schema": SCHEMA, "what": what, "command": command, "environment": here, "rows": list(rows)}
     write_json(path, value | more)
 
 
