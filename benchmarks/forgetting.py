@@ -25,6 +25,7 @@ from fedortho.engines.central import CentralEngine, central_engine
 from fedortho.evaluation.accuracies import accuracies_of
 from fedortho.methods.hide import Hide
 from fedortho.methods.paper import Paper
+from fedortho.models.norms import batch_norms, estimate_norms
 from fedortho.models.predictions import accuracy
 from fedortho.models.sites import find_sites
 from fedortho.models.split import Split, entry_inputs, find_split, run_tail, tail_model
@@ -34,7 +35,6 @@ from fedortho.statistics.observe import Observation
 from fedortho.storage.provenance import write_results
 from fedortho.unlearning.calibrate import Refused
 from fedortho.unlearning.plan import ForgetPlan, plan_forgetting, trace_frontier
-from fedortho.unlearning.repair import batch_norms, repair
 
 HERE = Path(__file__).parent
 PAPER_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
@@ -237,7 +237,7 @@ def attacked(model: nn.Module, data: Dataset, request: ForgetRequest) -> dict[st
     order = torch.Generator().manual_seed(1)
     part = retain.subset(torch.randperm(len(retain), generator=order)[:2048])
     victim = copy.deepcopy(model)
-    repair(victim, Split(None), batch_norms(model), part.normalise(part.pixels[part.rows]))
+    estimate_norms(victim, Split(None), batch_norms(model), part.normalise(part.pixels[part.rows]))
     part_test = retain_test.subset(torch.randperm(len(retain_test), generator=order)[:2000])
     return {"forget_bn": accuracy(victim, forget_test), "retain_bn": accuracy(victim, part_test)}
 

@@ -9,12 +9,12 @@ from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.engines.central import CentralEngine
 from fedortho.methods.hide import Hide
+from fedortho.models.norms import estimate_norms, norms_behind
 from fedortho.models.sites import find_sites
 from fedortho.models.split import Split, entry_inputs, find_split, run_tail, tail_model
 from fedortho.training.loop import fit
 from fedortho.training.recipe import Recipe
 from fedortho.unlearning.plan import plan_forgetting
-from fedortho.unlearning.repair import norms_behind, repair
 
 
 def inputs_of(digits: Dataset, number: int) -> Tensor:
@@ -86,7 +86,7 @@ def test_repair_estimates_the_moments_of_what_the_norm_receives(
     split = find_split(model, sites, inputs[:2])
     twin = tail_model(model, split)
     tracked = int(twin.get_buffer("features.25.num_batches_tracked"))
-    buffers, _ = repair(twin, split, norms_behind(model, sites, inputs[:2]), entry_inputs(model, split, inputs))
+    buffers, _ = estimate_norms(twin, split, norms_behind(model, sites, inputs[:2]), entry_inputs(model, split, inputs))
     with torch.no_grad():
         received = model.features[:25](inputs)
     assert set(buffers) == {"features.25.running_mean", "features.25.running_var"}
@@ -102,7 +102,7 @@ def test_repair_weighs_every_image_the_same_and_tells_how_many_it_took(
 ) -> None:
     part = digits.train.subset(range(number))
     inputs = part.normalise(part.pixels[part.rows])
-    buffers, count = repair(tiny.eval(), Split(None), ["features.1"], inputs)
+    buffers, count = estimate_norms(tiny.eval(), Split(None), ["features.1"], inputs)
     with torch.no_grad():
         received = tiny.features[0](inputs[:used])
     assert count == used
@@ -123,6 +123,6 @@ def test_whole_batches_alone_are_repaired_by_their_plain_mean(digits: Dataset, t
     with torch.no_grad():
         for batch in inputs.split(256):
             plain(batch)
-    buffers, _ = repair(tiny, Split(None), ["features.1"], inputs)
+    buffers, _ = estimate_norms(tiny, Split(None), ["features.1"], inputs)
     assert buffers["features.1.running_mean"].equal(norm.running_mean), "to the last bit, as before"
     assert buffers["features.1.running_var"].equal(norm.running_var)

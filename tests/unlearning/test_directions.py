@@ -13,14 +13,16 @@ from fedortho.engines.central import CentralEngine
 from fedortho.errors import BadSetting
 from fedortho.methods.directions import Directions
 from fedortho.methods.hide import Hide
+from fedortho.models.capture import capture
+from fedortho.models.norms import batch_norms, estimate_norms
 from fedortho.models.patch import edit_model, load_patch, undo_patch, write_undo
 from fedortho.models.predictions import evaluate
 from fedortho.models.sites import Site, find_sites
-from fedortho.models.split import Split, received
+from fedortho.models.split import Split
 from fedortho.models.zoo import BasicBlock, ResNet
-from fedortho.unlearning.directions import Spread, check_erasable, plan_erasure, projection, spread_of, spread_sums
+from fedortho.statistics.spread import spread_sums
+from fedortho.unlearning.directions import Spread, check_erasable, plan_erasure, projection, spread_of
 from fedortho.unlearning.plan import plan_forgetting
-from fedortho.unlearning.repair import batch_norms, repair
 
 
 def sites_of(model: nn.Module, layers: str = "deep") -> list[Site]:
@@ -116,7 +118,7 @@ def test_an_edited_layer_answers_the_projected_responses_and_its_norm_knows_them
     norms = [layer.norm for layer in site.layers if layer.norm]
     twin = copy.deepcopy(edited)
     inputs = kept.normalise(kept.pixels[kept.rows])
-    repair(twin, Split(None), norms, inputs[: len(inputs) // 256 * 256])
+    estimate_norms(twin, Split(None), norms, inputs[: len(inputs) // 256 * 256])
     for norm in norms:
         old, new = (m.get_buffer(f"{norm}.running_var") for m in (edited, twin))
         assert torch.allclose(old, new, rtol=0.15, atol=1e-4 * float(old.max())), "re-estimating brings nothing back"
@@ -146,8 +148,10 @@ def test_it_leaves_less_to_read_than_silencing_kernels_does(digits: Dataset, dig
 
     def recalled(share: float) -> float:
         model = forgotten(digit_nets["vgg-mini"], digits, share)
-        parts = [received(model, ["fc"], i.normalise(i.pixels[i.rows]))["fc"].double() for i in (train, test)]
-        return recall(*parts, train.labels, test.labels)
+        with torch.no_grad(), capture(model, ["fc"], Tensor.double, inputs=True) as seen:
+            for images in (train, test):
+                model(images.normalise(images.pixels[images.rows]))
+        return recall(*seen["fc"], train.labels, test.labels)
 
     assert recalled(0.2) < recalled(0.0)
 

@@ -11,9 +11,9 @@ from fedortho.audits.audit import Audit
 from fedortho.data.images import Images, evaluation_batches
 from fedortho.errors import BadData, BadSetting
 from fedortho.evaluation.case import Case
+from fedortho.models.capture import capture
 from fedortho.models.classifier import find_classifier
 from fedortho.models.predictions import answers_of, refuse_broken
-from fedortho.models.split import received
 from fedortho.statistics.query import draw
 
 T = TypeVar("T")
@@ -102,8 +102,10 @@ def features(case: Case, model: nn.Module, images: Images, names: Sequence[str])
 
     found: dict[str, list[Tensor]] = {name: [] for name in names}
     for inputs, _ in evaluation_batches(images, device=case.device):
-        for name, given in received(model, names, inputs.contiguous(memory_format=torch.channels_last), pooled).items():
-            found[name].append(given)
+        with torch.no_grad(), capture(model, names, pooled, inputs=True) as seen:
+            model(inputs.contiguous(memory_format=torch.channels_last))
+        for name, given in seen.items():
+            found[name].append(given[-1])
     return {name: torch.cat(parts) for name, parts in found.items()}
 
 

@@ -11,9 +11,9 @@ from fedortho.audits.audit import Audit
 from fedortho.audits.measurements import MeasurementCache, compared, each, gap, ready, right, ruled
 from fedortho.audits.thresholds import LIMITS
 from fedortho.evaluation.case import Case
+from fedortho.models.norms import batch_norms, estimate_norms, usable
 from fedortho.models.split import Split
 from fedortho.statistics.query import draw
-from fedortho.unlearning.repair import batch_norms, repair, usable
 
 IMAGES = 2000  # retained ones, for the statistics
 SHORT = 0.75  # of the layer's median: below it a kernel or a scale stands out
@@ -39,7 +39,7 @@ def renewed(case: Case, model: nn.Module) -> nn.Module:
     """A copy with batch-norm statistics of retained images only; no gradient, no label."""
     twin = ready(case, model)
     images = draw(case.kept_train, IMAGES, case.seed)
-    repair(twin, Split(None), batch_norms(twin), images.normalise(images.pixels[images.rows].to(case.device)))
+    estimate_norms(twin, Split(None), batch_norms(twin), images.normalise(images.pixels[images.rows].to(case.device)))
     return twin
 
 

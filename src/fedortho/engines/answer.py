@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,17 +10,18 @@ from torch import Tensor, nn
 from fedortho.data.images import Images, evaluation_batches
 from fedortho.devices import flops_of, work_clock
 from fedortho.errors import BadData
+from fedortho.models.capture import capture
 from fedortho.models.classifier import classifier_inputs
+from fedortho.models.norms import estimate_norms, norm_sums
 from fedortho.models.patch import edit_in_place
-from fedortho.models.sites import find_sites
+from fedortho.models.sites import Site, Structure, trace_structure
 from fedortho.models.split import Split, entry_inputs, find_split, run_tail, tail_model
 from fedortho.statistics.observe import Observation, key_of, observe
 from fedortho.statistics.query import Statistic
+from fedortho.statistics.spread import spread_sums
 from fedortho.training.loop import fit
 from fedortho.training.objectives import LOSSES
 from fedortho.training.recipe import Recipe
-from fedortho.unlearning.directions import spread_sums
-from fedortho.unlearning.repair import norm_sums, repair
 
 
 @dataclass
@@ -35,6 +35,13 @@ class AnswerCache:
     images_trained: int = 0  # forward and backward passes
     tail_flops: float = 0.0  # of candidates, behind the cut
     behind: dict[Split, int] = field(default_factory=dict)  # FLOPs of one image there
+    structure: Structure | None = None  # of the network, traced at the first query
+
+    def sites(self, model: nn.Module, shape: tuple[int, int, int], statistic: Statistic) -> list[Site]:
+        """The sites that a query means; the network is traced once."""
+        if self.structure is None:
+            self.structure = trace_structure(model, shape)
+        return self.structure.sites(statistic.layers, statistic.edit, statistic.tap)
 
 
 @dataclass(frozen=True)
@@ -78,10 +85,7 @@ def _peaks(
     model: nn.Module, whole: Images, group: Images, statistic: Statistic, cache: AnswerCache, device: torch.device | str
 ) -> Observation:
     """Peaks by label, from the ledger where it knows all images of a label and from the images otherwise."""
-    taps = [
-        (site, statistic.tap)
-        for site in find_sites(model, whole.shape, statistic.layers, statistic.edit, statistic.tap)
-    ]
+    taps = [(site, statistic.tap) for site in cache.sites(model, whole.shape, statistic)]
     keys = [key_of(*tap) for tap in taps]
 
     def look(images: Images) -> Observation:
@@ -133,7 +137,7 @@ def _tail(
         return cache.tails[key]
     if not len(images):
         raise BadData("there is no image to try candidates on")
-    sites = find_sites(model, images.shape, statistic.layers, statistic.edit, statistic.tap)
+    sites = cache.sites(model, images.shape, statistic)
     inputs = _inputs(images, device)
     split = find_split(model, sites, inputs[:2])
     cached = entry_inputs(model, split, inputs)
@@ -179,7 +183,7 @@ def _moments(
     sums, count = _no_moments(widths, statistic), 0
     if len(group) > 1:  # batch statistics of one image are no statistics
         for number, twin, tail in _tried(model, group, statistic, cache, device):
-            buffers, count = repair(twin, tail.split, statistic.norms, tail.inputs)
+            buffers, count = estimate_norms(twin, tail.split, statistic.norms, tail.inputs)
             for norm in statistic.norms:
                 mean, variance = (buffers[f"{norm}.running_{kind}"].cpu().double() for kind in ("mean", "var"))
                 sums[f"{number}:{norm}:mean"] = count * mean.unsqueeze(0)
@@ -275,28 +279,23 @@ def _averages(
     model: nn.Module, whole: Images, group: Images, statistic: Statistic, cache: AnswerCache, device: torch.device | str
 ) -> Observation:
     """Sums over images, by label, of each kernel's mean response over the map, negative responses being 0."""
-    sites = find_sites(model, whole.shape, statistic.layers, statistic.edit, statistic.tap)
+    sites = cache.sites(model, whole.shape, statistic)
     sums = {site.name: torch.zeros(whole.classes, site.kernels, dtype=torch.float64) for site in sites}
-    seen: dict[str, Tensor] = {}
-    handles = []
-    for site in sites:
-        at = site.layers[0].norm if statistic.tap != "conv" and site.layers[0].norm else site.layers[0].name
-
-        def keep(_: nn.Module, __: Any, out: Tensor, name: str = site.name) -> None:
-            seen[name] = out.clamp_min(0).mean((2, 3))  # here, before an in-place activation can change `out`
-
-        handles.append(model.get_submodule(at).register_forward_hook(keep))
-    try:
-        with torch.no_grad():
-            for inputs, labels in evaluation_batches(group, device=device):
+    at = {_tapped(site, statistic.tap): site.name for site in sites}
+    with torch.no_grad():
+        for inputs, labels in evaluation_batches(group, device=device):
+            with capture(model, at, lambda out: out.clamp_min(0).mean((2, 3))) as seen:
                 model(inputs)
-                for name, means in seen.items():
-                    sums[name].index_add_(0, labels.cpu(), means.cpu().double())
-    finally:
-        for handle in handles:
-            handle.remove()
+            for module, means in seen.items():
+                sums[at[module]].index_add_(0, labels.cpu(), means[-1].cpu().double())
     cache.images_read += len(group)
     return Observation(sums, torch.bincount(group.labels, minlength=whole.classes))
+
+
+def _tapped(site: Site, tap: str) -> str:
+    """The module whose output is read."""
+    layer = site.layers[0]
+    return layer.norm if tap != "conv" and layer.norm else layer.name
 
 
 def _spread(
@@ -304,9 +303,7 @@ def _spread(
 ) -> Observation:
     """How the responses of each site lie: sums by position, of products, and with the model's own answers."""
     cache.images_read += len(group)
-    return spread_sums(
-        model, group, find_sites(model, whole.shape, statistic.layers, statistic.edit, statistic.tap), device
-    )
+    return spread_sums(model, group, cache.sites(model, whole.shape, statistic), device)
 
 
 AnswerFunction = Callable[[nn.Module, Images, Images, Statistic, AnswerCache, torch.device | str], Observation]

@@ -24,6 +24,7 @@ from fedortho.evaluation.membership_attacks import (
     match_known,
 )
 from fedortho.evaluation.metrics import Metric, Reading, measured
+from fedortho.models.capture import capture
 from fedortho.models.classifier import find_classifier
 from fedortho.models.predictions import evaluating, logits_of
 from fedortho.statistics.query import draw
@@ -137,11 +138,9 @@ def _classifier_watched(model: nn.Module, case: Case, seen: list[Tensor]) -> Ite
     if name is None:
         yield
         return
-    keep = model.get_submodule(name).register_forward_pre_hook(lambda _, given: seen.append(given[0].cpu().double()))
-    try:
+    with capture(model, [name], lambda given: given.cpu().double(), inputs=True) as received:
         yield
-    finally:
-        keep.remove()
+    seen += received.get(name, [])
 
 
 def share_right(answers: Answers) -> float:

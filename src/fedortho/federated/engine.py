@@ -33,6 +33,7 @@ from fedortho.federated.wire import (
     prefixed,
     unpack_observations,
 )
+from fedortho.models.norms import batch_norms
 from fedortho.runs.federation import Federation, sample_clients
 from fedortho.statistics.engine import Tally
 from fedortho.statistics.observe import Observation
@@ -44,7 +45,7 @@ from fedortho.training.adapters import base_tensors
 from fedortho.training.loop import Epoch, Mask
 from fedortho.training.objectives import step_seed
 from fedortho.training.recipe import Recipe, learning_rate
-from fedortho.unlearning.repair import batch_norms, norm_buffers
+from fedortho.unlearning.repair import norm_buffers
 
 if TYPE_CHECKING:
     from flwr.serverapp import Grid

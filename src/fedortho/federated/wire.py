@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fedortho.data.images import Images, made_images
 from fedortho.data.request import ForgetRequest
-from fedortho.engines.answer import answer
+from fedortho.engines.answer import AnswerCache, answer
 from fedortho.errors import FedOrthoError
 from fedortho.models.patch import unpack_patch
 from fedortho.statistics.observe import Observation
@@ -178,7 +178,8 @@ def blank_observations(
     """What a client without images answers: the layers, labels and shapes that every answer must have."""
     none, flat = torch.zeros(0, dtype=torch.int64), (0.0,) * shape[0]
     nothing = Images(torch.zeros(0, *shape, dtype=torch.uint8), none, none, names, flat, flat)
-    return [answer(model, nothing, [nothing] * len(query.selections), query.statistic) for query in queries]
+    cache = AnswerCache()  # traces the network once
+    return [answer(model, nothing, [nothing] * len(q.selections), q.statistic, cache=cache) for q in queries]
 
 
 def add_observations(

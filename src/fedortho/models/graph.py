@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fedortho.errors import BadSetting, UnknownName, first_line, unknown
+from fedortho.models.capture import capture
 
 NORMS = (nn.BatchNorm2d, nn.GroupNorm, nn.InstanceNorm2d, nn.LayerNorm, nn.SyncBatchNorm)
 WEIGHTED = (nn.Conv2d, nn.ConvTranspose2d, nn.Linear)  # they make new channels
@@ -83,10 +84,12 @@ def trace_layers(model: nn.Module, shape: tuple[int, int, int]) -> list[Layer]:
     return _with_stages(layers, pointwise) + [_unreached(n, twin.get_submodule(n)) for n in unused]
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Call:
-    size: tuple[int, int]
-    times: int = 1
+    """How a forward pass used a convolution."""
+
+    size: tuple[int, int]  # of its first output
+    times: int
 
 
 @dataclass(frozen=True)
@@ -110,28 +113,14 @@ def _problem(call: _Call, graph: _Graph, name: str) -> str | None:
 
 
 def _record_calls(model: nn.Module, example: Tensor) -> dict[str, _Call]:
-    calls: dict[str, _Call] = {}
-
-    def hook(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
-        def note(_: nn.Module, __: Any, out: Tensor) -> None:
-            if name in calls:
-                calls[name].times += 1
-            else:
-                calls[name] = _Call((out.shape[2], out.shape[3]))
-
-        return note
-
-    handles = [m.register_forward_hook(hook(n)) for n, m in model.named_modules() if isinstance(m, nn.Conv2d)]
+    convs = [name for name, module in model.named_modules() if isinstance(module, nn.Conv2d)]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), capture(model, convs, lambda out: (out.shape[2], out.shape[3])) as seen:
             model(example)
     except Exception as error:  # a foreign model: it may fail in any way
         shape = "x".join(map(str, example.shape[1:]))
         raise BadSetting(f"the model cannot read images of {shape}: {first_line(error)}") from error
-    finally:
-        for handle in handles:
-            handle.remove()
-    return calls
+    return {name: _Call(sizes[0], len(sizes)) for name, sizes in seen.items()}
 
 
 def _dependencies(model: nn.Module, example: Tensor, names: list[str]) -> _Graph:

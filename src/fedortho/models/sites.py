@@ -1,13 +1,14 @@
 """Where a network can be edited: single layers, or all writers of one residual stream together; and where it cannot."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from fedortho.errors import BadSetting, unknown
+from fedortho.models.capture import capture
 from fedortho.models.graph import Layer, Select, select_layers, trace_layers
 
 EDITS = ("conv", "channel")
@@ -35,11 +36,56 @@ class Finding:
     is_undone: bool  # a conv edit here is invisible once batch-norm statistics are re-estimated
 
 
-def check_model(model: nn.Module, shape: tuple[int, int, int]) -> list[Finding]:
-    """Every convolution with the edits that apply to it, and why the others do not."""
+@dataclass(frozen=True)
+class Structure:
+    """All convolutions of a network with the edits that apply to them, traced once."""
+
+    findings: tuple[Finding, ...]
+    streams: Mapping[tuple[str, ...], str]  # layers that write to one residual stream → the module at its end
+
+    def sites(self, which: Select, edit: str, tap: str) -> list[Site]:
+        """What an edit of these layers acts on; a layer that `check` refuses is refused here too.
+
+        With tap `stream`, layers that write to a residual stream become one site with all its writers; the
+        others stay single.
+        """
+        if edit not in EDITS:
+            raise unknown("edit", edit, EDITS)
+        if tap not in TAPS:
+            raise unknown("tap", tap, TAPS)
+        findings = {finding.layer.name: finding for finding in self.findings}
+        layers = [finding.layer for finding in self.findings]
+        sites: dict[str, Site] = {}
+        for layer in select_layers(layers, which):
+            together = tap == "stream" and len(layer.writers) > 1
+            finding = findings[layer.name]
+            reason = finding.group if together else (finding.conv if edit == "conv" else finding.channel)
+            if reason is not None:
+                raise BadSetting(f"layer {layer.name} cannot be edited ({edit}): {reason}; see fedortho check")
+            if together:
+                name = self.streams[layer.writers]
+                writers = tuple(other for other in layers if other.name in layer.writers)
+                sites[name] = Site(name, writers, layer.kernels, is_stream=True)
+            else:
+                sites[layer.name] = Site(layer.name, (layer,), layer.kernels)
+        return list(sites.values())
+
+
+def trace_structure(model: nn.Module, shape: tuple[int, int, int]) -> Structure:
+    """The structure of a network that reads images of this shape; depends on its modules, so trace it once."""
     layers = trace_layers(model, shape)
     streams = _find_streams(model, shape, layers)
-    return [_judge(model, layer, layers, streams) for layer in layers]
+    return Structure(tuple(_judge(model, layer, layers, streams) for layer in layers), streams)
+
+
+def check_model(model: nn.Module, shape: tuple[int, int, int]) -> list[Finding]:
+    """Every convolution with the edits that apply to it, and why the others do not."""
+    return list(trace_structure(model, shape).findings)
+
+
+def find_sites(model: nn.Module, shape: tuple[int, int, int], which: Select, edit: str, tap: str) -> list[Site]:
+    """The sites of a network that is asked for them once; see `Structure.sites`."""
+    return trace_structure(model, shape).sites(which, edit, tap)
 
 
 def _judge(model: nn.Module, layer: Layer, layers: Sequence[Layer], streams: dict[tuple[str, ...], str]) -> Finding:
@@ -109,40 +155,6 @@ def _outputs(
         module = twin.get_submodule(layer.norm or layer.name)
         for parameter in module.parameters(recurse=False):
             nn.init.zeros_(parameter)
-    outputs: dict[str, Tensor] = {}
-    for name in names:
-        twin.get_submodule(name).register_forward_hook(
-            lambda _, __, out, name=name: outputs.update({name: out}) if isinstance(out, Tensor) else None
-        )
-    with torch.no_grad():
+    with torch.no_grad(), capture(twin, names, lambda out: out) as seen:
         twin(torch.rand(2, *shape, generator=torch.Generator().manual_seed(0)) + 0.1)
-    return outputs
-
-
-def find_sites(model: nn.Module, shape: tuple[int, int, int], which: Select, edit: str, tap: str) -> list[Site]:
-    """What an edit of these layers acts on; a layer that `check` refuses is refused here too.
-
-    With tap `stream`, layers that write to a residual stream become one site with all its writers; the
-    others stay single.
-    """
-    if edit not in EDITS:
-        raise unknown("edit", edit, EDITS)
-    if tap not in TAPS:
-        raise unknown("tap", tap, TAPS)
-    findings = {finding.layer.name: finding for finding in check_model(model, shape)}
-    layers = [finding.layer for finding in findings.values()]
-    chosen = select_layers(layers, which)
-    streams = _find_streams(model, shape, layers) if tap == "stream" else {}
-    sites: dict[str, Site] = {}
-    for layer in chosen:
-        together = tap == "stream" and len(layer.writers) > 1
-        finding = findings[layer.name]
-        reason = finding.group if together else (finding.conv if edit == "conv" else finding.channel)
-        if reason is not None:
-            raise BadSetting(f"layer {layer.name} cannot be edited ({edit}): {reason}; see fedortho check")
-        if together:
-            name = streams[layer.writers]
-            sites[name] = Site(name, tuple(x for x in layers if x.name in layer.writers), layer.kernels, True)
-        else:
-            sites[layer.name] = Site(layer.name, (layer,), layer.kernels)
-    return list(sites.values())
+    return {name: outputs[-1] for name, outputs in seen.items() if isinstance(outputs[-1], Tensor)}

@@ -10,7 +10,7 @@ from torch import nn
 
 from fedortho.data.images import Images
 from fedortho.errors import BadCheckpoint, FedOrthoError
-from fedortho.models.sites import Site, find_sites
+from fedortho.models.sites import Site, trace_structure
 from fedortho.statistics.observe import Observation, key_of, observe
 from fedortho.storage.files import read_tensors, tensors_digest
 
@@ -36,9 +36,10 @@ def write_ledger(
 
 
 def ledger_taps(model: nn.Module, shape: tuple[int, int, int]) -> list[tuple[Site, str]]:
-    """Every tap that a preset reads in the deep layers."""
-    single = find_sites(model, shape, "deep", "conv", "conv")
-    streams = [site for site in find_sites(model, shape, "deep", "channel", "stream") if site.is_stream]
+    """Every tap that a method reads in the deep layers."""
+    structure = trace_structure(model, shape)
+    single = structure.sites("deep", "conv", "conv")
+    streams = [site for site in structure.sites("deep", "channel", "stream") if site.is_stream]
     return [(site, tap) for site in single for tap in ("conv", "bn", "relu")] + [(site, "stream") for site in streams]
 
 

@@ -7,13 +7,13 @@ observation holds sums of peaks per label and counts of images: observations of 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fedortho.data.images import Batches, Images, evaluation_batches
 from fedortho.errors import BadData
+from fedortho.models.capture import capture
 from fedortho.models.sites import Site
 from fedortho.storage.files import tensors_digest, write_tensors
 
@@ -122,30 +122,9 @@ def observe(
     return Observation(sums, counts, tensors_digest(model.state_dict()))
 
 
-class _Enough(Exception):
-    """All taps were seen: the rest of the forward pass would be wasted."""
-
-
 def _peaks(model: nn.Module, inputs: Tensor, wanted: Mapping[str, tuple[str, str, int]]) -> dict[str, Tensor]:
-    peaks: dict[str, Tensor] = {}
-
-    def hook(key: str, kind: str) -> Callable[[nn.Module, Any, Tensor], None]:
-        def reduce(_: nn.Module, __: Any, out: Tensor) -> None:
-            peak = out.amax((2, 3))  # here, before an in-place activation can change `out`
-            peaks[key] = peak.clamp_min(0) if kind == "relu" else peak
-            if len(peaks) == len(wanted):
-                raise _Enough
-
-        return reduce
-
-    handles = [
-        model.get_submodule(module).register_forward_hook(hook(key, kind)) for key, (module, kind, _) in wanted.items()
-    ]
-    try:
+    modules = dict.fromkeys(module for module, _, _ in wanted.values())
+    with capture(model, modules, lambda out: out.amax((2, 3)), stop=True) as seen:
         model(inputs)
-    except _Enough:
-        pass
-    finally:
-        for handle in handles:
-            handle.remove()
-    return peaks
+    peaks = {key: (seen[module][-1], kind) for key, (module, kind, _) in wanted.items()}
+    return {key: peak.clamp_min(0) if kind == "relu" else peak for key, (peak, kind) in peaks.items()}

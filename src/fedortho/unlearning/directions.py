@@ -9,19 +9,19 @@ that separate the means of retained classes are spared; of the others those of m
 The kernels absorb it, W' = P W, and have no part left in what was removed. Differences of retained means stay.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fedortho.data.images import Images, evaluation_batches
 from fedortho.errors import BadSetting
+from fedortho.models.capture import capture
 from fedortho.models.graph import Layer
 from fedortho.models.patch import Patch
 from fedortho.models.sites import Site
 from fedortho.statistics.observe import Observation
+from fedortho.statistics.spread import responses
 from fedortho.unlearning.select import SPREADS, kernel_count
 
 FLOOR = 1e-2  # of the mean variance, added to every variance: directions that nothing uses are no evidence
@@ -47,13 +47,9 @@ def check_erasable(model: nn.Module, sites: Sequence[Site], example: Tensor) -> 
             if problem := _problem(model, layer):
                 raise BadSetting(f"no direction can be taken out of {layer.name}: {problem}")
         if site.is_stream:
-            ends: dict[str, Tensor] = {}
-            handle = model.get_submodule(site.name).register_forward_hook(lambda _, __, out: ends.update(end=out))  # noqa: B023
-            try:
-                total = _responses(model, [site], example)[0][site.name]
-            finally:
-                handle.remove()
-            if total is None or not torch.allclose(ends["end"], total.relu(), rtol=1e-4, atol=1e-5):
+            with capture(model, [site.name], lambda out: out) as seen:
+                total = responses(model, [site], example)[0][site.name]
+            if total is None or not torch.allclose(seen[site.name][-1], total.relu(), rtol=1e-4, atol=1e-5):
                 raise BadSetting(
                     f"no direction can be taken out of {site.name}: what enters it by an identity cannot be mixed; "
                     "choose inner layers with --layers, or take the robust preset"
@@ -69,67 +65,6 @@ def _problem(model: nn.Module, layer: Layer) -> str | None:
     if not isinstance(norm, nn.BatchNorm2d) or norm.running_mean is None or norm.weight is None:
         return f"its norm {layer.norm} is no batch norm with scales and running statistics"
     return None
-
-
-def _responses(
-    model: nn.Module, sites: Sequence[Site], inputs: Tensor
-) -> tuple[dict[str, Tensor | None], dict[str, Tensor], Tensor]:
-    """Of one forward pass: responses of sites (None: their layers' do not add up), those of layers, and answers."""
-    seen: dict[str, Tensor] = {}
-    handles = []
-    for layer in (layer for site in sites for layer in site.layers):
-
-        def keep(_: nn.Module, __: Any, out: Tensor, name: str = layer.name) -> None:
-            seen[name] = out.clone()  # before an in-place activation can change it
-
-        handles.append(model.get_submodule(layer.norm or layer.name).register_forward_hook(keep))
-    try:
-        with torch.no_grad():
-            answers: Tensor = model(inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    whole: dict[str, Tensor | None] = {}
-    for site in sites:
-        parts = [seen[layer.name] for layer in site.layers]
-        alike = len({part.shape for part in parts}) == 1
-        whole[site.name] = torch.stack(parts).sum(0) if alike else None
-    return whole, seen, answers
-
-
-def _taps(sites: Sequence[Site]) -> Iterator[tuple[str, Layer]]:
-    """Where responses are summed: each site, and the single writers of a stream."""
-    for site in sites:
-        yield site.name, site.layers[0]
-        if len(site.layers) > 1:
-            yield from ((layer.name, layer) for layer in site.layers)
-
-
-def spread_sums(
-    model: nn.Module, images: Images, sites: Sequence[Site], device: torch.device | str = "cpu"
-) -> Observation:
-    """Sums over images: responses by position, their products, and pooled responses times the model's own answers."""
-    sums: dict[str, Tensor] = {"answers": torch.zeros(1, images.classes, dtype=torch.float64)}
-    for name, layer in _taps(sites):
-        places = layer.size[0] * layer.size[1]
-        for what, number in (("mean", places), ("second", layer.kernels), ("answered", images.classes)):
-            sums[f"{name}:{what}"] = torch.zeros(1, layer.kernels * number, dtype=torch.float64)
-    for inputs, _ in evaluation_batches(images, device=device):
-        whole, single, answers = _responses(model, sites, inputs)
-        shares = answers.softmax(1)
-        sums["answers"] += shares.cpu().double().sum(0)
-        for name, _ in _taps(sites):
-            found = whole.get(name, single.get(name))
-            assert found is not None, "checked before"
-            flat = found.flatten(2)  # (n, kernels, positions)
-            rows = flat.transpose(0, 1).flatten(1)
-            for what, value in (
-                ("mean", flat.sum(0)),
-                ("second", rows @ rows.T),
-                ("answered", flat.mean(2).T @ shares),
-            ):
-                sums[f"{name}:{what}"] += value.cpu().double().flatten()
-    return Observation(sums, torch.tensor([len(images)]))
 
 
 def spread_of(group: Observation, name: str, kernels: int) -> Spread:

@@ -13,6 +13,7 @@ from fedortho.data.request import EmptyGroup, ForgetRequest
 from fedortho.devices import work_clock
 from fedortho.errors import BadData, BadSetting, unknown
 from fedortho.models.classifier import find_classifier
+from fedortho.models.norms import norms_behind
 from fedortho.models.patch import NOTHING, Patch, bind_patch
 from fedortho.models.sites import EDITS, TAPS, Site, find_sites
 from fedortho.statistics.engine import Engine, Tally, withheld_hint
@@ -22,7 +23,6 @@ from fedortho.storage.settings import kebab
 from fedortho.unlearning.calibrate import RATIOS, SHARES, Candidate, Trial, TrialRunner, calibrate
 from fedortho.unlearning.directions import check_erasable, plan_erasure
 from fedortho.unlearning.rank import Ranking, rank_correlation, rank_kernels, same_label_retain
-from fedortho.unlearning.repair import norms_behind
 from fedortho.unlearning.select import SCOPES, SPREADS, choose_kernels, merge_chosen, plan_edit, strengths
 
 logger = logging.getLogger(__name__)

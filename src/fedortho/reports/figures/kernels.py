@@ -1,7 +1,7 @@
 """Kernels and how alike they are: Gram heatmaps, similarity of features by depth, and its distribution."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from fedortho.data.images import Batches, Images, evaluation_batches
 from fedortho.errors import unknown
+from fedortho.models.capture import capture
 from fedortho.models.graph import Layer, select_layers, trace_layers
 from fedortho.reports.figures.style import DASHES, MARKERS, SERIES, entitle, grid_lines, new_figure, times
 from fedortho.training.orthogonality import kernel_matrix
@@ -45,27 +46,25 @@ def feature_likeness(
 
     Maps are what leaves the convolution, before norm and activation; the sums of products are exact over batches.
     """
+    for name in layers:
+        _conv(model, name)  # refuses what is none
+
+    def products(out: Tensor) -> Tensor:
+        maps = out.detach().transpose(0, 1).flatten(1)  # (kernels, images * places)
+        return (maps @ maps.T).cpu().double()
+
     sums: dict[str, Tensor] = {}
-
-    def hook(name: str) -> Any:
-        def add(_: nn.Module, __: Any, out: Tensor) -> None:
-            maps = out.detach().transpose(0, 1).flatten(1)  # (kernels, images * places)
-            product = (maps @ maps.T).cpu().double()
-            sums[name] = sums[name] + product if name in sums else product
-
-        return add
-
     was_training = model.training
-    handles = [_conv(model, name).register_forward_hook(hook(name)) for name in layers]
     model.eval()
     try:
         with torch.no_grad():
             for inputs, _ in evaluation_batches(images, device=device):
-                model(inputs)
+                with capture(model, layers, products) as seen:
+                    model(inputs)
+                for name, (*_, product) in seen.items():
+                    sums[name] = sums[name] + product if name in sums else product
     finally:
         model.train(was_training)
-        for handle in handles:
-            handle.remove()
     return {name: _cosines(sums[name]).abs().float() for name in layers}
 
 

@@ -1,0 +1,100 @@
+"""Batch norms: which ones keep statistics, which ones an edit reaches, and estimating their statistics again."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from fedortho.models.capture import capture
+from fedortho.models.sites import Site
+from fedortho.models.split import BATCH, Split, run_tail
+
+LEAST = 8  # images in a last, smaller batch; fewer are left out
+
+
+def norms_behind(model: nn.Module, sites: Sequence[Site], example: Tensor) -> list[str]:
+    """Batch norms whose input an edit of these sites can change, found by silencing them all."""
+    silent = copy.deepcopy(model)
+    for layer in (layer for site in sites for layer in site.layers):
+        for parameter in silent.get_submodule(layer.norm or layer.name).parameters(recurse=False):
+            nn.init.zeros_(parameter)
+    norms = batch_norms(model)
+    before, after = (_inputs(network, norms, example) for network in (model, silent))
+    return [name for name, given in before.items() if not torch.equal(given, after[name])]
+
+
+def _inputs(model: nn.Module, names: Sequence[str], example: Tensor) -> dict[str, Tensor]:
+    with torch.no_grad(), capture(model, names, Tensor.clone, inputs=True) as seen:
+        model(example)
+    return {name: given[-1] for name, given in seen.items()}
+
+
+def batch_norms(model: nn.Module) -> list[str]:
+    """The batch norms of a network that keep statistics, by name; others take those of each batch anyway."""
+    norms = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.BatchNorm2d))
+    return [name for name, norm in norms if norm.running_mean is not None]
+
+
+@contextmanager
+def _estimating(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    model.eval()
+    norms = [model.get_submodule(name) for name in names]
+    momenta = [norm.momentum for norm in norms]
+    for norm in norms:
+        assert isinstance(norm, nn.BatchNorm2d)
+        norm.reset_running_stats()
+        norm.momentum = None  # the plain mean over batches
+        norm.train()
+    try:
+        yield
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            assert isinstance(norm, nn.BatchNorm2d)
+            norm.momentum = momentum  # type: ignore[assignment]  # it came from there
+            norm.eval()
+
+
+def estimate_norms(
+    twin: nn.Module, split: Split, names: Sequence[str], cached: Tensor
+) -> tuple[dict[str, Tensor], int]:
+    """Re-estimate the named batch norms on cached activations, in place; the new buffers and the number of images."""
+    used = usable(len(cached))
+    last = used % BATCH if used > BATCH else 0  # images of a smaller batch
+    whole, rest = cached[:used].split([used - last, last])
+    counters = {f"{n}.num_batches_tracked": twin.get_buffer(f"{n}.num_batches_tracked").clone() for n in names}
+    with torch.no_grad(), _estimating(twin, names):
+        run_tail(twin, split, whole)  # equal batches: a plain mean is right
+        if last:
+            for name in names:
+                twin.get_submodule(name).momentum = last / used  # type: ignore[assignment]  # its share of all
+            run_tail(twin, split, rest)
+    for name, value in counters.items():
+        twin.get_buffer(name).copy_(value)  # it counts training batches only
+    buffers = [f"{name}.{kind}" for name in names for kind in ("running_mean", "running_var")]
+    return {name: twin.get_buffer(name).clone() for name in buffers}, used
+
+
+def usable(images: int) -> int:
+    """How many of the images an estimate uses.
+
+    >>> [usable(number) for number in (5, 300, 512, 517)]
+    [5, 300, 512, 512]
+    """
+    rest = images % BATCH
+    return images - rest if images > BATCH and rest < LEAST else images
+
+
+def norm_sums(twin: nn.Module, split: Split, name: str, cached: Tensor) -> tuple[Tensor, int]:
+    """Sum and sum of squares of a norm's inputs in eval mode, (2, channels), float64, and the number of values."""
+
+    def moments(given: Tensor) -> tuple[Tensor, int]:
+        values = given.cpu().double()
+        sums = torch.stack([values.sum((0, 2, 3)), values.square().sum((0, 2, 3))])
+        return sums, values.numel() // values.shape[1]
+
+    with torch.no_grad(), capture(twin, [name], moments, inputs=True) as seen:
+        run_tail(twin, split, cached)
+    sums, counts = zip(*seen[name], strict=True)
+    return torch.stack(sums).sum(0), sum(counts)

@@ -1,0 +1,63 @@
+"""How the responses of edited layers lie: sums by position, of products, and with the network's own predictions."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fedortho.data.images import Images, evaluation_batches
+from fedortho.models.capture import capture
+from fedortho.models.graph import Layer
+from fedortho.models.sites import Site
+from fedortho.statistics.observe import Observation
+
+
+def responses(
+    model: nn.Module, sites: Sequence[Site], inputs: Tensor
+) -> tuple[dict[str, Tensor | None], dict[str, Tensor], Tensor]:
+    """Of one forward pass: responses of sites (None: their layers' do not add up), of layers, and the logits."""
+    layers = {layer.norm or layer.name: layer.name for site in sites for layer in site.layers}
+    with torch.no_grad(), capture(model, layers, Tensor.clone) as seen:
+        logits: Tensor = model(inputs)
+    single = {layers[module]: outputs[-1] for module, outputs in seen.items()}
+    whole: dict[str, Tensor | None] = {}
+    for site in sites:
+        parts = [single[layer.name] for layer in site.layers]
+        alike = len({part.shape for part in parts}) == 1
+        whole[site.name] = torch.stack(parts).sum(0) if alike else None
+    return whole, single, logits
+
+
+def _taps(sites: Sequence[Site]) -> Iterator[tuple[str, Layer]]:
+    """Where responses are summed: each site, and the single writers of a stream."""
+    for site in sites:
+        yield site.name, site.layers[0]
+        if len(site.layers) > 1:
+            yield from ((layer.name, layer) for layer in site.layers)
+
+
+def spread_sums(
+    model: nn.Module, images: Images, sites: Sequence[Site], device: torch.device | str = "cpu"
+) -> Observation:
+    """Sums over images: responses by position, their products, and pooled responses times the model's own answers."""
+    sums: dict[str, Tensor] = {"answers": torch.zeros(1, images.classes, dtype=torch.float64)}
+    for name, layer in _taps(sites):
+        places = layer.size[0] * layer.size[1]
+        for what, number in (("mean", places), ("second", layer.kernels), ("answered", images.classes)):
+            sums[f"{name}:{what}"] = torch.zeros(1, layer.kernels * number, dtype=torch.float64)
+    for inputs, _ in evaluation_batches(images, device=device):
+        whole, single, logits = responses(model, sites, inputs)
+        shares = logits.softmax(1)
+        sums["answers"] += shares.cpu().double().sum(0)
+        for name, _ in _taps(sites):
+            found = whole.get(name, single.get(name))
+            assert found is not None, "checked before"
+            flat = found.flatten(2)  # (n, kernels, positions)
+            rows = flat.transpose(0, 1).flatten(1)
+            for what, value in (
+                ("mean", flat.sum(0)),
+                ("second", rows @ rows.T),
+                ("answered", flat.mean(2).T @ shares),
+            ):
+                sums[f"{name}:{what}"] += value.cpu().double().flatten()
+    return Observation(sums, torch.tensor([len(images)]))
