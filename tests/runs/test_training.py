@@ -186,9 +186,10 @@ def test_a_changed_model_or_record_is_refused(digits_run: Path, tmp_path: Path) 
 
 
 def test_a_process_killed_twice_ends_with_the_same_bytes_as_one_left_alone(tmp_path: Path) -> None:
+    settings = TrainSettings(data="digits", epochs=6, batch_size=64, lr=0.05, threads=1)
     flags = ["--epochs", "6", "--batch-size", "64", "--lr", "0.05", "--threads", "1", "--out"]
     command = [sys.executable, "-m", "fedortho", "train", "--data", "digits", *flags]
-    subprocess.run([*command, tmp_path / "whole"], check=True, capture_output=True)
+    train_run(tmp_path / "whole", settings)
     for _ in range(2):
         process = subprocess.Popen(
             [*command, tmp_path / "killed"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -200,7 +201,7 @@ def test_a_process_killed_twice_ends_with_the_same_bytes_as_one_left_alone(tmp_p
         process.send_signal(signal.SIGKILL)
         process.wait()
         assert checkpoint.exists(), "killed while training"
-    subprocess.run([*command, tmp_path / "killed"], check=True, capture_output=True)
+    train_run(tmp_path / "killed", settings)
     for name in ("model.safetensors", "split.json"):
         assert file_digest(tmp_path / "whole" / name) == file_digest(tmp_path / "killed" / name)
 
