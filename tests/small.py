@@ -63,12 +63,14 @@ def write_images(folder: Path, classes: dict[str, int]) -> Path:
 
 
 class PooledNet(nn.Module):
-    """Four convolutions with batch norm and pooling between them: the smallest thing that learns real images."""
+    """Four convolutions with batch norm and pooling between them: the smallest network that learns real images."""
+
+    widths = ((16, 32), (32, 32), (32, 64))
 
     def __init__(self, classes: int = 10, channels: int = 1) -> None:
         super().__init__()
         layers: list[nn.Module] = []
-        for inputs, outputs in ((channels, 16), (16, 32), (32, 32), (32, 64)):
+        for inputs, outputs in ((channels, 16), *self.widths):
             layers += [nn.Conv2d(inputs, outputs, 3, 1, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
             layers += [nn.MaxPool2d(2)] if outputs == 32 else []
         self.features = nn.Sequential(*layers)
@@ -76,6 +78,12 @@ class PooledNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc(self.features(x).mean((2, 3)))
+
+
+class DeepNet(PooledNet):
+    """The same with two convolutions of equal width at the end, so that an edit has a layer behind it to repair."""
+
+    widths = (*PooledNet.widths, (64, 64))
 
 
 class Odd(nn.Module):

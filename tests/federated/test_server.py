@@ -24,10 +24,12 @@ from fedortho.requests.server_app import do_job
 from fedortho.runs.federation import held_rows
 from fedortho.runs.run import Run, open_run
 from fedortho.statistics.query import Query, Selection, Statistic
+from fedortho.statistics.training_plan import PlanPart, TrainingPlan
 from fedortho.storage.files import read_json
+from fedortho.training.objectives import FitOptions
 from fedortho.training.recipe import Recipe
 
-TRAINED = replace(SETTINGS, model="vgg-mini", rounds=6, epochs=2, split="dirichlet:1", crop=1, timeout=60.0)
+TRAINED = replace(SETTINGS, model="small:DeepNet", rounds=6, epochs=2, split="dirichlet:1", timeout=60.0)
 CLASS = ForgetRequest.parse("class:3")
 
 
@@ -97,11 +99,12 @@ def test_a_client_is_forgotten_to_the_level_of_unseen_images_and_is_gone(run: Ru
 def test_twenty_more_rounds_do_not_bring_a_silenced_class_back_but_the_papers_kernels_recover(
     run: Run, forgot: Run, digits: Dataset
 ) -> None:
-    recipe = Recipe(epochs=20, lr=0.01, schedule="constant", crop=1, flip=0.0, batch_size=32)
+    recipe = Recipe(epochs=20, lr=0.02, schedule="constant", crop=1, flip=0.0, batch_size=64)
+    plan = TrainingPlan((PlanPart(Selection("train", None, CLASS)),), FitOptions(local_epochs=1))
     model = forgot.load_model()
     mask = silenced(forgot, model)
     assert mask
-    trained = engine_of(forgot, digits).fit(model, Selection("train", None, CLASS), recipe, trainable=mask)
+    trained = engine_of(forgot, digits).fit(model, plan, recipe, trainable=mask)
     assert accuracies_of(trained, digits, CLASS).forget <= 0.06
     for name, may_move in mask.items():
         assert not trained.get_parameter(name)[~may_move].any(), "what was silenced stays silent"
@@ -113,7 +116,7 @@ def test_twenty_more_rounds_do_not_bring_a_silenced_class_back_but_the_papers_ke
     ((patch, _),) = patches_of(paper)
     weak = paper.load_model()
     assert not silenced(paper, weak), "weakened kernels are not held"
-    again = engine_of(paper, digits).fit(weak, Selection("train", None, CLASS), recipe)
+    again = engine_of(paper, digits).fit(weak, plan, recipe)
     name, (kernels, _) = next(iter(patch.scaled.items()))
     norms = [m.get_parameter(name)[kernels].flatten(1).norm(dim=1).mean() for m in (run.load_model(), weak, again)]
     assert norms[1] < 0.8 * norms[0]
