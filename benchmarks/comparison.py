@@ -47,6 +47,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--references", type=Path, help="directory of the references; default: --networks")
     parser.add_argument("--methods", default="all")
     parser.add_argument("--epochs", type=int, default=1, help="epochs (in a federation: rounds) of methods that train")
+    parser.add_argument("--out", type=Path, default=OUT, help="result file")
     arguments = parser.parse_args(words)
     if arguments.part == "tune":
         find_settings(arguments)
@@ -88,16 +89,16 @@ def measure(arguments: Any) -> None:
     data = run.load_data(arguments.data_dir)
     for name in chosen_methods(arguments.methods):
         (row,) = compare(run, request, [name], out=place, data=data, settings=settings, references=references)
-        add(about | asdict(row))
+        add(arguments.out, about | asdict(row))
 
 
-def add(row: dict[str, Any]) -> None:
+def add(out: Path, row: dict[str, Any]) -> None:
     def order(other: Mapping[str, Any]) -> Any:
         return [*(other[word] for word in ORDER), list(METHODS).index(other["method"])]
 
     command = "python benchmarks/comparison.py compare|federation, with each --model, --seed, --run, --request"
     what = "methods side by side; test images; costs by what ran"
-    add_row(OUT, row, ("run", "request", "method"), order, what, command)
+    add_row(out, row, ("run", "request", "method"), order, what, command)
     print({key: row[key] for key in ("run", "method", "verdict", "refused")}, flush=True)
 
 
