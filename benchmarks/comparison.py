@@ -28,6 +28,7 @@ from fedortho.requests.comparing import chosen_methods, compare
 from fedortho.requests.tuning import Attempt, tune
 from fedortho.runs.run import open_run
 from fedortho.storage.provenance import add_row
+from fedortho.storage.records import to_json
 from fedortho.storage.settings import field_types
 
 HERE = Path(__file__).parent
@@ -89,7 +90,8 @@ def measure(arguments: Any) -> None:
     data = run.load_data(arguments.data_dir)
     for name in chosen_methods(arguments.methods):
         (row,) = compare(run, request, [name], out=place, data=data, settings=settings, references=references)
-        add(arguments.out, about | asdict(row))
+        values = {key: value for key, value in to_json(row).items() if key not in ("schema", "environment")}
+        add(arguments.out, about | values)
 
 
 def add(out: Path, row: dict[str, Any]) -> None:
@@ -99,7 +101,7 @@ def add(out: Path, row: dict[str, Any]) -> None:
     command = "python benchmarks/comparison.py compare|federation, with each --model, --seed, --run, --request"
     what = "methods side by side; test images; costs by what ran"
     add_row(out, row, ("run", "request", "method"), order, what, command)
-    print({key: row[key] for key in ("run", "method", "verdict", "refused")}, flush=True)
+    print({key: row[key] for key in ("run", "method", "accuracies", "refused")}, flush=True)
 
 
 if __name__ == "__main__":

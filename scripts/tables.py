@@ -168,15 +168,18 @@ def comparison(kinds: tuple[str, ...] = ("class",)) -> str:
     rows = []
     for (engine, model, request), methods in groups.items():
         for method, seeds in methods.items():
-            served = {seed: row for seed, row in seeds.items() if row["verdict"]}
+            served = {seed: row for seed, row in seeds.items() if row["accuracies"]}
             about = [engine, model, request, str(len(seeds)), method]
             if not served:
                 why = "refused: cannot serve it" if "serves" in next(iter(seeds.values()))["refused"] else "refused"
                 rows.append([*about, why, "–", "–", "–"])
                 continue
-            cells = [spread([100 * row["verdict"][key] for row in served.values()]) for key in ("forget", "retain")]
+            cells = [spread([100 * row["accuracies"][key] for row in served.values()]) for key in ("forget", "retain")]
             gaps = [
-                50 * sum(abs(row["verdict"][k] - methods["retrain"][seed]["verdict"][k]) for k in ("forget", "retain"))
+                50
+                * sum(
+                    abs(row["accuracies"][k] - methods["retrain"][seed]["accuracies"][k]) for k in ("forget", "retain")
+                )
                 for seed, row in served.items()
                 if seed in methods.get("retrain", {})
             ]

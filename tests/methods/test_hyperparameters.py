@@ -8,7 +8,7 @@ from fedortho.errors import FedOrthoError, UnknownName
 from fedortho.methods import METHODS
 from fedortho.methods.hyperparameters import TUNED, read_settings
 from fedortho.models.zoo import MODELS
-from fedortho.requests.comparing import settings_for
+from fedortho.requests.run_context import method_for_run
 from fedortho.runs.run import Run
 from fedortho.runs.settings import TrainSettings
 from fedortho.storage.files import write_json
@@ -29,7 +29,7 @@ def test_tuned_settings_are_found_by_data_and_model_and_every_method_takes_them(
     found = read_settings(run.settings.data, run.settings.model, "tuned")
     assert set(found) >= {"ssd", "salun", "finetune", "unsir", "bad-teacher", "fused", "not", "neggrad"}
     for name, settings in found.items():
-        assert settings_for(run, name, settings).name == METHODS[name].name
+        assert method_for_run(run, name, settings).name == METHODS[name].name
 
 
 def test_what_cannot_be_read_is_refused_with_the_reason(tmp_path: Path) -> None:

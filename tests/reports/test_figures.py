@@ -18,6 +18,7 @@ from fedortho.models.predictions import Evaluation, evaluate
 from fedortho.models.zoo import build_model
 from fedortho.reports.figures import activations, costs, kernels, results
 from fedortho.reports.figures.style import finding_of, png
+from fedortho.statistics.cost import Cost
 from fedortho.training.loop import Epoch
 
 LAYERS = ("features.0", "features.3", "features.6")
@@ -221,14 +222,14 @@ def test_relearning_and_probes_are_told_by_role() -> None:
 
 def test_costs_are_compared_with_retraining_and_none_is_none() -> None:
     rows = {
-        "retrain": {"bytes_up": 600_000, "bytes_down": 400_000, "flops": 5e12},
-        "hide": {"bytes_up": 900, "bytes_down": 100, "flops": 1e11},
-        "logit-mask": {"bytes_up": 0, "bytes_down": 0, "flops": 0.0},
+        "retrain": Cost(1.0, 0, 0, 5e12, 1, 600_000, 400_000),
+        "hide": Cost(1.0, 0, 0, 1e11, 1, 900, 100),
+        "logit-mask": Cost(1.0, 0, 0, 0.0, 0, 0, 0),
     }
     figure = costs.cost_figure(rows)
     assert finding_of(figure) == "Hide sends 1,000 times less and computes 50 times less than retrain"
     assert [text.get_text() for text in figure.axes[0].texts] == ["1 M", "1 k", "none"]
-    alone = {name: row | {"bytes_up": 0, "bytes_down": 0} for name, row in rows.items()}
+    alone = {name: replace(cost, bytes_up=0, bytes_down=0) for name, cost in rows.items()}
     assert len(costs.cost_figure(alone).axes) == 1, "where nothing travels there is nothing to draw"
 
 

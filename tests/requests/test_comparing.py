@@ -11,6 +11,7 @@ from small import SETTINGS, write_images
 from torch import nn
 
 import fedortho.requests.comparing as compare_module
+import fedortho.requests.run_context as context_module
 from fedortho.data.request import ForgetRequest
 from fedortho.engines.central import CentralEngine
 from fedortho.errors import FedOrthoError, UnknownName
@@ -18,12 +19,16 @@ from fedortho.evaluation.accuracies import accuracies_of
 from fedortho.federated.server import patches_of, train_federation
 from fedortho.methods.method import CannotServe, Method
 from fedortho.methods.retrain import Retrain
-from fedortho.requests.comparing import Row, best, chosen_methods, compare, context_of, gaps, settings_for, table
+from fedortho.requests.comparing import Row, best, chosen_methods, compare, comparison_table, gaps
+from fedortho.requests.run_context import method_for_run, open_context
+from fedortho.runs.record import Accuracies
 from fedortho.runs.run import Run, load_run_data, open_run
 from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
+from fedortho.statistics.cost import Cost
 from fedortho.statistics.engine import Engine
 from fedortho.storage.files import read_json, write_json
+from fedortho.storage.records import read_record
 
 REQUEST = ForgetRequest.parse("class:3")
 QUICK = {"finetune": {"epochs": 1}}
@@ -36,8 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def row(name: str, forget: float, retain: float) -> Row:
-    cost = dict.fromkeys(("seconds", "flops", "bytes_up", "bytes_down"), 1.0)
-    return Row(name, {}, {}, {"forget": forget, "retain": retain, "test": 0.5}, cost)
+    return Row("", "class:3", name, {}, Accuracies(forget, retain, 0.5), Cost(1.0, 1, 1, 1.0, 1, 1, 1))
 
 
 def test_a_comparison_writes_each_method_as_it_goes_and_resumes(run: Run, tmp_path: Path) -> None:
@@ -50,11 +54,12 @@ def test_a_comparison_writes_each_method_as_it_goes_and_resumes(run: Run, tmp_pa
         run, REQUEST, ["retrain", "finetune", "logit-mask"], out=tmp_path, data=data, settings=QUICK, watch=watch
     )
     assert seen == [("retrain", 0, 3), ("finetune", 1, 3), ("logit-mask", 2, 3)]
-    assert first[2].verdict is not None
-    assert first[2].verdict["forget"] == 0.0
+    assert first[2].accuracies is not None
+    assert first[2].accuracies.forget == 0.0
     assert first[0].cost is not None
-    assert first[0].cost["images_trained"] == 3 * int((data.train.labels != 3).sum())
-    assert first[0].cost["flops"] > 1e6
+    assert first[0].cost.images_trained == 3 * int((data.train.labels != 3).sum())
+    assert first[0].cost.flops > 1e6
+    assert read_record(Row, tmp_path / "retrain.json") == first[0]
 
     path = tmp_path / "finetune.json"
     write_json(path, read_json(path) | {"weights": "as it was"})
@@ -75,7 +80,7 @@ def test_a_method_gets_the_model_on_the_cpu_and_the_engine_the_device(
         devices.extend([str(engine.device), *{weight.device.type for weight in model.parameters()}])
         raise CannotServe("that was all")
 
-    monkeypatch.setattr(compare_module, "choose_device", lambda _: torch.device("meta"))
+    monkeypatch.setattr(context_module, "choose_device", lambda _: torch.device("meta"))
     monkeypatch.setattr(compare_module, "unlearn", looking)
     compare(run, REQUEST, ["finetune"], out=tmp_path, data=load_run_data(run.settings))
     assert devices == ["meta", "cpu"]
@@ -90,7 +95,7 @@ def test_retraining_is_done_once_and_every_outcome_is_a_run_of_its_own(run: Run,
     assert again.weights == first.weights == open_run(reference).record.model.digest
     assert (reference / "model.safetensors").stat().st_mtime_ns == stamp
     assert first.cost is not None
-    assert first.cost["images_trained"] == 3 * int((data.train.labels != 3).sum())
+    assert first.cost.images_trained == 3 * int((data.train.labels != 3).sum())
     outcome = open_run(tmp_path / "two" / "logit-mask")
     assert outcome.record.model.digest == masked.weights
     assert outcome.record.requests[-1].method == "logit-mask"
@@ -111,7 +116,7 @@ def test_a_reference_beside_the_run_is_not_trained_again(run: Run, tmp_path: Pat
 def test_what_a_run_was_trained_without_is_neither_taught_nor_counted(run: Run, tmp_path: Path) -> None:
     data = load_run_data(run.settings)
     without = train_run(tmp_path / "runs" / "run", replace(run.settings, without="class:3"))
-    place = context_of(without, data)
+    place = open_context(without, data)
     with place.engine() as engine:
         assert isinstance(engine, CentralEngine)
         assert all(3 not in part.labels for part in (engine.data.train, engine.data.valid))
@@ -120,8 +125,8 @@ def test_what_a_run_was_trained_without_is_neither_taught_nor_counted(run: Run, 
     )
     tuned = open_run(tmp_path / "out" / "finetune").load_model()
     assert accuracies_of(tuned, data, REQUEST).forget == 0.0, "the class that it never met was not taught"
-    assert row.verdict is not None
-    assert row.verdict["retain"] == accuracies_of(tuned, data, ForgetRequest.parse("class:5"), forgotten=REQUEST).retain
+    assert row.accuracies is not None
+    assert row.accuracies.retain == accuracies_of(tuned, data, ForgetRequest.parse("class:5"), forgotten=REQUEST).retain
 
     apart = train_federation(tmp_path / "apart", replace(SETTINGS, clients=2, rounds=1, without="client:1"))
     with pytest.raises(FedOrthoError, match="was trained --without client:1, which its clients still hold"):
@@ -145,12 +150,12 @@ def test_federaser_replays_what_a_run_kept_and_references_keep_nothing(tmp_path:
     retrained, replayed = compare(
         run, request, ["retrain", "federaser"], out=tmp_path / "out", data=load_run_data(settings)
     )
-    assert retrained.verdict is not None
-    assert replayed.verdict is not None
+    assert retrained.accuracies is not None
+    assert replayed.accuracies is not None
     assert replayed.settings["updates"] == str(run.path / "updates")
     assert replayed.settings["ortho"] == settings.ortho > 0, "it trains as the run did"
     assert replayed.settings["epochs"] == 3
-    assert replayed.verdict["test"] > 0.3, "it learnt from the others"
+    assert replayed.accuracies.test > 0.3, "it learnt from the others"
     (reference,) = (tmp_path / "references").iterdir()
     assert not (reference / "updates").exists()
 
@@ -161,7 +166,7 @@ def test_the_command_shows_a_table_and_writes_results(run: Run, tmp_path: Path) 
     for word in ("retrain", "ssd", "logit-mask", "gap", "seconds", "without controls"):
         assert word in shown
     rows = json.loads(told("compare", str(run.path), "class:3", "--methods", "ssd", "--out", str(out), "--json"))
-    assert rows[0]["verdict"]["forget"] == read_json(out / "ssd.json")["verdict"]["forget"]
+    assert rows[0]["accuracies"]["forget"] == read_json(out / "ssd.json")["accuracies"]["forget"]
     with pytest.raises(FedOrthoError, match="no method 'sdd'"):
         told("compare", str(run.path), "class:3", "--methods", "sdd", "--out", str(out))
 
@@ -187,7 +192,7 @@ def test_what_a_method_cannot_serve_is_a_line_and_not_the_end(run: Run, tmp_path
     rows = tuple(map(str, data.train.rows[:20].tolist()))
     refused, served = compare(run, ForgetRequest(samples=rows), ["unsir", "logit-mask"], out=tmp_path, data=data)
     assert "unsir serves class requests only" in refused.refused
-    assert table([refused, served])[1][0] == "unsir"
+    assert comparison_table([refused, served])[1][0] == "unsir"
 
 
 def test_a_federation_is_compared_in_a_copy_of_what_its_clients_keep(tmp_path: Path) -> None:
@@ -197,7 +202,7 @@ def test_a_federation_is_compared_in_a_copy_of_what_its_clients_keep(tmp_path: P
     rows = compare(
         run, ForgetRequest.parse("client:1"), ["retrain", "finetune"], out=tmp_path, data=load_run_data(settings)
     )
-    assert all(row.verdict is not None and row.cost is not None and row.cost["bytes_up"] > 0 for row in rows)
+    assert all(row.accuracies is not None and row.cost is not None and row.cost.bytes_up > 0 for row in rows)
     assert rows[0].settings["epochs"] == 2, "as many rounds as the run had"
     assert sorted(path.read_bytes() for path in (run.path / "clients").rglob("*.json")) == before
 
@@ -206,14 +211,14 @@ def test_the_nearest_to_retraining_is_best_and_less_than_retraining_is_no_win() 
     rows = [row("retrain", 0.4, 0.9), row("ssd", 0.0, 0.9), row("salun", 0.35, 0.88), row("logit-mask", 0.4, 0.9)]
     assert gaps(rows)["ssd"] == pytest.approx(0.2)
     assert best(rows) == "salun", "the control is nearer, and does not compete"
-    lines = table(rows)
+    lines = comparison_table(rows)
     assert [line[0] for line in lines] == ["method", "retrain", "ssd", "salun", "logit-mask"]
     assert lines[3][4] == "3.5% *"
     assert best(rows[1:]) is None, "without retraining nobody knows"
 
 
 def test_retraining_follows_the_run_and_nothing_else(run: Run) -> None:
-    method = settings_for(run, "retrain-plain", {"epochs": 99})
+    method = method_for_run(run, "retrain-plain", {"epochs": 99})
     assert isinstance(method, Retrain)
     assert (method.epochs, method.lr, method.ortho, method.align) == (3, run.settings.lr, 0.0, 0.0)
 
@@ -221,7 +226,7 @@ def test_retraining_follows_the_run_and_nothing_else(run: Run) -> None:
 def test_what_is_no_result_of_a_comparison_is_neither_read_nor_deleted(run: Run, tmp_path: Path) -> None:
     (tmp_path / "ssd").mkdir()
     (tmp_path / "ssd" / "mine.txt").write_text("mine")
-    for text, why in (("[]", "is no result"), ('{"foo": 1}', "is no result"), (None, "is there already")):
+    for text, why in (("[]", "choose another --out"), ('{"schema": 1}', "schema 1"), (None, "exists and is no result")):
         (tmp_path / "ssd.json").unlink(missing_ok=True)
         if text is not None:
             (tmp_path / "ssd.json").write_text(text)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-import fedortho.requests.comparing as compare_module
+import fedortho.requests.run_context as context_module
 import fedortho.requests.tuning as tune_module
 from fedortho.data.request import ForgetRequest
 from fedortho.engines.central import CentralEngine
@@ -15,14 +15,15 @@ from fedortho.errors import BadSetting, FedOrthoError, UnknownName
 from fedortho.methods import METHODS
 from fedortho.methods.hyperparameters import read_settings
 from fedortho.methods.method import Method
-from fedortho.requests.tuning import FIXED, Attempt, Budget, candidates, tune, tune_method
+from fedortho.requests.tuning import FIXED, Attempt, Budget, TuningTrials, candidates, tune, tune_method
 from fedortho.runs.run import Run, load_run_data
 from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
 from fedortho.statistics.engine import Engine
-from fedortho.storage.files import read_json
+from fedortho.storage.records import read_record
 
 REQUEST = ForgetRequest.parse("class:3")
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 @pytest.fixture(scope="module")
@@ -76,19 +77,18 @@ def test_all_that_can_be_tuned_is_and_what_was_is_not_tuned_again(run: Run, tmp_
     found = go(["ssd", "finetune"])
     assert seen[2:] == [("finetune", 0), ("finetune", 1)]
     assert found["ssd"] == first["ssd"]
-    with pytest.raises(FedOrthoError, match="another model, request, budget or preset"):
+    with pytest.raises(FedOrthoError, match="another model, request, budget or settings"):
         tune(run, REQUEST, ["ssd"], out=file, data=data, budget=budget, settings={"ssd": {"batch_size": 16}})
     assert all(attempt.settings["batch_size"] == 32 for attempt in found["finetune"])
     best = {name: dict(attempts[0].settings) for name, attempts in found.items()}
     assert read_settings(run.settings.data, run.settings.model, str(file)) == best
-    told = read_json(tmp_path / "tuned.trials.json")
-    assert told["budget"] == {"trials": 2, "images": 300, "epochs": 2, "seed": 0}
+    assert read_record(TuningTrials, tmp_path / "tuned.trials.json").budget == Budget(2, 300, 2, 0)
     file.unlink()  # as if killed after the trials were written
     number = len(seen)
     go(["ssd"])
     assert len(seen) == number, "nothing is tried again"
     assert read_settings(run.settings.data, run.settings.model, str(file)) == best
-    with pytest.raises(FedOrthoError, match="about another model, request, budget or preset"):
+    with pytest.raises(FedOrthoError, match="about another model, request, budget or settings"):
         tune(run, ForgetRequest.parse("class:4"), ["ssd"], out=file, data=data, budget=budget)
 
 
@@ -119,7 +119,7 @@ def test_an_attempt_gets_the_model_on_the_cpu_and_the_engine_the_device(
         devices.extend([str(engine.device), *{weight.device.type for weight in model.parameters()}])
         raise FedOrthoError("that was all")
 
-    monkeypatch.setattr(compare_module, "choose_device", lambda _: torch.device("meta"))
+    monkeypatch.setattr(context_module, "choose_device", lambda _: torch.device("meta"))
     monkeypatch.setattr(tune_module, "_baseline", lambda *_: (1.0, 0.0))
     monkeypatch.setattr(tune_module, "unlearn", looking)
     with pytest.raises(FedOrthoError, match="that was all"):
@@ -156,5 +156,11 @@ def test_a_place_that_cannot_be_written_is_refused_before_any_trial(run: Run, tm
         tune(run, REQUEST, ["ssd"], out=tmp_path / "mine.json", data=load_run_data(run.settings))
     assert (tmp_path / "mine.json").read_text() == "{}"
     (tmp_path / "mine.trials.json").write_text("[]")
-    with pytest.raises(FedOrthoError, match="is about another model, request, budget or preset"):
+    with pytest.raises(FedOrthoError, match=r"mine.trials.json is \[\].*choose another --out"):
         tune(run, REQUEST, ["ssd"], out=tmp_path / "mine.json", data=load_run_data(run.settings))
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("tuning/*.trials.json")), ids=lambda path: path.stem)
+def test_trials_of_the_benchmarks_can_be_read(file: Path) -> None:
+    trials = read_record(TuningTrials, file)
+    assert all(attempts == tuple(sorted(attempts, key=lambda a: a.score)) for attempts in trials.attempts.values())

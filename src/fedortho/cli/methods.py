@@ -12,9 +12,10 @@ from rich.markup import escape
 from fedortho.cli.console import bars, out, say, words_table
 from fedortho.cli.flags import AsJson, DataDir, Device, Request, RunPath, Settings
 from fedortho.data.request import ForgetRequest
-from fedortho.requests.comparing import compare, compared_path, table
+from fedortho.requests.comparing import compare, compared_path, comparison_table
 from fedortho.requests.tuning import Attempt, Budget, tune
 from fedortho.runs.run import open_run
+from fedortho.storage.records import to_json
 
 
 def compare_command(
@@ -47,9 +48,9 @@ def compare_command(
             watch=lambda name, number, total: shown.update(task, completed=number, total=total, news=name),
         )
     if as_json:
-        typer.echo(json.dumps([asdict(row) for row in rows], indent=2))
+        typer.echo(json.dumps([to_json(row) for row in rows], indent=2))
         return
-    header, *lines = table(rows)
+    header, *lines = comparison_table(rows)
     out.print(words_table(header, [line for line in lines if len(line) == len(header)]))
     for name, *why in (line for line in lines if len(line) != len(header)):
         say(escape(f"{name}: {' '.join(why)}"))

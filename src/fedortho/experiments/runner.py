@@ -11,7 +11,6 @@ from fedortho.data.request import ForgetRequest, union_of
 from fedortho.data.sources import DATASETS
 from fedortho.devices import using_threads
 from fedortho.errors import FedOrthoError
-from fedortho.evaluation.accuracies import accuracies_of
 from fedortho.experiments.experiment import (
     Experiment,
     Treatment,
@@ -22,10 +21,11 @@ from fedortho.experiments.experiment import (
 )
 from fedortho.experiments.relations import Row, word
 from fedortho.federated.server import train_federation
-from fedortho.requests.comparing import compare, context_of, settings_for
+from fedortho.requests.comparing import compare
 from fedortho.requests.federated_forgetting import forget_federated_run
 from fedortho.requests.forgetting import forget_run
 from fedortho.requests.references import find_reference, reference_name, reference_settings, train_reference
+from fedortho.requests.run_context import method_for_run, open_context
 from fedortho.runs.run import Run, load_run_data, open_run
 from fedortho.runs.settings import FREE, FederateSettings, TrainSettings
 from fedortho.runs.training import train_run
@@ -115,14 +115,13 @@ def _requests(experiment: Experiment, run: Run, data: Dataset, place: Path, show
             out = place / "outcomes" / run.path.name / words.replace(":", "-").replace(" ", "-") / _word(treatment)
             settings = {name: treatment.settings}
             (found,) = compare(run, request, [name], out=out, data=data, settings=settings, references=references)
-            outcome: Row = dict(found.verdict) if found.verdict is not None else {"refused": found.refused}
+            outcome: Row = {"refused": found.refused} if found.accuracies is None else asdict(found.accuracies)
             yield {"request": kind, "method": name, **treatment.swept, **outcome}
 
 
 def _accuracies(run: Run, data: Dataset, request: ForgetRequest) -> dict[str, float]:
-    there = context_of(run, data)
-    model = run.load_model().to(there.device)
-    return asdict(accuracies_of(model, data, request, clients=there.clients, device=there.device))
+    context = replace(open_context(run, data), forgotten=None)
+    return asdict(context.accuracies(run.load_model(), request))
 
 
 def _word(treatment: Treatment) -> str:
@@ -151,7 +150,7 @@ def _sequence(experiment: Experiment, run: Run, data: Dataset, place: Path, show
 
 
 def _served(run: Run, data: Dataset, request: ForgetRequest, treatment: Treatment, out: Path) -> Run:
-    settings = settings_for(run, treatment.method, treatment.settings)
+    settings = method_for_run(run, treatment.method, treatment.settings)
     if not isinstance(settings, ForgetSettings):
         raise FedOrthoError(f"{treatment.method} serves no sequence: its outcome cannot be edited again; leave it out")
     if not out.exists():
@@ -159,7 +158,7 @@ def _served(run: Run, data: Dataset, request: ForgetRequest, treatment: Treatmen
             if isinstance(run.settings, FederateSettings):
                 forget_federated_run(run, request, settings, out=out, data=data, data_dir=run.settings.data_dir)
             else:
-                forget_run(run, data, request, settings, out=out, device=context_of(run, data).device)
+                forget_run(run, data, request, settings, out=out, device=open_context(run, data).device)
     found = replace(open_run(out), settings=run.settings)
     served = found.record.requests[-1]
     made = (found.record.parent, served.request, served.settings)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fedortho.reports.figures.style import (
     DASHES,
@@ -17,6 +17,7 @@ from fedortho.reports.figures.style import (
     percent_axis,
     times,
 )
+from fedortho.statistics.cost import Cost
 from fedortho.training.loop import Epoch
 
 if TYPE_CHECKING:
@@ -24,18 +25,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def communication(cost: Mapping[str, Any]) -> float:
-    """Bytes up and down together."""
-    return float(cost["bytes_up"] + cost["bytes_down"])
-
-
-def cost_figure(costs: Mapping[str, Mapping[str, Any]], ours: str = "hide", standard: str = "retrain") -> "Figure":
-    """Communication and computation of each method on log axes (paper, Fig. 5); where nothing travels, the latter only.
-
-    Costs hold `bytes_up`, `bytes_down` and `flops`, as a comparison's rows do.
-    """
-    computed = {name: float(cost["flops"]) for name, cost in costs.items()}
-    sent = {name: communication(cost) for name, cost in costs.items()}
+def cost_figure(costs: Mapping[str, Cost], ours: str = "hide", standard: str = "retrain") -> "Figure":
+    """Communication and computation of each method on log axes (paper, Fig. 5); if nothing travels, the latter only."""
+    computed = {name: cost.flops for name, cost in costs.items()}
+    sent = {name: float(cost.bytes_up + cost.bytes_down) for name, cost in costs.items()}
     panels = [("computation (FLOPs)", computed)]
     panels = [("communication (bytes, all clients)", sent), *panels] if any(sent.values()) else panels
     figure, (axes,) = new_figure(3.5 * len(panels) + 1.3, 0.3 * len(costs) + 1.5, 1, len(panels), share_y=True)

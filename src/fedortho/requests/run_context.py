@@ -1,0 +1,108 @@
+"""A run opened for methods: its data, its clients, and a new engine for each method."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedortho.data.images import Dataset
+from fedortho.data.request import Clients, ForgetRequest
+from fedortho.devices import choose_device
+from fedortho.engines.central import CentralEngine
+from fedortho.errors import FedOrthoError
+from fedortho.evaluation.accuracies import accuracies_of
+from fedortho.federated.server import federated_engine, local_grid, patches_of
+from fedortho.methods import find_method, make_method
+from fedortho.methods.method import Method
+from fedortho.methods.retrain import Retrain, RetrainPlain
+from fedortho.models.zoo import build_model
+from fedortho.runs.federation import held_rows
+from fedortho.runs.record import Accuracies
+from fedortho.runs.run import Run
+from fedortho.runs.served import excluded_by, served_requests
+from fedortho.runs.settings import FederateSettings
+from fedortho.statistics.engine import Engine
+from fedortho.statistics.ledger import load_ledger
+from fedortho.statistics.query import Selection
+from fedortho.storage.settings import field_types
+from fedortho.training.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """A run, its data, the rows of its clients, and the images that its model must not know already."""
+
+    run: Run
+    data: Dataset
+    clients: Clients | None
+    forgotten: ForgetRequest | None
+    device: torch.device
+
+    @contextmanager
+    def engine(self) -> Iterator[Engine]:
+        """A new engine for each method, so that none profits from what another has computed or sent.
+
+        A federation works on a copy of its clients' directories.
+        """
+        settings, model = self.run.settings, self.run.load_model()
+        if not isinstance(settings, FederateSettings):
+            yield self._central_engine(model)
+            return
+        if settings.without:
+            raise FedOrthoError(
+                f"{self.run.path} was trained --without {settings.without}, which its clients still hold and methods "
+                "would learn; compare the federation that was trained with everything"
+            )
+        with tempfile.TemporaryDirectory(prefix="fedortho-compare-") as place:
+            store = Path(place) / "clients"
+            shutil.copytree(self.run.path / "clients", store)
+            with local_grid(settings, store) as grid:
+                engine = federated_engine(grid, settings, self.data, served_requests(self.run))
+                engine.bring_up_to_date(model, patches_of(self.run))
+                yield engine
+
+    def _central_engine(self, model: nn.Module) -> CentralEngine:
+        ledger = load_ledger(self.run.path / "ledger.safetensors", model)
+        train, valid = (Selection(exclude=self.forgotten).select(part) for part in (self.data.train, self.data.valid))
+        channels, num_classes = self.data.train.shape[0], self.data.train.classes
+        build = partial(build_model, self.run.settings.model, num_classes=num_classes, channels=channels)
+        data = replace(self.data, train=train, valid=valid)
+        return CentralEngine(data, ledger, None, self.device, build=lambda seed: build(seed=seed))
+
+    def accuracies(self, model: nn.Module, request: ForgetRequest) -> Accuracies:
+        """Forget, retain and test accuracy; what the run has forgotten before is not part of the retain set."""
+        model = model.to(self.device)
+        return accuracies_of(
+            model, self.data, request, forgotten=self.forgotten, clients=self.clients, device=self.device
+        )
+
+
+def open_context(run: Run, data: Dataset) -> RunContext:
+    """The run with its data, on the device of its settings."""
+    settings = run.settings
+    clients = held_rows(data, settings, settings.partition_seed) if isinstance(settings, FederateSettings) else None
+    return RunContext(run, data, clients, excluded_by(run), choose_device(settings.device))
+
+
+def method_for_run(run: Run, name: str, *settings: Mapping[str, Any]) -> Method:
+    """The method with the run's augmentation and seed; one that retrains has the run's whole recipe."""
+    kind = find_method(name)
+    shared: tuple[str, ...] = ("crop", "flip", "seed")
+    own = {key: getattr(run.settings, key) for key in shared if key in field_types(kind)}
+    if issubclass(kind, Recipe):
+        own = {field.name: getattr(run.settings, field.name) for field in fields(Recipe)}
+        if isinstance(run.settings, FederateSettings):
+            own["epochs"] = run.settings.rounds
+    if "updates" in field_types(kind):
+        own["updates"] = str(run.path / "updates")
+    if issubclass(kind, RetrainPlain):
+        own |= {"ortho": 0.0, "align": 0.0}
+    chosen = () if issubclass(kind, Retrain) else settings  # retraining is the standard: nothing of it is chosen
+    return make_method(name, own, *chosen)
