@@ -78,10 +78,10 @@ def reference(run: Run, request: ForgetRequest, seed: int, data_dir: str) -> Run
         if name.endswith(f"-seed{seed}"):
             return open_network(run.path.parent, name, data_dir)
     settings = reference_settings(run, request, seed=seed, data_dir=data_dir)
-    found = find_reference(run.path.parent, settings, run.record.data.digest)
-    if found is None:
+    other = find_reference(run.path.parent, settings, run.record.data.digest)
+    if other is None:
         raise BadCheckpoint(f"no reference of seed {seed} for {run.path}; train it with fedortho train --without")
-    return check_digest(found)
+    return check_digest(other)
 
 
 def third(seeds: list[int], forgot: int, reference: int) -> int:

@@ -85,8 +85,8 @@ def requests(data: Dataset, base: FederateSettings) -> dict[str, ForgetRequest]:
     """A class, the client with the median number of images, and twenty images each of five clients."""
     rows = held_rows(data, base, base.partition_seed)
     order = sorted(rows, key=lambda client: (len(rows[client]), client))
-    kept = {c: torch.isin(rows[c], data.train.rows).nonzero().flatten().tolist() for c in order[60:65]}
-    samples = tuple(f"{client}/{place}" for client, places in kept.items() for place in places[:20])
+    trained_on = {c: torch.isin(rows[c], data.train.rows).nonzero().flatten().tolist() for c in order[60:65]}
+    samples = tuple(f"{client}/{place}" for client, places in trained_on.items() for place in places[:20])
     return {
         "class": ForgetRequest.parse("class:cat"),
         "client": ForgetRequest(clients=(order[50],)),
@@ -95,8 +95,8 @@ def requests(data: Dataset, base: FederateSettings) -> dict[str, ForgetRequest]:
 
 
 def variants(base: FederateSettings, data: Dataset) -> dict[str, FederateSettings]:
-    found = {"original": replace(base, keep_updates=True), "unaligned": replace(base, align=0.0)}  # kept for FedEraser
-    return found | {f"retrain-{k}": replace(base, without=str(r)) for k, r in requests(data, base).items()}
+    settings = {"original": replace(base, keep_updates=True), "unaligned": replace(base, align=0.0)}  # for FedEraser
+    return settings | {f"retrain-{k}": replace(base, without=str(r)) for k, r in requests(data, base).items()}
 
 
 def train(path: Path, settings: FederateSettings) -> Run:

@@ -211,7 +211,7 @@ def measure(
 def summary(outcome: ForgetPlan) -> dict[str, Any]:
     value: dict[str, Any] = {f"{key}_seconds": round(spent, 3) for key, spent in outcome.seconds.items()}
     value["images_read"] = dict(outcome.images_read)
-    value["kernels"] = {site: len(found["kernels"]) for site, found in outcome.patch.note["sites"].items()}
+    value["kernels"] = {site: len(edit["kernels"]) for site, edit in outcome.patch.note["sites"].items()}
     if outcome.chosen is not None:
         value |= {"ratio": outcome.chosen.ratio, "scrub": outcome.chosen.scrub, "trials": len(outcome.trials)}
         pruned = [t for t in outcome.trials if t.ratio == outcome.chosen.ratio and not t.scrub]
