@@ -170,10 +170,10 @@ def served(run: Run, request: ForgetRequest, name: str, data: Dataset) -> dict[s
     except FedOrthoError as error:
         return {"method": name, "refused": str(error), "seconds": time.time() - started}
     row: dict[str, Any] = {"method": name, **asdict(done.record.after), "seconds": time.time() - started}
-    spent = list(done.outcome.spent.values())
-    row |= {key: sum(getattr(tally, key) for tally in spent) for key in ("exchanges", "bytes_up", "bytes_down")}
-    if done.outcome.chosen is not None:
-        row |= {"ratio": done.outcome.chosen.ratio, "scrub": done.outcome.chosen.scrub}
+    cost, chosen = done.result.cost, done.result.chosen
+    row |= {"exchanges": cost.exchanges, "bytes_up": cost.bytes_up, "bytes_down": cost.bytes_down}
+    if chosen is not None:
+        row |= {"ratio": chosen.ratio, "scrub": chosen.scrub}
     return row
 
 

@@ -83,8 +83,8 @@ def test_a_class_is_forgotten_the_old_run_stays_and_all_clients_have_the_new_mod
 def test_a_client_is_forgotten_to_the_level_of_unseen_images_and_is_gone(run: Run, digits: Dataset) -> None:
     request, path = ForgetRequest.parse("client:2"), run.path.with_name("left")
     served = forget_federated_run(run, request, Hide(max_retain_drop=0.2), out=path)
-    assert served.outcome.chosen is not None
-    assert served.outcome.chosen.limit > 0.5, "held-out accuracy, not nothing"
+    assert served.result.chosen is not None
+    assert served.result.chosen.limit > 0.5, "held-out accuracy, not nothing"
     assert served.record.after.forget < served.record.before.forget
     left = open_run(path)
     assert engine_of(left, digits).present() == [0, 1, 3]
@@ -185,7 +185,9 @@ def test_what_a_run_was_trained_without_is_not_retained_by_a_later_request(run: 
     retrained = replace(run, settings=replace(run.settings, without="class:3"))
     served = forget_federated_run(retrained, ForgetRequest.parse("class:5"), Paper(), out=None)
     known = forget_federated_run(run, ForgetRequest.parse("class:5"), Paper(), out=None)
-    assert served.outcome.images_read["statistics"] == known.outcome.images_read["statistics"]
+    assert served.result.plan is not None
+    assert known.result.plan is not None
+    assert served.result.plan.images_read["statistics"] == known.result.plan.images_read["statistics"]
     assert served.record.before.retain != known.record.before.retain
 
 

@@ -12,13 +12,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bars
 from rich.table import Table
 
+from fedortho.methods import ForgetResult
 from fedortho.models.predictions import Evaluation
 from fedortho.models.sites import Finding
 from fedortho.requests.forgetting import ServedRequest
 from fedortho.runs.run import Run
 from fedortho.training.loop import Epoch, Progress
 from fedortho.unlearning.calibrate import Trial
-from fedortho.unlearning.plan import ForgetSettings
 
 out = Console(emoji=False)  # class:Dress: is no picture
 err = Console(stderr=True, emoji=False)
@@ -28,40 +28,49 @@ def say(text: str) -> None:
     out.print(text, highlight=False, soft_wrap=True)
 
 
-def print_served(served: ServedRequest, settings: ForgetSettings, run_path: Path) -> None:
-    record = served.record
-    say(escape(f"{run_path}: {served.request}"))
+def print_served(served: ServedRequest, run_path: Path) -> None:
+    record, result = served.record, served.result
+    say(escape(f"{run_path}: {record.request}"))
     table = Table()
     for name in ("accuracy", "before", "after"):
         table.add_column(name, justify="left" if name == "accuracy" else "right")
     for name in ("forget", "retain", "test"):
         table.add_row(name, f"{getattr(record.before, name):.1%}", f"{getattr(record.after, name):.1%}")
     out.print(table)
-    outcome = served.outcome
-    note = outcome.patch.note
-    if served.request.kind == "class" and record.after.forget > settings.target:
-        say(f"[yellow]the target, {settings.target:.1%}, is not met on test images[/]")
-    elif outcome.chosen is not None and not settings.ratio and served.request.kind != "class":
-        met = "; met before any edit" if record.before.forget <= outcome.chosen.limit else ""
-        say(f"limit: {outcome.chosen.limit:.1%}, what unseen images of the same labels get{met}")
-    what = "directions taken out" if "directions" in note else "kernels edited"
-    numbers = note.get("directions") or {site: len(found["kernels"]) for site, found in note["sites"].items()}
-    say(f"{what}: " + ", ".join(f"{number} in {site}" for site, number in numbers.items()))
-    if outcome.chosen is not None:
-        scrub = f", scrub at strength {outcome.chosen.scrub:g}" if outcome.chosen.scrub else ", no scrub"
-        say(f"ratio {outcome.chosen.ratio:g}{scrub}, {len(outcome.trials)} trial{'s' * (len(outcome.trials) > 1)}")
-    parts = [f"{k} {v:.2f} s ({outcome.images_read[k]:,} images read)" for k, v in outcome.seconds.items()]
-    say("; ".join(parts))
-    if wire := {phase: vars(tally) for phase, tally in outcome.spent.items() if tally.exchanges}:
-        say(wire_line(wire))
+    target, chosen, is_class = result.settings.get("target"), result.chosen, result.request.kind == "class"
+    if is_class and target is not None and record.after.forget > target:
+        say(f"[yellow]the target, {target:.1%}, is not met on test images[/]")
+    elif chosen is not None and not result.settings.get("ratio") and not is_class:
+        met = "; met before any edit" if record.before.forget <= chosen.limit else ""
+        say(f"limit: {chosen.limit:.1%}, the accuracy on unseen images of the same labels{met}")
+    what = "directions removed" if record.directions else "kernels edited"
+    if numbers := record.directions or record.kernels:
+        say(f"{what}: " + ", ".join(f"{number} in {site}" for site, number in numbers.items()))
+    else:
+        say(f"{record.method}: {len(result.patch.names())} tensors replaced")
+    if chosen is not None:
+        scrub = f", scrub at strength {chosen.scrub:g}" if chosen.scrub else ", no scrub"
+        say(f"ratio {chosen.ratio:g}{scrub}, {len(result.trials)} trial{'s' * (len(result.trials) > 1)}")
+    _print_cost(result)
     if len(record.all_forgotten) > 1:
         told = ", ".join(f"{k} {v:.1%}" for k, v in record.all_forgotten.items())
         say(f"forgotten so far: {told}; retention paid in all: {served.retain_paid:.1%}")
     if served.advise_retraining:
         say("[yellow]these requests have cost much retention: retrain before the next one[/]")
     if served.run is None:
-        say(str(outcome.patch).replace("[", r"\["))
+        say(str(result.patch).replace("[", r"\["))
     say("dry run: nothing was written" if served.run is None else f"written to {escape(str(served.run.path))}")
+
+
+def _print_cost(result: ForgetResult) -> None:
+    """Seconds, images and bytes: by phase where the method plans, in all otherwise."""
+    cost, plan = result.cost, result.plan
+    if plan is None:
+        say(f"{cost.seconds:.2f} s ({cost.images_read:,} images read, {cost.images_trained:,} trained on)")
+        return
+    say("; ".join(f"{k} {v:.2f} s ({plan.images_read[k]:,} images read)" for k, v in plan.seconds.items()))
+    if wire := {phase: vars(tally) for phase, tally in plan.spent.items() if tally.exchanges}:
+        say(wire_line(wire))
 
 
 def frontier_table(frontier: Sequence[Trial]) -> Table:

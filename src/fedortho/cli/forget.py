@@ -17,7 +17,7 @@ from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.devices import choose_device
 from fedortho.errors import FedOrthoError
-from fedortho.methods import make_method
+from fedortho.methods import Method, make_method
 from fedortho.requests.forgetting import ServedRequest, forget_run, undo_run
 from fedortho.requests.judging import JudgeOptions, check_judge_options, judge_run
 from fedortho.runs.run import Run, open_run
@@ -52,9 +52,7 @@ def forget_command(
     """Make a trained model forget; writes a new run directory and leaves the old one as it was."""
     from fedortho.requests.federated_jobs import check_engine, forget_elsewhere
 
-    settings = make_method(method_name, given)
-    if not isinstance(settings, ForgetSettings):
-        raise FedOrthoError(f"{method_name} makes no patch; choose from hide, directions, paper")
+    method = make_method(method_name, given)
     asked = ForgetRequest.parse(shlex.join(request))
     run = open_run(run_path)
     options = JudgeOptions(audit, (), reference, references, retrain, data_dir=data_dir, device=device)
@@ -74,13 +72,13 @@ def forget_command(
         if reference or references or retrain or as_json:
             only = "--reference, --references, --retrain and --json"
             raise FedOrthoError(f"with --engine {engine} nothing is audited, so {only} have no use; leave them out")
-        forget_elsewhere(run, asked, settings, out=out_dir, deployment=deployment, say=log_line)
+        forget_elsewhere(run, asked, method, out=out_dir, deployment=deployment, say=log_line)
         print_elsewhere(open_run(out_dir) if (out_dir / "run.json").exists() else None, out_dir)
         say(escape(f"not audited yet: fedortho judge {out_dir}"))
         return
-    served, data = _served(run, asked, settings, None if dry_run else out_dir, keep_undo, options)
+    served, data = _served(run, asked, method, None if dry_run else out_dir, keep_undo, options)
     if not as_json:
-        print_served(served, settings, run_path)
+        print_served(served, run_path)
     verdict = None
     if served.run is not None and audit != "none":
         try:
@@ -98,7 +96,7 @@ def forget_command(
 
 
 def _served(
-    run: Run, asked: ForgetRequest, settings: ForgetSettings, out: Path | None, undo: Path | None, options: JudgeOptions
+    run: Run, asked: ForgetRequest, method: Method, out: Path | None, undo: Path | None, options: JudgeOptions
 ) -> tuple[ServedRequest, Dataset]:
     """Serve a request here, on one machine's images or by a simulated federation; a refusal shows its frontier."""
     from fedortho.requests.federated_forgetting import forget_federated_run
@@ -110,8 +108,8 @@ def _served(
         try:
             if isinstance(run.settings, FederateSettings):
                 here: dict[str, Any] = {"data_dir": options.data_dir, "device": options.device}
-                return forget_federated_run(run, asked, settings, data=data, out=out, undo=undo, **here), data
-            return forget_run(run, data, asked, settings, device=place, out=out, undo=undo), data
+                return forget_federated_run(run, asked, method, data=data, out=out, undo=undo, **here), data
+            return forget_run(run, data, asked, method, device=place, out=out, undo=undo), data
         except Refused as refusal:
             shown.stop()
             err.print(frontier_table(refusal.frontier))

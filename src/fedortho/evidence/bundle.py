@@ -175,7 +175,7 @@ def _agreeing(files: Mapping[str, bytes], manifest: Manifest, source: str) -> Bu
         claims["the verdict's request"] = (entry.request, verdict.get("request"))
         claims["the verdict's model"] = (digests.after, (verdict.get("digests") or {}).get("after"))
     for what, values in claims.items():
-        if any(value != values[0] for value in values) or not values[0]:
+        if any(value != values[0] for value in values) or values[0] in (None, ""):
             raise BadBundle(f"{source}: its files disagree about {what}: {', '.join(map(str, values))}"[:300])
     for number, line in enumerate(files.get("journal.jsonl", b"").splitlines(), start=1):
         try:

@@ -5,27 +5,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.devices import choose_device, using_threads
-from fedortho.engines.central import CentralEngine
 from fedortho.errors import FedOrthoError
 from fedortho.evidence.bundle import BadBundle
 from fedortho.evidence.contents import Bundle
+from fedortho.methods import make_method
 from fedortho.models.patch import Patch
 from fedortho.models.zoo import MODELS, build_model
 from fedortho.requests.federated_forgetting import forget_federated_run
+from fedortho.requests.forgetting import forget_run
 from fedortho.runs.run import Run
-from fedortho.runs.served import excluded_by, served_requests
+from fedortho.runs.served import served_requests
 from fedortho.runs.settings import FederateSettings
 from fedortho.statistics.ledger import load_ledger
 from fedortho.storage.checkpoints import load_weights
 from fedortho.storage.files import read_tensors, tensors_digest
-from fedortho.storage.settings import make_settings
-from fedortho.unlearning.plan import ForgetSettings, plan_forgetting
 
 
 class _Weights(nn.Module):
@@ -66,28 +63,23 @@ def rerun_decision(bundle: Bundle, run: Run, data_dir: str = "") -> None:
     """Decide again with the run of before and its data; refused if another patch comes out."""
     _check_run(bundle, run)
     request = ForgetRequest.parse(bundle.request.request)
-    settings = make_settings(ForgetSettings, bundle.settings.forgetting)
+    method = make_method(bundle.entry.method, bundle.entry.settings)
     threads = bundle.entry.threads or bundle.environment.run.threads
     device = choose_device(bundle.entry.device)
     data = run.load_data(data_dir)
     with using_threads(threads):
         if isinstance(run.settings, FederateSettings):
             how: dict[str, Any] = {"data": data, "data_dir": data_dir, "device": str(device)}
-            patch = forget_federated_run(run, request, settings, out=None, **how).outcome.patch
+            served = forget_federated_run(run, request, method, out=None, **how)
         else:
-            patch = _decide(run, data, request, settings, device)
+            served = forget_run(run, data, request, method, out=None, device=device)
+    patch = served.result.patch
     if _saved(patch) != bundle.files["patch.safetensors"]:
         raise BadBundle(
             f"{bundle.source}: decided again with {run.path}, patch.safetensors is another one (it gives the model "
             f"{patch.after[:16]}, not {bundle.patch.after[:16]}); is it the same processor, are the versions those "
             "in environment.json?"
         )
-
-
-def _decide(run: Run, data: Dataset, request: ForgetRequest, settings: ForgetSettings, device: torch.device) -> Patch:
-    model = run.load_model().to(device)
-    engine = CentralEngine(data, load_ledger(run.path / "ledger.safetensors", model), device=device)
-    return plan_forgetting(model, engine, request, settings, forgotten=excluded_by(run)).patch
 
 
 def _check_run(bundle: Bundle, run: Run) -> None:

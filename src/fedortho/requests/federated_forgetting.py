@@ -1,4 +1,4 @@
-"""Serve a request in a federation: plan with its clients, write the new run, send the patch."""
+"""Serve a request in a federation: unlearn with its clients, write the new run, send the patch."""
 
 import logging
 from dataclasses import replace
@@ -11,13 +11,13 @@ from fedortho.devices import choose_device
 from fedortho.engines.central import CentralEngine
 from fedortho.errors import FedOrthoError
 from fedortho.federated.engine import FederatedEngine
+from fedortho.methods import Method
 from fedortho.requests.forgetting import ServedRequest, forget_run
 from fedortho.runs.derived import check_output_paths
 from fedortho.runs.federation import held_rows
 from fedortho.runs.run import Run, load_run_data, open_run
 from fedortho.runs.served import excluded_by, served_requests
 from fedortho.runs.settings import FederateSettings, relocated
-from fedortho.unlearning.plan import ForgetSettings
 
 if TYPE_CHECKING:
     from flwr.serverapp import Grid
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 def forget_federated_run(
     run: Run,
     request: ForgetRequest,
-    settings: ForgetSettings,
+    method: Method | str = "hide",
     grid: "Grid | None" = None,
     *,
     out: Path | None,
@@ -39,19 +39,19 @@ def forget_federated_run(
     data_dir: str = "",
     device: str = "auto",
 ) -> ServedRequest:
-    """Serve a request in a federation: plan with its clients, write the new run, send the patch.
+    """Serve a request in a federation: unlearn with its clients, write the new run, send the patch.
 
-    Without a grid the clients of the run are simulated here, in a copy of what they keep. `out` None only tells
-    what would be done.
+    Without a grid the clients of the run are simulated here, on a copy of their directories. With `out` None nothing
+    is written and no patch is sent.
     """
     check_output_paths(out, undo)
     assert isinstance(run.settings, FederateSettings), "the caller looked"
     federated = relocated(run.settings, data_dir)
     federated = federated if device == "auto" else replace(federated, device=device)
     if grid is not None:
-        return _forget(run, federated, request, settings, grid, out=out, undo=undo, data=data)
+        return _forget(run, federated, request, method, grid, out=out, undo=undo, data=data)
     with copied_clients(run, out) as (store, fresh), local_grid(federated, store) as here:
-        served = _forget(run, federated, request, settings, here, out=fresh, undo=undo, data=data)
+        served = _forget(run, federated, request, method, here, out=fresh, undo=undo, data=data)
     return served if out is None else replace(served, run=open_run(out))
 
 
@@ -59,7 +59,7 @@ def _forget(
     run: Run,
     federated: FederateSettings,
     request: ForgetRequest,
-    settings: ForgetSettings,
+    method: Method | str,
     grid: "Grid",
     *,
     out: Path | None,
@@ -75,17 +75,17 @@ def _forget(
         if any(note["own"] for note in engine.clients.values())
         else held_rows(data, federated, federated.partition_seed)
     )
-    if clients is not None:  # every image is known here, so every id can be looked up before anybody is asked
+    if clients is not None:  # all images are known here, so ids are checked before any client is asked
         for holder in (engine, CentralEngine(data, clients=clients)):
             holder.check(request, excluded_by(run))
     device = choose_device(federated.device)
-    served = forget_run(run, data, request, settings, out=out, undo=undo, device=device, engine=engine, clients=clients)
+    served = forget_run(run, data, request, method, out=out, undo=undo, device=device, engine=engine, clients=clients)
     if out is not None:
         try:
-            engine.send_patch(served.outcome.patch, request)
-        except FedOrthoError as error:  # too few took it; the run is written all the same, and they can be sent it
+            engine.send_patch(served.result.patch, request)
+        except FedOrthoError as error:  # too few clients confirmed; the run is written, and sync sends the patch again
             logger.warning("%s", error)
-        have = {client for client, note in engine.clients.items() if note["model"] == served.outcome.patch.after}
+        have = {client for client, note in engine.clients.items() if note["model"] == served.result.patch.after}
         late = sorted(set(range(federated.clients)) - have - _left(engine))
         if late:
             word = f"fedortho sync {out.name} sends it again"

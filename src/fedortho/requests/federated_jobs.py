@@ -11,13 +11,16 @@ from fedortho.data.request import ForgetRequest
 from fedortho.errors import FedOrthoError, unknown
 from fedortho.federated import switch_off
 from fedortho.federated.launch import Scalar, need_flower, simulate, submit
+from fedortho.methods import Method
 from fedortho.runs.run import Run
 from fedortho.runs.settings import FederateSettings
 from fedortho.storage.settings import as_mapping
-from fedortho.unlearning.plan import ForgetSettings
 
 ENGINES = ("inprocess", "ray", "superlink")
-JOB = {"do": "train", "out": "", "run": "", "request": "", "forget": "", "store": ""}  # besides the settings
+JOB = {  # keys besides the settings
+    **{"do": "train", "out": "", "run": "", "request": "", "method": "hide"},
+    **{"forget": "", "store": ""},
+}
 
 
 def app_config(settings: FederateSettings | None = None) -> dict[str, Any]:
@@ -49,7 +52,7 @@ def train_elsewhere(
 def forget_elsewhere(
     run: Run,
     request: ForgetRequest,
-    settings: ForgetSettings,
+    method: Method,
     *,
     out: Path,
     deployment: Path | None,
@@ -59,7 +62,7 @@ def forget_elsewhere(
     federated = run.settings
     assert isinstance(federated, FederateSettings), "the caller looked"
     job = {"do": "forget", "run": str(run.path.absolute()), "out": str(out.absolute())}
-    job |= {"request": str(request), "forget": json.dumps(as_mapping(settings))}
+    job |= {"request": str(request), "method": method.name, "forget": json.dumps(as_mapping(method))}
     config = app_config(federated) | job
     if deployment is not None:
         submit(deployment, config, say=say)

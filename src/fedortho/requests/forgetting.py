@@ -1,4 +1,4 @@
-"""Serve a request on a run: plan, apply, judge, and write a new run that has forgotten; the old one stays."""
+"""Serve a request on a run: unlearn, measure, and write a new run that has forgotten; the old run is not changed."""
 
 import logging
 from collections.abc import Callable
@@ -14,34 +14,33 @@ from fedortho.data.request import Clients, ForgetRequest
 from fedortho.engines.central import CentralEngine
 from fedortho.errors import FedOrthoError
 from fedortho.evaluation.accuracies import accuracies_of
+from fedortho.methods import ForgetResult, Method, unlearn
 from fedortho.models.patch import NOTHING, Patch, undo_patch, write_undo
+from fedortho.models.zoo import build_model
 from fedortho.runs.derived import check_output_paths, write_derived
 from fedortho.runs.record import Accuracies, ResultRecord, ServedRecord, TrialRecord
 from fedortho.runs.run import Run
 from fedortho.runs.served import excluded_by, last_request, served_requests
-from fedortho.statistics.cost import Cost, Meter
 from fedortho.statistics.engine import Engine
 from fedortho.statistics.ledger import forget_lines, load_ledger, rebind_ledger
+from fedortho.statistics.observe import Observation
 from fedortho.statistics.query import Query, Selection, Statistic
 from fedortho.storage.files import tensors_digest
 from fedortho.storage.journal import append_entry
-from fedortho.storage.settings import as_mapping
 from fedortho.unlearning.calibrate import Trial
-from fedortho.unlearning.plan import ForgetPlan, ForgetSettings, plan_forgetting
 
 logger = logging.getLogger(__name__)
-RETRAIN_AFTER = 0.03  # retain accuracy lost over all requests, past which retraining is advised
+RETRAIN_AFTER = 0.03  # retain accuracy lost over all requests, above which retraining is advised
 
 
 @dataclass(frozen=True)
 class ServedRequest:
-    """A request that was served: its plan, the record of it, and the run that was written."""
+    """A request that was served: the result of the method, the record of it, and the run that was written."""
 
-    request: ForgetRequest
-    outcome: ForgetPlan
+    result: ForgetResult
     record: ServedRecord
     retain_paid: float  # retain accuracy lost over all requests so far
-    run: Run | None  # None if nothing was written
+    run: Run | None = None  # None: nothing was written
 
     @property
     def advise_retraining(self) -> bool:
@@ -51,8 +50,8 @@ class ServedRequest:
 def forget_run(
     run: Run,
     data: Dataset,
-    request: ForgetRequest,
-    settings: ForgetSettings,
+    request: ForgetRequest | str,
+    method: Method | str = "hide",
     *,
     out: Path | None,
     undo: Path | None = None,
@@ -60,130 +59,144 @@ def forget_run(
     engine: Engine | None = None,
     clients: Clients | None = None,
 ) -> ServedRequest:
-    """Forget on a run and write the result to `out`, or only tell what would be done (`out` is None).
+    """Forget on a run by any method and write the run that has forgotten to `out`; None: write nothing.
 
-    A federation passes itself as the `engine`, and the rows that its `clients` hold so that it can be judged.
+    `undo` is a file that keeps the removed weights, for `undo_run`. A federation passes itself as the `engine`, and the
+    rows that its `clients` hold so that their images can be measured here.
     """
     check_output_paths(out, undo)
-    serve = partial(_served, run, data, request, settings, out, undo, device, engine, clients)
-    return serve() if out is None else _recorded(serve, run, request, out.name)
+    request = ForgetRequest.parse(request) if isinstance(request, str) else request
+    serve = partial(_serve, run, data, request, method, out, undo, device, engine, clients)
+    return serve() if out is None else _journaled(serve, run, request, out.name)
 
 
-def _recorded(serve: Callable[[], ServedRequest], run: Run, request: ForgetRequest, name: str) -> ServedRequest:
-    """Serve, and tell the journal beside the runs that it was asked for and what became of it."""
-    place, before = run.path.absolute().parent, run.record.model.digest
-    append_entry(place, "received", run.path.name, str(request), before=before)
+def _journaled(serve: Callable[[], ServedRequest], run: Run, request: ForgetRequest, name: str) -> ServedRequest:
+    """Serve, and record in the journal beside the run that the request was received, and executed or refused."""
+    directory, before = run.path.absolute().parent, run.record.model.digest
+    append_entry(directory, "received", run.path.name, str(request), before=before)
     try:
         served = serve()
     except FedOrthoError as error:
-        append_entry(place, "refused", run.path.name, str(request), before=before, details={"reason": str(error)})
+        append_entry(directory, "refused", run.path.name, str(request), before=before, details={"reason": str(error)})
         raise
-    append_entry(place, "executed", name, str(request), before=before, after=served.outcome.patch.after)
+    append_entry(directory, "executed", name, str(request), before=before, after=served.result.patch.after)
     return served
 
 
-def _served(
+def _serve(
     run: Run,
     data: Dataset,
     request: ForgetRequest,
-    settings: ForgetSettings,
+    method: Method | str,
     out: Path | None,
     undo: Path | None,
     device: torch.device | str,
     engine: Engine | None,
     clients: Clients | None,
 ) -> ServedRequest:
-    earlier = served_requests(run)
-    forgotten = excluded_by(run)
     model = run.load_model().to(device)
     ledger = load_ledger(run.path / "ledger.safetensors", model)
-    engine = engine or CentralEngine(data, ledger, clients, device)
-    meter = Meter(engine, model)
-    outcome = plan_forgetting(model, meter, request, settings, forgotten=forgotten)
-    cost = meter.cost()
-    edited = outcome.patch.apply(model)
-    is_afar = engine.is_federated and clients is None  # the images of clients and samples are not here
-    asked = is_afar and request.kind != "class"
-    told = _told(engine, model, outcome.patch, request, forgotten, settings) if asked else (None, None)
-    before, after = (
-        accuracies_of(m, data, request, forgotten=forgotten, clients=clients, device=device, forget=forget)
-        for m, forget in zip((model, edited), told, strict=True)
-    )
-    if request.kind == "class" and before.forget <= settings.target:
-        share = f"{before.forget:.1%}"
-        logger.warning("%s was named rightly in %s of its images before: there was nothing to hide", request, share)
-    judged = [r for r in earlier if r.kind == "class" or not is_afar]
-    old = {str(r): accuracies_of(edited, data, r, clients=clients, device=device).forget for r in judged}
-    scores = old | {str(request): after.forget}
+    engine = engine or CentralEngine(data, ledger, clients, device, build=partial(_fresh_model, run))
+    result = unlearn(model, engine, request, method, forgotten=excluded_by(run))
+    before, after, all_forgotten = _measure(run, model, result, data, engine, clients, device)
     record = replace(
-        _record(outcome, request, settings, before, after, cost),
-        all_forgotten=scores,
+        _served_record(result, before, after),
+        all_forgotten=all_forgotten,
         threads=torch.get_num_threads(),
         device=str(device),
         ledger=None if ledger is None else ledger.digest,
     )
-    paid = record.retain_paid + sum(other.retain_paid for other in run.record.requests)
-    served = ServedRequest(request, outcome, record, paid, None)
+    retain_paid = record.retain_paid + sum(earlier.retain_paid for earlier in run.record.requests)
+    served = ServedRequest(result, record, retain_paid)
     if out is None:
         return served
     if undo is not None:
-        write_undo(undo, outcome.patch, model)
+        write_undo(undo, result.patch, model)
     changed = replace(run.record, requests=(*run.record.requests, record), result=ResultRecord(after.test))
-    bound = None
-    if ledger is not None:
-        stays = data.train.subset(~request.mask(data.train, clients))
-        bound = forget_lines(rebind_ledger(ledger, model, edited, data.train), stays)
-    return replace(served, run=write_derived(out, run, edited, changed, patch=outcome.patch, ledger=bound))
+    kept = None if ledger is None else _kept_ledger(ledger, model, result, data, clients)
+    return replace(served, run=write_derived(out, run, result.model, changed, patch=result.patch, ledger=kept))
 
 
-def _told(
-    engine: Engine,
+def _fresh_model(run: Run, seed: int) -> nn.Module:
+    known = run.record.model
+    return build_model(run.settings.model, num_classes=known.num_classes, channels=known.channels, seed=seed)
+
+
+def _kept_ledger(
+    ledger: Observation, model: nn.Module, result: ForgetResult, data: Dataset, clients: Clients | None
+) -> Observation:
+    """The ledger for the edited model, without sums over forgotten images."""
+    retained = data.train.subset(~result.request.mask(data.train, clients))
+    return forget_lines(rebind_ledger(ledger, model, result.model, data.train), retained)
+
+
+def _measure(
+    run: Run,
     model: nn.Module,
-    patch: Patch,
-    request: ForgetRequest,
-    forgotten: ForgetRequest | None,
-    settings: ForgetSettings,
+    result: ForgetResult,
+    data: Dataset,
+    engine: Engine,
+    clients: Clients | None,
+    device: torch.device | str,
+) -> tuple[Accuracies, Accuracies, dict[str, float]]:
+    """Accuracies before and after, and the forget accuracy of every request that the run has served so far."""
+    request, forgotten = result.request, excluded_by(run)
+    is_remote = engine.is_federated and clients is None  # training images lie with the clients only
+    counted: tuple[float | None, float | None] = (None, None)
+    if is_remote and request.kind != "class":
+        counted = _counted_by_clients(engine, model, result.patch, request, forgotten)
+    before, after = (
+        accuracies_of(net, data, request, forgotten=forgotten, clients=clients, device=device, forget=forget)
+        for net, forget in zip((model, result.model), counted, strict=True)
+    )
+    target = result.settings.get("target")
+    if request.kind == "class" and target is not None and before.forget <= target:
+        share = f"{before.forget:.1%}"
+        logger.warning("forget accuracy of %s was %s before the edit: already below the target", request, share)
+    measured = [earlier for earlier in served_requests(run) if earlier.kind == "class" or not is_remote]
+    all_forgotten = {
+        str(earlier): accuracies_of(result.model, data, earlier, clients=clients, device=device).forget
+        for earlier in measured
+    }
+    return before, after, all_forgotten | {str(request): after.forget}
+
+
+def _counted_by_clients(
+    engine: Engine, model: nn.Module, patch: Patch, request: ForgetRequest, forgotten: ForgetRequest | None
 ) -> tuple[float, float]:
-    """Accuracy on what must go, before and after, as the holders of those images count it."""
-    statistic = Statistic("right", settings.layers, settings.edit, settings.tap, (NOTHING, patch))
-    ((seen,),) = engine.measure(model, [Query((Selection("train", request, forgotten),), statistic)])
-    return float(seen.mean("0")), float(seen.mean("1"))
+    """Forget accuracy before and after the patch, as the clients that hold the images count it."""
+    statistic = Statistic("right", layers="all", edit="conv", tap="conv", patches=(NOTHING, patch))
+    ((correct,),) = engine.measure(model, [Query((Selection("train", request, forgotten),), statistic)])
+    return float(correct.mean("0")), float(correct.mean("1"))
 
 
-def _record(
-    outcome: ForgetPlan,
-    request: ForgetRequest,
-    settings: ForgetSettings,
-    before: Accuracies,
-    after: Accuracies,
-    cost: Cost,
-) -> ServedRecord:
-    method = "directions" if settings.erase else "paper" if settings.edit == "conv" else "hide"
+def _served_record(result: ForgetResult, before: Accuracies, after: Accuracies) -> ServedRecord:
+    patch, plan = result.patch, result.plan
     return ServedRecord(
-        request=str(request),
-        method=method,
-        settings=as_mapping(settings),
+        request=str(result.request),
+        method=result.method,
+        settings=result.settings,
         before=before,
         after=after,
         retain_paid=before.retain - after.retain,
-        cost=cost,
-        model_before=outcome.patch.before,
-        model_after=outcome.patch.after,
-        kernels={site: len(found["kernels"]) for site, found in outcome.patch.note["sites"].items()},
-        directions=dict(outcome.patch.note.get("directions", {})),
-        opposed_kernels=outcome.opposed,
-        sample_correlation=outcome.sample_correlation,
-        chosen=None if outcome.chosen is None else _trial(outcome.chosen),
-        trials=tuple(_trial(trial) for trial in outcome.trials),
+        cost=result.cost,
+        model_before=patch.before,
+        model_after=patch.after,
+        kernels={site: len(edit["kernels"]) for site, edit in patch.note["sites"].items()},
+        directions=dict(patch.note.get("directions", {})),
+        opposed_kernels=0 if plan is None else plan.opposed,
+        sample_correlation=None if plan is None else plan.sample_correlation,
+        chosen=None if result.chosen is None else _trial_record(result.chosen),
+        trials=tuple(_trial_record(trial) for trial in result.trials),
     )
 
 
-def _trial(trial: Trial) -> TrialRecord:
+def _trial_record(trial: Trial) -> TrialRecord:
     return TrialRecord(trial.ratio, trial.scrub, trial.forget, trial.retain)
 
 
 def undo_run(run: Run, undo: Path, out: Path) -> Run:
-    """The run as it was before its last request, from the undo file that was kept."""
+    """The run as it was before its last request, restored from the undo file that was kept."""
     last_request(run)  # refuses a run that has none
     check_output_paths(out, None)
     restored = undo_patch(undo, run.load_model())

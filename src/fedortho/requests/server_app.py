@@ -10,11 +10,10 @@ from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadSetting, FedOrthoError
 from fedortho.federated.client import federate_settings
 from fedortho.federated.engine import RoundProgress
+from fedortho.methods import Method, make_method
 from fedortho.runs.run import open_run
 from fedortho.runs.settings import FederateSettings
 from fedortho.storage.records import to_json
-from fedortho.storage.settings import make_settings
-from fedortho.unlearning.plan import ForgetSettings
 
 if TYPE_CHECKING:
     from flwr.app import Context
@@ -54,21 +53,21 @@ def do_job(grid: "Grid", config: Mapping[str, Any]) -> None:
         if job == "sync":
             remote.info("clients %s have the model of %s", sync(run, grid), run.path)
             return
-        settings = _forget_settings(str(config.get("forget") or "{}"))
-        served = forget_federated_run(run, ForgetRequest.parse(str(config["request"])), settings, grid, out=out)
+        method = _method(str(config.get("method") or "hide"), str(config.get("forget") or "{}"))
+        served = forget_federated_run(run, ForgetRequest.parse(str(config["request"])), method, grid, out=out)
         remote.info("%s", json.dumps(to_json(served.record)))
     else:
         raise FedOrthoError(f"no job {job!r}; choose from train, forget, sync")
 
 
-def _forget_settings(text: str) -> ForgetSettings:
+def _method(name: str, text: str) -> Method:
     try:
         value = json.loads(text)
     except ValueError as error:
         raise BadSetting(f"forget must be settings as JSON, not {text!r}") from error
     if not isinstance(value, dict):
         raise BadSetting(f"forget must be settings as JSON, not {text!r}")
-    return make_settings(ForgetSettings, value)
+    return make_method(name, value)
 
 
 def _tell(news: RoundProgress) -> None:
