@@ -12,27 +12,34 @@ from fedortho.experiments.experiment import (
     EXPERIMENTS,
     HERE,
     SCALES,
-    check_relations,
     load_experiment,
     make_experiment,
-    narrowed,
     network_key,
-    printed_beside,
-    printed_lines,
     read_seeds,
     request_for,
     request_kind,
-    row_verdict,
+    select_rows,
 )
-from fedortho.experiments.relations import HOLDS, ResultRow, as_lines, differences, judged, parse_relation
+from fedortho.experiments.findings import check_claims, printed_beside, row_verdict
+from fedortho.experiments.printed import printed_rows
+from fedortho.experiments.relations import (
+    HOLDS,
+    SeedRow,
+    TableRow,
+    differences,
+    judge_differences,
+    over_seeds,
+    parse_relation,
+)
 from fedortho.models.zoo import MODELS
+from fedortho.runs.record import Accuracies
 from fedortho.runs.run import load_run_data
 from fedortho.runs.settings import FederateSettings
 from fedortho.storage.settings import read_toml
 
 
-def line(values: list[float], **key: Any) -> ResultRow:
-    return ResultRow(key, {seed: {"forget": value, "retain": value} for seed, value in enumerate(values)})
+def line(values: list[float], **key: Any) -> TableRow:
+    return TableRow(key, {seed: {"forget": value, "retain": value} for seed, value in enumerate(values)})
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -40,7 +47,7 @@ def line(values: list[float], **key: Any) -> ResultRow:
 def test_every_table_can_be_loaded_at_every_scale(name: str, scale: str) -> None:
     experiment = load_experiment(name, scale)
     assert experiment.seeds
-    assert experiment.treatments
+    assert experiment.variants
     assert experiment.relations
     for network in experiment.networks:
         assert network.model in MODELS
@@ -53,9 +60,9 @@ def test_every_table_can_be_loaded_at_every_scale(name: str, scale: str) -> None
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_claim_is_one_that_the_printed_numbers_support(name: str) -> None:
-    for entry in check_relations(load_experiment(name), []):
-        assert entry["paper"], f"{entry['relation']} is about no printed row"
-        assert set(entry["paper"]) == {HOLDS}, entry["relation"]
+    for claim in check_claims(load_experiment(name), []):
+        assert claim.paper, f"{claim.relation} is about no printed row"
+        assert set(claim.paper) == {HOLDS}, claim.relation
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -64,12 +71,12 @@ def test_every_printed_row_of_the_paper_is_a_row_of_the_full_scale(name: str) ->
     ours = []
     for network in experiment.networks:
         for words in experiment.requests:
-            for step, treatment in [(1, None), *((s, t) for t in experiment.treatments for s in range(1, 6))]:
+            for step, variant in [(1, None), *((s, t) for t in experiment.variants for s in range(1, 6))]:
                 key: dict[str, Any] = {**network_key(network), "request": request_kind(words)}
-                key |= {"method": "original"} if treatment is None else {"method": treatment.method, **treatment.swept}
-                ours.append(ResultRow(key | ({"step": step if treatment else 0} if experiment.is_sequence else {}), {}))
+                key |= {"method": "original"} if variant is None else {"method": variant.method, **variant.varied}
+                ours.append(TableRow(key | ({"step": step if variant else 0} if experiment.is_sequence else {}), {}))
     shown = {str(printed_beside(experiment, one)) for one in ours} - {"{}"}
-    assert shown == {str(one.values[0]) for one in printed_lines(name)}
+    assert shown == {str(one.values[0]) for one in printed_rows(name)}
 
 
 def test_every_file_of_an_experiment_is_installed_with_the_package() -> None:
@@ -79,10 +86,10 @@ def test_every_file_of_an_experiment_is_installed_with_the_package() -> None:
 
 
 def test_printed_numbers_are_the_papers() -> None:
-    (found,) = [one for one in printed_lines("strength") if one.key.get("alpha") == 0.5]
+    (found,) = [one for one in printed_rows("strength") if one.key.get("alpha") == 0.5]
     assert found.values[0] == {"forget": 0.0, "retain": 79.7}
     key = {"split": "iid", "data": "cifar100", "model": "resnet50", "method": "not", "request": "client"}
-    (found,) = [one for one in printed_lines("unlearning_iid_non_iid") if one.key == key]
+    (found,) = [one for one in printed_rows("unlearning_iid_non_iid") if one.key == key]
     assert (found.values[0]["forget"], found.values[0]["retain"]) == (36.67, 50.64)
 
 
@@ -102,52 +109,55 @@ def test_a_difference_within_its_noise_is_no_finding_in_either_direction() -> No
     relation = parse_relation("a forget < b forget")
     pair = (line([10.0, 12.0, 11.0], method="a"), line([20.0, 23.0, 21.0], method="b"))
     assert differences(relation, pair) == [10.0, 11.0, 10.0]
-    assert judged([10.0, 11.0, 10.0]) == "holds"
-    assert judged([1.0, 12.0, -4.0]) == "within noise"
-    assert judged([-10.0, -11.0]) == "does not hold"
-    assert judged([0.0, 0.0]) == judged([0.0]) == "equal"
+    assert judge_differences([10.0, 11.0, 10.0]) == "holds"
+    assert judge_differences([1.0, 12.0, -4.0]) == "within noise"
+    assert judge_differences([-10.0, -11.0]) == "does not hold"
+    assert judge_differences([0.0, 0.0]) == judge_differences([0.0]) == "equal"
 
 
 def test_seeds_that_only_one_side_has_are_not_compared() -> None:
     pair = (
-        ResultRow({}, {0: {"forget": 1.0}, 1: {"forget": 2.0}}),
-        ResultRow({}, {1: {"forget": 5.0}, 2: {"forget": 9.0}}),
+        TableRow({}, {0: {"forget": 1.0}, 1: {"forget": 2.0}}),
+        TableRow({}, {1: {"forget": 5.0}, 2: {"forget": 9.0}}),
     )
     assert differences(parse_relation("a forget < b forget"), pair) == [3.0]
 
 
-def test_only_at_the_papers_scale_is_a_number_judged() -> None:
+def test_only_at_the_papers_scale_is_a_number_judge_differences() -> None:
     key = {"split": "iid", "data": "cifar100", "model": "resnet50", "method": "retrain", "request": "client"}
     full, demo = (load_experiment("unlearning_iid_non_iid", scale) for scale in ("paper", "demo"))
-    printed = printed_beside(full, ResultRow(key, {}))
-    near = ResultRow(key, {0: {metric: printed[metric] + printed[f"{metric}-sd"] for metric in ("forget", "retain")}})
-    far = ResultRow(key, {0: {"forget": printed["forget"] + 3 * printed["forget-sd"], "retain": printed["retain"]}})
+    printed = printed_beside(full, TableRow(key, {}))
+    near = TableRow(key, {0: {metric: printed[metric] + printed[f"{metric}-sd"] for metric in ("forget", "retain")}})
+    far = TableRow(key, {0: {"forget": printed["forget"] + 3 * printed["forget-sd"], "retain": printed["retain"]}})
     assert row_verdict(full, near) == "within 2 sd"
     assert row_verdict(full, far) == "outside 2 sd: forget"
-    assert row_verdict(demo, ResultRow({**key, "split": "dirichlet:0.6"}, near.values)) == "other setting"
-    assert row_verdict(full, ResultRow({**key, "method": "hide"}, near.values)) == "not printed"
-    assert row_verdict(full, ResultRow(key, {0: {}})) == "refused"
+    assert row_verdict(demo, TableRow({**key, "split": "dirichlet:0.6"}, near.values)) == "other setting"
+    assert row_verdict(full, TableRow({**key, "method": "hide"}, near.values)) == "not printed"
+    assert row_verdict(full, TableRow(key, {0: {}})) == "refused"
     central = {"data": "cifar10", "model": "resnet50", "method": "ssd"}
     verdict = row_verdict(load_experiment("unlearning_res50", "paper"), line([1.76], **central))
     assert verdict.endswith("no sd printed")
 
 
 def test_seeds_become_one_line() -> None:
-    rows = [{"seed": seed, "method": "ssd", "forget": seed / 10, "retain": 0.5, "test": 0.4} for seed in (0, 1)]
-    (found,) = as_lines([*rows, {"seed": 2, "method": "ssd", "refused": "why"}])
+    key = {"method": "ssd"}
+    rows = [SeedRow(seed, key, Accuracies(seed / 10, 0.5, 0.4)) for seed in (0, 1)]
+    (found,) = over_seeds([*rows, SeedRow(2, key, refused="why")])
     assert found.of("forget") == [0.0, 10.0]
     assert found.key == {"method": "ssd"}
 
 
 def test_a_table_can_be_narrowed_to_methods_and_rows() -> None:
     whole = load_experiment("pruning")
-    some = narrowed(whole, rows="ratio=0.2,ortho=none")
-    assert [one.swept for one in some.treatments] == [{"ratio": 0.2}]
+    some = select_rows(whole, rows="ratio=0.2,ortho=none")
+    assert load_experiment("pruning", rows="ratio=0.2,ortho=none") == some
+    assert load_experiment("pruning", seeds="3,4").seeds == load_experiment("pruning", seeds=(3, 4)).seeds == (3, 4)
+    assert [one.varied for one in some.variants] == [{"ratio": 0.2}]
     assert [network.ortho for network in some.networks] == [0.0]
     federated = load_experiment("unlearning_iid_non_iid", "paper")
-    assert narrowed(federated, rows="request=client").requests == ("client:0",)
-    assert len(narrowed(federated, rows="split=iid").networks) == 1
-    assert {one.method for one in narrowed(federated, "not,retrain").treatments} == {"not", "retrain"}
+    assert select_rows(federated, rows="request=client").requests == ("client:0",)
+    assert len(select_rows(federated, rows="split=iid").networks) == 1
+    assert {one.method for one in select_rows(federated, "not,retrain").variants} == {"not", "retrain"}
 
 
 @pytest.mark.parametrize(
@@ -162,7 +172,7 @@ def test_a_table_can_be_narrowed_to_methods_and_rows() -> None:
 )
 def test_what_a_table_does_not_have_is_refused_by_name(arguments: dict[str, str], message: str) -> None:
     with pytest.raises(FedOrthoError, match=message):
-        narrowed(load_experiment("unlearning_res50"), **arguments)
+        select_rows(load_experiment("unlearning_res50"), **arguments)
 
 
 def test_names_scales_and_seeds_are_checked() -> None:
@@ -195,4 +205,4 @@ def test_keys_of_a_scale_win_and_lists_are_crossed() -> None:
     }
     made = make_experiment("pruning", "demo", told | {"demo": told["demo"] | {"methods": [{"name": "salun"}]}})  # type: ignore[operator]
     assert [(network.ortho, network.epochs) for network in made.networks] == [(0.1, 1), (0.1, 2), (0.0, 1), (0.0, 2)]
-    assert [one.method for one in made.treatments] == ["salun"]
+    assert [one.method for one in made.variants] == ["salun"]

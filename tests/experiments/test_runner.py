@@ -13,21 +13,33 @@ from fedortho.cli.app import app
 from fedortho.errors import FedOrthoError
 from fedortho.evaluation.accuracies import accuracies_of
 from fedortho.experiments import runner
-from fedortho.experiments.experiment import Experiment, Treatment, load_experiment
-from fedortho.experiments.relations import parse_relation
-from fedortho.experiments.runner import Show, reproduce
+from fedortho.experiments.experiment import Experiment, MethodVariant, load_experiment, read_seeds, select_rows
+from fedortho.experiments.findings import ExperimentResults
+from fedortho.experiments.relations import SeedRow, parse_relation
+from fedortho.experiments.runner import ProgressHooks, reproduce
 from fedortho.runs.run import open_run
 from fedortho.runs.settings import TrainSettings
 from fedortho.storage.files import read_json
+from fedortho.storage.records import read_record
 
 NETWORK = TrainSettings(data="digits", model="small:SmallNet", epochs=2, crop=0, flip=0.0, threads=1, device="cpu")
-RATIOS = tuple(Treatment("paper", {"ratio": ratio}, {"ratio": ratio}) for ratio in (0.1, 0.4))
+RATIOS = tuple(MethodVariant("paper", {"ratio": ratio}, {"ratio": ratio}) for ratio in (0.1, 0.4))
 
 
 def experiment(**changes: Any) -> Experiment:
     claim = parse_relation("paper[ratio=max] forget < paper[ratio=min] forget")
-    base = replace(load_experiment("pruning"), networks=(NETWORK,), seeds=(0,), treatments=RATIOS, relations=(claim,))
+    base = replace(load_experiment("pruning"), networks=(NETWORK,), seeds=(0,), variants=RATIOS, relations=(claim,))
     return replace(base, **changes)
+
+
+def limited(seeds: str = "", methods: str = "", rows: str = "") -> Experiment:
+    chosen = select_rows(experiment(), methods, rows)
+    return replace(chosen, seeds=read_seeds(seeds)) if seeds else chosen
+
+
+def forget(row: SeedRow) -> float:
+    assert row.accuracies is not None
+    return row.accuracies.forget
 
 
 def invoke(*words: str) -> str:
@@ -40,74 +52,79 @@ def invoke(*words: str) -> str:
 def test_the_same_seed_gives_the_same_bytes_elsewhere_and_nothing_is_done_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both = experiment(treatments=(Treatment("retrain", {}, {}), *RATIOS))
+    both = experiment(variants=(MethodVariant("retrain", {}, {}), *RATIOS))
     seen: list[str] = []
-    show = Show(step=lambda text, *_: seen.append(text))
-    first, second = tmp_path / "first.json", tmp_path / "second.json"
-    rows = reproduce(both, tmp_path / "one", show=show, results=first)
-    assert reproduce(both, tmp_path / "two", results=second) == rows
+    hooks = ProgressHooks(step=lambda text, *_: seen.append(text))
+    results = reproduce(both, tmp_path / "one", hooks=hooks)
+    rows = results.rows
+    assert reproduce(both, tmp_path / "two") == results
+    first, second = (tmp_path / name / "pruning-demo.json" for name in ("one", "two"))
     assert first.read_bytes() == second.read_bytes()
-    assert [row["method"] for row in rows] == ["original", "retrain", "paper", "paper"]
-    assert [row.get("ratio") for row in rows] == [None, None, 0.1, 0.4]
-    assert rows[1]["forget"] == 0.0, "it never saw the class"
+    assert read_record(ExperimentResults, first) == results
+    assert [row.key["method"] for row in rows] == ["original", "retrain", "paper", "paper"]
+    assert [row.key.get("ratio") for row in rows] == [None, None, 0.1, 0.4]
+    assert forget(rows[1]) == 0.0, "it never saw the class"
     assert any("retrain class" in text for text in seen)
-    told = read_json(first)["relations"][0]["here"][0]
-    assert told["differences"] == pytest.approx([100 * (rows[2]["forget"] - rows[3]["forget"])])
+    (pair,) = results.claims[0].here
+    assert pair.differences == pytest.approx([100 * (forget(rows[2]) - forget(rows[3]))])
 
     outcomes = {path: path.stat().st_mtime_ns for path in (tmp_path / "one").rglob("*.safetensors")}
     monkeypatch.setattr(runner, "train_reference", None)
-    assert reproduce(both, tmp_path / "one") == rows
+    assert reproduce(both, tmp_path / "one") == results
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "one").rglob("*.safetensors")} == outcomes
-    other = reproduce(replace(both, seeds=(1,), treatments=RATIOS[:1]), tmp_path / "one")
-    assert other[0]["test"] != rows[0]["test"]
+    other = reproduce(replace(both, seeds=(1,), variants=RATIOS[:1]), tmp_path / "one")
+    assert other.rows[0].accuracies != rows[0].accuracies
 
 
 def test_requests_of_a_sequence_are_served_one_after_the_other(tmp_path: Path) -> None:
-    steps = experiment(is_sequence=True, requests=("class:0", "class:1", "class:2"), treatments=RATIOS[1:])
-    original, *rows = reproduce(steps, tmp_path)
-    assert original["step"] == 0
+    steps = experiment(is_sequence=True, requests=("class:0", "class:1", "class:2"), variants=RATIOS[1:])
+    original, *rows = reproduce(steps, tmp_path).rows
+    assert original.key["step"] == 0
     names = ["class:0", "class:1", "class:2"]
-    assert [list(row["forgotten"]) for row in rows] == [names[:1], names[:2], names]
+    assert [list(row.forgotten) for row in rows] == [names[:1], names[:2], names]
     last = open_run(next(tmp_path.glob("outcomes/*/*step3")))
     model, data = last.load_model(), last.load_data()
     told = {word: accuracies_of(model, data, word).forget for word in ("class:0", "class:1", "class:2")}
-    assert rows[-1]["forgotten"] == told, "earlier classes are measured on the last model"
-    assert reproduce(steps, tmp_path) == [original, *rows]
+    assert rows[-1].forgotten == told, "earlier classes are measured on the last model"
+    assert reproduce(steps, tmp_path).rows == (original, *rows)
     with pytest.raises(FedOrthoError, match="made from another model, request or settings; choose another --out"):
         reproduce(replace(steps, requests=("class:5", "class:1")), tmp_path)
 
 
 def test_a_federation_forgets_one_after_the_other_and_by_client_and_samples(tmp_path: Path) -> None:
     network = replace(SETTINGS, model="small:SmallNet", clients=3, rounds=1, split="iid")
-    steps = experiment(networks=(network,), is_sequence=True, requests=("class:0", "class:1"), treatments=RATIOS[:1])
-    rows = reproduce(steps, tmp_path)
-    assert [row["step"] for row in rows] == [0, 1, 2]
-    assert list(rows[-1]["forgotten"]) == ["class:0", "class:1"]
-    asked = experiment(networks=(network,), requests=("client:0", "first 10 of class:0"), treatments=RATIOS[:1])
-    rows = reproduce(asked, tmp_path)
-    assert [(row["request"], row["method"]) for row in rows] == [
+    steps = experiment(networks=(network,), is_sequence=True, requests=("class:0", "class:1"), variants=RATIOS[:1])
+    rows = reproduce(steps, tmp_path).rows
+    assert [row.key["step"] for row in rows] == [0, 1, 2]
+    assert list(rows[-1].forgotten) == ["class:0", "class:1"]
+    asked = experiment(networks=(network,), requests=("client:0", "first 10 of class:0"), variants=RATIOS[:1])
+    rows = reproduce(asked, tmp_path).rows
+    assert [(row.key["request"], row.key["method"]) for row in rows] == [
         (kind, method) for kind in ("client", "samples") for method in ("original", "paper")
     ]
     assert len(list((tmp_path / "networks").glob("digits-*"))) == 1, "the two experiments share it"
 
 
 def test_what_a_method_refuses_is_a_row_and_not_the_end(tmp_path: Path) -> None:
-    hard = Treatment("hide", {"target": 0.0, "max-retain-drop": 0.0, "scrub": False}, {})
-    rows = reproduce(experiment(treatments=(hard, *RATIOS[:1])), tmp_path)
-    assert "refused" in rows[1]
-    assert "forget" in rows[2]
-    steps = experiment(is_sequence=True, requests=("class:0", "class:1"), treatments=(hard,))
-    rows = reproduce(steps, tmp_path)
-    assert [row.get("step") for row in rows] == [0, 1], "the next request would start from nothing"
+    hard = MethodVariant("hide", {"target": 0.0, "max-retain-drop": 0.0, "scrub": False}, {})
+    rows = reproduce(experiment(variants=(hard, *RATIOS[:1])), tmp_path).rows
+    assert rows[1].refused
+    assert rows[1].accuracies is None
+    assert rows[2].accuracies is not None
+    steps = experiment(is_sequence=True, requests=("class:0", "class:1"), variants=(hard,))
+    rows = reproduce(steps, tmp_path).rows
+    assert [row.key["step"] for row in rows] == [0, 1], "the next request would start from nothing"
     with pytest.raises(FedOrthoError, match="ssd serves no sequence"):
-        reproduce(replace(steps, treatments=(Treatment("ssd", {}, {}),)), tmp_path)
+        reproduce(replace(steps, variants=(MethodVariant("ssd", {}, {}),)), tmp_path)
 
 
 def test_the_command_lists_runs_and_explains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = invoke("reproduce")
     for name in ("unlearning_iid_non_iid: ", "unlearning_res50: ", "pruning: ", "continuous_unlearning_comparison: "):
         assert name in told
-    monkeypatch.setattr("fedortho.cli.reproduce.load_experiment", lambda name, scale="demo": experiment())
+    monkeypatch.setattr(
+        "fedortho.cli.reproduce.load_experiment", lambda name, scale="demo", **limits: limited(**limits)
+    )
     told = invoke("reproduce", "pruning", "--seeds", "0,1", "--rows", "ratio=0.4", "--out", str(tmp_path))
     for text in ("forget", "(paper)", "92.00", "not printed", "other setting", "±", "no such rows", "seeds 0, 1"):
         assert text in told
@@ -116,7 +133,7 @@ def test_the_command_lists_runs_and_explains(tmp_path: Path, monkeypatch: pytest
     assert "(1 seed)" in told
     value = json.loads(invoke("reproduce", "pruning", "--seeds", "0", "--out", str(tmp_path), "--json"))
     assert value == read_json(tmp_path / "pruning-demo.json")
-    assert [row["method"] for row in value["rows"]] == ["original", "paper", "paper"]
+    assert [row["key"]["method"] for row in value["rows"]] == ["original", "paper", "paper"]
 
 
 def test_missing_data_is_refused_before_anything_is_trained(tmp_path: Path) -> None:

@@ -1,42 +1,54 @@
-"""What the paper claims, as relations between rows, and whether they hold over seeds; noise is said to be noise."""
+"""The paper's claims as relations between rows of a table, and whether they hold over seeds beyond the noise."""
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import Any
 
 from fedortho.errors import FedOrthoError
+from fedortho.runs.record import Accuracies
 from fedortho.storage.files import canonical_json
+from fedortho.storage.records import Scalar
 
-Row = dict[str, Any]  # one seed's: seed, the keys that tell rows apart, what was measured
 METRICS = ("forget", "retain")
-MEASURED = (*METRICS, "test", "refused", "forgotten")
 SIDE = r"([a-z-]+)(?:\[([^\]]*)\])? (forget|retain)"
 RELATION = re.compile(rf"{SIDE} ([<>]) {SIDE}(?: at (\S+))?")
-T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # two-sided 95 %, 1 degree of freedom and up
 HOLDS, NOISE, EQUAL, FAILS = "holds", "within noise", "equal", "does not hold"
 
 
 @dataclass(frozen=True)
-class ResultRow:
-    """One row of a table: what was done, and what came of it in percent, seed by seed."""
+class SeedRow:
+    """A row of a table for one seed; `refused` says why a method has no accuracies."""
+
+    seed: int
+    key: Mapping[str, Scalar]  # what tells rows apart: data, model, split, request, method, varied settings
+    accuracies: Accuracies | None = None
+    refused: str = ""
+    forgotten: Mapping[str, float] = field(
+        default_factory=dict
+    )  # in a sequence: forget accuracy of each request so far
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """A row of a table over seeds, its metrics in percent."""
 
     key: Mapping[str, Any]
-    values: dict[int, dict[str, float]]
+    values: dict[int, dict[str, float]]  # seed → metric → value
 
     def of(self, metric: str) -> list[float]:
-        return [found[metric] for found in self.values.values() if metric in found]
+        return [metrics[metric] for metrics in self.values.values() if metric in metrics]
 
 
-def as_lines(rows: Sequence[Row]) -> list[ResultRow]:
-    """Rows of all seeds as one line each, in percent; what was refused has no values."""
-    lines: dict[str, ResultRow] = {}
+def over_seeds(rows: Sequence[SeedRow]) -> list[TableRow]:
+    """The rows of all seeds, one for each key; a refused one has no values."""
+    table: dict[str, TableRow] = {}
     for row in rows:
-        key = {name: value for name, value in row.items() if name not in (*MEASURED, "seed")}
-        line = lines.setdefault(canonical_json(key), ResultRow(key, {}))
-        line.values[row["seed"]] = {metric: 100 * row[metric] for metric in METRICS if metric in row}
-    return list(lines.values())
+        merged = table.setdefault(canonical_json(dict(row.key)), TableRow(row.key, {}))
+        found = row.accuracies
+        merged.values[row.seed] = {metric: 100 * getattr(found, metric) for metric in METRICS} if found else {}
+    return list(table.values())
 
 
 @dataclass(frozen=True)
@@ -47,9 +59,9 @@ class Relation:
     less: tuple[Mapping[str, str], str]  # which rows, which metric
     more: tuple[Mapping[str, str], str]
 
-    def pairs(self, lines: Sequence[ResultRow]) -> list[tuple[ResultRow, ResultRow]]:
+    def pairs(self, rows: Sequence[TableRow]) -> list[tuple[TableRow, TableRow]]:
         named = self.less[0].keys() | self.more[0].keys()
-        left, right = (_fitting(where, lines) for where, _ in (self.less, self.more))
+        left, right = (_matching(where, rows) for where, _ in (self.less, self.more))
         return [(a, b) for a in left for b in right if a is not b and _agree(a, b, named)]
 
 
@@ -59,12 +71,12 @@ def parse_relation(text: str) -> Relation:
     >>> parse_relation("ssd retain > salun[ratio=max] retain at request=class").less
     ({'method': 'salun', 'ratio': 'max', 'request': 'class'}, 'retain')
     """
-    found = RELATION.fullmatch(text)
-    if found is None:
+    match = RELATION.fullmatch(text)
+    if match is None:
         raise FedOrthoError(f"{text!r} is no relation; write: METHOD[key=value] forget < METHOD retain at key=value")
-    method, own, metric, sign, other, others, its, common = found.groups()
-    first = ({"method": method} | read_pairs(own) | read_pairs(common), metric)
-    second = ({"method": other} | read_pairs(others) | read_pairs(common), its)
+    left, left_keys, left_metric, sign, right, right_keys, right_metric, common = match.groups()
+    first = ({"method": left} | read_pairs(left_keys) | read_pairs(common), left_metric)
+    second = ({"method": right} | read_pairs(right_keys) | read_pairs(common), right_metric)
     return Relation(text, *((first, second) if sign == "<" else (second, first)))
 
 
@@ -80,50 +92,60 @@ def read_pairs(text: str | None) -> dict[str, str]:
     return {key: value for key, _, value in words}
 
 
-def word(value: Any) -> str:
-    """A value of a key as it is written: 0.2, not 0.20."""
+def as_text(value: Any) -> str:
+    """The value of a key as it is written: 0.2, not 0.20."""
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _fitting(where: Mapping[str, str], lines: Sequence[ResultRow]) -> list[ResultRow]:
-    """The rows that have these values; `max` and `min` stand for the largest and smallest of a method."""
+def _matching(where: Mapping[str, str], rows: Sequence[TableRow]) -> list[TableRow]:
+    """The rows with these values; `max` and `min` are the largest and smallest value of the method."""
     wanted = dict(where)
     for key, value in where.items():
-        known = [line.key[key] for line in lines if line.key["method"] == where["method"] and key in line.key]
+        known = [row.key[key] for row in rows if row.key["method"] == where["method"] and key in row.key]
         if value in ("max", "min") and known:
-            wanted[key] = word(max(known) if value == "max" else min(known))
-    return [line for line in lines if all(word(line.key.get(key)) == value for key, value in wanted.items())]
+            wanted[key] = as_text(max(known) if value == "max" else min(known))
+    return [row for row in rows if all(as_text(row.key.get(key)) == value for key, value in wanted.items())]
 
 
-def _agree(a: ResultRow, b: ResultRow, named: set[str]) -> bool:
+def _agree(a: TableRow, b: TableRow, named: set[str]) -> bool:
     return all(a.key[key] == b.key[key] for key in (a.key.keys() & b.key.keys()) - named)
 
 
-def differences(relation: Relation, pair: tuple[ResultRow, ResultRow]) -> list[float]:
-    """By how much the side that should be larger is larger, seed by seed."""
+def differences(relation: Relation, pair: tuple[TableRow, TableRow]) -> list[float]:
+    """For each seed of both rows: the side that should be larger minus the other."""
     less, more = pair
     low, high = relation.less[1], relation.more[1]
-    both = [seed for seed in less.values if low in less.values[seed] and high in more.values.get(seed, {})]
-    return [more.values[seed][high] - less.values[seed][low] for seed in both]
+    seeds = [seed for seed in less.values if low in less.values[seed] and high in more.values.get(seed, {})]
+    return [more.values[seed][high] - less.values[seed][low] for seed in seeds]
 
 
-def judged(found: Sequence[float]) -> str:
-    """Whether differences are above 0 by more than their noise (95 %, Student's t); of one seed noise is not known.
+def judge_differences(values: Sequence[float]) -> str:
+    """Whether differences exceed 0 by more than their noise (95 %, Student's t); one seed has no noise.
 
-    >>> judged([3.0, 3.5, 4.0]), judged([-1.0, 3.0, 4.0]), judged([-3.0, -3.5, -4.0]), judged([3.0])
-    ('holds', 'within noise', 'does not hold', 'holds')
+    >>> judge_differences([3.0, 3.5, 4.0]), judge_differences([-1.0, 3.0, 4.0]), judge_differences([-3.0])
+    ('holds', 'within noise', 'does not hold')
     """
-    if not any(found):
+    if not any(values):
         return EQUAL
-    mean, number = fmean(found), len(found)
-    noise = T95[min(number - 2, len(T95) - 1)] * stdev(found) / number**0.5 if number > 1 else 0.0
-    if number > 1 and abs(mean) <= noise:
+    mean, number = fmean(values), len(values)
+    if number > 1 and abs(mean) <= t_quantile(number - 1) * stdev(values) / number**0.5:
         return NOISE
     return HOLDS if mean > 0 else FAILS
 
 
+def t_quantile(freedom: int) -> float:
+    """The two-sided 95 % quantile of Student's t with so many degrees of freedom.
+
+    >>> [round(t_quantile(freedom), 2) for freedom in (1, 2, 9)]
+    [12.71, 4.3, 2.26]
+    """
+    from scipy import stats
+
+    return float(stats.t.ppf(0.975, freedom))
+
+
 def mean_and_sd(values: Sequence[float]) -> str:
-    """Mean and spread over seeds; of one seed there is no spread.
+    """Mean and standard deviation over seeds; one seed has no deviation.
 
     >>> mean_and_sd([50.0, 52.0]), mean_and_sd([50.0]), mean_and_sd([])
     ('51.0±1.4', '50.0', '–')
