@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -113,7 +114,7 @@ def test_every_removal_repetition_and_exchange_of_lines_is_found_with_its_number
         with pytest.raises(BadJournal, match=f"entry {at + 1} is missing"):
             check_journal(place)
         rewrite(place, lines[:at])
-        with pytest.raises(BadJournal, match=f"entry {at + 1} is missing: the head tells of 4"):
+        with pytest.raises(BadJournal, match=f"entry {at + 1} is missing: the head names 4"):
             check_journal(place)
         for to in range(5):
             rewrite(place, [*lines[:to], lines[at], *lines[to:]])
@@ -169,7 +170,7 @@ def test_only_the_lines_in_their_order_pass(order: list[int]) -> None:
 
 def test_a_head_that_is_gone_is_told(place: Path) -> None:
     (place / "journal.head").unlink()
-    with pytest.raises(BadJournal, match=r"journal\.head is missing: without it a removed tail"):
+    with pytest.raises(BadJournal, match=r"journal\.head is missing"):
         check_journal(place)
 
 
@@ -213,11 +214,11 @@ def test_a_line_torn_anywhere_is_moved_away_by_the_next_append(
         assert entry.number == 5
         assert len(check_journal(place).entries) == 5
         assert (place / "journal.torn").read_bytes().endswith(torn.rstrip(b"\n") + b"\n")
-        assert "ended in half a line after entry 4" in caplog.text
+        assert "incomplete line after entry 4" in caplog.text
         caplog.clear()
     rewrite(place, [*whole, line[:50]])
     (place / "journal.head").write_bytes(head)
-    with pytest.raises(BadJournal, match="entry 5 is half a line, and no append was under way"):
+    with pytest.raises(BadJournal, match="entry 5 is an incomplete line"):
         append_entry(place, "verified", "one", "class:3")
 
 
@@ -271,7 +272,7 @@ def test_a_writer_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(fedortho.storage.journal, "PATIENCE", 0.05)
     with (
         FileLock(tmp_path / ".journal.lock", is_singleton=False),
-        pytest.raises(Busy, match="others have been writing"),
+        pytest.raises(Busy, match="locked by others"),
     ):
         append_entry(tmp_path, "received", "run", "class:3")
 
@@ -280,3 +281,36 @@ def test_a_place_that_cannot_be_written_is_told_in_one_line(tmp_path: Path) -> N
     (tmp_path / "file").write_text("no directory")
     with pytest.raises(BadJournal, match="cannot be written"):
         append_entry(tmp_path / "file", "received", "run", "class:3")
+
+
+def test_a_journal_without_schema_numbers_is_whole_keeps_its_lines_and_goes_on(tmp_path: Path) -> None:
+    for name in ("journal.jsonl", "journal.head"):  # as fedortho 0.1.0 wrote them
+        shutil.copyfile(Path(__file__).parent / "schema1" / name, tmp_path / name)
+    old = lines_of(tmp_path)
+    assert [entry.schema for entry in check_journal(tmp_path).entries] == [1, 1]
+    append_entry(tmp_path, "undone", "two", "class:3")
+    assert [entry.schema for entry in check_journal(tmp_path).entries] == [1, 1, 2]
+    assert lines_of(tmp_path)[:2] == old
+    assert f"{check_journal(tmp_path).entries[0].line}\n".encode() == old[0]
+    rewrite(tmp_path, [old[0].replace(b"class:3", b"class:4"), *lines_of(tmp_path)[1:]])
+    with pytest.raises(BadJournal, match="entry 1 was changed"):
+        check_journal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "telling"),
+    [
+        ({"number": True}, ValueError, "number"),
+        ({"before": 3}, ValueError, "before"),
+        ({"colour": "blue"}, ValueError, "colour"),
+        ({"schema": 3}, BadJournal, "schema 3"),
+        ({"schema": True}, BadJournal, "schema True"),
+    ],
+)
+def test_an_entry_with_a_fitting_hash_and_other_keys_or_types_is_no_entry(
+    place: Path, change: dict[str, object], error: type[Exception], telling: str
+) -> None:
+    value = json.loads(lines_of(place)[0]) | change
+    value["hash"] = fedortho.storage.journal._hash(value)
+    with pytest.raises(error, match=telling):
+        parse_entry(canonical_json(value).encode())

@@ -1,17 +1,17 @@
-"""An append-only record of every request, beside the runs: each entry is chained to the one before it by hashes.
+"""An append-only journal of all requests, beside the runs: each entry contains the hash of the one before it.
 
 journal.jsonl   one JSON line per entry
-journal.head    number and hash of the last entry, and while one is being appended the hash announced for it
-journal.torn    half lines that crashes left behind
+journal.head    number and hash of the last entry; during an append also the hash announced for the new entry
+journal.torn    incomplete lines that crashes left behind
 
-The chain shows any change, removal, insertion or reordering of entries; the head shows a tail that was cut off.
-All that becomes of a request stands in the journal of the directory that holds the run it was asked of, wherever the
-new run was written (`--out`); an undo is asked of the run that it undoes.
+The chain shows any change, removal, insertion or reordering of entries; the head shows that the last entries were
+removed. Every event of a request is in the journal of the directory that holds the run it was received for, wherever
+the new run was written (`--out`); an undo is received for the run that it undoes.
 
-It holds against accidents and against whoever edits the journal alone. Whoever can rewrite both files can recompute
-all hashes from any entry on, or cut the tail and set the head back, and nothing here would show it. So note the
+This protects against accidents and against an edit of the journal alone. Whoever can rewrite both files can recompute
+all hashes from any entry on, or remove the last entries and reset the head, and nothing here would show it. So note the
 head's hash elsewhere from time to time (`fedortho journal check` prints it; mail it, print it, have it signed): a
-journal that no longer contains a noted hash is not the one it was noted from.
+journal that no longer contains a noted hash was rewritten.
 """
 
 import hashlib
@@ -20,36 +20,38 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from filelock import FileLock, Timeout
 
-from fedortho.errors import Busy, FedOrthoError, first_line, unknown
+from fedortho.errors import BadRecord, Busy, FedOrthoError, first_line, unknown
 from fedortho.storage.files import canonical_json, write_text
+from fedortho.storage.records import from_json, to_json
 
 logger = logging.getLogger(__name__)
 EVENTS = {
-    "received": "somebody asked",
-    "executed": "a run was written that has forgotten",
-    "judged": "it was measured; details tell what the audits came to",
-    "verified": "it was judged, and every audit was run against a retrained model and passed",
-    "refused": "nothing was done; details tell why",
-    "undone": "what was forgotten was restored from an undo file",
-}  # before there was judged, verified was written whatever the audits came to: only with `passes` it means this
-START = "0" * 64  # what the first entry follows
+    "received": "the request arrived",
+    "executed": "a run that has forgotten was written",
+    "judged": "the run was judged; details have the outcome of the audits",
+    "verified": "the run was judged, and every audit was run against a reference model and passed",
+    "refused": "nothing was done; details have the reason",
+    "undone": "the forgotten weights were restored from an undo file",
+}  # journals from before `judged` existed have `verified` for every outcome: only with `passes` it means this
+START = "0" * 64  # `previous` of the first entry
 PATIENCE = 30.0  # seconds that a writer waits for others
+SCHEMA = 2  # of new lines; lines of schema 1 have no schema key and keep their form, since hashes cover the text
 
 
 class BadJournal(FedOrthoError):
-    """A journal that is not as it was written, or that cannot be read."""
+    """A journal that was changed after it was written, or that cannot be read."""
 
 
 @dataclass(frozen=True)
 class JournalEntry:
-    """What happened to a request, and when."""
+    """One event of a request."""
 
     number: int  # from 1
     time: str  # UTC
@@ -61,19 +63,23 @@ class JournalEntry:
     details: Mapping[str, Any]
     previous: str  # SHA-256 of the line before
     hash: str = ""  # SHA-256 of this entry without its hash
+    schema: int = SCHEMA
 
     @property
     def line(self) -> str:
-        return canonical_json(asdict(self))
+        """The entry as it is written, whichever schema it has."""
+        return canonical_json({key: value for key, value in to_json(self).items() if key != "schema" or value > 1})
 
     def sealed(self) -> "JournalEntry":
-        body = {name: value for name, value in asdict(self).items() if name != "hash"}
-        return replace(self, hash=_digest(canonical_json(body)))
+        """The entry with its hash."""
+        return replace(self, hash=_hash(json.loads(self.line)))
 
 
 @dataclass(frozen=True)
 class Head:
-    """Where the journal ends; `announced` is the hash of an entry whose append has begun."""
+    """The last entry's number and hash; `announced` is the hash of an entry whose append has begun."""
+
+    schema: ClassVar[int] = SCHEMA
 
     number: int = 0
     hash: str = START
@@ -82,15 +88,15 @@ class Head:
 
 @dataclass(frozen=True)
 class Journal:
-    """A journal that was read and found whole."""
+    """A journal whose chain and head were checked."""
 
     entries: tuple[JournalEntry, ...] = ()
     head: Head = field(default_factory=Head)
-    torn: bytes = b""  # what a crash left after the last entry; the next append moves it away
+    torn: bytes = b""  # an incomplete line that a crash left after the last entry; the next append moves it away
 
     @property
     def last(self) -> Head:
-        """The last entry's number and hash: what to note elsewhere."""
+        """The last entry's number and hash, to be noted elsewhere."""
         return Head(self.entries[-1].number, self.entries[-1].hash) if self.entries else Head()
 
 
@@ -104,10 +110,10 @@ def append_entry(
     after: str | None = None,
     details: Mapping[str, Any] | None = None,
 ) -> JournalEntry:
-    """Add an entry to the journal of a directory of runs; on disk when this returns. A broken chain is not extended.
+    """Add an entry to the journal of a directory of runs; it is on disk when this returns.
 
-    The head first announces the entry's hash, then the line is written, then the head moves on: after a crash at any
-    point the next append finds out which of them happened.
+    A broken chain is not extended. The head first announces the entry's hash, then the line is written, then the head
+    names the new entry: after a crash at any point the next append can tell which of them happened.
     """
     if event not in EVENTS:
         raise unknown("event", event, EVENTS)
@@ -124,9 +130,9 @@ def append_entry(
 
 
 def check_journal(directory: Path, expected_head: str = "") -> Journal:
-    """The journal, or an error that names the entry where the chain breaks.
+    """The journal of a directory; a broken chain is an error that names the entry.
 
-    `expected_head` is a hash noted earlier: the entry that has it must still be there.
+    `expected_head` is a hash that was noted earlier: an entry must still have it.
     """
     if not (directory / "journal.jsonl").exists() and not (directory / "journal.head").exists():
         raise BadJournal(f"there is no journal in {directory}; give the directory that holds the runs")
@@ -140,9 +146,9 @@ def check_journal(directory: Path, expected_head: str = "") -> Journal:
 
 
 def read_journal(directory: Path) -> Journal:
-    """The journal of a directory, empty if there is none; one that was tampered with is refused.
+    """The journal of a directory, empty if there is none; one that was changed is refused.
 
-    Writers need not be kept out: the head is read before and after, until both are the same.
+    Needs no lock: the head is read before and after the lines, until both readings are equal.
     """
     path = directory / "journal.jsonl"
     for _ in range(1000):
@@ -154,16 +160,25 @@ def read_journal(directory: Path) -> Journal:
 
 
 def parse_entry(line: bytes) -> JournalEntry:
-    """The entry on a line; ValueError if it is not exactly as it was written."""
+    """The entry on a line; ValueError if its text was changed, BadJournal if this version cannot read it."""
     value = json.loads(line)
-    if not isinstance(value, dict) or value.keys() != {each.name for each in fields(JournalEntry)}:
-        raise ValueError("it is no entry")
-    if type(value["number"]) is not int:
-        raise ValueError("its number is none")
-    entry = JournalEntry(**value)
-    if entry.line.encode() != line or entry.sealed() != entry:
-        raise ValueError("its hash is not that of what it says")
-    return entry
+    if not isinstance(value, dict):
+        raise ValueError("it is not an entry")
+    if canonical_json(value).encode() != line or value.get("hash") != _hash(value):
+        raise ValueError("its hash does not match its text")
+    schema = value.setdefault("schema", 1)
+    if type(schema) is not int or schema > SCHEMA:
+        raise BadJournal(
+            f"a journal entry has schema {schema!r}; expected 1 to {SCHEMA}; read it with a newer fedortho"
+        )
+    try:
+        return from_json(JournalEntry, value, "it")
+    except BadRecord as error:
+        raise ValueError(str(error)) from error
+
+
+def _hash(value: Mapping[str, Any]) -> str:
+    return _digest(canonical_json({key: each for key, each in value.items() if key != "hash"}))
 
 
 def _examine(path: Path, text: bytes, head: Head) -> Journal:
@@ -175,7 +190,7 @@ def _examine(path: Path, text: bytes, head: Head) -> Journal:
             entry = parse_entry(line)
         except (ValueError, RecursionError) as error:
             if number == len(lines) and not rest and head.announced and head.number == number - 1:
-                rest = line + b"\n"  # a crash may leave a whole line of something else
+                rest = line + b"\n"  # a crash may leave other bytes that end in a newline
                 break
             raise BadJournal(f"{path}: entry {number} was changed: {first_line(error)}") from error
         if entry.number != number:
@@ -186,48 +201,50 @@ def _examine(path: Path, text: bytes, head: Head) -> Journal:
         entries.append(entry)
     _compare(path, entries, head)
     if rest and not (head.announced and len(entries) == head.number):
-        raise BadJournal(f"{path}: entry {len(entries) + 1} is half a line, and no append was under way")
+        raise BadJournal(f"{path}: entry {len(entries) + 1} is an incomplete line, and no append was under way")
     return Journal(tuple(entries), head, rest)
 
 
-def _misplaced(path: Path, number: int, found: int) -> str:
-    if found > number:
-        return f"{path}: entry {number} is missing: entry {found} stands in its place"
-    return f"{path}: line {number} repeats entry {found}: inserted, or out of order"
+def _misplaced(path: Path, line: int, number: int) -> str:
+    if number > line:
+        return f"{path}: entry {line} is missing: entry {number} stands in its place"
+    return f"{path}: line {line} repeats entry {number}: inserted, or out of order"
 
 
 def _compare(path: Path, entries: list[JournalEntry], head: Head) -> None:
-    """Whether the chain ends where the head says, or one further if that one was announced."""
+    """Refuse a chain that does not end at the head's entry, or one further if that one was announced."""
     if len(entries) < head.number:
-        raise BadJournal(f"{path}: entry {len(entries) + 1} is missing: the head tells of {head.number} entries")
+        raise BadJournal(f"{path}: entry {len(entries) + 1} is missing: the head names {head.number} entries")
     if head.number and entries[head.number - 1].hash != head.hash:
-        raise BadJournal(f"{path}: entry {head.number} was changed: the head knows it by another hash")
+        raise BadJournal(f"{path}: entry {head.number} was changed: the head has another hash of it")
     for entry in entries[head.number :]:
         if entry.number > head.number + 1 or entry.hash != head.announced:
             raise BadJournal(f"{path}: entry {entry.number} was inserted: the head ends at entry {head.number}")
 
 
 def _recover(directory: Path, journal: Journal) -> Journal:
-    """Move away what a crash left, so that the next line begins on a line of its own."""
+    """Move an incomplete last line to journal.torn, so that the next entry begins a new line."""
     if journal.torn:
         path = directory / "journal.jsonl"
         _append(directory / "journal.torn", journal.torn.rstrip(b"\n") + b"\n")
         os.truncate(path, path.stat().st_size - len(journal.torn))
-        logger.warning("%s ended in half a line after entry %d; moved to journal.torn", path, len(journal.entries))
+        logger.warning(
+            "%s ended in an incomplete line after entry %d; moved to journal.torn", path, len(journal.entries)
+        )
     elif journal.last.number > journal.head.number:
-        logger.info("entry %d was written just before a crash; the head now knows it", journal.last.number)
+        logger.info("entry %d was written just before a crash; the head is updated", journal.last.number)
     return replace(journal, torn=b"")
 
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Keep other writers out, also those with another temporary directory: the lock lies beside the journal."""
+    """Exclude other writers; the lock file is beside the journal, so it works for any temporary directory."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with FileLock(directory / ".journal.lock", timeout=PATIENCE):
             yield
     except Timeout as error:
-        raise Busy(f"others have been writing to the journal in {directory} for {PATIENCE:g} s; try again") from error
+        raise Busy(f"the journal in {directory} is locked by others for {PATIENCE:g} s; try again") from error
     except OSError as error:
         raise BadJournal(f"the journal in {directory} cannot be written: {error.strerror or error}") from error
 
@@ -243,11 +260,11 @@ def _append(path: Path, text: bytes) -> None:
 
 
 def _write_head(directory: Path, head: Head) -> None:
-    write_text(directory / "journal.head", canonical_json(asdict(head)) + "\n")
-    with suppress(OSError):  # not every system can open a directory
+    write_text(directory / "journal.head", canonical_json(to_json(head)) + "\n")
+    with suppress(OSError):  # some systems cannot open a directory
         handle = os.open(directory, os.O_RDONLY)
         try:
-            os.fsync(handle)  # or the line could outlive a loss of power that its announcement did not
+            os.fsync(handle)  # otherwise a power loss could keep the line and lose its announcement
         finally:
             os.close(handle)
 
@@ -255,15 +272,15 @@ def _write_head(directory: Path, head: Head) -> None:
 def _parse_head(path: Path, text: bytes | None, has_journal: bool) -> Head:
     if text is None:
         if has_journal:
-            raise BadJournal(f"{path} is missing: without it a removed tail cannot be seen")
+            raise BadJournal(f"{path} is missing: without it removed last entries cannot be found")
         return Head()
     try:
-        head = Head(**json.loads(text))
-        if canonical_json(asdict(head)).encode() + b"\n" != text or type(head.number) is not int or head.number < 0:
-            raise ValueError("it is not as it was written")
-    except (TypeError, ValueError, RecursionError) as error:
+        value = json.loads(text)
+        if canonical_json(value).encode() + b"\n" != text:
+            raise ValueError("its text is not in the form that is written")
+        return from_json(Head, {"schema": SCHEMA} | value, "it")  # heads of schema 1 have no schema key
+    except (BadRecord, TypeError, ValueError, RecursionError) as error:
         raise BadJournal(f"{path} was changed: {first_line(error)}") from error
-    return head
 
 
 def _read(path: Path) -> bytes | None:

@@ -21,7 +21,7 @@ Scalar = bool | int | float | str
 
 def to_json(record: Any) -> dict[str, Any]:
     """The record as a mapping for JSON: kebab-case keys, the schema number if its kind has one."""
-    schema = getattr(type(record), "schema", None)
+    schema = _schema_of(type(record))
     values = {kebab(field.name): _plain(getattr(record, field.name)) for field in dataclasses.fields(record)}
     return values if schema is None else {"schema": schema, **values}
 
@@ -79,9 +79,15 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
+def _schema_of(kind: type[Any]) -> int | None:
+    """The schema of a kind; None if it has none, or has it as a field because instances differ in it."""
+    is_field = any(field.name == "schema" for field in dataclasses.fields(kind))
+    return None if is_field else getattr(kind, "schema", None)
+
+
 def _current(kind: type[Any], value: dict[str, Any], place: str) -> dict[str, Any]:
     """The value in the schema of today, without its number; a number that nothing leads up from is refused."""
-    wanted = getattr(kind, "schema", None)
+    wanted = _schema_of(kind)
     if wanted is None:
         return value
     schema, body = value.get("schema"), {key: each for key, each in value.items() if key != "schema"}
