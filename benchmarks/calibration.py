@@ -8,7 +8,6 @@ follow (the largest value where it is above the proposed threshold). `CALIBRATED
 has the same values.
 """
 
-import json
 import sys
 from collections.abc import Iterator
 from itertools import permutations
@@ -27,7 +26,7 @@ from fedortho.errors import BadCheckpoint
 from fedortho.evaluation.case import Case
 from fedortho.requests.references import find_reference, reference_settings
 from fedortho.runs.run import Run
-from fedortho.storage.provenance import write_results
+from fedortho.storage.provenance import read_results, write_results
 
 OUT = Path(__file__).parent / "results" / "calibration.json"
 
@@ -45,8 +44,10 @@ def main(words: list[str] | None = None) -> None:
     references = {seed: reference(run, request, seed, given.data_dir) for seed in map(int, given.seeds.split(","))}
     digests = {str(seed): other.record.model.digest for seed, other in references.items()}
     about = {"original": run.record.model.digest, "references": digests, "request": str(request)}
-    saved = json.loads(given.out.read_text()) if given.out.exists() else {}
-    rows: list[dict[str, Any]] = saved.get("rows", []) if saved.get("about") == about else []
+    saved = read_results(given.out) if given.out.exists() else None
+    rows: list[dict[str, Any]] = (
+        [dict(row) for row in saved.rows] if saved is not None and saved.more.get("about") == about else []
+    )
     command = "python benchmarks/calibration.py " + " ".join(sys.argv[1:] if words is None else words)
     for row in measure(run, references, request, given.data_dir, rows):
         rows.append(row)

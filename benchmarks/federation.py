@@ -33,7 +33,7 @@ from fedortho.runs.settings import FederateSettings
 from fedortho.statistics.query import Selection
 from fedortho.statistics.training_plan import PlanPart, TrainingPlan
 from fedortho.storage.files import locked, read_json
-from fedortho.storage.provenance import write_results
+from fedortho.storage.provenance import read_results, write_results
 from fedortho.storage.records import to_json
 from fedortho.training.objectives import FitOptions
 
@@ -75,7 +75,7 @@ def main(words: list[str] | None = None) -> None:
         rows = measure(part, arguments.runs, trainings, data)
         command = f"python benchmarks/federation.py --data-dir {arguments.data_dir} [--requests]"
         with locked(arguments.out.with_suffix(".writing")):  # two processes may measure different parts
-            before = read_json(arguments.out)["rows"] if arguments.out.exists() else []
+            before = read_results(arguments.out).rows if arguments.out.exists() else ()
             others = [row for row in before if row["part"] != part]
             everything = sorted([*others, *rows], key=lambda row: PARTS.index(row["part"]))
             write_results(arguments.out, "100 clients, CIFAR-10, vgg-mini", command, everything)
