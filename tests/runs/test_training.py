@@ -65,10 +65,10 @@ def test_training_again_into_a_finished_run_changes_nothing(digits_run: Path) ->
 
 
 def test_a_directory_of_other_settings_or_other_files_is_refused(digits_run: Path, tmp_path: Path) -> None:
-    with pytest.raises(FedOrthoError, match=r"belongs to other settings \(epochs is 1, not 2\)"):
+    with pytest.raises(FedOrthoError, match="epochs is 1, not 2"):
         train_run(digits_run, replace(SMALL, epochs=2))
     (tmp_path / "letter.txt").write_text("dear me")
-    with pytest.raises(FedOrthoError, match="holds files of something else"):
+    with pytest.raises(FedOrthoError, match="has other files in it"):
         train_run(tmp_path, SMALL)
     assert os.listdir(tmp_path) == ["letter.txt"]
 
@@ -88,7 +88,7 @@ def test_going_on_with_other_threads_is_told(
     record["environment"]["threads"] = 99
     (tmp_path / "run/run.json").write_text(json.dumps(record))
     train_run(tmp_path / "run", settings)
-    assert "begun with 99 threads, going on with" in caplog.text
+    assert "began with 99 threads" in caplog.text
 
 
 def test_two_processes_cannot_train_into_one_directory(tmp_path: Path) -> None:
@@ -158,11 +158,11 @@ def test_a_record_that_lacks_something_is_refused(digits_run: Path, tmp_path: Pa
 def test_a_changed_split_or_history_is_refused(digits_run: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(digits_run, copy)
-    (copy / "split.json").write_text('{"valid": [1, 2, 3]}')
-    with pytest.raises(BadCheckpoint, match="names other validation images"):
+    (copy / "split.json").write_text('{"seed": 0, "share": 0.1, "valid": [1, 2, 3]}')
+    with pytest.raises(BadCheckpoint, match="other validation images"):
         open_run(copy).load_data()
     (copy / "history.json").write_text('[{"a": 1}]')
-    with pytest.raises(BadCheckpoint, match="no history of epochs"):
+    with pytest.raises(BadCheckpoint, match=r"history\.json lacks"):
         open_run(copy).history()
 
 
@@ -219,7 +219,7 @@ def test_weights_from_elsewhere_become_a_run(tmp_path: Path) -> None:
     assert digests[0] == digests[1]
     assert runs[0].record.imported_from == "a.pt"
     runs[0].load_model()
-    with pytest.raises(FedOrthoError, match="is there already"):
+    with pytest.raises(FedOrthoError, match="exists already"):
         import_run(tmp_path / "x", tmp_path / "a.pt", settings)
     with pytest.raises(FedOrthoError, match=r"imported from a\.pt"):
         train_run(tmp_path / "x", SMALL)

@@ -1,4 +1,4 @@
-"""A run that differs from another in its weights: written beside its place, then moved there."""
+"""A run with other weights than the run that it is derived from."""
 
 import shutil
 from dataclasses import replace
@@ -16,13 +16,13 @@ from fedortho.storage.records import write_record
 
 
 def check_output_paths(out: Path | None, undo: Path | None) -> None:
-    """Refuse to write over anything, before any work is done."""
+    """Refuse paths that exist or cannot be written, before any work is done."""
     if out is not None and out.exists():
-        raise FedOrthoError(f"{out} is there already; choose a new directory for --out")
+        raise FedOrthoError(f"{out} exists already; choose a new directory for --out")
     if undo is not None:
         if undo.exists():
-            raise FedOrthoError(f"{undo} is there already; an undo file is never overwritten")
-        check_writable(next(place for place in undo.absolute().parents if place.exists()))
+            raise FedOrthoError(f"{undo} exists already; an undo file is never overwritten: choose another")
+        check_writable(next(parent for parent in undo.absolute().parents if parent.exists()))
 
 
 def write_derived(
@@ -47,7 +47,7 @@ def write_derived(
     if patch is not None:
         patch.save(building / "patches" / f"{number:04}.safetensors")
     elif (run.path / "clients").is_dir():
-        (building / "clients").mkdir()  # of a simulation: they begin anew, with the restored model
+        (building / "clients").mkdir()  # simulated clients begin again with the restored model
     if ledger is not None:
         ledger.save(building / "ledger.safetensors")
     edited = replace(record.model, digest=tensors_digest(state))
@@ -57,7 +57,7 @@ def write_derived(
 
 
 def copy_patches(run: Run, to: Path, number: int) -> None:
-    """The patches of a run's first so many requests, for a run that has forgotten the same."""
+    """Copy the patches of the first `number` requests of a run."""
     for file in sorted((run.path / "patches").glob("*.safetensors"))[:number]:
         (to / "patches").mkdir(exist_ok=True)
         shutil.copyfile(file, to / "patches" / file.name)

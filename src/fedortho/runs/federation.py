@@ -1,4 +1,4 @@
-"""What a federation is: how many clients, who holds which images, how often and how many of them train."""
+"""Settings of a federation: clients, rounds, partition of the images; which clients train in a round."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,21 +19,22 @@ NORMS = ("fedavg", "local", "recalibrate")
 
 @dataclass(frozen=True)
 class Federation:
-    """How clients train together; every field is a plain number or word."""
+    """Federated averaging: every field is a number or a word."""
 
     clients: Annotated[int, "number of clients"] = 100
-    rounds: Annotated[int, "exchanges of models"] = 100
-    fraction: Annotated[float, "share of the clients that train in a round, at least one of them"] = 0.1
-    split: Annotated[str, "who holds what: iid, dirichlet:BETA or shards:NUMBER"] = "iid"
-    least_images: Annotated[int, "images that each client holds at least"] = 10
+    rounds: Annotated[int, "rounds of federated averaging"] = 100
+    fraction: Annotated[float, "share of the clients that train in a round, at least one client"] = 0.1
+    split: Annotated[str, "partition of the images: iid, dirichlet:BETA or shards:NUMBER"] = "iid"
+    least_images: Annotated[int, "minimum number of images per client"] = 10
     norms: Annotated[
-        str, "running statistics: fedavg, local (never sent, then pooled), recalibrate (fedavg, then pooled)"
+        str,
+        "batch-norm statistics: fedavg, local (never sent, pooled at the end), recalibrate (fedavg, pooled at the end)",
     ] = "fedavg"
-    warmup_contacts: Annotated[int, "contacts of a client without alignment"] = 1
-    evaluate_every: Annotated[int, "rounds between two measurements; 0: only at the end"] = 5
-    timeout: Annotated[float, "seconds to wait for the clients in an exchange"] = 600.0
-    quorum: Annotated[float, "share of the asked clients that must answer"] = 0.5
-    least_group: Annotated[int, "a client withholds sums over fewer images than this; 1: it sends them all"] = 5
+    warmup_contacts: Annotated[int, "rounds of a client before alignment begins"] = 1
+    evaluate_every: Annotated[int, "rounds between two evaluations; 0: only at the end"] = 5
+    timeout: Annotated[float, "seconds to wait for clients in one exchange"] = 600.0
+    quorum: Annotated[float, "share of the contacted clients that must answer"] = 0.5
+    least_group: Annotated[int, "minimum images of a sum that a client sends; 1: it sends all sums"] = 5
 
     def __post_init__(self) -> None:
         for name, least in LEAST.items():
@@ -50,21 +51,21 @@ class Federation:
 
 
 def held_rows(data: Dataset, federation: Federation, seed: int) -> dict[int, Tensor]:
-    """The rows of the training images that each client holds, those set aside for validation among them."""
+    """The rows of the training and validation images that each client holds."""
     rows = torch.cat([data.train.rows, data.valid.rows]).sort().values
     labels = data.train.store_labels[rows]
     parts = partition(labels, federation.clients, federation.split, seed=seed, minimum=federation.least_images)
     return {client: rows[positions] for client, positions in enumerate(parts)}
 
 
-def sample_clients(there: Sequence[int], federation: Federation, seed: int, turn: int) -> list[int]:
-    """Who trains in a round: drawn by seed and round from those that are there, in ascending order.
+def sample_clients(present: Sequence[int], federation: Federation, seed: int, turn: int) -> list[int]:
+    """The clients that train in a round, drawn from those present by seed and round, in ascending order.
 
     >>> sample_clients(range(10), Federation(clients=10, fraction=0.3), seed=0, turn=0)
     [0, 3, 7]
     """
-    if not there:
-        raise FedOrthoError("no client is there; start the nodes, then begin again")
-    number = min(max(round(federation.fraction * federation.clients), 1), len(there))
+    if not present:
+        raise FedOrthoError("no client is connected; start the nodes and try again")
+    number = min(max(round(federation.fraction * federation.clients), 1), len(present))
     random = np.random.default_rng([seed, turn, 77])
-    return sorted(int(client) for client in random.choice(np.asarray(sorted(there)), number, replace=False))
+    return sorted(int(client) for client in random.choice(np.asarray(sorted(present)), number, replace=False))

@@ -25,6 +25,15 @@ class DataRecord:
 
 
 @dataclass(frozen=True)
+class SplitRecord:
+    """split.json: the rows of the validation images, and how they were drawn."""
+
+    seed: int
+    share: float
+    valid: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class ModelRecord:
     """The network that was trained; its architecture's name is among the settings."""
 

@@ -1,4 +1,4 @@
-"""A finished run, as read from its directory."""
+"""A finished run: its settings, its record, its model and its data."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,10 +10,11 @@ from fedortho.data.images import Dataset
 from fedortho.data.sources import load_images
 from fedortho.errors import BadCheckpoint, BadData, BadRecord, BadSetting, UnknownName
 from fedortho.models.zoo import build_model
-from fedortho.runs.record import RunRecord, TrainingRecord, read_run_record
+from fedortho.runs.record import RunRecord, SplitRecord, TrainingRecord, read_run_record
 from fedortho.runs.settings import FederateSettings, TrainSettings, relocated
 from fedortho.storage.checkpoints import load_weights
 from fedortho.storage.files import read_json, read_tensors, tensors_digest
+from fedortho.storage.records import from_json, read_record
 from fedortho.storage.settings import make_settings
 from fedortho.training.loop import Epoch
 
@@ -27,7 +28,7 @@ class Run:
     record: RunRecord
 
     def load_model(self) -> nn.Module:
-        """The trained weights in a model of the recorded kind, in eval mode; other bytes are refused."""
+        """The trained model, in eval mode; weights that the record does not describe are refused."""
         about = self.record.model
         model = build_model(self.settings.model, num_classes=about.num_classes, channels=about.channels)
         weights, _ = read_tensors(self.path / "model.safetensors")
@@ -37,24 +38,26 @@ class Run:
         return model.eval()
 
     def load_data(self, data_dir: str = "", progress: Report | None = None) -> Dataset:
-        """The run's data, split as in training; data with other content is refused."""
+        """The data of the run, split as in training; data with another digest is refused."""
         data = load_run_data(self.settings, data_dir, progress)
         if data.digest != self.record.data.digest:
             raise BadData(f"{data.name} here is not the data that {self.path} was trained on (its digest differs)")
-        if read_json(self.path / "split.json").get("valid") != data.valid.rows.tolist():
-            raise BadCheckpoint(f"{self.path / 'split.json'} names other validation images than seed and share give")
+        if list(read_record(SplitRecord, self.path / "split.json").valid) != data.valid.rows.tolist():
+            raise BadCheckpoint(f"{self.path / 'split.json'} has other validation images than its seed and share give")
         return data
 
     def at(self, data_dir: str = "", device: str = "auto") -> "Run":
-        """The same run with its data at another place, or for another device; on disk it stays as it is."""
+        """The same run with its data in another directory, or on another device; nothing is written."""
         settings = relocated(self.settings, data_dir)
         return replace(self, settings=settings if device == "auto" else replace(settings, device=device))
 
     def history(self) -> list[Epoch]:
-        try:
-            return [Epoch(**entry) for entry in read_json(self.path / "history.json")]
-        except TypeError as error:
-            raise BadCheckpoint(f"{self.path / 'history.json'} is no history of epochs ({error})") from error
+        """The epochs of training, or the rounds of a federation."""
+        path = self.path / "history.json"
+        value = read_json(path)
+        if not isinstance(value, list):
+            raise BadRecord(f"{path} is not a list of epochs")
+        return [from_json(Epoch, entry, path) for entry in value]
 
 
 def load_run_data(settings: TrainSettings, data_dir: str = "", progress: Report | None = None) -> Dataset:

@@ -11,7 +11,7 @@ from fedortho.runs.federation import Federation
 from fedortho.training.recipe import Recipe
 
 S = TypeVar("S", bound="Subject")
-FREE = ("data-dir", "timeout", "quorum")  # settings that may differ when a run goes on
+FREE = ("data-dir", "timeout", "quorum")  # settings that may differ when a run is continued
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Subject:
     data: Annotated[str, "a dataset's name, a Parquet file or folder, or an image folder"] = "fashion-mini"
     data_dir: Annotated[str, "the directory that holds the named dataset's Parquet files"] = ""
     image_size: Annotated[int, "resize all images to this; 0: keep"] = 0
-    valid: Annotated[float, "share of the training images set aside for every later choice"] = 0.1
+    valid: Annotated[float, "share of the training images used for validation"] = 0.1
     model: Annotated[str, "a model's name, or package.module:function"] = "vgg-mini"
     device: Annotated[str, "auto, cpu, cuda or mps"] = "auto"
 
@@ -34,19 +34,17 @@ class Subject:
 
 @dataclass(frozen=True)
 class ImportSettings(Subject):
-    """What a model that was trained elsewhere is, and on which data it is to be judged."""
+    """The architecture of a model that was trained elsewhere, and its data."""
 
-    seed: Annotated[int, "of the validation split"] = 0
+    seed: Annotated[int, "seed of the validation split"] = 0
 
 
 @dataclass(frozen=True)
 class TrainSettings(Recipe, Subject):
-    """A recipe, and what it is applied to."""
+    """A recipe, the data and the network."""
 
-    without: Annotated[
-        str, "train without what this request names, such as class:3: what forgetting is measured by"
-    ] = ""
-    split_seed: Annotated[int, "of the images set aside and of who holds which; -1: the seed"] = -1
+    without: Annotated[str, "request whose images are left out, such as class:3: a reference model"] = ""
+    split_seed: Annotated[int, "seed of the validation split and of the client partition; -1: the seed"] = -1
     threads: Annotated[int, "CPU threads; 0: torch's own choice"] = 0
 
     def __post_init__(self) -> None:
@@ -61,7 +59,7 @@ class TrainSettings(Recipe, Subject):
 
     @property
     def partition_seed(self) -> int:
-        """The seed by which images were set aside and dealt to clients."""
+        """The seed of the validation split and of the client partition."""
         return self.seed if self.split_seed < 0 else self.split_seed
 
     @property
@@ -71,11 +69,11 @@ class TrainSettings(Recipe, Subject):
 
 @dataclass(frozen=True)
 class FederateSettings(TrainSettings, Federation):
-    """A recipe, what it is applied to, and the federation that applies it."""
+    """A recipe, the data, the network and the federation."""
 
-    epochs: Annotated[int, "a client's passes over its images in a round"] = 1
-    keep_updates: Annotated[bool, "keep what every client sends in every round, which FedEraser needs"] = False
-    start: Annotated[str, "go on from this run instead of from new weights; what it has forgotten stays so"] = ""
+    epochs: Annotated[int, "local epochs of a client in a round"] = 1
+    keep_updates: Annotated[bool, "keep the update of every client in every round, which FedEraser needs"] = False
+    start: Annotated[str, "run whose model training starts from; its forgotten images stay excluded"] = ""
     threads: Annotated[int, "CPU threads of every client; 0: torch's own choice"] = 0
 
     def __post_init__(self) -> None:
@@ -88,7 +86,7 @@ class FederateSettings(TrainSettings, Federation):
 
 
 def relocated(settings: S, data_dir: str) -> S:
-    """The settings with their data at another place; as they are if none is given."""
+    """The settings with their data in another directory; unchanged if none is given."""
     if not data_dir:
         return settings
     named = settings.data in DATASETS

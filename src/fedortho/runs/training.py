@@ -1,4 +1,4 @@
-"""Train into a run directory, safe to kill and resume; or make one of weights trained elsewhere."""
+"""Train into a run directory, resumable after an interruption; or import weights that were trained elsewhere."""
 
 import logging
 import re
@@ -23,6 +23,7 @@ from fedortho.runs.record import (
     ResultRecord,
     RunRecord,
     ServedRecord,
+    SplitRecord,
     TrainingRecord,
     read_run_record,
 )
@@ -37,7 +38,7 @@ from fedortho.storage.settings import as_mapping
 from fedortho.training.loop import Epoch, Watch, check_fit, fit, ortho_layers
 
 logger = logging.getLogger(__name__)
-GUESSING = 1.5  # accuracy below so many times that of a guess is nothing learnt
+GUESSING = 1.5  # times the accuracy of a guess; below it the model has learnt nothing
 
 
 Trainer = Callable[[nn.Module, Dataset, Path], tuple[nn.Module, Sequence[Epoch]]]
@@ -53,9 +54,9 @@ def train_run(
     trainer: Trainer | None = None,
     requests: tuple[ServedRecord, ...] = (),
 ) -> Run:
-    """Train into a directory, or go on where a killed run stopped, or return the finished run.
+    """Train into a directory; continue an interrupted run, return a finished one.
 
-    A `trainer` takes the place of `fit`: it gets the fresh model, the data and a checkpoint file (a federation).
+    A `trainer` replaces `fit`: it receives the new model, the data and the path of a checkpoint (a federation).
     `requests` are those that the run which training starts from has served.
     """
     with locked(Path(path)), using_threads(settings.threads):
@@ -75,13 +76,13 @@ def _train_run(
     data = load_run_data(settings, progress=progress)
     _refuse_foreign(path, record, settings, data)
     if isinstance(record, RunRecord):
-        (path / "checkpoint.safetensors").unlink(missing_ok=True)  # killed just before it was removed
+        (path / "checkpoint.safetensors").unlink(missing_ok=True)  # interrupted just before it was removed
         return open_run(path)
     device = choose_device(settings.device)
     model = _fresh_model(settings, data)
     if trainer is None and settings.without:
         data = replace(data, train=ForgetRequest.parse(settings.without).split(data.train)[1])
-    check_fit(model, data.train, settings)  # these two refuse before anything is written
+    check_fit(model, data.train, settings)  # this and the next line refuse before anything is written
     ortho_layers(model, data.train.shape, settings)
     if record is None:
         record = replace(_new_record(settings, data, device), requests=requests)
@@ -89,14 +90,16 @@ def _train_run(
         write_record(path / "run.json", record)
     elif record.environment.threads != torch.get_num_threads():
         began, now = record.environment.threads, torch.get_num_threads()
-        logger.warning("begun with %d threads, going on with %d: the bytes may differ; see --threads", began, now)
+        logger.warning(
+            "training began with %d threads, continues with %d: weights may differ; see --threads", began, now
+        )
     checkpoint = path / "checkpoint.safetensors"
     if trainer is None:
         trained = _train_centrally(path, settings, model, data, device, watch)
     else:
         trained, history = trainer(model, data, checkpoint)
         write_json(path / "history.json", [asdict(entry) for entry in history])
-    has_ledger = trainer is None  # those of a federation stay with its clients
+    has_ledger = trainer is None  # clients of a federation keep their ledgers
     run = _finish(path, record, trained, data, device=device, observing=observing, has_ledger=has_ledger)
     checkpoint.unlink(missing_ok=True)
     return run
@@ -119,14 +122,14 @@ def _train_centrally(
     )
     if history or not checkpoint.exists():
         write_json(path / "history.json", [asdict(entry) for entry in history])
-    else:  # killed between the last epoch and here
+    else:  # interrupted after the last epoch
         write_json(path / "history.json", read_tensors(checkpoint)[1]["progress"]["history"])
     return trained
 
 
 def _write_split(path: Path, settings: TrainSettings, data: Dataset) -> None:
     rows = data.valid.rows.tolist()
-    write_json(path / "split.json", {"seed": settings.partition_seed, "share": settings.valid, "valid": rows})
+    write_record(path / "split.json", SplitRecord(settings.partition_seed, settings.valid, tuple(rows)))
 
 
 def _fresh_model(settings: TrainSettings, data: Dataset) -> nn.Module:
@@ -149,22 +152,22 @@ def _refuse_foreign(path: Path, record: TrainingRecord | None, settings: TrainSe
     other = [key for key in both if key not in FREE and mine.get(key) != theirs.get(key)]
     if other:
         difference = ", ".join(f"{key} is {theirs.get(key)!r}, not {mine.get(key)!r}" for key in other)
-        raise FedOrthoError(f"{path} belongs to other settings ({difference}); choose another --out")
+        raise FedOrthoError(f"{path} was trained with other settings ({difference}); choose another --out")
     if record.data.digest != data.digest:
-        raise FedOrthoError(f"{path} was begun on other data of the same name; choose another --out")
+        raise FedOrthoError(f"{path} was trained on other data of the same name; choose another --out")
 
 
 def _refuse_occupied(path: Path) -> None:
-    """Refuse a file and a directory of other things; what we left there when we were killed is no such thing."""
+    """Refuse a file, and a directory with other files than an interrupted training leaves."""
     if path.exists() and not path.is_dir():
         raise FedOrthoError(f"{path} is a file; choose a directory for --out")
-    begun = {"split.json", "history.json", "ledger.safetensors", "clients", "updates"}  # of no use without run.json
+    begun = {"split.json", "history.json", "ledger.safetensors", "clients", "updates"}  # unused without run.json
     if path.is_dir() and not {file.name for file in path.iterdir() if not _is_left_over(file)} <= begun:
-        raise FedOrthoError(f"{path} holds files of something else; choose a new directory for --out")
+        raise FedOrthoError(f"{path} has other files in it; choose a new directory for --out")
 
 
 def _is_left_over(file: Path) -> bool:
-    """Whether this is the temporary file of a write that was killed."""
+    """Whether this is the temporary file of an interrupted write."""
     return re.fullmatch(r"\.[a-z]+\.(json|safetensors)\.\w{8}", file.name) is not None
 
 
@@ -203,7 +206,7 @@ def _finish(
     result = ResultRecord(**{f"{name}_accuracy": score.accuracy for name, score in scores.items()})
     if scores and max(score.accuracy for score in scores.values()) < GUESSING / data.train.classes:
         logger.warning(
-            "the model is no better than guessing (%s): it did not learn; train longer, or with a lower --lr",
+            "the model is no better than guessing (%s); train longer, or with a lower --lr",
             ", ".join(f"{name} {score.accuracy:.1%}" for name, score in scores.items()),
         )
     known = {each.name: getattr(record, each.name) for each in fields(record) if each.name != "status"}
@@ -221,10 +224,10 @@ def import_run(
     progress: Report | None = None,
     observing: Report | None = None,
 ) -> Run:
-    """Make a run of weights that were trained elsewhere; what those saw of our validation split is not known."""
+    """Make a run of weights that were trained elsewhere; they may have been trained on its validation images."""
     path = Path(path)
     if read_run_record(path) is not None:
-        raise FedOrthoError(f"{path} is there already; choose a new directory for --out")
+        raise FedOrthoError(f"{path} exists already; choose a new directory for --out")
     _refuse_occupied(path)
     state = read_weights(weights)
     known = TrainSettings(**asdict(settings), epochs=0)
