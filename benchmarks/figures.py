@@ -27,8 +27,8 @@ from fedortho.federated.server import train_federation
 from fedortho.methods.directions import Directions
 from fedortho.methods.hide import Hide
 from fedortho.models.predictions import accuracy, evaluate
-from fedortho.reports.figures import activations, costs, kernels, results
-from fedortho.reports.figures.style import finding_of, png
+from fedortho.reports.figures import activations, attention, costs, kernels, recovery, results
+from fedortho.reports.figures.style import ROLES, finding_of, png
 from fedortho.requests.comparing import compare
 from fedortho.runs.run import Run
 from fedortho.runs.settings import FederateSettings, TrainSettings
@@ -126,7 +126,7 @@ class FigureData:
 
 
 def gram(shared: FigureData) -> "Figure":
-    layer = activations.last_layer(shared.run("resnet-mini").load_model(), shared.data.test.shape)
+    layer = attention.last_layer(shared.run("resnet-mini").load_model(), shared.data.test.shape)
     return _gram(shared, "resnet-mini", [layer])
 
 
@@ -168,7 +168,7 @@ def _answers(shared: FigureData, choose: Callable[[Tensor], tuple[int, ...]]) ->
     shown = []
     for name, variant in (("plain", "none"), ("orthogonal", "lazy-0.1")):
         before, after = shared.pair("resnet-mini", variant)
-        layer = activations.last_layer(before, shared.data.test.shape)
+        layer = attention.last_layer(before, shared.data.test.shape)
         old, new = (activations.class_peaks(model, shared.test_sample, layer) for model in (before, after))
         shown.append(activations.KernelAnswers(name, old, new, choose(old)))
     return activations.activation_figure(shown, shared.data.test.names, shared.forget_labels)
@@ -192,13 +192,13 @@ def answers_strongest(shared: FigureData) -> "Figure":
 
 def grad_cam(shared: FigureData) -> "Figure":
     pairs = {name: shared.pair(model) for name, model in (("ResNet", "resnet-mini"), ("VGG", "vgg-mini"))}
-    images = activations.recognised_examples([before for before, _ in pairs.values()], shared.test_sample)
+    images = attention.recognised_examples([before for before, _ in pairs.values()], shared.test_sample)
     maps = {}
     for name, pair in pairs.items():
-        layer = activations.last_layer(pair[0], images.shape)
-        before, after = (activations.grad_cam(model, images, layer) for model in pair)
+        layer = attention.last_layer(pair[0], images.shape)
+        before, after = (attention.grad_cam(model, images, layer) for model in pair)
         maps[name] = (before, after)
-    return activations.grad_cam_figure(images, maps, shared.forget_labels)
+    return attention.grad_cam_figure(images, maps, shared.forget_labels)
 
 
 def cost(shared: FigureData) -> "Figure":
@@ -259,7 +259,7 @@ def relearn(shared: FigureData, forget: int = 50, retain: int = 450, epochs: int
             steps = (epoch + 1) * (forget + retain) // RELEARN.batch_size
             curve.append((steps, accuracy(student, shared.forget_test)))
         curves[role] = curve
-    return results.relearn_figure(curves, 0.8 * curves["original"][0][1])
+    return recovery.relearn_figure(curves, 0.8 * curves["original"][0][1])
 
 
 def probe(shared: FigureData) -> "Figure":
@@ -270,12 +270,12 @@ def probe(shared: FigureData) -> "Figure":
     case = Case(after, before, None, None, shared.data, REQUEST)
     layers = list(kernels.depths_of(before, shared.data.train.shape))[1:]
     labels, found = sampled(case).labels, {}
-    for role in (role for role in results.ROLES if role in roles):
+    for role in (role for role in ROLES if role in roles):
         twin = ready(case, roles[role])
         names = [*layers, classifier_of(case, twin)]
         taught, asked = (features(case, twin, images, names) for images in (sampled(case), case.judged))
         found[role] = {name: recall(taught[name], asked[name], labels, case.judged.labels) for name in names}
-    return results.probe_figure(found)
+    return recovery.probe_figure(found)
 
 
 def training(shared: FigureData) -> "Figure":

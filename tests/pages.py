@@ -3,8 +3,7 @@
 import base64
 import re
 
-from fedortho.reports.figures.activations import as_pictures
-from fedortho.reports.pictures import thumbnail
+from fedortho.reports.pictures import as_pictures, thumbnail
 from fedortho.runs.run import Run
 
 

@@ -19,8 +19,7 @@ from fedortho.evidence.canonical_zip import BadArchive, pack_files
 from fedortho.evidence.contents import RequestFile
 from fedortho.evidence.recheck import reapply_patch, rerun_decision
 from fedortho.evidence.redaction import LEFT_OUT, MARKED
-from fedortho.reports.figures.activations import as_pictures
-from fedortho.reports.pictures import thumbnail
+from fedortho.reports.pictures import as_pictures, thumbnail
 from fedortho.requests.forgetting import forget_run
 from fedortho.runs.derived import write_derived
 from fedortho.runs.record import Accuracies, ServedRecord

@@ -16,8 +16,9 @@ from fedortho.data.images import Images, images_from_tensors
 from fedortho.errors import BadData, FedOrthoError, UnknownName
 from fedortho.models.predictions import Evaluation, evaluate
 from fedortho.models.zoo import build_model
-from fedortho.reports.figures import activations, costs, kernels, results
+from fedortho.reports.figures import activations, attention, costs, kernels, recovery, results
 from fedortho.reports.figures.style import finding_of, png
+from fedortho.reports.pictures import as_pictures
 from fedortho.statistics.cost import Cost
 from fedortho.training.loop import Epoch
 
@@ -117,7 +118,7 @@ def test_grad_cam_equals_its_formula(tiny: TinyNet, toy: Images) -> None:
     pytest.importorskip("captum")
     few = toy.subset(range(3))
     tiny.eval().requires_grad_(False)
-    found = activations.grad_cam(tiny, few, "features.6")
+    found = attention.grad_cam(tiny, few, "features.6")
     inputs = few.normalise(few.pixels[few.rows])
     for image, label in zip(inputs, few.labels.tolist(), strict=True):
         maps = tiny.features[:7](image.unsqueeze(0)).detach().requires_grad_(True)
@@ -141,7 +142,7 @@ def test_without_its_libraries_a_figure_is_refused_in_one_line(
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(FedOrthoError, match=r"Grad-CAM needs captum; install it: pip install 'fedortho\[figures\]'"):
-        activations.grad_cam(tiny, toy.subset([0]), "features.6")
+        attention.grad_cam(tiny, toy.subset([0]), "features.6")
     with pytest.raises(FedOrthoError, match="figures need matplotlib"):
         results.frontier_figure([results.Point(0.1, 0.2, 0.3)])
 
@@ -157,16 +158,16 @@ def test_examples_are_the_first_of_each_class_that_all_models_recognise(toy: Ima
             out[self.wrong] = out[self.wrong].roll(1)
             return out
 
-    chosen = activations.recognised_examples([Answer(1), Answer(2)], toy)
+    chosen = attention.recognised_examples([Answer(1), Answer(2)], toy)
     assert chosen.rows.tolist() == [0, 5, 6, 3]
     with pytest.raises(FedOrthoError, match="no image of 1 is named rightly by every model"):
-        activations.recognised_examples([Answer(1)], toy.subset(range(4)))
+        attention.recognised_examples([Answer(1)], toy.subset(range(4)))
 
 
 def test_attention_left_is_told_for_the_class_and_the_others(toy: Images) -> None:
     before = torch.ones(4, 8, 8)
     after = before * torch.tensor([0.05, 1.0, 0.9, 1.1]).view(4, 1, 1)
-    figure = activations.grad_cam_figure(toy.subset(range(4)), {"VGG": (before, after)}, [0])
+    figure = attention.grad_cam_figure(toy.subset(range(4)), {"VGG": (before, after)}, [0])
     assert finding_of(figure).endswith("attention to 0 is 5.0 % in VGG (others: 100 %)")
     assert len(figure.axes) == 12
 
@@ -214,9 +215,9 @@ def test_confidence_is_the_probability_of_the_own_class(tiny: TinyNet, toy: Imag
 
 def test_relearning_and_probes_are_told_by_role() -> None:
     curves = {"forgot": [(0, 0.0), (10, 0.75), (20, 0.9)], "reference": [(0, 0.0), (10, 0.2), (20, 0.4)]}
-    told = finding_of(results.relearn_figure(curves, target=0.7))
+    told = finding_of(recovery.relearn_figure(curves, target=0.7))
     assert told == "Steps until the class is learnt again: after forgetting 10, retrained without it over 20"
-    told = finding_of(results.probe_figure({"forgot": {"a": 0.2, "b": 0.6}, "reference": {"a": 0.2, "b": 0.5}}))
+    told = finding_of(recovery.probe_figure({"forgot": {"a": 0.2, "b": 0.6}, "reference": {"a": 0.2, "b": 0.5}}))
     assert told.endswith("after forgetting 60 %, retrained without it 50 %")
 
 
@@ -260,13 +261,13 @@ def replace_forget(point: results.Point) -> results.Point:
 
 def test_float_images_and_grey_ones_can_be_drawn_too(toy: Images) -> None:
     floats = replace(toy, pixels=toy.normalise(toy.pixels))
-    assert activations.as_pictures(floats.subset([0, 1])).dtype == torch.uint8
+    assert as_pictures(floats.subset([0, 1])).dtype == torch.uint8
     colour = images_from_tensors(torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.tensor([0, 1]))
-    assert activations.as_pictures(colour).shape == (2, 8, 8, 3)
+    assert as_pictures(colour).shape == (2, 8, 8, 3)
 
 
 def test_the_last_layer_of_a_residual_network_is_no_shortcut() -> None:
-    assert activations.last_layer(build_model("resnet-mini", num_classes=4, channels=1), (1, 8, 8)) == "layer3.0.conv2"
+    assert attention.last_layer(build_model("resnet-mini", num_classes=4, channels=1), (1, 8, 8)) == "layer3.0.conv2"
 
 
 def test_a_real_evaluation_can_be_drawn(tiny: TinyNet, toy: Images) -> None:

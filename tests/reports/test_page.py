@@ -20,10 +20,9 @@ from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadCheckpoint, FedOrthoError
 from fedortho.evidence.redaction import LEFT_OUT, without_images
 from fedortho.methods.hide import Hide
-from fedortho.reports.figures.activations import as_pictures
 from fedortho.reports.gallery import audit_pictures, draw_gallery
 from fedortho.reports.page import SECTIONS, Report, original_for, render, verdict_of, write_report
-from fedortho.reports.pictures import Example, Gallery, Picture, thumbnail
+from fedortho.reports.pictures import Example, Gallery, Picture, as_pictures, thumbnail
 from fedortho.requests.forgetting import forget_run
 from fedortho.requests.references import find_original, find_references, reference_settings
 from fedortho.runs.record import Accuracies, TrialRecord

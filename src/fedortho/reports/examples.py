@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from fedortho.data.images import Images, evaluation_batches
 from fedortho.evaluation.case import Case
 from fedortho.models.predictions import answers_of
-from fedortho.reports.figures.activations import as_pictures
-from fedortho.reports.pictures import Example, thumbnail
+from fedortho.reports.pictures import Example, as_pictures, thumbnail
 
 EXAMPLES = 12  # on each side
 SEARCHED = 400  # images of the retain set

@@ -13,7 +13,8 @@ from fedortho.errors import FedOrthoError
 from fedortho.evaluation.case import Case
 from fedortho.models.predictions import evaluate
 from fedortho.reports.examples import kept_examples, lost_examples
-from fedortho.reports.figures import activations, costs, results
+from fedortho.reports.figures import attention, costs, recovery, results
+from fedortho.reports.figures.style import ROLES
 from fedortho.reports.pictures import Gallery, Picture, picture_of
 from fedortho.runs.federation import held_rows
 from fedortho.runs.record import ServedRecord
@@ -123,13 +124,13 @@ def _cam_picture(models: Mapping[str, nn.Module], case: Case, name: str) -> Pict
         raise FedOrthoError(f"it is drawn for up to {MAX_CAMS} classes, and there are {number}")
     before, after = models["original"].cpu(), models["forgot"].cpu()
     try:
-        images = activations.recognised_examples([before], shown)
-        layer = activations.last_layer(before, images.shape)
-        maps = tuple(activations.grad_cam(model, images, layer) for model in (before, after))
+        images = attention.recognised_examples([before], shown)
+        layer = attention.last_layer(before, images.shape)
+        maps = tuple(attention.grad_cam(model, images, layer) for model in (before, after))
     finally:
         for model in models.values():
             model.to(case.device)
-    figure = activations.grad_cam_figure(images, {name: (maps[0], maps[1])}, case.request.labels(test.names))
+    figure = attention.grad_cam_figure(images, {name: (maps[0], maps[1])}, case.request.labels(test.names))
     about = f"Bright: where layer {layer} finds each image's class; before and after share a scale."
     return replace(picture_of("grad-cam", figure, about), shows_images=True)
 
@@ -141,14 +142,14 @@ def audit_pictures(audits: Sequence[Mapping[str, Any]]) -> list[Picture]:
         details = audit.get("details") or {}
         if stages := _by_role(details.get("stages")):
             about = "Recall of a linear probe on the features, from the first stage to the classifier."
-            pictures.append(picture_of("probe", results.probe_figure(stages), about))
+            pictures.append(picture_of("probe", recovery.probe_figure(stages), about))
         if steps := details.get("relearning"):
             by_samples = {samples: _by_role(value) for samples, value in steps.items()}
-            figure = results.relearn_steps_figure(by_samples, int(details.get("steps", 0)))
+            figure = recovery.relearn_steps_figure(by_samples, int(details.get("steps", 0)))
             about = "Fewer steps than the retrained model needs mean that the features of the forget set remain."
             pictures.append(picture_of("relearning", figure, about))
     return pictures
 
 
 def _by_role(value: Any) -> dict[str, Any]:
-    return {role: value[role] for role in results.ROLES if role in value} if isinstance(value, dict) else {}
+    return {role: value[role] for role in ROLES if role in value} if isinstance(value, dict) else {}

@@ -4,8 +4,10 @@ import io
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
+from fedortho.data.images import Images
 from fedortho.reports.figures.style import finding_of, png
 
 if TYPE_CHECKING:
@@ -80,3 +82,12 @@ def thumbnail(pixels: Tensor, side: int = 64) -> bytes:
     out = io.BytesIO()
     picture.save(out, "PNG", optimize=True)
     return out.getvalue()
+
+
+def as_pictures(images: Images) -> Tensor:
+    """Images as matplotlib and Pillow draw them: (n, height, width) or (n, height, width, 3), uint8."""
+    pixels = images.pixels[images.rows]
+    if pixels.is_floating_point():  # as a model reads them: stretched to what can be seen
+        low, high = pixels.amin((1, 2, 3), keepdim=True), pixels.amax((1, 2, 3), keepdim=True)
+        pixels = ((pixels - low) / (high - low).clamp_min(1e-9) * 255).to(torch.uint8)
+    return pixels.permute(0, 2, 3, 1) if pixels.shape[1] == 3 else pixels[:, 0]

@@ -20,6 +20,19 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # with the colours, so that a gre
 DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)), (0, (6, 3)))
 BEFORE, AFTER, REFERENCE = BLUE, RED, GREEN  # the same thing has the same colour in every figure
 HATCH = "////"  # of what comes after
+ROLES = {
+    "original": (BEFORE, "o", "-"),
+    "forgot": (AFTER, "s", "--"),
+    "erased": (PURPLE, "D", ":"),
+    "reference": (REFERENCE, "^", "-."),
+}
+ROLE_NAMES = {
+    "original": "before",
+    "forgot": "after forgetting",
+    "erased": "after --preset erase",
+    "reference": "retrained without it",
+}
+HATCHES = {"original": None, "forgot": HATCH, "erased": "xx", "reference": ".."}  # of bars
 LETTERS_PER_INCH = 11.5  # of a title
 
 

@@ -1,0 +1,112 @@
+"""Where a network looks: Grad-CAM of one image per class, before and after forgetting."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from fedortho.data.images import Images, evaluation_batches
+from fedortho.errors import BadSetting
+from fedortho.models.graph import select_layers, trace_layers
+from fedortho.models.predictions import answers_of
+from fedortho.reports.figures.style import AFTER, NoLibrary, entitle, new_figure, percent
+from fedortho.reports.pictures import as_pictures
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def last_layer(model: nn.Module, shape: tuple[int, int, int]) -> str:
+    """The last convolution of the main path, where Grad-CAM looks."""
+    return select_layers(trace_layers(model, shape), "all")[-1].name
+
+
+def grad_cam(model: nn.Module, images: Images, layer: str) -> Tensor:
+    """Where the model finds each image's own class, (images, height, width); captum's LayerGradCam, positive part."""
+    try:
+        from captum.attr import LayerAttribution, LayerGradCam
+    except ImportError as error:
+        raise NoLibrary("Grad-CAM needs captum; install it: pip install 'fedortho[figures]'") from error
+    twin = copy.deepcopy(model).cpu().eval().requires_grad_(True)
+    maps = []
+    for inputs, labels in evaluation_batches(images):
+        found = LayerGradCam(twin, twin.get_submodule(layer)).attribute(inputs, labels, relu_attributions=True)
+        assert isinstance(found, Tensor), "one layer, one tensor"
+        maps.append(LayerAttribution.interpolate(found, images.shape[1:], "bilinear").detach().squeeze(1))
+    return torch.cat(maps)
+
+
+def recognised_examples(models: Sequence[nn.Module], images: Images) -> Images:
+    """Of each class that has images the first that all models name rightly; a class without such a one is refused."""
+    right = torch.ones(len(images), dtype=torch.bool)
+    for model in models:
+        right &= torch.cat(
+            [answers_of(model, inputs).argmax(1) == labels for inputs, labels in evaluation_batches(images)]
+        )
+    chosen = []
+    for label in images.labels.unique().tolist():
+        found = (right & (images.labels == label)).nonzero().flatten()
+        if not len(found):
+            name = images.names[label]
+            raise BadSetting(f"no image of {name} is named rightly by every model; show fewer classes or other models")
+        chosen.append(int(found[0]))
+    return images.subset(chosen)
+
+
+def looked_at(before: Tensor, after: Tensor) -> Tensor:
+    """Of what a map held before, the share that it holds after, (images,).
+
+    >>> looked_at(torch.tensor([[[1.0, 3.0]]]), torch.tensor([[[0.0, 1.0]]]))
+    tensor([0.2500])
+    """
+    return after.flatten(1).sum(1) / before.flatten(1).sum(1).clamp_min(1e-12)
+
+
+def grad_cam_figure(images: Images, maps: Mapping[str, tuple[Tensor, Tensor]], gone: Sequence[int]) -> "Figure":
+    """Images, one of each class, and over them where each model looks before and after forgetting (paper, Grad-CAM).
+
+    Before and after share a scale, so that a weaker map looks weaker.
+    """
+    number = len(images)
+    figure, axes = new_figure(0.82 * number + 0.9, 0.86 * (1 + 2 * len(maps)) + 0.8, 1 + 2 * len(maps), number)
+    pictures = as_pictures(images)
+    for place, ax in enumerate(axes[0]):
+        label = int(images.labels[place])
+        ax.imshow(pictures[place].numpy(), cmap="gray", interpolation="nearest")
+        weight = "bold" if label in gone else "normal"
+        ax.set_title(images.names[label], fontsize=8, fontweight=weight, color=AFTER if label in gone else "black")
+    axes[0][0].set_ylabel("image", fontsize=8)
+    for index, (name, pair) in enumerate(maps.items()):
+        for step, (word, heat) in enumerate(zip(("before", "after"), pair, strict=True)):
+            row = axes[1 + 2 * index + step]
+            row[0].set_ylabel(f"{name}\n{word}", fontsize=8)
+            for place, ax in enumerate(row):
+                scale = float(pair[0][place].max()) or 1.0
+                ax.imshow(_grey(pictures[place]).numpy(), cmap="gray", interpolation="nearest")
+                strength = (heat[place] / scale).clamp(0, 1).numpy()
+                ax.imshow(strength, cmap="inferno", vmin=0, vmax=1, alpha=0.25 + 0.6 * strength)
+    for row in axes:
+        for ax in row:
+            ax.set_xticks([])
+            ax.set_yticks([])
+            ax.spines[:].set_visible(False)
+    entitle(figure, _cam_finding(images, maps, gone))
+    return figure
+
+
+def _grey(picture: Tensor) -> Tensor:
+    return picture.float().mean(2) if picture.dim() == 3 else picture
+
+
+def _cam_finding(images: Images, maps: Mapping[str, tuple[Tensor, Tensor]], gone: Sequence[int]) -> str:
+    is_gone = torch.isin(images.labels, torch.tensor(list(gone)))
+    what = " and ".join(images.names[label] for label in gone)
+    told = []
+    for name, (before, after) in maps.items():
+        left = looked_at(before, after)
+        told.append(
+            f"{percent(float(left[is_gone].mean()))} in {name} (others: {percent(float(left[~is_gone].median()))})"
+        )
+    return f"Grad-CAM: after forgetting, what is left of the attention to {what} is " + " and ".join(told)
