@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from fedortho.data.images import Augment, images_from_tensors
+from fedortho.data.images import images_from_tensors
 from fedortho.models.zoo import build_model
 from fedortho.storage.provenance import write_results
+from fedortho.training.augmentation import Augment
 from fedortho.training.loop import _State, _take_step
 from fedortho.training.objectives import TrainingSet
 from fedortho.training.orthogonality import align_penalty, ortho_penalty

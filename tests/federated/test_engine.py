@@ -26,8 +26,9 @@ from fedortho.statistics.observe import Observation
 from fedortho.statistics.query import Query, Selection, Statistic
 from fedortho.statistics.training_plan import PlanPart, TrainingPlan
 from fedortho.storage.files import tensors_digest
+from fedortho.training.batches import step_seed
 from fedortho.training.loop import fit
-from fedortho.training.objectives import FitOptions, Target, step_seed
+from fedortho.training.objectives import FitOptions, Target
 from fedortho.unlearning.plan import plan_forgetting
 
 

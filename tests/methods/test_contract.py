@@ -25,8 +25,8 @@ from fedortho.statistics.query import Selection
 from fedortho.statistics.training_plan import TrainingPlan
 from fedortho.storage.files import tensors_digest
 from fedortho.storage.settings import field_help
+from fedortho.training.batches import step_seed
 from fedortho.training.loop import Mask
-from fedortho.training.objectives import step_seed
 from fedortho.training.recipe import Recipe, learning_rate
 
 LABEL = 3

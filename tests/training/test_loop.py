@@ -173,7 +173,7 @@ def test_a_last_batch_of_one_image_is_joined_to_the_one_before(toy: Images) -> N
 
 
 def test_a_loss_that_is_not_finite_stops_with_advice(tiny: TinyNet, toy: Images) -> None:
-    with pytest.raises(FedOrthoError, match=r"the loss became (nan|inf) in epoch \d+, step \d+ .*lower the rate"):
+    with pytest.raises(FedOrthoError, match=r"the loss became (nan|inf) in epoch \d+, step \d+ .*lower lr"):
         fit(tiny, toy, replace(QUICK, epochs=30, lr=1e6, ortho=0.5, ortho_every=1, schedule="constant"))
 
 
@@ -193,7 +193,7 @@ def test_a_model_or_reference_that_does_not_fit_is_refused(tiny: TinyNet, toy: I
         fit(TinyNet(channels=3), toy, replace(QUICK, ortho=0.0, align=0.0))
     narrow = copy.deepcopy(tiny)
     narrow.features[6] = nn.Conv2d(8, 12, 1)
-    with pytest.raises(BadSetting, match=r"another network: features\.6\.weight"):
+    with pytest.raises(BadSetting, match=r"another network: it lacks features\.6\.weight"):
         fit(tiny, toy, QUICK, reference=narrow)
     solid = copy.deepcopy(tiny)
     solid.unused = nn.Conv3d(1, 1, 1)

@@ -9,19 +9,18 @@ import torch
 from small import TinyNet
 from torch.nn import functional
 
-from fedortho.data.images import Augment, Images, made_images
+from fedortho.data.images import Images, made_images
 from fedortho.errors import BadData, BadSetting, UnknownName
 from fedortho.models.predictions import accuracy
 from fedortho.storage.files import tensors_digest
+from fedortho.training.augmentation import Augment
+from fedortho.training.batches import count_images, plan_steps, read_step
 from fedortho.training.loop import fit
 from fedortho.training.objectives import (
     OBJECTIVES,
     FitOptions,
     Target,
     TrainingSet,
-    count_images,
-    plan_steps,
-    read_step,
 )
 from fedortho.training.recipe import Recipe
 
@@ -110,7 +109,7 @@ def test_a_lesson_of_one_or_two_images_does_no_harm(toy: Images, order: str, fir
 def test_one_image_in_all_is_refused_by_a_network_with_batch_norm(toy: Images, tiny: TinyNet) -> None:
     with pytest.raises(BadData, match="only one image to train on"):
         fit(tiny, [TrainingSet(toy.subset([0])), TrainingSet(toy.subset([]))], PLAIN, options=FitOptions("turns"))
-    with pytest.raises(BadSetting, match="use a batch of at least 2"):
+    with pytest.raises(BadSetting, match="batch-size of at least 2"):
         fit(tiny, toy, replace(PLAIN, batch_size=1))
 
 
@@ -192,5 +191,5 @@ def test_what_does_not_fit_together_is_refused(toy: Images, tiny: TinyNet, tmp_p
         fit(tiny, [TrainingSet(toy, Target(teacher="good"))], PLAIN, options=FitOptions(objective="imitate"))
     with pytest.raises(BadSetting, match="a teacher needs the objective imitate"):
         fit(tiny, [TrainingSet(toy, Target(teacher="good"))], PLAIN, teachers={"good": tiny})
-    with pytest.raises(BadSetting, match="keeps the state of sgd only"):
+    with pytest.raises(BadSetting, match="checkpoint needs sgd"):
         fit(tiny, toy, PLAIN, options=FitOptions(optimiser="adam"), checkpoint=f"{tmp_path}/x.safetensors")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedortho.training.loop import _most
+from fedortho.training.loop import _curvature_limit
 from fedortho.training.orthogonality import (
     add_align_gradient,
     add_ortho_gradient,
@@ -96,7 +96,7 @@ def test_descending_the_penalty_makes_the_kernels_orthonormal(shape: str) -> Non
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9, 0.99])
 def test_the_cap_of_training_is_below_the_limit_of_momentum_descent(every: int, momentum: float) -> None:
     """The eigenvalues of `every` steps, the first with a kick, against the cap on rate times curvature."""
-    kick = _most(Recipe(ortho_every=every, momentum=momentum), lr=1.0)
+    kick = _curvature_limit(Recipe(ortho_every=every, momentum=momentum), lr=1.0)
     first = torch.tensor([[1 - kick, -momentum], [kick, momentum]])  # of place and speed
     coast = torch.tensor([[1, -momentum], [0, momentum]])
     turn = torch.linalg.matrix_power(coast, every - 1) @ first

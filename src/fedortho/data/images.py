@@ -1,6 +1,5 @@
-"""Images as uint8 tensors with labels, split once and for all, and batches of them for training."""
+"""Images as uint8 tensors with labels, datasets of them, and batches for evaluation."""
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -170,55 +169,6 @@ def split_stratified(labels: Tensor, share: float, seed: int) -> tuple[Tensor, T
         number = 0 if share == 0 else min(max(round(share * len(positions)), 1), len(positions) - 1)
         aside[positions[order[:number]]] = True
     return (~aside).nonzero().flatten(), aside.nonzero().flatten()
-
-
-@dataclass(frozen=True)
-class Augment:
-    """Random crop, flip and erasing, drawn for each image of a batch on its own."""
-
-    crop: int = 4  # zero padding on each side before a random crop; 0: none
-    flip: float = 0.5  # probability of a left-right flip
-    erase: float = 0.0  # probability of erasing a rectangle of 2 to 33 % of the area
-
-    def __call__(self, batch: Tensor, generator: torch.Generator) -> Tensor:
-        """Augment a normalised batch (n, channels, height, width); random numbers come from the CPU."""
-        if self.crop:
-            batch = _crop(batch, self.crop, generator)
-        if self.flip:
-            chosen = torch.rand(len(batch), generator=generator) < self.flip
-            chosen = chosen.to(batch.device).view(-1, 1, 1, 1)
-            batch = torch.where(chosen, batch.flip(3), batch)
-        if self.erase:
-            batch = _erase(batch, self.erase, generator)
-        return batch
-
-
-def _crop(batch: Tensor, padding: int, generator: torch.Generator) -> Tensor:
-    number, channels, height, width = batch.shape
-    padded = torch.nn.functional.pad(batch, (padding,) * 4)
-    top, left = torch.randint(0, 2 * padding + 1, (2, number), generator=generator).to(batch.device)
-    rows = top.view(-1, 1) + torch.arange(height, device=batch.device)  # (n, height)
-    columns = left.view(-1, 1) + torch.arange(width, device=batch.device)  # (n, width)
-    flat = (rows * (width + 2 * padding)).unsqueeze(2) + columns.unsqueeze(1)  # (n, height, width)
-    flat = flat.view(number, 1, -1).expand(-1, channels, -1)
-    return padded.flatten(2).gather(2, flat).view(batch.shape)
-
-
-def _erase(batch: Tensor, probability: float, generator: torch.Generator) -> Tensor:
-    number, _, height, width = batch.shape
-    draw = torch.rand(5, number, generator=generator)
-    area = (0.02 + 0.31 * draw[0]) * height * width
-    aspect = torch.exp((2 * draw[1] - 1) * math.log(3.3))  # 0.3 to 3.3
-    high = (area * aspect).sqrt().round().clamp(1, height)
-    wide = (area / aspect).sqrt().round().clamp(1, width)
-    top = (draw[2] * (height - high + 1)).floor()
-    left = (draw[3] * (width - wide + 1)).floor()
-    rows, columns = torch.arange(height).view(1, -1), torch.arange(width).view(1, -1)
-    inside_rows = (rows >= top.view(-1, 1)) & (rows < (top + high).view(-1, 1))
-    inside_columns = (columns >= left.view(-1, 1)) & (columns < (left + wide).view(-1, 1))
-    chosen = (draw[4] < probability).view(-1, 1, 1)
-    hole = chosen & inside_rows.unsqueeze(2) & inside_columns.unsqueeze(1)  # (n, height, width)
-    return batch.masked_fill(hole.unsqueeze(1).to(batch.device), 0.0)
 
 
 Batches = Iterable[tuple[Tensor, Tensor]]

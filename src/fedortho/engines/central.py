@@ -18,8 +18,8 @@ from fedortho.statistics.observe import Observation
 from fedortho.statistics.query import Query, Selection
 from fedortho.statistics.training_plan import TrainingPlan, as_training_plan
 from fedortho.storage.files import tensors_digest
+from fedortho.training.batches import count_images
 from fedortho.training.loop import Mask, fit
-from fedortho.training.objectives import count_images
 from fedortho.training.recipe import Recipe
 
 

@@ -43,8 +43,8 @@ from fedortho.storage.checkpoints import load_weights
 from fedortho.storage.files import read_json, read_tensors, tensors_digest, write_json, write_tensors
 from fedortho.storage.settings import make_settings
 from fedortho.training.adapters import attach, base_tensors
+from fedortho.training.batches import count_images
 from fedortho.training.loop import Mask, Progress, fit
-from fedortho.training.objectives import count_images
 from fedortho.training.recipe import Recipe
 
 Reply = tuple[Tensors, Note]

@@ -42,8 +42,8 @@ from fedortho.statistics.training_plan import TrainingPlan, as_training_plan
 from fedortho.storage.files import read_tensors, tensors_digest, write_tensors
 from fedortho.storage.settings import as_mapping
 from fedortho.training.adapters import base_tensors
+from fedortho.training.batches import step_seed
 from fedortho.training.loop import Epoch, Mask
-from fedortho.training.objectives import step_seed
 from fedortho.training.recipe import Recipe, learning_rate
 from fedortho.unlearning.repair import norm_buffers
 

@@ -16,7 +16,8 @@ from fedortho.statistics.engine import Engine
 from fedortho.statistics.query import Selection
 from fedortho.statistics.training_plan import PlanPart, TrainingPlan
 from fedortho.storage.files import read_tensors
-from fedortho.training.objectives import FitOptions, step_seed
+from fedortho.training.batches import step_seed
+from fedortho.training.objectives import FitOptions
 from fedortho.training.recipe import Recipe, learning_rate
 
 State = Mapping[str, Tensor]

@@ -1,4 +1,4 @@
-"""The only training loop of the project: lessons, orthogonal kernels, alignment; resumable to the same bytes."""
+"""The only SGD loop: cross-entropy or another objective, orthogonality, alignment; resumed to the same bytes."""
 
 import copy
 import hashlib
@@ -13,11 +13,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fedortho.data.images import Augment, Images
+from fedortho.data.images import Images
 from fedortho.errors import BadCheckpoint, BadSetting, FedOrthoError
 from fedortho.models.graph import Layer, select_layers, trace_layers
 from fedortho.models.predictions import accuracy, answers_of
 from fedortho.storage.files import read_tensors, tensors_digest, write_tensors
+from fedortho.training.augmentation import Augment
+from fedortho.training.batches import plan_steps, read_step, step_seed
 from fedortho.training.objectives import (
     OPTIMISERS,
     FitOptions,
@@ -27,10 +29,7 @@ from fedortho.training.objectives import (
     as_training_sets,
     check_teachers,
     check_training_sets,
-    plan_steps,
-    read_step,
     step_loss,
-    step_seed,
 )
 from fedortho.training.orthogonality import add_align_gradient, add_ortho_gradient, ortho_penalty
 from fedortho.training.recipe import Recipe, learning_rate
@@ -42,22 +41,22 @@ ORTHO_SECONDS = 10.0  # measuring the penalty costs as much as applying it
 
 @dataclass(frozen=True)
 class Epoch:
-    """What one epoch of training came to."""
+    """The measurements of one epoch, or of one round of a federation."""
 
     epoch: int
-    loss: float  # mean cross-entropy over the epoch's training images, as augmented
-    accuracy: float  # on those
-    ortho: float | None  # penalty of the chosen layers, summed, at the end of the epoch; None: no layer is chosen
+    loss: float  # mean over the epoch's augmented training images
+    accuracy: float  # on the same images
+    ortho: float | None  # penalty at the end of the epoch, summed over the layers; None: off
     valid: float | None  # accuracy on the validation images
     seconds: float
-    clients: int | None = None  # in a federation, whose epochs are rounds: how many trained
-    drift: float | None = None  # mean over them of the distance from the received weights
-    images: int | None = None  # trained on, each time counted
+    clients: int | None = None  # federation: how many clients trained in the round
+    drift: float | None = None  # federation: mean distance of their weights from the received ones
+    images: int | None = None  # counted at every reading
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What a watcher is told a few times a second and at the end of each epoch."""
+    """The state of a training, reported a few times a second and at the end of each epoch."""
 
     epoch: int
     epochs: int
@@ -66,12 +65,12 @@ class Progress:
     loss: float
     accuracy: float
     images_per_second: float
-    ortho: float | None  # penalty of the chosen layers, a few seconds old
+    ortho: float | None  # penalty of the chosen layers, at most ORTHO_SECONDS old
     history: tuple[Epoch, ...]
 
 
 Watch = Callable[[Progress], None]
-Mask = Mapping[str, Tensor]  # parameter → which of its coordinates may move (bool); parameters not named move
+Mask = Mapping[str, Tensor]  # parameter → bool, True where it may change; parameters not named may change
 PLAIN = FitOptions()
 
 
@@ -89,13 +88,18 @@ def fit(
     options: FitOptions = PLAIN,
     teachers: Mapping[str, nn.Module] | None = None,
 ) -> nn.Module:
-    """Train a copy of the model on images and return it in eval mode on the CPU; the input stays as it was.
+    """A trained copy of the model, in evaluation mode on the CPU; the given model is not changed.
 
-    The loss is cross-entropy + ortho · ‖W Wᵀ − I‖² over the chosen layers + align · ‖W − W_ref‖²,
-    the last one only with a `reference` (the model that a federation's client has received). With
-    a `checkpoint` file a killed run goes on where it stopped, to the same bytes. `valid` is only measured. Coordinates
-    that `trainable` denies keep their value bit for bit. Lessons in place of images say what is to be
-    learnt from each part, a `options` how; `teachers` are the models that they name.
+    The loss is cross-entropy + ortho · ‖W Wᵀ − I‖² over the chosen layers + align · ‖W − W_ref‖²; the last term needs
+    a `reference`, the model that a client received from the server.
+
+    Args:
+        images: training images, or training sets that each have a target of their own.
+        valid: images whose accuracy is measured after each epoch; training does not use them.
+        checkpoint: a file from which a killed training continues, to the same bytes.
+        trainable: where it is False, a weight keeps its value bit for bit.
+        options: batch order, optimiser, objective and batch-norm mode.
+        teachers: the models that targets name.
     """
     recipe = recipe or Recipe()
     checkpoint = None if checkpoint is None else Path(checkpoint)
@@ -104,7 +108,7 @@ def fit(
     check_training_sets(twin, training_sets, recipe.batch_size)
     check_teachers(training_sets, options, teachers or {})
     if checkpoint is not None and options.optimiser != "sgd":
-        raise BadSetting(f"a checkpoint keeps the state of sgd only, not that of {options.optimiser}")
+        raise BadSetting(f"the optimiser is {options.optimiser}; a checkpoint needs sgd; train without a checkpoint")
     with _reproducible():
         state = _State(twin, training_sets, recipe, torch.device(device), reference, trainable, options, teachers)
         if checkpoint is not None:
@@ -113,37 +117,35 @@ def fit(
         while state.epoch < recipe.epochs:
             _run_epoch(state, valid, checkpoint, watch)
     if not all(bool(torch.isfinite(weight).all()) for weight in state.model.parameters()):
-        raise FedOrthoError(
-            f"some weights are not finite at the end (ortho {recipe.ortho}); lower the rate or the ortho weight"
-        )
+        raise FedOrthoError(f"some weights are not finite after training (ortho {recipe.ortho}); lower lr or ortho")
     return arranged(state.model.eval().cpu(), torch.contiguous_format)
 
 
 def check_fit(model: nn.Module, images: Images, recipe: Recipe) -> None:
-    """Refuse images and a model that could not take a single step together."""
+    """Refuse images that the model cannot be trained on; raises BadData or BadSetting."""
     check_training_sets(model, [TrainingSet(images)], recipe.batch_size)
 
 
 def _identity(model: nn.Module, state: "_State", reference: nn.Module | None, trainable: Mask | None) -> str:
-    """A digest of all that decides how training goes: a checkpoint of anything else is refused."""
+    """A digest of everything that determines the trained weights; a checkpoint with another one is refused."""
     parts = [json.dumps(asdict(state.recipe), sort_keys=True)]
     for training_set in state.training_sets:
         images = training_set.images
         parts.append(tensors_digest({"rows": images.rows, "labels": images.store_labels, "pixels": images.pixels}))
     parts += [tensors_digest(m.state_dict()) for m in (model, reference, *state.teachers.values()) if m is not None]
     parts += [tensors_digest(trainable)] if trainable else []
-    aims = [training_set.target for training_set in state.training_sets]
-    parts += [f"{state.options} {aims}"] if state.options != PLAIN or aims != [Target()] else []
+    targets = [training_set.target for training_set in state.training_sets]
+    parts += [f"{state.options} {targets}"] if state.options != PLAIN or targets != [Target()] else []
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def arranged(model: nn.Module, order: torch.memory_format) -> nn.Module:
-    """The model itself, its weights laid out in memory in this order; channels-last convolves faster."""
+    """The model itself with its weights in this memory format; convolutions are faster in channels-last."""
     return model.to(memory_format=order)  # type: ignore[call-overload, no-any-return]  # torch's stub lacks this form
 
 
 class _State:
-    """Everything that a step reads and changes; what is saved in a checkpoint."""
+    """Model, optimiser, position and running sums: what a step reads and changes, and what a checkpoint saves."""
 
     def __init__(
         self,
@@ -171,11 +173,11 @@ class _State:
         self.epoch, self.step = 0, 0
         self.loss_sum, self.right, self.seen = 0.0, 0, 0
         self.seconds = 0.0
-        self.measured: tuple[float, float] | None = None  # when and how large the penalty was
+        self.measured: tuple[float, float] | None = None  # when the penalty was measured, and its value
         self.history: list[Epoch] = []
 
     def set_mode(self) -> None:
-        """Training mode; frozen norms stay in evaluation, so their statistics neither change nor depend on batches."""
+        """Training mode; frozen batch norms stay in evaluation mode and keep their running statistics."""
         self.model.train()
         if self.options.norms == "frozen":
             for module in self.model.modules():
@@ -183,7 +185,7 @@ class _State:
                     module.eval()
 
     def ortho(self, *, at_most_old: float = 0.0) -> float | None:
-        """The penalty now, or as it was measured at most so many seconds ago."""
+        """The orthogonality penalty, measured at most `at_most_old` seconds ago."""
         if not self.convs:
             return None
         if self.measured is None or time.perf_counter() - self.measured[0] >= at_most_old:
@@ -213,9 +215,9 @@ class _State:
         try:
             tensors, note = read_tensors(path)
         except BadCheckpoint as error:
-            raise BadCheckpoint(f"{error}; remove it to start anew") from error
+            raise BadCheckpoint(f"{error}; remove it to start again") from error
         if note.get("belongs_to") != self.belongs_to:
-            raise BadCheckpoint(f"{path} belongs to other settings, data or weights; remove it to start anew")
+            raise BadCheckpoint(f"{path} belongs to other settings, data or weights; remove it to start again")
         saved = note["progress"]
         weights = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
         self.model.load_state_dict(weights)
@@ -231,7 +233,7 @@ class _State:
 def ortho_layers(
     model: nn.Module, shape: tuple[int, int, int], recipe: Recipe, *, aligning: bool = False
 ) -> list[Layer]:
-    """The layers that a recipe's penalties act on; what cannot be treated is refused by name."""
+    """The layers that the penalties act on; raises BadSetting for a layer that cannot have one."""
     if not recipe.ortho and not (aligning and recipe.align and recipe.align_layers == "ortho"):
         return []
     chosen = select_layers(trace_layers(model, shape), recipe.ortho_layers)
@@ -239,7 +241,7 @@ def ortho_layers(
         raise BadSetting(f"no forward pass reaches {', '.join(unused)}; choose other ortho-layers")
     computed = [layer.name for layer in chosen if not isinstance(_conv(model, layer.name).weight, nn.Parameter)]
     if computed:
-        raise BadSetting(f"the weights of {', '.join(computed)} are computed (weight norm and the like); choose others")
+        raise BadSetting(f"the weights of {', '.join(computed)} are computed (such as by weight norm); choose others")
     if recipe.tall == "skip":
         chosen = [layer for layer in chosen if not layer.is_tall]
         if not chosen:
@@ -256,6 +258,7 @@ def _conv(model: nn.Module, name: str) -> nn.Conv2d:
 def _aligned(
     model: nn.Module, reference: nn.Module | None, layers: Sequence[Layer], recipe: Recipe
 ) -> tuple[list[Tensor], list[Tensor]]:
+    """The weights that the alignment penalty acts on, and their values in the reference."""
     if reference is None or not recipe.align:
         return [], []
     names = [f"{layer.name}.weight" for layer in layers]
@@ -264,12 +267,12 @@ def _aligned(
     mine, theirs = dict(model.named_parameters()), dict(reference.named_parameters())
     names = [name for name in names if mine[name].requires_grad]
     if other := [name for name in names if name not in theirs or theirs[name].shape != mine[name].shape]:
-        raise BadSetting(f"the reference is another network: {other[0]} is missing there or has another shape")
+        raise BadSetting(f"the reference is another network: it lacks {other[0]} or has it in another shape")
     return [mine[n] for n in names], [torch.empty_like(mine[n]).copy_(theirs[n]).detach() for n in names]
 
 
 def _held(model: nn.Module, trainable: Mask) -> list[tuple[nn.Parameter, Tensor, Tensor]]:
-    """Parameters that move only in part: which coordinates move, and what the others stay at."""
+    """Partly trainable parameters, each with its mask and its original values."""
     known = dict(model.named_parameters())
     if other := [name for name in trainable if name not in known or known[name].shape != trainable[name].shape]:
         raise BadSetting(f"the mask names {other[0]}, which the model lacks or has in another shape")
@@ -297,12 +300,12 @@ def _run_epoch(state: _State, valid: Images | None, checkpoint: Path | None, wat
         if checkpoint is not None and now - saved > CHECKPOINT_SECONDS:
             state.save(checkpoint)
             saved = now
-    lr = (state.seen - seen_before) / max(time.perf_counter() - started, 1e-9)
-    score = accuracy(state.model, valid, device=state.device) if valid is not None and len(valid) else None
-    loss, share = state.loss_sum / state.seen, state.right / state.seen
-    entry = Epoch(state.epoch, loss, share, state.ortho(), score, state.seconds, images=state.seen)
+    speed = (state.seen - seen_before) / max(time.perf_counter() - started, 1e-9)
+    valid_accuracy = accuracy(state.model, valid, device=state.device) if valid is not None and len(valid) else None
+    loss, train_accuracy = state.loss_sum / state.seen, state.right / state.seen
+    entry = Epoch(state.epoch, loss, train_accuracy, state.ortho(), valid_accuracy, state.seconds, images=state.seen)
     state.history.append(entry)
-    final = _progress(state, len(batches), lr)
+    final = _progress(state, len(batches), speed)
     state.epoch, state.step, state.loss_sum, state.right, state.seen, state.seconds = state.epoch + 1, 0, 0.0, 0, 0, 0.0
     state.set_mode()
     if checkpoint is not None:
@@ -311,17 +314,17 @@ def _run_epoch(state: _State, valid: Images | None, checkpoint: Path | None, wat
         watch(final)
 
 
-def _progress(state: _State, steps: int, lr: float) -> Progress:
+def _progress(state: _State, steps: int, speed: float) -> Progress:
     loss, right = state.loss_sum / max(state.seen, 1), state.right / max(state.seen, 1)
     ortho, history = state.ortho(at_most_old=ORTHO_SECONDS), tuple(state.history)
-    return Progress(state.epoch, state.recipe.epochs, state.step, steps, loss, right, lr, ortho, history)
+    return Progress(state.epoch, state.recipe.epochs, state.step, steps, loss, right, speed, ortho, history)
 
 
 def _take_step(state: _State, rows: Rows, step: int, steps: int) -> tuple[float, int]:
-    """One step on these rows; the batch's mean loss and how many labels it got right."""
+    """One optimiser step on these rows; returns its mean loss and the number of correct predictions."""
     recipe = state.recipe
     seed = step_seed(recipe.seed, state.epoch, step + 1)
-    torch.manual_seed(seed)  # for dropout and the like inside the model
+    torch.manual_seed(seed)  # for dropout inside the model
     augment = Augment(recipe.crop, recipe.flip, recipe.erase)
     inputs, labels = read_step(state.training_sets, rows, augment, seed, state.device)
     inputs = inputs.contiguous(memory_format=torch.channels_last)
@@ -333,30 +336,30 @@ def _take_step(state: _State, rows: Rows, step: int, steps: int) -> tuple[float,
     lr = learning_rate(recipe, state.epoch + step / steps)
     since_start = state.epoch * steps + step
     if recipe.ortho and lr and since_start % recipe.ortho_every == 0:
-        add_ortho_gradient(state.convs, recipe.ortho * recipe.ortho_every, _most(recipe, lr))
+        add_ortho_gradient(state.convs, recipe.ortho * recipe.ortho_every, _curvature_limit(recipe, lr))
     if state.aligned:
         add_align_gradient(state.aligned, state.reference, recipe.align)
     state.optimiser.param_groups[0]["lr"] = lr
     state.optimiser.step()
     with torch.no_grad():
-        for parameter, mask, value_held in state.held:
-            parameter.copy_(torch.where(mask, parameter, value_held))
+        for parameter, mask, original in state.held:
+            parameter.copy_(torch.where(mask, parameter, original))
     value = loss.item()
     if not math.isfinite(value):
         raise FedOrthoError(
             f"the loss became {value} in epoch {state.epoch + 1}, step {step + 1} "
-            f"(rate {lr:.3g}, ortho {recipe.ortho}); lower the rate or the ortho weight"
+            f"(lr {lr:.3g}, ortho {recipe.ortho}); lower lr or ortho"
         )
     return value, int((outputs.argmax(1) == labels).sum())
 
 
-def _most(recipe: Recipe, lr: float) -> float:
-    """The most curvature a penalty step may have: momentum descent with a kick every k steps is stable below 3.6/k."""
+def _curvature_limit(recipe: Recipe, lr: float) -> float:
+    """Largest stable curvature of a penalty step: momentum descent with a push every k steps is stable below 3.6/k."""
     return min(2.4, 1.3 * (1 + recipe.momentum)) / (recipe.ortho_every * lr)  # without momentum the limit is 2/k
 
 
 @contextmanager
 def _reproducible() -> Iterator[None]:
-    """The caller's random state is given back, and a GPU chooses algorithms that repeat."""
+    """Restore the caller's random state afterwards, and choose deterministic algorithms on a GPU."""
     with torch.random.fork_rng(), torch.backends.cudnn.flags(deterministic=True, benchmark=False):
         yield
