@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 import pytest
 import typer
+from test_layers import PACKAGES
 
 from fedortho.cli.app import app
 
@@ -123,3 +124,73 @@ def test_files_that_reproduction_names_are_there() -> None:
     assert len(named_files) > 15
     for file in named_files - pending:
         assert (ROOT / file).exists(), file
+
+
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+HOP = re.compile(r"^( *)\d+\. `([a-z]+)/(\w+)\.([\w.]+)`", re.MULTILINE)
+WALKS = {section.splitlines()[0]: section for section in re.split(r"^## ", ARCHITECTURE, flags=re.MULTILINE)[1:]}
+WALKS = {title: section for title, section in WALKS.items() if HOP.search(section)}
+
+
+def hops(section: str) -> Iterator[tuple[int, str, str]]:
+    """Depth, package and dotted name of every hop of a walk; a hop is called by the nearest less indented one above."""
+    for indent, package, module, name in HOP.findall(section):
+        yield len(indent) // 3, package, f"{package}.{name}" if module == "__init__" else f"{package}.{module}.{name}"
+
+
+def calls(section: str) -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
+    """Caller and callee of every hop but the first, each as package and dotted name."""
+    above: list[tuple[str, str]] = []
+    for depth, package, name in hops(section):
+        del above[depth:]
+        assert len(above) == depth, f"{name} is indented by more than one level"
+        if above:
+            yield above[-1], (package, name)
+        above.append((package, name))
+
+
+def module_source(name: str) -> str:
+    """The text of the module in which `package.module.function` is defined."""
+    path = ROOT / "src" / "fedortho" / Path(*name.split("."))
+    while not path.with_suffix(".py").is_file():
+        path = path / "__init__" if (path / "__init__.py").is_file() else path.parent
+    return path.with_suffix(".py").read_text(encoding="utf-8")
+
+
+def test_the_packages_of_picture_and_tables_are_those_of_the_layer_test_in_order() -> None:
+    picture = (ROOT / "docs" / "architecture.svg").read_text(encoding="utf-8")
+    assert re.findall(r'class="package"[^>]*>(\w+)<', picture) == PACKAGES
+    assert re.findall(r"^\|[^|]*\| `(\w+)` \|", ARCHITECTURE, re.MULTILINE) == PACKAGES
+    tree = (ROOT / "README.md").read_text(encoding="utf-8").split("## The tree")[1]
+    assert re.findall(r"^    (\w+)/  ", tree, re.MULTILINE) == PACKAGES
+
+
+def test_there_are_four_walks() -> None:
+    assert [title.split(":")[0] for title in WALKS] == [
+        "`fedortho forget RUN class",
+        "A federated class request",
+        "`fedortho compare` with SalUn",
+        "`fo.forget` in Python",
+    ]
+
+
+@pytest.mark.parametrize("title", WALKS)
+def test_every_hop_of_a_walk_exists(title: str) -> None:
+    names = [name for _, _, name in hops(WALKS[title])]
+    assert len(names) >= 8
+    for name in names:
+        resolved(name)
+
+
+@pytest.mark.parametrize("title", WALKS)
+def test_no_call_of_a_walk_goes_back_up(title: str) -> None:
+    for (caller, above), (package, name) in calls(WALKS[title]):
+        assert PACKAGES.index(package) <= PACKAGES.index(caller), f"{above} may not call {name}"
+
+
+@pytest.mark.parametrize("title", WALKS)
+def test_every_hop_of_a_walk_is_named_in_the_module_that_calls_it(title: str) -> None:
+    for (_, above), (_, name) in calls(WALKS[title]):
+        parts = name.split(".")
+        names = {parts[-1], parts[-2]} if parts[-2][0].isupper() else {parts[-1]}  # a method, or its class
+        assert names & set(re.findall(r"\w+", module_source(above))), f"{above} does not call {name}"
