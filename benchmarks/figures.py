@@ -38,7 +38,6 @@ from fedortho.statistics.observe import Observation
 from fedortho.statistics.query import draw
 from fedortho.training.loop import fit
 from fedortho.training.recipe import Recipe
-from fedortho.unlearning.plan import plan_forgetting, trace_frontier
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -86,7 +85,7 @@ class FigureData:
         key = f"{model} {variant}"
         if key not in self._forgot:
             before = self.run(model, variant).load_model()
-            outcome = plan_forgetting(before, central_engine(before, self.data, self.ledger(model, variant)), REQUEST)
+            outcome = Hide().plan(before, central_engine(before, self.data, self.ledger(model, variant)), REQUEST)
             self._forgot[key] = before, outcome.patch.apply(before)
         return self._forgot[key]
 
@@ -219,9 +218,9 @@ def cost(shared: FigureData) -> "Figure":
 def frontier(shared: FigureData) -> "Figure":
     model, settings = shared.run("vgg-mini").load_model(), Hide(scrub=False)
     ledger = shared.ledger("vgg-mini")
-    trials = trace_frontier(model, central_engine(model, shared.data, ledger), REQUEST, settings)
+    trials = settings.frontier(model, central_engine(model, shared.data, ledger), REQUEST)
     points = [results.Point(t.ratio, t.forget, t.retain) for t in trials if t.ratio]
-    outcome = plan_forgetting(model, central_engine(model, shared.data, ledger), REQUEST, replace(settings, scrub=True))
+    outcome = replace(settings, scrub=True).plan(model, central_engine(model, shared.data, ledger), REQUEST)
     least = None if outcome.retain_before is None else outcome.retain_before - settings.max_retain_drop
     chosen = next((p for p in points if outcome.chosen is not None and p.ratio == outcome.chosen.ratio), None)
     return results.frontier_figure(points, chosen, target=settings.target, least=least)
@@ -265,7 +264,7 @@ def relearn(shared: FigureData, forget: int = 50, retain: int = 450, epochs: int
 def probe(shared: FigureData) -> "Figure":
     """The probe of audit C1 on the inputs of every convolution but the first and of the classifier."""
     before, after = shared.pair("vgg-mini")
-    erased = plan_forgetting(before, CentralEngine(shared.data), REQUEST, Directions()).patch.apply(before)
+    erased = Directions().plan(before, CentralEngine(shared.data), REQUEST).patch.apply(before)
     roles = {"original": before, "forgot": after, "erased": erased} | shared.roles
     case = Case(after, before, None, None, shared.data, REQUEST)
     layers = list(kernels.depths_of(before, shared.data.train.shape))[1:]

@@ -34,9 +34,10 @@ from fedortho.statistics.ledger import load_ledger, write_ledger
 from fedortho.statistics.observe import Observation
 from fedortho.storage.provenance import write_results
 from fedortho.unlearning.calibrate import Refused
-from fedortho.unlearning.plan import ForgetPlan, plan_forgetting, trace_frontier
+from fedortho.unlearning.plan import ForgetPlan
 
 HERE = Path(__file__).parent
+PAPER_EDIT = Hide(edit="conv", tap="conv", spread="equal", alpha=0.5, repair=False, scrub=False)  # that of Paper, tried
 PAPER_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
 
 
@@ -100,7 +101,7 @@ def timing(run: Run, data: Dataset, ledger: Observation) -> list[dict[str, Any]]
         ("fixed ratio", fixed, ledger),
         ("hide", Hide(max_retain_drop=0.05), ledger),
     ):
-        outcome = plan_forgetting(model, central_engine(model, data, known), request, settings)
+        outcome = settings.plan(model, central_engine(model, data, known), request)
         seconds = outcome.seconds["statistics"] + (0 if name.startswith("observe") else outcome.seconds["edit"])
         read = outcome.images_read["statistics"] + outcome.images_read["edit"]
         rows.append({"what": name, "seconds": round(seconds, 4), "images_read": read})
@@ -116,7 +117,7 @@ def sequence(run: Run, data: Dataset, ledger: Observation) -> list[dict[str, Any
     for label in range(5):
         request, before = ForgetRequest.parse(f"class:{label}"), union_of(done)
         try:
-            outcome = plan_forgetting(model, CentralEngine(data), request, Hide(max_retain_drop=0.02), forgotten=before)
+            outcome = Hide(max_retain_drop=0.02).plan(model, CentralEngine(data), request, before)
         except Refused as refusal:
             rows.append({"request": str(request), "refused": str(refusal)})
             break
@@ -142,7 +143,7 @@ def samples(run: Run, data: Dataset, ledger: Observation) -> list[dict[str, Any]
         settings = Hide(contrast=contrast)
         row: dict[str, Any] = {"contrast": contrast, "forget_before": before.forget, "retain_before": before.retain}
         try:
-            outcome = plan_forgetting(model, central_engine(model, data, ledger), request, settings)
+            outcome = settings.plan(model, central_engine(model, data, ledger), request)
             after = accuracies_of(outcome.patch.apply(model), data, request)
             row |= {"forget": after.forget, "retain": after.retain, "limit": outcome.trials[0].limit} | summary(outcome)
         except Refused as refusal:
@@ -185,9 +186,9 @@ def measure(
     """One row per method for one class; `drop` is the largest loss of retain accuracy."""
     model, request = run.load_model(), ForgetRequest.parse(f"class:{about['class']}")
 
-    def attempt(settings: Hide) -> dict[str, Any]:
+    def attempt(settings: Hide | Paper) -> dict[str, Any]:
         try:
-            outcome = plan_forgetting(model, central_engine(model, data, ledger), request, settings)
+            outcome = settings.plan(model, central_engine(model, data, ledger), request)
         except Refused as refusal:
             frontier = [replace(trial, patch=None) for trial in refusal.frontier]  # type: ignore[arg-type]  # not for a file
             return {"refused": str(refusal), "frontier": [asdict(trial) for trial in frontier]}
@@ -223,7 +224,7 @@ def best_ratio(
     model: nn.Module, data: Dataset, request: ForgetRequest, ledger: Observation, drop: float
 ) -> float | None:
     """The ratio within hide's retain budget at which the paper's edit has the lowest forget accuracy on validation."""
-    none, *trials = trace_frontier(model, central_engine(model, data, ledger), request, Paper(), ratios=PAPER_RATIOS)
+    none, *trials = PAPER_EDIT.frontier(model, central_engine(model, data, ledger), request, PAPER_RATIOS)
     affordable = [trial for trial in trials if trial.retain >= none.retain - drop]
     return min(affordable, key=lambda trial: trial.forget).ratio if affordable else None
 

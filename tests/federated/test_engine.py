@@ -29,7 +29,6 @@ from fedortho.storage.files import tensors_digest
 from fedortho.training.batches import step_seed
 from fedortho.training.loop import fit
 from fedortho.training.objectives import FitOptions, Target
-from fedortho.unlearning.plan import plan_forgetting
 
 
 def centrally(digits: Dataset, model: nn.Module, queries: list[Query]) -> list[list[Observation]]:
@@ -263,10 +262,10 @@ def test_the_papers_weighting_falls_back_for_a_client_and_says_so(
 ) -> None:
     engine = make_engine()
     engine.send_model(tiny_digits)
-    outcome = plan_forgetting(tiny_digits, engine, ForgetRequest.parse("client:1"), Paper())
+    outcome = Paper().plan(tiny_digits, engine, ForgetRequest.parse("client:1"))
     assert outcome.patch.note["statistics"] == "pooled"
     assert "undefined for client requests" in caplog.text
-    assert plan_forgetting(tiny_digits, engine, CLASS, Paper()).patch.note["statistics"] == "paper"
+    assert Paper().plan(tiny_digits, engine, CLASS).patch.note["statistics"] == "paper"
 
 
 def test_one_client_and_no_federation_plan_the_same_patch(
@@ -276,8 +275,8 @@ def test_one_client_and_no_federation_plan_the_same_patch(
     engine = make_engine(clients=1, model="vgg-mini")
     engine.send_model(model)
     settings = Hide(ratio=0.1, scrub=False)
-    federated = plan_forgetting(model, engine, CLASS, settings).patch
-    central = plan_forgetting(model, CentralEngine(digits), CLASS, settings).patch
+    federated = settings.plan(model, engine, CLASS).patch
+    central = settings.plan(model, CentralEngine(digits), CLASS).patch
     assert federated.note["sites"] == central.note["sites"]
     for name, value in central.replaced.items():
         assert torch.allclose(federated.replaced[name], value, rtol=1e-4, atol=1e-6)

@@ -16,6 +16,7 @@ from fedortho.errors import FedOrthoError
 from fedortho.federated.engine import FederatedEngine
 from fedortho.federated.local_grid import FIRST, LocalGrid
 from fedortho.federated.wire import pack, unpack
+from fedortho.methods.hide import Hide
 from fedortho.models.patch import bind_patch
 from fedortho.models.sites import find_sites
 from fedortho.models.zoo import build_model
@@ -24,7 +25,6 @@ from fedortho.statistics.query import Query, Selection
 from fedortho.statistics.training_plan import PlanPart, TrainingPlan
 from fedortho.storage.files import read_json, tensors_digest
 from fedortho.training.objectives import FitOptions, Target
-from fedortho.unlearning.plan import plan_forgetting
 from fedortho.unlearning.select import plan_edit
 
 
@@ -221,12 +221,12 @@ def test_holders_drop_what_is_forgotten_and_a_client_that_leaves_takes_no_furthe
         ("class:11", "no class '11'"),
     ):
         with pytest.raises(FedOrthoError, match=message):
-            plan_forgetting(edited, later, ForgetRequest.parse(text))
+            Hide().plan(edited, later, ForgetRequest.parse(text))
     del later.clients[2]
     with pytest.raises(FedOrthoError, match="client 2 is not connected"):
-        plan_forgetting(edited, later, ForgetRequest.parse("client:2"))
+        Hide().plan(edited, later, ForgetRequest.parse("client:2"))
     with pytest.raises(EmptyGroup, match="forgotten before"):
-        plan_forgetting(edited, later, CLASS, forgotten=CLASS)
+        Hide().plan(edited, later, CLASS, CLASS)
 
 
 def test_a_client_that_missed_its_leaving_and_more_leaves_and_nobody_waits_for_it(

@@ -14,7 +14,6 @@ from fedortho.models.sites import find_sites
 from fedortho.models.split import Split, entry_inputs, find_split, run_tail, tail_model
 from fedortho.training.loop import fit
 from fedortho.training.recipe import Recipe
-from fedortho.unlearning.plan import plan_forgetting
 
 
 def inputs_of(digits: Dataset, number: int) -> Tensor:
@@ -74,7 +73,7 @@ def test_norms_without_statistics_need_no_repair(digits: Dataset, by: str) -> No
     sites = find_sites(model, (1, 8, 8), "all", "channel", "relu")
     assert norms_behind(model, sites, torch.rand(2, 1, 8, 8)) == ["features.7"]
     settings = Hide(layers="all", ratio=0.2, repair_by=by)
-    patch = plan_forgetting(model, CentralEngine(digits), ForgetRequest.parse("class:3"), settings).patch
+    patch = settings.plan(model, CentralEngine(digits), ForgetRequest.parse("class:3")).patch
     assert set(patch.replaced) >= {"features.7.running_mean", "features.7.running_var"}
 
 

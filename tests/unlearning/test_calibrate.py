@@ -3,7 +3,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedortho.models.patch import Patch
-from fedortho.unlearning.calibrate import SHARES, Candidate, Refused, Trial, calibrate, smallest, thinned
+from fedortho.unlearning.calibrate import Refused, calibrate, smallest, thinned
+from fedortho.unlearning.directions import SHARES
+from fedortho.unlearning.trials import Candidate, Trial
 
 NOTHING = Patch("", "")
 

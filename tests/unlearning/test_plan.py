@@ -20,9 +20,11 @@ from fedortho.models.sites import find_sites
 from fedortho.statistics.observe import Observation, observe
 from fedortho.storage.files import tensors_digest
 from fedortho.unlearning.calibrate import Refused
-from fedortho.unlearning.plan import plan_forgetting
 
 MODELS = ("vgg-mini", "resnet-mini")
+PAPER = Hide(
+    edit="conv", tap="conv", spread="equal", ratio=0.01, alpha=0.5, weighting="paper", repair=False, scrub=False
+)
 
 
 def accuracies(model: nn.Module, digits: Dataset, label: int) -> tuple[float, float]:
@@ -53,7 +55,7 @@ def test_hide_forgets_a_class_keeps_the_rest_and_leaves_its_input(
 
 def test_the_same_request_gives_the_same_patch(digits: Dataset, digit_nets: dict[str, nn.Module]) -> None:
     request, settings = ForgetRequest.parse("class:7"), Hide(max_retain_drop=0.03)
-    first, again = (plan_forgetting(digit_nets["vgg-mini"], CentralEngine(digits), request, settings) for _ in range(2))
+    first, again = (settings.plan(digit_nets["vgg-mini"], CentralEngine(digits), request) for _ in range(2))
     assert first.patch.after == again.patch.after
     assert first.chosen is not None
     assert first.chosen.reaches
@@ -65,10 +67,8 @@ def test_a_ledger_serves_a_class_without_reading_an_image_and_gives_the_same_pat
 ) -> None:
     model, request = digit_nets[name], ForgetRequest.parse("class:5")
     settings = Hide(ratio=0.2, repair=False)
-    with_it = plan_forgetting(
-        model, central_engine(model, digits, ledger_of(model, digits, "stream")), request, settings
-    )
-    without = plan_forgetting(model, CentralEngine(digits), request, settings)
+    with_it = settings.plan(model, central_engine(model, digits, ledger_of(model, digits, "stream")), request)
+    without = settings.plan(model, CentralEngine(digits), request)
     assert with_it.images_read["statistics"] == 0
     assert without.images_read["statistics"] == len(digits.train)
     assert with_it.patch.after == without.patch.after
@@ -83,10 +83,8 @@ def test_a_ledger_makes_a_sample_request_read_the_named_samples_only(
     settings = Hide(ratio=0.05, repair=False)
     for contrast in ("retain", "same-class"):
         chosen = replace(settings, contrast=contrast)
-        with_it = plan_forgetting(
-            model, central_engine(model, digits, ledger_of(model, digits, "stream")), request, chosen
-        )
-        without = plan_forgetting(model, CentralEngine(digits), request, chosen)
+        with_it = chosen.plan(model, central_engine(model, digits, ledger_of(model, digits, "stream")), request)
+        without = chosen.plan(model, CentralEngine(digits), request)
         assert with_it.images_read["statistics"] == 40
         assert with_it.patch.after == without.patch.after
 
@@ -96,7 +94,7 @@ def test_a_sample_request_aims_at_held_out_accuracy_and_not_at_nothing(
 ) -> None:
     rows = digits.train.rows[:30].tolist()
     request = ForgetRequest(samples=tuple(map(str, rows)))
-    outcome = plan_forgetting(digit_nets["vgg-mini"], CentralEngine(digits), request, Hide(max_retain_drop=0.3))
+    outcome = Hide(max_retain_drop=0.3).plan(digit_nets["vgg-mini"], CentralEngine(digits), request)
     assert outcome.chosen is not None
     assert outcome.chosen.limit > 0.7
     assert outcome.chosen.reaches
@@ -112,12 +110,12 @@ def test_a_sequence_of_requests_forgets_all_of_them(digits: Dataset, digit_nets:
     model, done = digit_nets["vgg-mini"], None
     for text in ("class:2", "class:6"):
         request = ForgetRequest.parse(text)
-        outcome = plan_forgetting(model, CentralEngine(digits), request, Hide(max_retain_drop=0.1), forgotten=done)
+        outcome = Hide(max_retain_drop=0.1).plan(model, CentralEngine(digits), request, done)
         model = outcome.patch.apply(model)
         done = request if done is None else done + request
     assert max(accuracies(model, digits, label)[0] for label in (2, 6)) <= 0.08
     with pytest.raises(Exception, match="selects none"):
-        plan_forgetting(model, CentralEngine(digits), ForgetRequest.parse("class:2"), forgotten=done)
+        Hide().plan(model, CentralEngine(digits), ForgetRequest.parse("class:2"), done)
 
 
 def test_paper_edits_conv_weights_only_and_warns(
@@ -125,7 +123,7 @@ def test_paper_edits_conv_weights_only_and_warns(
 ) -> None:
     model = digit_nets["vgg-mini"]
     with caplog.at_level(logging.WARNING):
-        outcome = plan_forgetting(model, CentralEngine(digits), ForgetRequest.parse("class:0"), Paper())
+        outcome = Paper().plan(model, CentralEngine(digits), ForgetRequest.parse("class:0"))
     assert outcome.patch.names() == sorted(f"features.{n}.weight" for n in (15, 18, 21, 24))
     assert all(len(found["kernels"]) == 2 for found in outcome.patch.note["sites"].values())
     assert [f for found in outcome.patch.note["sites"].values() for f in found["factors"]] == [0.5] * 8
@@ -137,8 +135,8 @@ def test_repairing_a_conv_edit_is_refused_and_silencing_is_not(
 ) -> None:
     model, request = digit_nets["vgg-mini"], ForgetRequest.parse("class:0")
     with pytest.raises(BadSetting, match=r"repair undoes a conv edit before batch norm .*--no-repair or --alpha 1"):
-        plan_forgetting(model, CentralEngine(digits), request, Paper(repair=True))
-    plan_forgetting(model, CentralEngine(digits), request, Paper(repair=True, alpha=1.0))
+        replace(PAPER, repair=True).plan(model, CentralEngine(digits), request)
+    replace(PAPER, repair=True, alpha=1.0).plan(model, CentralEngine(digits), request)
 
 
 def test_kernels_that_respond_more_to_what_stays_are_counted_told_and_can_be_spared(
@@ -146,24 +144,24 @@ def test_kernels_that_respond_more_to_what_stays_are_counted_told_and_can_be_spa
 ) -> None:
     model, request = digit_nets["vgg-mini"], ForgetRequest.parse("class:0")
     with caplog.at_level(logging.WARNING):
-        all_of_them = plan_forgetting(model, CentralEngine(digits), request, Paper(ratio=1.0))
-        spared = plan_forgetting(model, CentralEngine(digits), request, Paper(ratio=1.0, min_difference=1e-9))
+        all_of_them = Paper(ratio=1.0).plan(model, CentralEngine(digits), request)
+        spared = Paper(ratio=1.0, min_difference=1e-9).plan(model, CentralEngine(digits), request)
     numbers = [sum(len(found["kernels"]) for found in o.patch.note["sites"].values()) for o in (all_of_them, spared)]
     assert all_of_them.opposed == numbers[0] - numbers[1] > 0
     assert spared.opposed == 0
-    assert caplog.text.count("respond no more to what goes") == 1
+    assert caplog.text.count("at least as strongly to the retain set") == 1
 
 
 def test_a_target_for_samples_is_refused(digits: Dataset, digit_nets: dict[str, nn.Module]) -> None:
     request = ForgetRequest(samples=tuple(map(str, digits.train.rows[:2].tolist())))
     with pytest.raises(BadSetting, match=r"target 0.5 is for classes; samples requests aim at what unseen images"):
-        plan_forgetting(digit_nets["vgg-mini"], CentralEngine(digits), request, Hide(target=0.5))
+        Hide(target=0.5).plan(digit_nets["vgg-mini"], CentralEngine(digits), request)
 
 
 def test_the_ledger_of_another_model_is_refused(digits: Dataset, digit_nets: dict[str, nn.Module]) -> None:
     foreign = ledger_of(digit_nets["resnet-mini"], digits, "stream")
     with pytest.raises(BadData, match="ledger is that of another model"):
-        plan_forgetting(
+        Hide().plan(
             digit_nets["vgg-mini"],
             central_engine(digit_nets["vgg-mini"], digits, foreign),
             ForgetRequest.parse("class:0"),
@@ -176,7 +174,7 @@ def test_a_subsample_is_seeded_and_its_agreement_with_the_ledger_is_told(
     model, request = digit_nets["vgg-mini"], ForgetRequest.parse("class:4")
     settings = Hide(ratio=0.1, repair=False, statistics_images=60)
     outcomes = [
-        plan_forgetting(model, central_engine(model, digits, ledger_of(model, digits, "stream")), request, settings)
+        settings.plan(model, central_engine(model, digits, ledger_of(model, digits, "stream")), request)
         for _ in range(2)
     ]
     assert outcomes[0].patch.after == outcomes[1].patch.after
@@ -189,13 +187,24 @@ def test_what_cannot_be_had_is_refused_and_shows_its_frontier(
     digits: Dataset, digit_nets: dict[str, nn.Module]
 ) -> None:
     with pytest.raises(Refused, match="cannot both be had") as refusal:
-        plan_forgetting(
-            digit_nets["vgg-mini"],
-            CentralEngine(digits),
-            ForgetRequest.parse("class:3"),
-            Hide(target=0.0, max_retain_drop=0.0, scrub=False, layers="features.24"),
+        Hide(target=0.0, max_retain_drop=0.0, scrub=False, layers="features.24").plan(
+            digit_nets["vgg-mini"], CentralEngine(digits), ForgetRequest.parse("class:3")
         )
     assert refusal.value.frontier
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_paper_is_the_edit_of_hide_with_everything_added_since_switched_off(
+    digits: Dataset, digit_nets: dict[str, nn.Module], name: str
+) -> None:
+    model, request = digit_nets[name], ForgetRequest.parse("class:0")
+    printed, hidden = (
+        method.plan(model, CentralEngine(digits), request).patch
+        for method in (Paper(ratio=0.2), replace(PAPER, ratio=0.2))
+    )
+    assert printed.after == hidden.after != printed.before
+    with pytest.raises(BadSetting, match="ratio"):
+        Paper(ratio=0.0)
 
 
 def test_settings_out_of_range_are_refused() -> None:

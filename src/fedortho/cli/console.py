@@ -18,7 +18,7 @@ from fedortho.models.sites import Finding
 from fedortho.requests.forgetting import ServedRequest
 from fedortho.runs.run import Run
 from fedortho.training.loop import Epoch, Progress
-from fedortho.unlearning.calibrate import Trial
+from fedortho.unlearning.trials import Trial
 
 out = Console(emoji=False)  # class:Dress: is no picture
 err = Console(stderr=True, emoji=False)

@@ -18,16 +18,16 @@ from fedortho.data.request import ForgetRequest
 from fedortho.devices import choose_device
 from fedortho.errors import FedOrthoError
 from fedortho.methods import Method, make_method
+from fedortho.methods.hide import Hide
 from fedortho.requests.forgetting import ServedRequest, forget_run, undo_run
 from fedortho.requests.judging import JudgeOptions, check_judge_options, judge_run
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.settings import FederateSettings
 from fedortho.storage.records import to_json
 from fedortho.unlearning.calibrate import Refused
-from fedortho.unlearning.plan import ForgetSettings
 
 
-@takes_settings(ForgetSettings)
+@takes_settings(Hide)
 def forget_command(
     run_path: RunPath,
     request: Annotated[

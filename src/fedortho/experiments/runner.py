@@ -22,6 +22,7 @@ from fedortho.experiments.experiment import (
 from fedortho.experiments.findings import ExperimentResults, check_claims
 from fedortho.experiments.relations import SeedRow, as_text
 from fedortho.federated.server import train_federation
+from fedortho.methods.method import PlanningMethod
 from fedortho.requests.comparing import compare
 from fedortho.requests.federated_forgetting import forget_federated_run
 from fedortho.requests.forgetting import forget_run
@@ -36,7 +37,6 @@ from fedortho.storage.provenance import environment
 from fedortho.storage.records import Scalar, write_record
 from fedortho.storage.settings import as_mapping
 from fedortho.unlearning.calibrate import Refused
-from fedortho.unlearning.plan import ForgetSettings
 
 Watch = Callable[[Any], None]
 
@@ -167,7 +167,7 @@ def _sequence(experiment: Experiment, run: Run, data: Dataset, out: Path, hooks:
 
 def _served(run: Run, data: Dataset, request: ForgetRequest, variant: MethodVariant, out: Path) -> Run:
     settings = method_for_run(run, variant.method, variant.settings)
-    if not isinstance(settings, ForgetSettings):
+    if not isinstance(settings, PlanningMethod):
         raise FedOrthoError(
             f"{variant.method} serves no sequence of requests: its model cannot be edited again; leave it out"
         )

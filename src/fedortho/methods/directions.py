@@ -1,16 +1,61 @@
 """Removes the directions in which a class stands out."""
 
-from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
-from fedortho.methods.hide import Hide
+from torch import nn
+
+from fedortho.data.request import ForgetRequest
+from fedortho.errors import BadSetting
+from fedortho.models.patch import Patch, bind_patch
+from fedortho.statistics.engine import Engine
+from fedortho.statistics.query import Query
+from fedortho.unlearning.calibrate import find_edit
+from fedortho.unlearning.directions import SHARES, check_erasable, plan_erasure
+from fedortho.unlearning.plan import ForgetPlan, Phases
+from fedortho.unlearning.settings import CalibrationSettings
+from fedortho.unlearning.task import start_task
+from fedortho.unlearning.trials import measure_statistics
+
+IMAGES = 4500  # per group, to find directions on, unless statistics_images gives another number
 
 
 @dataclass(frozen=True)
-class Directions(Hide):
+class Directions(CalibrationSettings):
     """FedOrtho beyond the paper: of the directions in which a class stands out, as many as the budget allows."""
 
     name: ClassVar[str] = "directions"
     kinds: ClassVar[tuple[str, ...]] = ("class",)
     roles: ClassVar[str] = "all: one forward pass over some; retain: another, to repair"
-    erase: Annotated[bool, "take the directions in which a class stands out of each layer; no: silence kernels"] = True
+    norms: ClassVar[str] = "re-estimated behind the edit"
+
+    def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
+        return self.plan(model, engine, request).patch.apply(model)
+
+    def plan(
+        self, model: nn.Module, engine: Engine, request: ForgetRequest, forgotten: ForgetRequest | None = None
+    ) -> ForgetPlan:
+        """Measure how responses lie, remove directions (each trial is repaired and scrubbed), bind the patch."""
+        phases = Phases(engine)
+        task = start_task(model, engine, request, self, forgotten)
+        if request.kind != "class":
+            raise BadSetting(f"directions are those of a class; forget {request} by the method hide")
+        check_erasable(task.model, task.sites, task.example)
+        limit = self.statistics_images or IMAGES
+        sets = (*task.forget_sets(limit), task.retain_set(limit))
+        query = Query(sets, replace(task.statistic, kind="spread"))
+        ((*forget, retain),), baseline = measure_statistics(task, [query], self)
+        task.check_measured(forget, retain)
+        phases.end("statistics")
+        names = engine.names
+        removed = task.removed.labels(names)
+        labels = [label for label in range(len(names)) if label not in removed]
+
+        def edit(share: float) -> Patch:
+            return plan_erasure(task.model, task.sites, forget, retain, labels=labels, share=share, spread=self.spread)
+
+        found = find_edit(task, edit, self, baseline, ratios=SHARES, largest=True)
+        patch = bind_patch(found.patch, task.model, request=str(request), method=self.name, statistics="pooled")
+        phases.end("edit")
+        trials = (found.trials, found.chosen, found.retain_before)
+        return ForgetPlan(patch, *trials, phases.seconds, phases.spent)

@@ -13,8 +13,8 @@ from fedortho.statistics.cost import Cost
 from fedortho.statistics.engine import Engine
 from fedortho.statistics.query import Selection
 from fedortho.training.recipe import Recipe
-from fedortho.unlearning.calibrate import Trial
 from fedortho.unlearning.plan import ForgetPlan
+from fedortho.unlearning.trials import Trial
 
 
 class Method(Protocol):

@@ -27,7 +27,7 @@ from fedortho.statistics.observe import Observation
 from fedortho.statistics.query import Query, Selection, Statistic
 from fedortho.storage.files import tensors_digest
 from fedortho.storage.journal import append_entry
-from fedortho.unlearning.calibrate import Trial
+from fedortho.unlearning.trials import Trial
 
 logger = logging.getLogger(__name__)
 RETRAIN_AFTER = 0.03  # retain accuracy lost over all requests, above which retraining is advised

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from fedortho.errors import BadCheckpoint
+from fedortho.methods import METHODS
 from fedortho.statistics.cost import Cost
 from fedortho.storage.files import read_json
 from fedortho.storage.provenance import Environment
 from fedortho.storage.records import Migration, Scalar, from_json
+from fedortho.storage.settings import field_types, kebab
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,8 @@ RENAMED = {
     "rate": "lr",
     "repair-rate": "repair-lr",
 }
-RENAMED_METHODS = {"fedortho": "hide", "fedortho-erase": "directions", "fedortho-paper": "paper"}
+OWN_METHODS = ("fedortho", "fedortho-erase", "fedortho-paper", None)  # None: only comparisons wrote a method
+PRINTED = {"edit": "conv", "tap": "conv", "spread": "equal", "contrast": "retain", "repair": False, "scrub": False}
 
 
 def _from_schema_1(value: dict[str, Any]) -> dict[str, Any]:
@@ -123,11 +126,11 @@ def _from_schema_1(value: dict[str, Any]) -> dict[str, Any]:
 def _served_from_schema_1(value: dict[str, Any]) -> dict[str, Any]:
     settings = _renamed(value["settings"], RENAMED)
     method = value.get("method")
-    if method is None:  # only comparisons wrote it
-        method = "directions" if settings.get("erase") else "paper" if settings.get("edit") == "conv" else "hide"
+    if method in OWN_METHODS:
+        method, settings = _own_method(settings)
     same = ("request", "before", "after", "retain-paid", "all-forgotten", "kernels", "directions", "opposed-kernels")
     current = {key: value[key] for key in (*same, "sample-correlation", "threads", "device", "ledger") if key in value}
-    current |= {"settings": settings, "method": RENAMED_METHODS.get(method, method)}
+    current |= {"settings": settings, "method": method}
     if "digests" in value:
         current |= {"model-before": value["digests"]["before"], "model-after": value["digests"]["after"]}
     if value.get("cost"):
@@ -137,6 +140,17 @@ def _served_from_schema_1(value: dict[str, Any]) -> dict[str, Any]:
         current["chosen"] = chosen | {"forget": value["trial-forget"], "retain": value["trial-retain"]}
         current["trials"] = value.get("trials", [])
     return current
+
+
+def _own_method(settings: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Which of our three methods these settings meant in schema 1, where all three had the same keys."""
+    if settings.get("erase"):
+        name = "directions"
+    else:
+        as_printed = all(settings.get(key, value) == value for key, value in PRINTED.items())
+        name = "paper" if settings.get("edit") == "conv" and settings.get("ratio") and as_printed else "hide"
+    known = {kebab(field) for field in field_types(METHODS[name])}
+    return name, {key: value for key, value in settings.items() if key in known}
 
 
 def _renamed(value: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

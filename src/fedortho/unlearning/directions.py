@@ -24,6 +24,7 @@ from fedortho.statistics.observe import Observation
 from fedortho.statistics.spread import responses
 from fedortho.unlearning.select import SPREADS, kernel_count
 
+SHARES = (0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.125, 0.15, 0.2, 0.25, 0.3)  # of directions, to be tried
 FLOOR = 1e-2  # of the mean variance, added to every variance: directions that nothing uses are no evidence
 
 
@@ -52,7 +53,7 @@ def check_erasable(model: nn.Module, sites: Sequence[Site], example: Tensor) -> 
             if total is None or not torch.allclose(seen[site.name][-1], total.relu(), rtol=1e-4, atol=1e-5):
                 raise BadSetting(
                     f"no direction can be taken out of {site.name}: what enters it by an identity cannot be mixed; "
-                    "choose inner layers with --layers, or take the robust preset"
+                    "choose inner layers with --layers, or take the method hide"
                 )
 
 

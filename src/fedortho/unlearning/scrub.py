@@ -1,4 +1,4 @@
-"""The class's mean direction taken out of the classifier's input, in closed form; it finishes the hiding.
+"""The class's mean direction taken out of the classifier's input, in closed form: moments in, tensors out.
 
 x' = x − t δ (w·(x − m)) / (w·δ) with δ = class mean − retain mean, w = δ / retain variance, m = retain
 mean, of the classifier's inputs; linear in x, so it is absorbed into the classifier's weight and bias.
@@ -7,29 +7,31 @@ mean, of the classifier's inputs; linear in x, so it is absorbed into the classi
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from fedortho.statistics.observe import Observation
 
 
-def scrubbed_rows(
-    model: nn.Module,
-    classifier: str,
-    *,
-    forget_means: Sequence[Tensor],
-    retain_mean: Tensor,
-    retain_variance: Tensor,
+def scrubbed(
+    weight: Tensor,
+    bias: Tensor | None,
+    forget: Sequence[Observation],
+    retain: Observation,
+    number: int,
     strength: float,
 ) -> dict[str, Tensor]:
-    """The classifier's new weight and bias after removing each part's mean direction, one after the other."""
-    linear = model.get_submodule(classifier)
-    assert isinstance(linear, nn.Linear)
-    weight = linear.weight.detach().cpu().double()
-    bias = torch.zeros(len(weight), dtype=torch.float64) if linear.bias is None else linear.bias.detach().cpu().double()
-    for mean in forget_means:
-        weight, bias = scrub(weight, bias, mean, retain_mean, retain_variance, strength=strength)
-    rows = {f"{classifier}.weight": weight.to(linear.weight.dtype)}
-    if linear.bias is not None:
-        rows[f"{classifier}.bias"] = bias.to(linear.weight.dtype)
-    return rows
+    """The classifier's weight and bias without the mean direction of each forget set, one after the other.
+
+    The observations are sums of the inputs that the classifier of candidate `number` receives (`inputs`).
+    """
+    mean, square = retain.mean(f"{number}:sum"), retain.mean(f"{number}:square")
+    variance = (square - mean.square()).clamp_min(0) * retain.images / max(retain.images - 1, 1)
+    rows = weight.detach().cpu().double()
+    shift = torch.zeros(len(rows), dtype=torch.float64) if bias is None else bias.detach().cpu().double()
+    for part in forget:
+        rows, shift = scrub(rows, shift, part.mean(f"{number}:sum"), mean, variance, strength=strength)
+    changed = {"weight": rows.to(weight.dtype)}
+    return changed if bias is None else changed | {"bias": shift.to(weight.dtype)}
 
 
 def scrub(
@@ -46,6 +48,6 @@ def scrub(
     direction = delta / retain_variance.clamp_min(1e-6 * float(retain_variance.max()) + 1e-12)
     length = direction @ delta
     if float(length) <= 0:
-        return weight, bias  # the class is no different from the rest: nothing to take out
+        return weight, bias  # the means are equal: there is no direction to remove
     response = weight @ delta / length
     return weight - strength * torch.outer(response, direction), bias + strength * response * (direction @ retain_mean)
