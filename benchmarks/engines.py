@@ -27,7 +27,7 @@ from fedortho.federated.engine import FederatedEngine
 from fedortho.federated.launch import simulate
 from fedortho.federated.local_grid import LocalGrid, WorkerGrid
 from fedortho.federated.server import federated_engine, local_grid
-from fedortho.federated.wire import pack, prefixed, unpack
+from fedortho.federated.wire import pack_json, prefixed, unpack_json
 from fedortho.models.zoo import build_model
 from fedortho.runs.run import load_run_data
 from fedortho.runs.settings import FederateSettings
@@ -83,8 +83,8 @@ def sizes() -> dict[str, Any]:
         observe = federation.transport.log[-1]
         federation.fit(model, Selection(), replace(settings.recipe, epochs=1))
         trained = federation.transport.log[-1]
-    query = {"observe_up": max(observe.up.values()), "observe_down": max(observe.down.values())}
-    return query | {"round_up": max(trained.up.values()), "round_down": max(trained.down.values())}
+    query = {"observe_up": max(observe.bytes_up.values()), "observe_down": max(observe.bytes_down.values())}
+    return query | {"round_up": max(trained.bytes_up.values()), "round_down": max(trained.bytes_down.values())}
 
 
 def on_engine(engine: str, client: Any, job: Callable[[Any], None]) -> float:
@@ -119,7 +119,7 @@ def transport(engine: str, rounds: int) -> dict[str, Any]:
 
     @echo.train()
     def back(message: Message, context: Context) -> Message:
-        return Message(pack(*unpack(message.content)), reply_to=message)
+        return Message(pack_json(*unpack_json(message.content)), reply_to=message)
 
     state = prefixed("model.", build_model("resnet18", num_classes=10).state_dict())
     seconds: list[float] = []
@@ -129,12 +129,12 @@ def transport(engine: str, rounds: int) -> dict[str, Any]:
             while len(nodes := list(grid.get_node_ids())) < CLIENTS:
                 time.sleep(0.05)
             started = time.perf_counter()
-            content = pack(state, {})
+            content = pack_json(state, {})
             messages = [Message(content, dst_node_id=node, message_type="train") for node in nodes]
             waiting = list(grid.push_messages(messages))
             while waiting:
                 for reply in grid.pull_messages(waiting):
-                    unpack(reply.content)
+                    unpack_json(reply.content)
                     waiting.remove(reply.metadata.reply_to_message_id)
                 if engine == "ray" and waiting:
                     time.sleep(0.01)

@@ -23,7 +23,7 @@ from fedortho.errors import FedOrthoError
 from fedortho.evaluation.accuracies import accuracies_of
 from fedortho.federated.engine import RoundProgress
 from fedortho.federated.server import federated_engine, local_grid, silenced, train_federation
-from fedortho.federated.transport import bytes_of, exchange_of
+from fedortho.federated.transport import read_wire_log, total_bytes
 from fedortho.methods.hide import Hide
 from fedortho.methods.paper import Paper
 from fedortho.requests.federated_forgetting import forget_federated_run
@@ -152,8 +152,8 @@ def compared(kind: str, request: ForgetRequest, original: Run, retrained: Run, d
 
 
 def sent(run: Run, kind: str = "") -> dict[str, Any]:
-    log = [exchange_of(entry) for entry in read_json(run.path / "wire.json") if entry["kind"].startswith(kind)]
-    up, down = bytes_of(log)
+    log = [exchange for exchange in read_wire_log(run.path / "wire.json") if exchange.kind.startswith(kind)]
+    up, down = total_bytes(log)
     return {"exchanges": len(log), "bytes_up": up, "bytes_down": down}
 
 

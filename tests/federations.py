@@ -1,5 +1,7 @@
 """What the tests of the federated engine share."""
 
+from collections.abc import Sequence
+
 import torch
 from small import SETTINGS
 from torch import nn
@@ -22,6 +24,13 @@ OTHER = {"features.6": (torch.tensor([2]), torch.ones(1, dtype=torch.float64))}
 def grid_of(engine: FederatedEngine) -> LocalGrid:
     assert isinstance(engine.transport.grid, LocalGrid)
     return engine.transport.grid
+
+
+def greeted(engine: FederatedEngine, left: Sequence[int] = ()) -> FederatedEngine:
+    """Another engine over the same clients, as a server that starts anew has it."""
+    other = FederatedEngine(grid_of(engine), engine.federation, engine.task, left=left)
+    other.hello()
+    return other
 
 
 def start() -> nn.Module:

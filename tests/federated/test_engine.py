@@ -17,7 +17,8 @@ from fedortho.data.request import ForgetRequest
 from fedortho.engines.central import CentralEngine
 from fedortho.errors import BadCheckpoint
 from fedortho.federated.aggregation import RunningMean
-from fedortho.federated.wire import pack, unpack
+from fedortho.federated.messages import ObserveReply
+from fedortho.federated.wire import count_bytes, pack, pack_observations, unpack_json
 from fedortho.methods.hide import Hide
 from fedortho.methods.paper import Paper
 from fedortho.models.sites import find_sites
@@ -133,7 +134,7 @@ def test_a_killed_training_goes_on_to_the_same_bytes(make_engine, tmp_path: Path
     after = make_engine()
     resumed = after.fit(start(), Selection(), replace(RECIPE, epochs=3), checkpoint=file)
     rounds = [exchange for exchange in after.transport.log if exchange.kind == "train.local"]
-    assert [len(exchange.up) for exchange in rounds] == [4, 4, 4], (
+    assert [len(exchange.bytes_up) for exchange in rounds] == [4, 4, 4], (
         "what travelled before it was killed is not forgotten"
     )
     assert tensors_digest(resumed.state_dict()) == tensors_digest(whole.state_dict())
@@ -148,7 +149,7 @@ def test_running_statistics_travel_unless_they_are_local(make_engine, norms: str
     pull = grid.pull_messages
     grid.pull_messages = lambda names: [replies.append(reply) or reply for reply in pull(names)]
     trained = engine.fit(start(), Selection(), RECIPE)
-    sent = {name for reply in replies for name in unpack(reply.content)[0]}
+    sent = {name for reply in replies for name in unpack_json(reply.content)[0]}
     statistics = {f"model.{name}" for name in trained.state_dict() if name.endswith(("_mean", "_var"))}
     assert statistics
     assert sent & statistics == (set() if norms == "local" else statistics)
@@ -174,7 +175,7 @@ def test_whoever_trains_gets_the_statistics_of_all_images_trained_on(
         answers = trained.get_submodule("features.0")(images.normalise(images.pixels[images.rows]))
     assert torch.allclose(trained.get_buffer("features.1.running_mean"), answers.mean((0, 2, 3)), atol=0.01)
     assert torch.allclose(trained.get_buffer("features.1.running_var"), answers.var((0, 2, 3)), rtol=0.05)
-    assert {note["model"] for note in engine.clients.values()} == {tensors_digest(tiny_digits.state_dict())}
+    assert {info.model for info in engine.clients.values()} == {tensors_digest(tiny_digits.state_dict())}
 
 
 def test_statistics_that_all_clients_withhold_are_told_of(
@@ -284,14 +285,13 @@ def test_one_client_and_no_federation_plan_the_same_patch(
 
 def test_a_request_for_resnet50s_last_stage_sends_few_bytes(make_engine) -> None:
     """The sums of both groups as they travel, for 3,072 inner kernels and 2,048 stream channels: at most 64 KB."""
-    from fedortho.federated.wire import count_bytes, pack_observations
-
     sites = find_sites(build_model("resnet50", num_classes=10), (3, 32, 32), "deep", "channel", "stream")
     assert sum(site.kernels for site in sites) == 5120
     sums = {f"x:{site.name}": torch.zeros(1, site.kernels, dtype=torch.float64) for site in sites}
     seen = Observation(sums, torch.tensor([9]))
     queries = [Query((Selection(), Selection()), Statistic("peaks"))]
-    assert 40_960 < count_bytes(pack(pack_observations([[seen, seen]], queries), {"client": 1})) < 65_536
+    reply = ObserveReply(1, "done", 0, 9, 0, 0.0)
+    assert 40_960 < count_bytes(pack(pack_observations([[seen, seen]], queries), reply)) < 65_536
 
 
 def test_the_tiny_network_is_what_the_settings_name() -> None:

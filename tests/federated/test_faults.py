@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from federations import CLASS, OTHER, PEAKS, RECIPE, grid_of, held, start
+from federations import CLASS, OTHER, PEAKS, RECIPE, greeted, grid_of, held, start
 from flwr.app import Message
 from torch import nn
 
@@ -14,8 +14,8 @@ from fedortho.data.images import Dataset
 from fedortho.data.request import EmptyGroup, ForgetRequest
 from fedortho.errors import FedOrthoError
 from fedortho.federated.engine import FederatedEngine
-from fedortho.federated.local_grid import FIRST, LocalGrid
-from fedortho.federated.wire import pack, unpack
+from fedortho.federated.local_grid import FIRST_NODE, LocalGrid
+from fedortho.federated.wire import pack_json, unpack_json
 from fedortho.methods.hide import Hide
 from fedortho.models.patch import bind_patch
 from fedortho.models.sites import find_sites
@@ -36,7 +36,7 @@ def test_drawn_clients_that_hold_nothing_are_replaced_by_others(make_engine, dig
     trained = engine.fit(start(), only, replace(RECIPE, epochs=1))
     assert tensors_digest(trained.state_dict()) != tensors_digest(start().state_dict())
     first = next(exchange for exchange in engine.transport.log if exchange.kind == "train.local")
-    assert list(first.up) == [one]
+    assert list(first.bytes_up) == [one]
     assert engine.history[0].clients == 1
 
 
@@ -56,25 +56,25 @@ class Spoiled(LocalGrid):
         self.bad = bad
 
     def _answer(self, message: Message) -> Message:
-        client = message.metadata.dst_node_id - FIRST
+        client = message.metadata.dst_node_id - FIRST_NODE
         how = self.bad.get(client) if message.metadata.message_type != "query.hello" else None
         if how == "raises":
             message = copy.deepcopy(message)  # its record is the others' too
-            message.content["note"]["json"] = "no json"
+            message.content["message"]["json"] = "no json"
             return super()._answer(message)
         reply = super()._answer(message)
-        tensors, note = unpack(reply.content)
+        tensors, value = unpack_json(reply.content)
         if how == "shapes":
             tensors = {name: value.reshape(-1)[:1] for name, value in tensors.items()}
         elif how == "nan":
             tensors = {n: value * float("nan") if value.is_floating_point() else value for n, value in tensors.items()}
         elif how == "other":
-            note["client"] = client + 1
+            value["client"] = client + 1
         elif how == "layers":
             tensors.pop(next(iter(tensors)))
         elif how == "silly":
-            note = {"client": client}
-        return Message(pack(tensors, note), reply_to=message) if how else reply
+            value = {"schema": 1, "client": client}
+        return Message(pack_json(tensors, value), reply_to=message) if how else reply
 
 
 @pytest.mark.parametrize("how", ["raises", "silent", "shapes", "nan", "other"])
@@ -83,13 +83,13 @@ def test_a_client_that_fails_is_named_and_the_others_go_on(
 ) -> None:
     engine = make_engine(timeout=0.3)
     engine.send_model(tiny_digits)
-    without = FederatedEngine(grid_of(engine), engine.federation, engine.about)
+    without = greeted(engine)
     engine.transport.grid = Spoiled(grid_of(engine), {2: how})
     if how == "silent":
         engine.transport.grid.silent = {2}
     queries = [Query((Selection("train", CLASS), Selection("train", None, CLASS)), PEAKS)]
     ((gone, _),) = engine.measure(tiny_digits, queries)
-    without.clients = {client: note for client, note in without.clients.items() if client != 2}
+    without.clients = {client: info for client, info in without.clients.items() if client != 2}
     ((expected, _),) = without.measure(tiny_digits, queries)
     assert torch.equal(gone.counts, expected.counts), "nobody is counted twice or for another"
     assert all(torch.equal(gone.sums[key], value) for key, value in expected.sums.items())
@@ -139,7 +139,7 @@ def test_too_few_answers_end_the_round_with_a_reason(make_engine, tiny_digits: n
 def test_an_error_text_never_reaches_the_server(make_engine, caplog: pytest.LogCaptureFixture) -> None:
     engine = make_engine()
     grid = grid_of(engine)
-    (name,) = grid.push_messages([Message(pack({}, {"secret": "cat"}), FIRST, "query.observe")])
+    (name,) = grid.push_messages([Message(pack_json({}, {"secret": "cat"}), FIRST_NODE, "query.observe")])
     (reply,) = grid.pull_messages([name])
     assert reply.has_error()
     assert reply.error.reason == "ClientFailed"
@@ -186,17 +186,17 @@ def test_a_patch_is_applied_once_however_often_it_is_sent_and_a_late_client_gets
     assert engine.send_patch(patch, CLASS) == [0, 1, 2]
     assert engine.send_patch(patch, CLASS, [0, 1, 2]) == [0, 1, 2]
     engine.transport.grid.silent = set()
-    later = FederatedEngine(grid_of(engine), engine.federation, engine.about)
-    assert [note["model"] for note in later.clients.values()] == [patch.after] * 3 + [patch.before]
+    later = greeted(engine)
+    assert [info.model for info in later.clients.values()] == [patch.after] * 3 + [patch.before]
     later.bring_up_to_date(patch.apply(tiny_digits), [(patch, CLASS)])
-    assert {note["model"] for note in later.hello().values()} == {patch.after}
+    assert {info.model for info in later.hello().values()} == {patch.after}
     kinds = [exchange.kind for exchange in later.transport.log]
     assert kinds == ["query.hello", "train.patch", "query.hello"], "the model itself did not travel"
     states = [read_json(path) for path in sorted((tmp_path / "clients").glob("client-*/state.json"))]
-    assert all(len(state["gone"]) == 1 for state in states)
+    assert all(len(state["forgotten"]) == 1 for state in states)
     models = list((tmp_path / "clients" / "models").iterdir())
     assert [path.stem for path in models] == [patch.after], "the model that knew is gone from the disks"
-    with pytest.raises(FedOrthoError, match="patched away"):
+    with pytest.raises(FedOrthoError, match="refuses"):
         later.send_model(tiny_digits)
 
 
@@ -209,11 +209,11 @@ def test_holders_drop_what_is_forgotten_and_a_client_that_leaves_takes_no_furthe
     request = ForgetRequest.parse("class:3 client:1")
     engine.send_patch(patch, request)
     edited = patch.apply(tiny_digits)
-    later = FederatedEngine(grid_of(engine), engine.federation, engine.about)
+    later = greeted(engine)
     assert later.present() == [0, 2, 3]
     ((gone, kept),) = later.measure(edited, [Query((Selection("train", CLASS), Selection()), PEAKS)])
     assert gone.images == 0
-    assert kept.images == sum(note["images"] for note in later.clients.values()) > 0
+    assert kept.images == sum(info.images for info in later.clients.values()) > 0
     assert not (tmp_path / "clients" / "client-1" / "ledger.safetensors").exists()
     for text, message in (
         ("client:1", "has left already"),
@@ -244,10 +244,10 @@ def test_a_client_that_missed_its_leaving_and_more_leaves_and_nobody_waits_for_i
     assert engine.send_patch(leaving, request) == [0, 2, 3]
     assert engine.send_patch(second, CLASS) == [0, 2, 3]
     engine.transport.grid.silent = set()
-    later = FederatedEngine(grid_of(engine), engine.federation, engine.about, left=[1])
+    later = greeted(engine, left=[1])
     later.bring_up_to_date(second.apply(once), [(leaving, request), (second, CLASS)])
     state = read_json(tmp_path / "clients" / "client-1" / "state.json")
-    assert state["left"]
+    assert state["has-left"]
     assert not state["model"]
     assert later.present() == [0, 2, 3]
     with pytest.raises(EmptyGroup, match="client 1 has left already"):
@@ -261,7 +261,7 @@ def test_a_client_that_lost_its_disk_is_told_what_was_forgotten(
     patch = silencing(tiny_digits)
     engine.bring_up_to_date(patch.apply(tiny_digits), [(patch, CLASS)])
     states = [read_json(path) for path in (tmp_path / "clients").glob("client-*/state.json")]
-    assert [state["gone"] for state in states] == [[{"classes": ["3"], "clients": [], "samples": []}]] * 4
+    assert [state["forgotten"] for state in states] == [[{"classes": ["3"], "clients": [], "samples": []}]] * 4
     ((gone,),) = engine.measure(patch.apply(tiny_digits), [Query((Selection("train", CLASS),), PEAKS)])
     assert not gone.images
 
@@ -269,10 +269,10 @@ def test_a_client_that_lost_its_disk_is_told_what_was_forgotten(
 def test_two_nodes_with_one_name_and_no_node_at_all_are_refused(make_engine, monkeypatch) -> None:
     engine = make_engine()
     grid = grid_of(engine)
-    monkeypatch.setattr(grid, "get_node_ids", lambda: [FIRST, FIRST + 1, FIRST, FIRST + 2])
+    monkeypatch.setattr(grid, "get_node_ids", lambda: [FIRST_NODE, FIRST_NODE + 1, FIRST_NODE, FIRST_NODE + 2])
     with pytest.raises(FedOrthoError, match="two nodes call themselves client 0"):
-        FederatedEngine(grid, engine.federation, engine.about)
+        greeted(engine)
     grid.silent = {0, 1, 2, 3}
     monkeypatch.undo()
     with pytest.raises(FedOrthoError, match="none of 4 nodes answered"):
-        FederatedEngine(grid, replace(engine.federation, timeout=0.2), engine.about)
+        FederatedEngine(grid, replace(engine.federation, timeout=0.2), engine.task).hello()

@@ -15,6 +15,7 @@ from fedortho.evaluation.accuracies import accuracies_of
 from fedortho.federated.engine import FederatedEngine
 from fedortho.federated.local_grid import LocalGrid
 from fedortho.federated.server import federated_engine, local_grid, patches_of, silenced, sync, train_federation
+from fedortho.federated.transport import read_wire_log
 from fedortho.methods.hide import Hide
 from fedortho.methods.paper import Paper
 from fedortho.models.predictions import evaluate
@@ -56,11 +57,10 @@ def test_a_federation_learns_and_leaves_a_run_like_any_other(run: Run, digits: D
     history = run.history()
     assert [entry.clients for entry in history] == [4] * 6
     assert history[-1].drift is not None
-    log = read_json(run.path / "wire.json")
-    rounds = [exchange for exchange in log if exchange["kind"] == "train.local"]
+    rounds = [exchange for exchange in read_wire_log(run.path / "wire.json") if exchange.kind == "train.local"]
     size = (run.path / "model.safetensors").stat().st_size
     assert len(rounds) == 6
-    assert all(size * 0.95 < up < size * 1.05 for exchange in rounds for up in exchange["up"].values())
+    assert all(size * 0.95 < up < size * 1.05 for exchange in rounds for up in exchange.bytes_up.values())
     assert not (run.path / "ledger.safetensors").exists(), "ledgers stay with the clients"
     assert len(list(run.path.glob("clients/client-*/ledger.safetensors"))) == 4
 
@@ -72,8 +72,8 @@ def test_a_class_is_forgotten_the_old_run_stays_and_all_clients_have_the_new_mod
     assert before.forget > 0.9
     assert after.forget <= 0.06
     assert after.retain > before.retain - 0.08
-    assert {note["model"] for note in engine_of(run, digits).clients.values()} == {run.record.model.digest}
-    assert {note["model"] for note in engine_of(forgot, digits).clients.values()} == {forgot.record.model.digest}
+    assert {info.model for info in engine_of(run, digits).clients.values()} == {run.record.model.digest}
+    assert {info.model for info in engine_of(forgot, digits).clients.values()} == {forgot.record.model.digest}
     (entry,) = forgot.record.requests
     assert entry.cost is not None
     assert entry.cost.exchanges in (3, 5), "observe, repair, trial; two more if scrub had to finish"
@@ -209,8 +209,8 @@ def test_a_client_with_images_of_its_own_is_judged_by_itself(run: Run, tmp_path:
 def test_training_without_a_request_never_sees_it(digits: Dataset, tmp_path: Path) -> None:
     run = train_federation(tmp_path / "retrained", replace(TRAINED, without="class:3 client:1", rounds=2))
     assert accuracies_of(run.load_model(), digits, CLASS).forget == 0
-    log = read_json(run.path / "wire.json")
-    assert all("1" not in exchange["down"] for exchange in log if exchange["kind"] == "train.local")
+    log = read_wire_log(run.path / "wire.json")
+    assert all(1 not in exchange.bytes_down for exchange in log if exchange.kind == "train.local")
 
 
 @pytest.mark.parametrize("norms", ["local", "recalibrate"])
@@ -219,7 +219,7 @@ def test_statistics_are_pooled_at_the_end_where_they_are_not_averaged(norms: str
     assert run.record.result.test_accuracy > 0.6
     states = [read_json(path) for path in run.path.glob("clients/client-*/state.json")]
     assert {state["model"] for state in states} == {run.record.model.digest}
-    kinds = [exchange["kind"] for exchange in read_json(run.path / "wire.json")]
+    kinds = [exchange.kind for exchange in read_wire_log(run.path / "wire.json")]
     assert kinds == ["query.hello", *["train.local"] * 4, "query.observe", "train.keep"], "pooled once, then kept"
 
 

@@ -10,18 +10,19 @@ from small import TinyNet
 
 from fedortho.data.images import made_images
 from fedortho.data.request import ForgetRequest
+from fedortho.federated.messages import ModelReply, Observe, TaskInfo, TrainLocal
 from fedortho.federated.wire import (
     BadReply,
     count_bytes,
     pack,
+    pack_json,
     pack_observations,
     pack_queries,
-    pack_selection,
     pack_training_plan,
     unpack,
+    unpack_json,
     unpack_observations,
     unpack_queries,
-    unpack_selection,
     unpack_training_plan,
 )
 from fedortho.models.patch import Patch
@@ -31,18 +32,21 @@ from fedortho.statistics.training_plan import PlanPart, TrainingPlan
 from fedortho.storage.files import tensors_digest
 from fedortho.training.adapters import Adapters
 from fedortho.training.objectives import FitOptions, Target
+from fedortho.training.recipe import Recipe
 
+TASK = TaskInfo(("a", "b"), (1, 8, 8), (0.5,), (0.25,))
 WORDS = st.lists(st.sampled_from(["cat", "3", "Ärger", "a b"]), unique=True).map(tuple)
 REQUESTS = st.none() | st.builds(ForgetRequest, WORDS, st.lists(st.integers(0, 9)).map(tuple), st.just(("1/2", "7")))
-GROUPS = st.builds(
+SELECTIONS = st.builds(
     Selection, st.sampled_from(["train", "valid"]), REQUESTS, REQUESTS, st.integers(0, 99), st.integers(0, 9)
 )
 
 
-@given(GROUPS)
-def test_a_group_survives_the_way(group: Selection) -> None:
-    _, note = unpack(pack({}, pack_selection(group)))
-    assert unpack_selection(note) == group
+@given(SELECTIONS)
+def test_a_selection_survives_the_wire(selection: Selection) -> None:
+    _, described = pack_queries([Query((selection,), Statistic("right"))])
+    _, order = unpack(pack({}, Observe(TASK, "", described, 1, 1)), Observe, "a message")
+    assert order.queries[0].selections == (selection,)
 
 
 def test_tensors_survive_bit_for_bit_whatever_their_type() -> None:
@@ -53,15 +57,15 @@ def test_tensors_survive_bit_for_bit_whatever_their_type() -> None:
         "b": torch.tensor([True, False]),
         "empty": torch.zeros(0, 4),
     }
-    found, note = unpack(pack(tensors, {"text": "ä", "list": [1, None]}))
-    assert note == {"text": "ä", "list": [1, None]}
-    for name, value in tensors.items():
-        assert found[name].dtype == value.dtype
-        assert found[name].shape == value.shape
-        assert found[name].numpy().tobytes() == value.numpy().tobytes()
+    received, value = unpack_json(pack_json(tensors, {"text": "ä", "list": [1, None]}))
+    assert value == {"text": "ä", "list": [1, None]}
+    for name, tensor in tensors.items():
+        assert received[name].dtype == tensor.dtype
+        assert received[name].shape == tensor.shape
+        assert received[name].numpy().tobytes() == tensor.numpy().tobytes()
 
 
-def test_asks_and_their_candidates_survive_and_kernel_lists_stay_here() -> None:
+def test_queries_and_their_candidates_survive_and_kernel_lists_stay_here() -> None:
     patch = Patch(
         "a", "b", {"w": (torch.tensor([1, 2]), torch.tensor([0.0, 0.5]))}, {}, {"v": torch.ones(3)}, {"sites": {"x": 1}}
     )
@@ -69,21 +73,23 @@ def test_asks_and_their_candidates_survive_and_kernel_lists_stay_here() -> None:
         Query((Selection(), Selection("valid")), Statistic("peaks", "all", "conv", "bn")),
         Query((Selection(),), Statistic("moments", patches=(patch, Patch("", "")), norms=("n", "m"))),
     ]
-    tensors, notes = pack_queries(queries)
-    found = unpack_queries(*unpack(pack(tensors, {"asks": notes}))[:1], unpack(pack({}, {"asks": notes}))[1]["asks"])
+    tensors, described = pack_queries(queries)
+    received, order = unpack(pack(tensors, Observe(TASK, "d", described, 3, 5)), Observe, "a message")
+    found = unpack_queries(received, order.queries)
     assert found[0] == queries[0]
-    again = found[1].statistic.patches[0]
-    assert torch.equal(again.scaled["w"][1], patch.scaled["w"][1])
-    assert torch.equal(again.replaced["v"], patch.replaced["v"])
+    candidate = found[1].statistic.patches[0]
+    assert (candidate.before, candidate.after) == ("a", "b")
+    assert torch.equal(candidate.scaled["w"][1], patch.scaled["w"][1])
+    assert torch.equal(candidate.replaced["v"], patch.replaced["v"])
     assert found[1].statistic.norms == ("n", "m")
-    assert not again.note
+    assert not candidate.note
 
 
 def test_observations_survive_and_missing_or_broken_ones_are_refused() -> None:
     queries = [Query((Selection(),), Statistic("right"))]
     seen = Observation({"0": torch.tensor([[3.0]], dtype=torch.float64)}, torch.tensor([5]))
     tensors = pack_observations([[seen]], queries)
-    ((found,),) = unpack_observations(unpack(pack(tensors, {}))[0], queries)
+    ((found,),) = unpack_observations(unpack_json(pack_json(tensors, {}))[0], queries)
     assert float(found.mean("0")) == 0.6
     for bad in (
         {},
@@ -95,16 +101,16 @@ def test_observations_survive_and_missing_or_broken_ones_are_refused() -> None:
 
 
 def test_bytes_are_those_of_the_arrays_and_a_little_more() -> None:
-    record = pack({"weights": torch.zeros(1000)}, {"round": 1})
+    record = pack({"weights": torch.zeros(1000)}, ModelReply(3, "f" * 64))
     assert 4000 < count_bytes(record) < 4000 + 300
 
 
 def test_a_foreign_record_is_refused() -> None:
-    with pytest.raises(BadReply, match="not one of ours"):
-        unpack(RecordDict({"tensors": ArrayRecord({"a": Array(torch.zeros(1).numpy())})}))
+    with pytest.raises(BadReply, match="not a fedortho message"):
+        unpack_json(RecordDict({"tensors": ArrayRecord({"a": Array(torch.zeros(1).numpy())})}))
 
 
-def test_a_course_survives_the_way_with_its_teachers_and_made_images() -> None:
+def test_a_training_plan_survives_with_its_teachers_and_generated_images() -> None:
     teacher = TinyNet()
     noise = made_images(torch.randn(6, 1, 8, 8), torch.tensor([0, 1, 2, 3, 0, 1]), ("a", "b", "c", "d"))
     noise = replace(noise, rows=torch.tensor([4, 1, 2] * 20))
@@ -119,8 +125,10 @@ def test_a_course_survives_the_way_with_its_teachers_and_made_images() -> None:
         model.load_state_dict(state)
         return model
 
-    tensors, note = unpack(pack(*pack_training_plan(plan)))
-    found = unpack_training_plan(tensors, note, noise.names, build)
+    tensors, info = pack_training_plan(plan)
+    order = TrainLocal(TASK, Recipe(), info, align=True, frozen=("fc.bias",), base="", num_clients=2)
+    tensors, order = unpack(pack(tensors, order), TrainLocal, "a message")
+    found = unpack_training_plan(tensors, order.plan, noise.names, build)
     assert (found.options, found.adapters, found.parts[0]) == (plan.options, plan.adapters, plan.parts[0])
     assert tensors_digest(found.teachers["wise"].state_dict()) == tensors_digest(teacher.state_dict())
     made = found.parts[1].given

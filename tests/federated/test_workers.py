@@ -93,7 +93,7 @@ def test_a_client_that_hangs_is_given_up_and_its_process_replaced(grid: WorkerGr
 
 def test_the_text_of_an_error_stays_in_its_process(grid: WorkerGrid, caplog: pytest.LogCaptureFixture) -> None:
     engine = engine_over(grid)
-    state = Path(grid._extra["store"]) / "client-2" / "state.json"
+    state = Path(grid._node_config["store"]) / "client-2" / "state.json"
     state.parent.mkdir(parents=True, exist_ok=True)
     state.write_text("a secret of client 2")
     train(engine, 1)

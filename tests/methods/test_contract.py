@@ -155,7 +155,7 @@ def test_clients_and_samples_are_served_in_a_federation_too(
     forgot = unlearn(small_net, engine, text, make_method(name, SMALL[name], easy)).model
     assert any(not torch.equal(p, q) for p, q in zip(forgot.parameters(), small_net.parameters(), strict=True))
     if name in ("retrain", "finetune", "not"):
-        trained = [set(exchange.down) for exchange in engine.transport.log if exchange.kind == "train.local"]
+        trained = [set(exchange.bytes_down) for exchange in engine.transport.log if exchange.kind == "train.local"]
         assert trained == [{0, 2} if text == "client:1" else {0, 1, 2}], "who leaves receives nothing"
 
 
@@ -167,10 +167,10 @@ def test_of_fused_only_adapters_travel_once_clients_have_the_model(
     kept, *_, trained = [
         exchange for exchange in engine.transport.log if exchange.kind in ("train.keep", "train.local")
     ]
-    whole = kept.down[0]
+    whole = kept.bytes_down[0]
     assert trained.kind == "train.local"
-    assert trained.up[0] < 0.1 * whole
-    assert trained.down[0] < 0.1 * whole
+    assert trained.bytes_up[0] < 0.1 * whole
+    assert trained.bytes_down[0] < 0.1 * whole
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,10 @@ from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.engines.central import CentralEngine
 from fedortho.errors import BadCheckpoint
-from fedortho.federated.aggregation import Order
 from fedortho.federated.engine import FederatedEngine
+from fedortho.federated.messages import TrainLocal
 from fedortho.federated.server import federated_engine, local_grid
-from fedortho.federated.wire import Note
+from fedortho.federated.wire import with_message
 from fedortho.methods import make_method, unlearn
 from fedortho.methods.federaser import FedEraser, read_round
 from fedortho.methods.method import CannotServe
@@ -49,17 +50,16 @@ def trained(engine: FederatedEngine, tmp_path: Path) -> nn.Module:
 
 
 @pytest.fixture
-def orders(trained: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[Note]:
-    """What clients are told to do from now on, in order."""
-    told: list[Note] = []
-    really = FederatedEngine._order
+def orders(trained: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[TrainLocal]:
+    """The training messages to clients from now on, in order."""
+    sent: list[TrainLocal] = []
 
-    def order(self: FederatedEngine, order: Order, turn: int, client: int) -> Note:
-        told.append(really(self, order, turn, client))
-        return told[-1]
+    def record(shared: Any, order: TrainLocal) -> Any:
+        sent.append(order)
+        return with_message(shared, order)
 
-    monkeypatch.setattr(FederatedEngine, "_order", order)
-    return told
+    monkeypatch.setattr("fedortho.federated.engine.with_message", record)
+    return sent
 
 
 @pytest.mark.parametrize("average_first", [False, True])
@@ -72,7 +72,7 @@ def test_it_replays_the_training_without_the_client_and_keeps_what_the_others_kn
     assert tensors_digest(first.state_dict()) == tensors_digest(again.state_dict())
     assert tensors_digest(trained.state_dict()) == before
     new = engine.transport.log[engine.transport.log.index(asked) + 1 :]
-    assert all(2 not in exchange.down for exchange in new), "the client that leaves receives nothing"
+    assert all(2 not in exchange.bytes_down for exchange in new), "the client that leaves receives nothing"
     assert len(new) == 2 * 3 * (1 if average_first else 2), "three calibrated rounds, twice"
     rows = held_rows(digits, FEDERATION, 0)
     there = torch.isin(digits.test.labels, digits.train.subset(torch.isin(digits.train.rows, rows[0])).labels.unique())
@@ -88,7 +88,7 @@ def test_statistics_that_no_client_sent_are_pooled_in_the_end(digits: Dataset, t
     recipe = replace(RECIPE, epochs=rounds)
     trained = engine.fit(net, Selection(), recipe, updates=tmp_path / "kept")
     forgot = unlearn(trained, engine, LEAVING, replace(ERASER, updates=str(tmp_path / "kept"))).model
-    assert 2 not in engine.transport.log[-1].down, "the client that leaves receives nothing"
+    assert 2 not in engine.transport.log[-1].bytes_down, "the client that leaves receives nothing"
     images = digits.train.subset(~torch.isin(digits.train.rows, held_rows(digits, local, 0)[2]))
     with torch.no_grad():
         answers = forgot.get_submodule("features.0")(images.normalise(images.pixels[images.rows]))
@@ -97,25 +97,25 @@ def test_statistics_that_no_client_sent_are_pooled_in_the_end(digits: Dataset, t
 
 
 def test_clients_shuffle_otherwise_in_every_replayed_round(
-    engine: FederatedEngine, trained: nn.Module, tmp_path: Path, orders: list[Note]
+    engine: FederatedEngine, trained: nn.Module, tmp_path: Path, orders: list[TrainLocal]
 ) -> None:
     method = replace(ERASER, updates=str(tmp_path / "kept"))
     method(trained, engine, LEAVING)
     replace(method, interval=3)(trained, engine, LEAVING)
-    seeds = [note["recipe"]["seed"] for note in orders]
+    seeds = [order.recipe.seed for order in orders]
     assert len(set(seeds[:6])) == 3 * 2, "three calibrated rounds of two clients"
     assert seeds[6:] == seeds[4:6], "a stored round has the seeds that are its own"
 
 
 def test_a_replayed_round_has_the_rate_and_the_penalty_of_the_training(
-    engine: FederatedEngine, trained: nn.Module, tmp_path: Path, orders: list[Note]
+    engine: FederatedEngine, trained: nn.Module, tmp_path: Path, orders: list[TrainLocal]
 ) -> None:
     method = replace(ERASER, updates=str(tmp_path / "kept"), lr=0.1, epochs=4, schedule="cosine", ortho=0.02)
     method(trained, engine, LEAVING)
     wanted = [learning_rate(replace(RECIPE, schedule="cosine"), turn) for turn in (1, 1, 2, 2, 3, 3)]
-    assert [note["recipe"]["lr"] for note in orders] == pytest.approx(wanted)
-    assert {note["recipe"]["ortho"] for note in orders} == {0.02}
-    assert not any(note["align"] for note in orders)
+    assert [order.recipe.lr for order in orders] == pytest.approx(wanted)
+    assert {order.recipe.ortho for order in orders} == {0.02}
+    assert not any(order.align for order in orders)
 
 
 def test_steps_have_the_stored_length_and_the_first_round_is_a_mean(

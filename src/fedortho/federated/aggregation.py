@@ -1,4 +1,4 @@
-"""What the rounds of a federation have in common: the order that clients get, the mean of what they send back."""
+"""What all rounds of a training share, and the weighted mean of the clients' models."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fedortho.federated.wire import BadReply, Note
+from fedortho.federated.messages import LocalResult
+from fedortho.federated.wire import BadReply
 from fedortho.statistics.query import Selection
 from fedortho.statistics.training_plan import TrainingPlan
 from fedortho.storage.files import write_tensors
@@ -17,7 +18,7 @@ from fedortho.training.recipe import Recipe
 
 @dataclass
 class RunningMean:
-    """A weighted mean of models, added one by one into tensors that are there: no further model is held."""
+    """The weighted mean of models, added one by one into existing tensors, so that no further model is held."""
 
     into: Mapping[str, Tensor]
     weight: int = 0
@@ -26,80 +27,91 @@ class RunningMean:
         """Floats are averaged by weight; integers (batch-norm counters) take the largest."""
         self.weight += weight
         for name, value in state.items():
-            held = self.into[name]
-            if self.weight == weight:  # the first one
-                held.copy_(value)
+            mean = self.into[name]
+            if self.weight == weight:  # the first model
+                mean.copy_(value)
             elif value.is_floating_point():
-                held += (value - held) * (weight / self.weight)
+                mean += (value - mean) * (weight / self.weight)
             else:
-                held.copy_(torch.maximum(held, value))
+                mean.copy_(torch.maximum(mean, value))
 
 
 @dataclass(frozen=True)
-class Order:
-    """What all rounds of a training have in common."""
+class TrainingJob:
+    """What all rounds of a training share."""
 
     plan: TrainingPlan
     recipe: Recipe
     trainable: Mask | None
     local_epochs: int
-    base: str  # digest of the model that it began with, without adapters
-    updates: Path | None = None  # where to keep what clients send
+    base: str  # digest of the initial model without adapters
+    updates: Path | None = None  # directory that keeps every client's model of every round
     norms: str = "fedavg"  # the federation's policy for running statistics
 
     @property
-    def pools(self) -> bool:
-        """Whether running statistics are pooled when all rounds are done."""
+    def pools_norms(self) -> bool:
+        """Whether running statistics are pooled after the last round."""
         return self.norms != "fedavg" and self.plan.options.norms == "train"
 
-    def concerns(self, client: int) -> bool:
-        """Whether this client may have images for it; one that leaves is not even asked."""
-        groups = [part.group for part in self.plan.parts if part.given is None]
-        return any(_may_hold(group, client) for group in groups)
+    def may_train(self, client: int) -> bool:
+        """Whether this client may have images for the plan; a client that the plan excludes is not asked."""
+        selections = [part.group for part in self.plan.parts if part.given is None]
+        return any(_may_hold(selection, client) for selection in selections)
 
-    def keep(self, turn: int, client: int, state: Mapping[str, Tensor], images: int) -> None:
-        """Write what a client sent, or (client -1) the model that the round began with, where that is asked for."""
+    def save_global(self, number: int, state: Mapping[str, Tensor]) -> None:
+        """Keep the model that round `number` starts from, if updates are kept."""
+        self._save(number, "global", state, 0)
+
+    def save_update(self, number: int, client: int, state: Mapping[str, Tensor], images: int) -> None:
+        """Keep what a client sent in round `number`, if updates are kept."""
+        self._save(number, f"client-{client}", state, images)
+
+    def _save(self, number: int, name: str, state: Mapping[str, Tensor], images: int) -> None:
         if self.updates is not None:
-            name = "global" if client < 0 else f"client-{client}"
             note = {"images": images, "epochs": self.local_epochs}
-            write_tensors(self.updates / f"round-{turn:05}" / f"{name}.safetensors", state, note)
+            write_tensors(self.updates / f"round-{number:05}" / f"{name}.safetensors", state, note)
 
-    def still(self, model: nn.Module) -> list[str]:
-        """Tensors of which no coordinate may move: they need not travel back."""
-        denied = {name for name, mask in (self.trainable or {}).items() if not bool(mask.any())}
-        denied |= {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    def frozen_tensors(self, model: nn.Module) -> tuple[str, ...]:
+        """Tensors that do not change in training; clients do not send them back."""
+        frozen = {name for name, mask in (self.trainable or {}).items() if not bool(mask.any())}
+        frozen |= {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
         if self.plan.options.norms == "frozen":
-            denied |= {name for name, _ in model.named_buffers()}
+            frozen |= {name for name, _ in model.named_buffers()}
         elif self.norms == "local":
-            denied |= {name for name, _ in model.named_buffers() if name.endswith(("running_mean", "running_var"))}
-        return [name for name in model.state_dict() if name in denied]
+            frozen |= {name for name, _ in model.named_buffers() if name.endswith(("running_mean", "running_var"))}
+        return tuple(name for name in model.state_dict() if name in frozen)
 
 
-def _may_hold(group: Selection, client: int) -> bool:
-    if group.exclude is not None and client in group.exclude.clients:
+def _may_hold(selection: Selection, client: int) -> bool:
+    if selection.exclude is not None and client in selection.exclude.clients:
         return False
-    only = group.include
-    return only is None or only.kind != "client" or client in only.clients
+    include = selection.include
+    return include is None or include.kind != "client" or client in include.clients
 
 
-def checked(state: dict[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A client's weights, if they are those of this model and finite."""
-    if state.keys() != wanted.keys():
+def check_state(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Refuse a client's tensors unless they have the expected names, shapes and types and are finite."""
+    if state.keys() != expected.keys():
         raise BadReply("its model has other tensors")
     for name, value in state.items():
-        if value.shape != wanted[name].shape or value.dtype != wanted[name].dtype:
+        if value.shape != expected[name].shape or value.dtype != expected[name].dtype:
             raise BadReply(f"its {name} has another shape or type")
         if value.is_floating_point() and not bool(torch.isfinite(value).all()):
             raise BadReply(f"its {name} is not finite")
-    return state
 
 
-def entry_of(turn: int, told: Sequence[Note], seconds: float) -> Epoch:
-    """A round in the words of an epoch, weighted by images."""
-    images = sum(note["images"] for note in told)
-    loss, right = (sum(note["images"] * note[key] for note in told) / images for key in ("loss", "accuracy"))
-    known = [note["ortho"] for note in told if note["ortho"] is not None]
-    drift = sum(note["drift"] for note in told) / len(told)
-    ortho = sum(known) / len(known) if known else None
-    trained = sum(int(note["trained"]) for note in told)
-    return Epoch(turn, loss, right, ortho, None, seconds, clients=len(told), drift=drift, images=trained)
+def round_history(number: int, results: Sequence[LocalResult], seconds: float) -> Epoch:
+    """A round as an entry of the history, weighted by images."""
+    images = sum(result.images for result in results)
+    penalties = [result.ortho for result in results if result.ortho is not None]
+    return Epoch(
+        number,
+        loss=sum(result.images * result.loss for result in results) / images,
+        accuracy=sum(result.images * result.accuracy for result in results) / images,
+        ortho=sum(penalties) / len(penalties) if penalties else None,
+        valid=None,
+        seconds=seconds,
+        clients=len(results),
+        drift=sum(result.drift for result in results) / len(results),
+        images=sum(result.images_trained for result in results),
+    )

@@ -1,4 +1,4 @@
-"""The Flower client app: it hands messages to the holder of the images, and its errors stay on this machine."""
+"""The Flower client app: it hands messages to the client's handlers, and the text of errors stays on this machine."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedortho.errors import FedOrthoError
-from fedortho.federated.client_state import ACTIONS, ClientState, Reply, act
-from fedortho.federated.wire import Note, Tensors, pack, unpack
+from fedortho.federated.client_handlers import HANDLERS, handle
+from fedortho.federated.client_state import ClientState, open_client
+from fedortho.federated.messages import Reply
+from fedortho.federated.wire import Json, Tensors, pack, unpack_json
 from fedortho.runs.settings import FederateSettings
 from fedortho.storage.settings import field_types, make_settings
 
@@ -21,52 +23,53 @@ Config = Mapping[str, Any]
 
 
 class ClientFailed(Exception):
-    """All that a server learns of an error here; the text itself might tell of somebody's images."""
+    """All that the server learns of an error on a client; the error's text might describe somebody's images."""
 
 
 def client_app(config: Config | None = None) -> "ClientApp":
-    """The app; its settings come from `config`, or from the run's configuration if there is none."""
+    """The app; its settings come from `config`, or from the run's configuration without one."""
     from flwr.clientapp import ClientApp
 
     app = ClientApp()
-    for action in ACTIONS:
+    for action in HANDLERS:
         kind, _, name = action.partition(".")
         register = app.query if kind == "query" else app.train
-        register(name)(_handler(action, config))
+        register(name)(_flower_handler(action, config))
     return app
 
 
-def _handler(action: str, config: Config | None) -> "Callable[[Message, Context], Message]":
-    def handle(message: "Message", context: "Context") -> "Message":
+def _flower_handler(action: str, config: Config | None) -> "Callable[[Message, Context], Message]":
+    def on_message(message: "Message", context: "Context") -> "Message":
         from flwr.app import Message
 
-        reply = answered(action, context.node_config, config or context.run_config, *unpack(message.content))
+        received = unpack_json(message.content)
+        reply = client_reply(action, context.node_config, config or context.run_config, *received)
         return Message(pack(*reply), reply_to=message)
 
-    return handle
+    return on_message
 
 
-def answered(action: str, node: Config, config: Config, tensors: Tensors, note: Note) -> Reply:
-    """What the client that a node's configuration describes answers; the text of an error goes to its own log only."""
+def client_reply(action: str, node: Config, config: Config, tensors: Tensors, value: Json) -> tuple[Tensors, Reply]:
+    """The reply of the client that a node's configuration describes; errors are logged here and become ClientFailed."""
     try:
-        return act(client_state_of(node, config), action, tensors, note)
+        return handle(find_client(node, config), action, tensors, value)
     except Exception as error:
         client = node.get("partition-id")
-        if isinstance(error, FedOrthoError):  # one line says it all
+        if isinstance(error, FedOrthoError):  # its text says it all; no traceback
             logger.error("client %s, %s: %s", client, action, error)
         else:
             logger.exception("client %s: %s failed", client, action)
         raise ClientFailed("failed; the client's own log says why") from None
 
 
-def client_state_of(node: Config, config: Config) -> ClientState:
-    """The client that a node's configuration describes."""
+def find_client(node: Config, config: Config) -> ClientState:
+    """The client that a node's configuration describes, with the record in its store."""
     if "partition-id" not in node:
-        raise FedOrthoError("the node's configuration lacks partition-id; see docs/deploy.md")
+        raise FedOrthoError("the node's configuration has no partition-id; see docs/deploy.md")
     store = node.get("store") or config.get("store")
     if not store:
-        raise FedOrthoError("no store is named; give the node store=DIRECTORY, see docs/deploy.md")
-    return ClientState(
+        raise FedOrthoError("the node's configuration has no store; give the node store=DIRECTORY, see docs/deploy.md")
+    return open_client(
         int(node["partition-id"]), federate_settings(config), Path(str(store)), str(node.get("data", ""))
     )
 

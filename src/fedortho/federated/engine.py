@@ -1,37 +1,37 @@
-"""The federation as an engine: averaged rounds, summed answers, patches, over whatever Flower grid it is given."""
+"""The federated engine: averaged rounds, summed statistics and patches over any Flower grid."""
 
 import copy
 import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import nn
 
 from fedortho.engines.central import fresh_model
-from fedortho.errors import BadCheckpoint, FedOrthoError
-from fedortho.federated.aggregation import Order, RunningMean, checked, entry_of
-from fedortho.federated.roster import Roster, TaskInfo, few
-from fedortho.federated.transport import bytes_of, exchange_of
+from fedortho.errors import BadCheckpoint, FedOrthoError, first_line
+from fedortho.federated.aggregation import RunningMean, TrainingJob, check_state, round_history
+from fedortho.federated.messages import LocalResult, Observe, ObserveReply, TaskInfo, TrainLocal, TrainReply
+from fedortho.federated.roster import Roster, first_few
+from fedortho.federated.transport import ClientReply, Exchange, total_bytes
 from fedortho.federated.wire import (
     BadReply,
-    Note,
     Tensors,
     add_observations,
     below,
     blank_observations,
     pack,
     pack_queries,
-    pack_selection,
     pack_training_plan,
     prefixed,
     unpack_observations,
+    with_message,
 )
 from fedortho.models.norms import batch_norms
 from fedortho.runs.federation import Federation, sample_clients
@@ -40,7 +40,7 @@ from fedortho.statistics.observe import Observation
 from fedortho.statistics.query import Query, Selection, Statistic
 from fedortho.statistics.training_plan import TrainingPlan, as_training_plan
 from fedortho.storage.files import read_tensors, tensors_digest, write_tensors
-from fedortho.storage.settings import as_mapping
+from fedortho.storage.records import from_json, to_json
 from fedortho.training.adapters import base_tensors
 from fedortho.training.batches import step_seed
 from fedortho.training.loop import Epoch, Mask
@@ -48,6 +48,7 @@ from fedortho.training.recipe import Recipe, learning_rate
 from fedortho.unlearning.repair import norm_buffers
 
 if TYPE_CHECKING:
+    from flwr.app import RecordDict
     from flwr.serverapp import Grid
 
 
@@ -58,7 +59,7 @@ NO_MODEL: Tensors = {}
 
 @dataclass(frozen=True)
 class RoundProgress:
-    """What a watcher is told after each answer and at the end of each round."""
+    """What `watch` receives after each reply and at the end of each round."""
 
     round: int
     rounds: int
@@ -67,6 +68,22 @@ class RoundProgress:
     bytes_up: int
     bytes_down: int
     history: tuple[Epoch, ...]
+
+
+@dataclass(frozen=True)
+class TrainingCheckpoint:
+    """The record beside the weights in a checkpoint: how far a training is."""
+
+    schema: ClassVar[int] = 1
+
+    belongs_to: str  # identity of model, plan, recipe and federation
+    rounds: int  # finished
+    contacts: Mapping[int, int]  # client → rounds in which it trained
+    history: tuple[Epoch, ...]
+    exchanges: tuple[Exchange, ...]
+
+
+Watch = Callable[[RoundProgress], None]
 
 
 class FederatedEngine(Roster):
@@ -80,22 +97,31 @@ class FederatedEngine(Roster):
         self,
         grid: "Grid",
         federation: Federation,
-        about: TaskInfo,
+        task: TaskInfo,
         *,
         seed: int = 0,
         left: Sequence[int] = (),
         build: Callable[[int], nn.Module] | None = None,
         local_epochs: int = 1,
     ) -> None:
-        super().__init__(grid, federation, about, left)
+        super().__init__(grid, federation, task, left)
         self.seed, self.build, self.local_epochs = seed, build, local_epochs
         self._read = self._trained = self._withheld = 0
         self._tail_flops = 0.0
         self.contacts = dict.fromkeys(range(federation.clients), 0)
+        self.history: list[Epoch] = []  # of the last training
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.task.names
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.task.shape
 
     @property
     def tally(self) -> Tally:
-        up, down = bytes_of(self.transport.log)
+        up, down = total_bytes(self.transport.log)
         return Tally(self._read, self._trained, len(self.transport.log), up, down, self._tail_flops, self._withheld)
 
     def fresh(self, seed: int) -> nn.Module:
@@ -104,6 +130,11 @@ class FederatedEngine(Roster):
     def add_work(self, *, read: int = 0, trained: int = 0) -> None:
         self._read += read
         self._trained += trained
+
+    def identify(self, group: Selection) -> str:
+        """A digest of the selection and of how many images each client has; which images, only the client knows."""
+        images = {client: self.clients[client].images for client in self.present()}
+        return hashlib.sha256(json.dumps([to_json(group), to_json(self.task), images]).encode()).hexdigest()
 
     def fit(
         self,
@@ -114,219 +145,214 @@ class FederatedEngine(Roster):
         trainable: Mask | None = None,
         checkpoint: Path | None = None,
         score: Callable[[nn.Module], float] | None = None,
-        watch: Callable[[RoundProgress], None] | None = None,
+        watch: Watch | None = None,
         updates: Path | None = None,
     ) -> nn.Module:
-        """Federated averaging: `recipe.epochs` rounds of a few passes each; the model itself stays as it was.
+        """A copy of the model after `recipe.epochs` rounds of federated averaging.
 
-        The rate follows the recipe by rounds. A client's first contact has no alignment. Running statistics are pooled
-        after the last round, where the federation's policy says so. With a checkpoint a killed run goes on after its
-        last whole round, to the same bytes. `updates` is a directory that keeps what every client sent in every round:
-        much, and of interest to whoever reads it; only FedEraser needs it.
+        The learning rate follows the recipe's schedule by rounds. A client's first rounds have no alignment. Running
+        statistics are pooled after the last round if the federation's `norms` say so. With a checkpoint a killed
+        training goes on after its last finished round, to the same bytes. `updates` is a directory that keeps every
+        client's model of every round, which only FedEraser needs.
         """
         current = copy.deepcopy(model).cpu().eval()
         plan = as_training_plan(what)
-        passes = plan.options.local_epochs or self.local_epochs
-        order = Order(plan, recipe, trainable, passes, _base(model), updates, self.federation.norms)
-        identity = _identity(model, order, self.federation)
-        self.contacts = dict.fromkeys(self.contacts, 0)  # each training begins without alignment
-        first, history = self._resume(checkpoint, identity, current)
-        there = [client for client in self.present() if order.concerns(client)]
-        for turn in range(first, recipe.epochs):
-            entry = self._round(current, order, turn, there, history, watch)
-            every = self.federation.evaluate_every
-            is_due = self.federation.norms != "local"  # else its statistics are pooled only after the last round
-            if score is not None and is_due and (turn + 1 == recipe.epochs or (every and (turn + 1) % every == 0)):
+        local_epochs = plan.options.local_epochs or self.local_epochs
+        base = tensors_digest(base_tensors(model.state_dict()))
+        job = TrainingJob(plan, recipe, trainable, local_epochs, base, updates, self.federation.norms)
+        identity = _identity(model, job, self.federation)
+        self.contacts = dict.fromkeys(self.contacts, 0)  # alignment starts anew with each training
+        first, self.history = self._resume(checkpoint, identity, current)
+        clients = [client for client in self.present() if job.may_train(client)]
+        for number in range(first, recipe.epochs):
+            entry = self._round(current, job, number, clients, watch)
+            if score is not None and self._is_evaluated(number, recipe.epochs):
                 entry = replace(entry, valid=score(current))
-            history.append(entry)
+            self.history.append(entry)
             if checkpoint is not None:
-                self._save(checkpoint, identity, turn + 1, current, history)
-            if watch is not None:
-                up, down = bytes_of(self.transport.log)
-                watch(RoundProgress(turn + 1, recipe.epochs, 0, 0, up, down, tuple(history)))
-        self.history = history
-        if order.pools:
-            self._pool_norms(current, order, there)
+                self._save(checkpoint, identity, number + 1, current)
+            self._report(watch, number + 1, recipe.epochs)
+        if job.pools_norms:
+            self._pool_norms(current, job, clients)
         return current
 
+    def _is_evaluated(self, number: int, rounds: int) -> bool:
+        if self.federation.norms == "local":  # its running statistics are wrong until they are pooled
+            return False
+        every = self.federation.evaluate_every
+        return number + 1 == rounds or bool(every and (number + 1) % every == 0)
+
+    def _report(self, watch: Watch | None, number: int, rounds: int, answered: int = 0, asked: int = 0) -> None:
+        if watch is not None:
+            up, down = total_bytes(self.transport.log)
+            watch(RoundProgress(number, rounds, answered, asked, up, down, tuple(self.history)))
+
     def _round(
-        self,
-        current: nn.Module,
-        order: Order,
-        turn: int,
-        there: Sequence[int],
-        history: Sequence[Epoch],
-        watch: Callable[[RoundProgress], None] | None,
+        self, current: nn.Module, job: TrainingJob, number: int, clients: Sequence[int], watch: Watch | None
     ) -> Epoch:
-        """One round, in place; if all who were drawn turn out to hold nothing for it, others are drawn."""
-        started, left = time.monotonic(), list(there)
+        """One round, in place; if no sampled client has images for it, others are sampled."""
+        started, remaining = time.monotonic(), list(clients)
 
         def progress(answered: int, asked: int) -> None:
-            if watch is not None:
-                up, down = bytes_of(self.transport.log)
-                watch(RoundProgress(turn, order.recipe.epochs, answered, asked, up, down, tuple(history)))
+            self._report(watch, number, job.recipe.epochs, answered, asked)
 
-        while left:
-            chosen = sample_clients(left, self.federation, order.recipe.seed, turn)
-            told = self._averaged(current, order, turn, chosen, progress)
-            if told:
-                return entry_of(turn, told, time.monotonic() - started)
-            left = [client for client in left if client not in chosen]
-        raise FedOrthoError(f"round {turn + 1}: none of the clients {few(there)} has images to train on")
+        while remaining:
+            sampled = sample_clients(remaining, self.federation, job.recipe.seed, number)
+            results = self._average(current, job, number, sampled, progress)
+            if results:
+                return round_history(number, results, time.monotonic() - started)
+            remaining = [client for client in remaining if client not in sampled]
+        raise FedOrthoError(f"round {number + 1}: none of the clients {first_few(clients)} has images to train on")
 
-    def _averaged(
-        self, current: nn.Module, order: Order, turn: int, chosen: Sequence[int], progress: Callable[[int, int], None]
-    ) -> list[Note]:
-        """Send, train, average in the order of client numbers; what those who had images told.
+    def _average(
+        self,
+        current: nn.Module,
+        job: TrainingJob,
+        number: int,
+        sampled: Sequence[int],
+        progress: Callable[[int, int], None],
+    ) -> list[LocalResult]:
+        """Send the model, have clients train it, average what they send; results of the clients that had images.
 
-        The mean grows in the tensors of the current model: beside it there is only the message that carries it.
+        Models are added in the order of client numbers. The mean grows in the tensors of the current model: beside it
+        there is only the message that carries it.
         """
         state = current.state_dict()
-        order.keep(turn, -1, state, 0)
-        contents = self._contents(current, order, turn, chosen)
-        still = order.still(current)
-        wanted = {name: value for name, value in state.items() if name not in still}
-        mean, told = RunningMean(wanted), []
-        for client, answer, note in self.transport.ask("train.local", contents, progress=progress):
-            self.contacts[client] += 1
-            try:
-                if not note["images"]:
-                    continue
-                news = {key: note[key] for key in ("images", "loss", "accuracy", "ortho", "drift", "read", "trained")}
-                mine = checked(below("model.", answer), wanted)
-                if int(note["images"]) < 1:
-                    raise BadReply(f"it trained on {note['images']} images")
-                mean.add(mine, int(note["images"]))
-            except (BadReply, KeyError, TypeError, ValueError) as error:
-                self.transport.log[-1].reject(client, f"its answer does not fit ({error})")
+        job.save_global(number, state)
+        contents = self._train_contents(current, job, number, sampled)
+        frozen = job.frozen_tensors(current)
+        trained = {name: value for name, value in state.items() if name not in frozen}
+        mean, results = RunningMean(trained), []
+        for reply in self.transport.ask(TrainLocal, TrainReply, contents, progress=progress):
+            self.contacts[reply.client] += 1
+            result, sent = reply.message.result, below("model.", reply.tensors)
+            if result is None:
                 continue
-            order.keep(turn, client, mine, news["images"])
-            self.add_work(read=int(news["read"]), trained=int(news["trained"]))
-            told.append(news)
-        return told
+            try:
+                check_state(sent, trained)
+                if result.images < 1:
+                    raise BadReply(f"it trained on {result.images} images")
+            except BadReply as error:
+                self.transport.log[-1].reject(reply.client, f"its reply does not match ({error})")
+                continue
+            mean.add(sent, result.images)
+            job.save_update(number, reply.client, sent, result.images)
+            self.add_work(read=result.images_read, trained=result.images_trained)
+            results.append(result)
+        return results
 
-    def _contents(self, current: nn.Module, order: Order, turn: int, chosen: Sequence[int]) -> dict[int, Any]:
-        """The message to each client; those that have what stays as it is are sent the rest only."""
-        state, still = current.state_dict(), order.still(current)
-        plan, note = pack_training_plan(order.plan)
-        more = plan | prefixed("mask.", {n: m for n, m in (order.trainable or {}).items() if n not in still})
-        told_all = {"course": note, "still": still, "share": len(chosen)}
-        packed: dict[bool, Any] = {}
+    def _train_contents(
+        self, current: nn.Module, job: TrainingJob, number: int, sampled: Sequence[int]
+    ) -> "dict[int, RecordDict]":
+        """The record for each client; a client that has the frozen tensors is sent the others only."""
+        state, frozen = current.state_dict(), job.frozen_tensors(current)
+        plan_tensors, plan = pack_training_plan(job.plan)
+        masks = {name: mask for name, mask in (job.trainable or {}).items() if name not in frozen}
+        extra = plan_tensors | prefixed("mask.", masks)
+        shared: dict[bool, RecordDict] = {}  # the arrays are many bytes: clients share them
         contents = {}
-        for client in chosen:
-            has_base = bool(still) and self.clients[client]["model"] == order.base
-            if has_base not in packed:
-                part = {name: value for name, value in state.items() if not has_base or name not in still}
-                packed[has_base] = pack(prefixed("model.", part) | more, {})
-            own = self._order(order, turn, client) | told_all | {"base": order.base if has_base else ""}
-            contents[client] = _with_note(packed[has_base], own)
+        for client in sampled:
+            has_base = bool(frozen) and self.clients[client].model == job.base
+            order = TrainLocal(
+                self.task,
+                self._local_recipe(job, number, client),
+                plan,
+                align=self.contacts[client] >= self.federation.warmup_contacts,
+                frozen=frozen,
+                base=job.base if has_base else "",
+                num_clients=len(sampled),
+            )
+            if has_base not in shared:
+                sent = {name: value for name, value in state.items() if not has_base or name not in frozen}
+                shared[has_base] = pack(prefixed("model.", sent) | extra, order)
+            contents[client] = with_message(shared[has_base], order)
         return contents
 
-    @property
-    def _task(self) -> Note:
-        """What a client needs to know to build the network and to read its images."""
-        return {"about": self.told, "classes": len(self.names), "channels": self.shape[0]}
-
-    def _order(self, order: Order, turn: int, client: int) -> Note:
-        """What a client is told to do in a round."""
-        recipe = order.recipe
-        seed = step_seed(recipe.seed, turn, client)
-        local = replace(
-            recipe,
-            epochs=order.local_epochs,
-            lr=learning_rate(recipe, turn),
+    def _local_recipe(self, job: TrainingJob, number: int, client: int) -> Recipe:
+        """The recipe of one client in one round: the round's learning rate and a seed of its own."""
+        return replace(
+            job.recipe,
+            epochs=job.local_epochs,
+            lr=learning_rate(job.recipe, number),
             schedule="constant",
             warmup=0.0,
-            seed=seed,
+            seed=step_seed(job.recipe.seed, number, client),
         )
-        aligns = self.contacts[client] >= self.federation.warmup_contacts
-        return self._task | {"round": turn, "recipe": as_mapping(local), "align": aligns}
 
     def _resume(self, path: Path | None, identity: str, current: nn.Module) -> tuple[int, list[Epoch]]:
+        """Load a checkpoint into the current model; returns the number of finished rounds and their history."""
         if path is None or not path.exists():
             return 0, []
         tensors, note = read_tensors(path)
-        if note.get("belongs_to") != identity:
+        checkpoint = from_json(TrainingCheckpoint, note, path)
+        if checkpoint.belongs_to != identity:
             raise BadCheckpoint(f"{path} belongs to other settings, clients or weights; remove it to start anew")
         current.load_state_dict({name: value.clone() for name, value in tensors.items()})
-        self.contacts = {int(client): number for client, number in note["contacts"].items()}
-        self.transport.log += [exchange_of(entry) for entry in note["exchanges"]]
-        return note["rounds"], [Epoch(**entry) for entry in note["history"]]
+        self.contacts = dict(checkpoint.contacts)
+        self.transport.log += checkpoint.exchanges
+        return checkpoint.rounds, list(checkpoint.history)
 
-    def _save(self, path: Path, identity: str, rounds: int, current: nn.Module, history: Sequence[Epoch]) -> None:
-        note: Note = {"belongs_to": identity, "rounds": rounds, "contacts": self.contacts}
-        note |= {"history": [asdict(entry) for entry in history]}
-        note |= {"exchanges": [asdict(exchange) for exchange in self.transport.log if exchange.kind == "train.local"]}
-        write_tensors(path, current.state_dict(), note)
+    def _save(self, path: Path, identity: str, rounds: int, current: nn.Module) -> None:
+        exchanges = tuple(exchange for exchange in self.transport.log if exchange.kind == TrainLocal.action)
+        checkpoint = TrainingCheckpoint(identity, rounds, self.contacts, tuple(self.history), exchanges)
+        write_tensors(path, current.state_dict(), to_json(checkpoint))
 
-    def measure(self, model: nn.Module, queries: Sequence[Query]) -> list[list[Observation]]:
-        """Sums over all clients that are there and have this model; one exchange."""
-        return self._observed(model, queries, self.present())
-
-    def identify(self, group: Selection) -> str:
-        """By how many images each client says it has: which ones they are is known only there."""
-        held = {client: self.clients[client]["images"] for client in self.present()}
-        return hashlib.sha256(json.dumps([pack_selection(group), self.told, held]).encode()).hexdigest()
-
-    def _pool_norms(self, current: nn.Module, order: Order, there: Sequence[int]) -> None:
-        """Give the model, in place, the batch-norm statistics of all images that it was trained on; one exchange."""
+    def _pool_norms(self, current: nn.Module, job: TrainingJob, clients: Sequence[int]) -> None:
+        """Replace, in place, the batch-norm statistics by those over all training images; one exchange."""
         norms = tuple(batch_norms(current))
         if not norms:
             return
-        groups = tuple(part.group for part in order.plan.parts if part.given is None)
+        selections = tuple(part.group for part in job.plan.parts if part.given is None)
         statistic = Statistic("moments", layers="all", edit="conv", tap="conv", norms=norms)
-        (found,) = self._observed(current, [Query(groups, statistic)], there, prefixed("model.", current.state_dict()))
-        pooled = reduce(add, found)
+        sent = prefixed("model.", current.state_dict())
+        (observed,) = self._observe(current, [Query(selections, statistic)], clients, sent)
+        pooled = reduce(add, observed)
         if pooled.images:
             current.load_state_dict(norm_buffers(pooled, 0, norms), strict=False)
         else:
             logger.warning("no client has --least-group images: running statistics were not pooled")
 
-    def _observed(
-        self, model: nn.Module, queries: Sequence[Query], there: Sequence[int], sent: Tensors = NO_MODEL
+    def measure(self, model: nn.Module, queries: Sequence[Query]) -> list[list[Observation]]:
+        """Sums over all clients that are connected and have this model; one exchange."""
+        return self._observe(model, queries, self.present())
+
+    def _observe(
+        self, model: nn.Module, queries: Sequence[Query], clients: Sequence[int], sent: Tensors = NO_MODEL
     ) -> list[list[Observation]]:
-        """Sums over these clients; they have the model, or are sent it with the question and do not keep it."""
+        """Sums over these clients, of the model that they have or of one that is sent along and not kept."""
         digest = tensors_digest(model.state_dict())
-        tensors, notes = pack_queries(queries)
-        order = {"model": digest, "asks": notes, "share": max(len(there), 1)} | self._task
-        content = pack({**tensors, **sent}, order | {"least-group": self.federation.least_group})
-        blank, total = blank_observations(model, self.about.shape, self.names, queries), None
-        for client, answer, note in self.transport.ask("query.observe", dict.fromkeys(there, content)):
-            exchange = self.transport.log[-1]
-            if "status" in note:
-                exchange.reject(client, f"has {'left' if note['status'] == 'left' else 'another model'}")
-                continue
-            try:
-                withheld, read, trained = (int(note[key]) for key in ("withheld", "read", "trained"))
-                tried = float(note["tail-flops"])
-                total = add_observations(blank if total is None else total, unpack_observations(answer, queries))
-            except (FedOrthoError, KeyError, TypeError, ValueError, RuntimeError) as error:
-                exchange.reject(client, f"its sums do not fit ({type(error).__name__})")
-                continue
-            self._withheld += withheld
-            self._tail_flops += tried
-            self.add_work(read=read, trained=trained)
-        if total is None:
+        tensors, described = pack_queries(queries)
+        order = Observe(self.task, digest, described, max(len(clients), 1), self.federation.least_group)
+        contents = dict.fromkeys(clients, pack({**tensors, **sent}, order))
+        blank = total = blank_observations(model, self.task.shape, self.task.names, queries)
+        for reply in self.transport.ask(Observe, ObserveReply, contents):
+            total = self._add(total, reply, queries)
+        if total is blank:  # no reply was added
             raise FedOrthoError(f"no client has the model {digest[:12]}; send it with fedortho federate")
         return total
 
+    def _add(
+        self, total: list[list[Observation]], reply: ClientReply[ObserveReply], queries: Sequence[Query]
+    ) -> list[list[Observation]]:
+        """The sums with those of one reply; as they were if the reply is rejected."""
+        message, exchange = reply.message, self.transport.log[-1]
+        if message.status != "done":
+            exchange.reject(reply.client, f"has {'left' if message.status == 'left' else 'another model'}")
+            return total
+        try:
+            total = add_observations(total, unpack_observations(reply.tensors, queries))
+        except (FedOrthoError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            exchange.reject(reply.client, f"its sums do not match ({first_line(error)})")
+            return total
+        self._withheld += message.withheld
+        self._tail_flops += message.tail_flops
+        self.add_work(read=message.images_read, trained=message.images_trained)
+        return total
 
-def _with_note(shared: Any, note: Note) -> Any:
-    """A record of its own note that shares the arrays, which are many bytes."""
-    from flwr.app import RecordDict
 
-    return RecordDict({"tensors": shared["tensors"], "note": pack({}, note)["note"]})
-
-
-def _base(model: nn.Module) -> str:
-    """The digest of what clients have, if adapters are taken off."""
-    return tensors_digest(base_tensors(model.state_dict()))
-
-
-def _identity(model: nn.Module, order: Order, federation: Federation) -> str:
+def _identity(model: nn.Module, job: TrainingJob, federation: Federation) -> str:
+    """What a checkpoint belongs to: model, plan, recipe and the lasting settings of the federation."""
     lasting = replace(federation, timeout=1.0, evaluate_every=0, quorum=0.0)
-    tensors, note = pack_training_plan(order.plan)
-    group = order.plan.parts[0].group
-    what = str(pack_selection(group) if order.plan == as_training_plan(group) else note)
-    parts = [tensors_digest(model.state_dict()), what, str(order.recipe), str(lasting), str(order.local_epochs)]
-    return "|".join(parts + [tensors_digest(held) for held in (tensors, order.trainable) if held])
+    tensors, plan = pack_training_plan(job.plan)
+    parts = [tensors_digest(model.state_dict()), str(plan), str(job.recipe), str(lasting), str(job.local_epochs)]
+    return "|".join(parts + [tensors_digest(each) for each in (tensors, job.trainable) if each])

@@ -1,87 +1,75 @@
-"""The members of a federation: who is there, which model each has, and how they are brought to another."""
+"""The clients of a federation as the server knows them: which are connected, and which model each of them has."""
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from fedortho.data.request import EmptyGroup, ForgetRequest, union_of
 from fedortho.errors import FedOrthoError
+from fedortho.federated.messages import ApplyPatch, Hello, HelloReply, KeepModel, ModelReply, TaskInfo
 from fedortho.federated.transport import Transport
-from fedortho.federated.wire import Note, pack, prefixed
+from fedortho.federated.wire import pack, pack_patch, prefixed
 from fedortho.models.patch import Patch
 from fedortho.runs.federation import Federation
 from fedortho.storage.files import tensors_digest
 
 if TYPE_CHECKING:
+    from flwr.app import RecordDict
     from flwr.serverapp import Grid
 
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class TaskInfo:
-    """What clients need to know of the common task."""
-
-    names: tuple[str, ...]
-    shape: tuple[int, int, int]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-
-
 class Roster:
-    """Clients as the server knows them, by number."""
+    """Clients by number; empty until `hello` asks who is connected."""
 
-    def __init__(self, grid: "Grid", federation: Federation, about: TaskInfo, left: Sequence[int] = ()) -> None:
-        self.federation, self.about = federation, about
-        self.left = frozenset(left)  # by earlier requests: nobody waits for them
+    def __init__(self, grid: "Grid", federation: Federation, task: TaskInfo, left: Sequence[int] = ()) -> None:
+        self.federation, self.task = federation, task
+        self.left = frozenset(left)  # clients that left by earlier requests; the server does not wait for them
         self.transport = Transport(grid, federation.timeout, federation.quorum)
-        self.told = {"names": about.names, "mean": about.mean, "std": about.std}
-        self.clients = self.hello()
+        self.clients: dict[int, HelloReply] = {}
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.about.names
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        return self.about.shape
-
-    def hello(self) -> dict[int, Note]:
-        """Who is there, by client number."""
+    def hello(self) -> dict[int, HelloReply]:
+        """Ask all nodes who they are; returns the connected clients by number."""
         expected = set(range(self.federation.clients)) - self.left
-        found = self.transport.gather("query.hello", pack({}, {"about": self.told}), len(expected))
-        strange = [client for client in found if not 0 <= client < self.federation.clients]
-        if strange:
-            raise FedOrthoError(f"client {strange[0]} is none of the {self.federation.clients} of this federation")
-        if missing := sorted(expected - found.keys()):
-            logger.warning("%d of %d clients are not there: %s", len(missing), self.federation.clients, few(missing))
-        return found
+        self.clients = self.transport.greet(Hello(self.task), len(expected))
+        if unknown := [client for client in self.clients if not 0 <= client < self.federation.clients]:
+            raise FedOrthoError(f"no client {unknown[0]}; clients run 0 to {self.federation.clients - 1}")
+        if missing := sorted(expected - self.clients.keys()):
+            logger.warning(
+                "%d of %d clients are not connected: %s", len(missing), self.federation.clients, first_few(missing)
+            )
+        return self.clients
 
     def present(self) -> list[int]:
-        """Clients that are there and have not left."""
-        return [client for client, note in self.clients.items() if not note["left"] and client not in self.left]
+        """Clients that are connected and have not left."""
+        return [client for client, info in self.clients.items() if not info.has_left and client not in self.left]
 
     def check(self, request: ForgetRequest, forgotten: ForgetRequest | None) -> None:
-        request.labels(self.names)
+        """Refuse a request for classes, clients or samples that do not exist or were forgotten before."""
+        request.labels(self.task.names)
         for client in request.clients:
-            if not 0 <= client < self.federation.clients:
-                raise FedOrthoError(f"no client {client}; clients run 0 to {self.federation.clients - 1}")
-            if client in self.left or self.clients.get(client, {}).get("left"):
-                raise EmptyGroup(f"client {client} has left already; there is nothing to forget")
-            if client not in self.clients:
-                raise FedOrthoError(
-                    f"client {client} is not connected, and what it contributed is known only on its own disk; "
-                    "start its node, or retrain without it"
-                )
-        own = any(note["own"] for note in self.clients.values())
-        if own and any("/" not in word for word in request.samples):
+            self._check_client(client)
+        has_own = any(info.has_own_images for info in self.clients.values())
+        if has_own and any("/" not in sample for sample in request.samples):
             raise FedOrthoError("clients have images of their own: name samples as client/row, such as 3/17")
-        if again := [w for w in request.classes if forgotten is not None and w in forgotten.classes]:
-            raise EmptyGroup(f"class:{again[0]} selects none of the images: it was forgotten before")
+        if again := [name for name in request.classes if forgotten is not None and name in forgotten.classes]:
+            raise EmptyGroup(f"class:{again[0]} selects no images: it was forgotten before")
+
+    def _check_client(self, client: int) -> None:
+        if not 0 <= client < self.federation.clients:
+            raise FedOrthoError(f"no client {client}; clients run 0 to {self.federation.clients - 1}")
+        if client in self.left or (client in self.clients and self.clients[client].has_left):
+            raise EmptyGroup(f"client {client} has left already; there is nothing to forget")
+        if client not in self.clients:
+            raise FedOrthoError(
+                f"client {client} is not connected, and only its own disk knows what it contributed; "
+                "start its node, or retrain without it"
+            )
 
     def send_model(
         self,
@@ -89,55 +77,62 @@ class Roster:
         clients: Sequence[int] | None = None,
         *,
         ledger: bool = True,
-        gone: ForgetRequest | None = None,
+        forgotten: ForgetRequest | None = None,
     ) -> list[int]:
-        """Give clients the model that requests will be about, and what it forgot; returns those that have it."""
-        chosen = self.present() if clients is None else list(clients)
-        note = {"ledger": ledger, "about": self.told, "gone": None if gone is None else asdict(gone)}
-        content = pack(prefixed("model.", model.state_dict()), note)
-        digest = tensors_digest(model.state_dict())
-        return self._confirmed("train.keep", dict.fromkeys(chosen, content), digest)
+        """Send clients the model that later requests are about, and what it has forgotten; returns those that keep it.
+
+        `ledger`: clients also write a ledger of their training images.
+        """
+        order = KeepModel(self.task, ledger, forgotten)
+        content = pack(prefixed("model.", model.state_dict()), order)
+        receivers = self.present() if clients is None else clients
+        return self._confirmed(KeepModel, dict.fromkeys(receivers, content), tensors_digest(model.state_dict()))
 
     def send_patch(
         self, patch: Patch, request: ForgetRequest | None, clients: Sequence[int] | None = None
     ) -> list[int]:
-        """Have clients apply a patch and drop what it is about; returns those that did."""
-        chosen = self.present() if clients is None else list(clients)
-        tensors, note = replace(patch, note={}).packed()
-        content = pack(tensors, {"patch": note, "request": None if request is None else asdict(request)})
-        done = self._confirmed("train.patch", dict.fromkeys(chosen, content), patch.after)
+        """Have clients apply a patch and stop using the forgotten images; returns those that did."""
+        tensors, info = pack_patch(patch)
+        content = pack(tensors, ApplyPatch(info, request))
+        receivers = self.present() if clients is None else clients
+        done = self._confirmed(ApplyPatch, dict.fromkeys(receivers, content), patch.after)
         for client in done:
-            self.clients[client]["left"] = request is not None and client in request.clients
+            has_left = request is not None and client in request.clients
+            self.clients[client] = replace(self.clients[client], has_left=has_left)
         return done
 
-    def _confirmed(self, kind: str, contents: Mapping[int, Any], digest: str) -> list[int]:
+    def _confirmed(
+        self, order: type[KeepModel | ApplyPatch], contents: "Mapping[int, RecordDict]", digest: str
+    ) -> list[int]:
+        """Clients that report the model with this digest; the others are rejected."""
         done = []
-        for client, _, note in self.transport.ask(kind, contents):
-            if note.get("model") == digest:
-                done.append(client)
-                self.clients[client]["model"] = digest
+        for reply in self.transport.ask(order, ModelReply, contents):
+            if reply.message.status == "done" and reply.message.model == digest:
+                done.append(reply.client)
+                self.clients[reply.client] = replace(self.clients[reply.client], model=digest)
             else:
-                self.transport.log[-1].reject(client, _refusal(note, digest))
+                self.transport.log[-1].reject(reply.client, _refusal(reply.message, digest))
         return done
 
     def bring_up_to_date(self, model: nn.Module, patches: Sequence[tuple[Patch, ForgetRequest | None]]) -> None:
-        """Find clients with an older model by its digest and send what they missed; unknown ones get the model."""
+        """Send clients with an older model the patches that they missed, and all others the model itself."""
         digest = tensors_digest(model.state_dict())
         for patch, request in patches:
-            late = [c for c, note in self.clients.items() if note["model"] == patch.before and not note["left"]]
+            late = [client for client, info in self.clients.items() if info.model == patch.before and not info.has_left]
             if late:
-                logger.warning("clients %s missed a patch: it is sent again", few(late))
+                logger.warning("clients %s missed a patch: it is sent again", first_few(late))
                 self.send_patch(patch, request, late)
-        strangers = [client for client in self.present() if self.clients[client]["model"] != digest]
-        if strangers:
-            gone = union_of([request for _, request in patches if request is not None])
-            self.send_model(model, strangers, gone=gone)
+        outdated = [client for client in self.present() if self.clients[client].model != digest]
+        if outdated:
+            forgotten = union_of([request for _, request in patches if request is not None])
+            self.send_model(model, outdated, forgotten=forgotten)
 
 
-def _refusal(note: Note, digest: str) -> str:
-    told = {"past": f"will not take {digest[:12]} back: it was patched away", "left": "has left"}
-    return told.get(note.get("status", ""), f"has the model {str(note.get('model'))[:12]}, not {digest[:12]}")
+def _refusal(reply: ModelReply, digest: str) -> str:
+    reasons = {"patched-away": f"refuses {digest[:12]}: a patch has replaced it", "left": "has left"}
+    return reasons.get(reply.status, f"has the model {reply.model[:12]}, not {digest[:12]}")
 
 
-def few(clients: Sequence[int]) -> str:
+def first_few(clients: Sequence[int]) -> str:
+    """The first five clients, for one line of text."""
     return ", ".join(map(str, clients[:5])) + (" …" if len(clients) > 5 else "")

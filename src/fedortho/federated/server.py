@@ -4,8 +4,8 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +18,8 @@ from fedortho.errors import FedOrthoError
 from fedortho.federated import switch_off
 from fedortho.federated.client import client_app
 from fedortho.federated.engine import FederatedEngine, RoundProgress
-from fedortho.federated.roster import TaskInfo
+from fedortho.federated.messages import TaskInfo
+from fedortho.federated.transport import append_wire_log
 from fedortho.models.patch import Patch, load_patch
 from fedortho.models.predictions import accuracy
 from fedortho.models.zoo import build_model
@@ -29,7 +30,7 @@ from fedortho.runs.served import excluded_by, served_requests
 from fedortho.runs.settings import FederateSettings
 from fedortho.runs.training import train_run
 from fedortho.statistics.query import Selection
-from fedortho.storage.files import locked, read_json, write_json
+from fedortho.storage.files import locked
 from fedortho.storage.settings import as_mapping
 from fedortho.training.loop import Epoch, Mask
 
@@ -51,11 +52,8 @@ def local_grid(settings: FederateSettings, store: Path, workers: int = 1) -> "It
     if workers <= 1:
         yield LocalGrid(client_app(config), settings.clients, node)
         return
-    grid = WorkerGrid(config, settings.clients, node, min(workers, settings.clients))
-    try:
+    with closing(WorkerGrid(config, settings.clients, node, min(workers, settings.clients))) as grid:
         yield grid
-    finally:
-        grid.close()
 
 
 def federated_engine(
@@ -63,17 +61,19 @@ def federated_engine(
 ) -> FederatedEngine:
     """The federation that settings describe, without the clients that left by these requests."""
     train, left = data.train, [client for request in requests for client in request.clients]
-    about = TaskInfo(train.names, train.shape, train.mean, train.std)
+    task = TaskInfo(train.names, train.shape, train.mean, train.std)
     build = partial(build_model, settings.model, num_classes=train.classes, channels=train.shape[0])
-    return FederatedEngine(
+    engine = FederatedEngine(
         grid,
         settings.federation,
-        about,
+        task,
         seed=settings.seed,
         left=left,
         build=lambda seed: build(seed=seed),
         local_epochs=settings.epochs,
     )
+    engine.hello()
+    return engine
 
 
 def train_federation(
@@ -161,8 +161,8 @@ class _Trainer:
             watch=self.watch,
             updates=self.updates,
         )
-        engine.send_model(trained, gone=union_of(gone))
-        write_log(self.path / "wire.json", engine)
+        engine.send_model(trained, forgotten=union_of(gone))
+        append_wire_log(self.path / "wire.json", engine.transport.log)
         return trained, engine.history
 
 
@@ -214,7 +214,7 @@ def sync(run: Run, grid: "Grid | None" = None) -> list[int]:
             return sync(run, here)
     engine = federated_engine(grid, settings, load_run_data(settings), served_requests(run))
     engine.bring_up_to_date(run.load_model(), patches_of(run))
-    return [client for client in engine.present() if engine.clients[client]["model"] == run.record.model.digest]
+    return [client for client in engine.present() if engine.clients[client].model == run.record.model.digest]
 
 
 def patches_of(run: Run) -> list[tuple[Patch, ForgetRequest | None]]:
@@ -223,9 +223,3 @@ def patches_of(run: Run) -> list[tuple[Patch, ForgetRequest | None]]:
     if len(files) != len(requests):
         raise FedOrthoError(f"{run.path} has no patch for each of its requests: clients cannot follow it")
     return list(zip(map(load_patch, files), requests, strict=True))
-
-
-def write_log(path: Path, engine: FederatedEngine) -> None:
-    """Every exchange with its bytes per client, up and down, and who failed; added to what was there."""
-    before = read_json(path) if path.exists() else []
-    write_json(path, [*before, *(asdict(exchange) for exchange in engine.transport.log)])

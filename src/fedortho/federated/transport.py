@@ -1,4 +1,4 @@
-"""One exchange with clients over a Flower grid: who answered, in a fixed order, who did not, and the bytes it took."""
+"""One exchange with clients over a Flower grid: replies in the order of client numbers, failures, and bytes."""
 
 import logging
 import tempfile
@@ -6,13 +6,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 from torch import Tensor
 
-from fedortho.errors import FedOrthoError
-from fedortho.federated.wire import BadReply, Note, count_bytes, unpack
+from fedortho.errors import BadRecord, FedOrthoError
+from fedortho.federated.messages import Hello, HelloReply, Order, Reply
+from fedortho.federated.wire import BadReply, count_bytes, pack, unpack
 from fedortho.storage.files import read_tensors, write_tensors
+from fedortho.storage.records import read_record, write_record
 
 if TYPE_CHECKING:
     from flwr.app import Message, RecordDict
@@ -20,23 +22,57 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-ClientReply = tuple[int, dict[str, Tensor], Note]
+R = TypeVar("R", bound=Reply)
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.01, 3.0  # seconds between two looks for replies
 
 
 @dataclass
 class Exchange:
-    """What an exchange took, per client."""
+    """One exchange with some clients: its bytes, its failures and its time."""
 
-    kind: str
-    down: dict[int, int] = field(default_factory=dict)  # client → bytes
-    up: dict[int, int] = field(default_factory=dict)
-    failed: dict[int, str] = field(default_factory=dict)  # client → why its answer does not count
+    kind: str  # the action, such as train.local
+    bytes_down: dict[int, int] = field(default_factory=dict)  # by client
+    bytes_up: dict[int, int] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)  # client → why its reply does not count
     seconds: float = 0.0
 
     def reject(self, client: int, why: str) -> None:
-        """An answer that does not count; it is reported, and the others go on."""
+        """Report a reply that does not count; the exchange goes on with the other clients."""
         self.failed[client] = why
         logger.warning("%s: %s (%s)", f"client {client}" if client >= 0 else "a node", why, self.kind)
+
+
+@dataclass(frozen=True)
+class WireLog:
+    """The exchanges of a run, as wire.json keeps them."""
+
+    schema: ClassVar[int] = 1
+
+    exchanges: tuple[Exchange, ...] = ()
+
+
+def read_wire_log(path: Path) -> tuple[Exchange, ...]:
+    """The exchanges in a wire.json; none if there is no such file."""
+    return read_record(WireLog, path).exchanges if path.exists() else ()
+
+
+def append_wire_log(path: Path, exchanges: Sequence[Exchange]) -> None:
+    """Add exchanges to a wire.json."""
+    write_record(path, WireLog((*read_wire_log(path), *exchanges)))
+
+
+def total_bytes(exchanges: Sequence[Exchange]) -> tuple[int, int]:
+    """Bytes up and bytes down over exchanges and clients."""
+    return sum(sum(e.bytes_up.values()) for e in exchanges), sum(sum(e.bytes_down.values()) for e in exchanges)
+
+
+@dataclass(frozen=True)
+class ClientReply(Generic[R]):
+    """The valid reply of one client."""
+
+    client: int
+    tensors: dict[str, Tensor]
+    message: R
 
 
 class Transport:
@@ -47,139 +83,138 @@ class Transport:
         self.nodes: dict[int, int] = {}  # client → node
         self.log: list[Exchange] = []
 
-    def gather(self, kind: str, content: "RecordDict", expected: int) -> dict[int, Note]:
-        """Query every node who it is; waits until `expected` of them are there, as long as the timeout allows."""
+    def greet(self, hello: Hello, expected: int) -> dict[int, HelloReply]:
+        """Ask every node who it is, after waiting for `expected` nodes at most `timeout` seconds."""
+        nodes = self._wait_for_nodes(expected)
+        # nodes have no client number yet: negative numbers stand for them
+        unnamed = {-1 - number: node for number, node in enumerate(nodes)}
+        self.nodes = dict(unnamed)
+        replies: dict[int, tuple[int, HelloReply]] = {}
+        exchange = Exchange(hello.action)
+        for reply in self._replies(exchange, HelloReply, dict.fromkeys(unnamed, pack({}, hello))):
+            client = reply.message.client
+            if client in replies:
+                raise FedOrthoError(f"two nodes call themselves client {client}; give each its own partition-id")
+            replies[client] = (unnamed[reply.client], reply.message)
+            for counted in (exchange.bytes_up, exchange.bytes_down):
+                counted[client] = counted.pop(reply.client)
+        self.log.append(exchange)
+        self.nodes = {client: node for client, (node, _) in sorted(replies.items())}
+        if not self.nodes:
+            raise FedOrthoError(f"none of {len(nodes)} nodes answered within {self.timeout:g} s; see their logs")
+        return {client: replies[client][1] for client in self.nodes}
+
+    def _wait_for_nodes(self, expected: int) -> list[int]:
         until = time.monotonic() + self.timeout
         while True:
             nodes = list(self.grid.get_node_ids())
             if len(nodes) >= expected or time.monotonic() > until:
-                break
+                return nodes
             time.sleep(1.0)
-        unknown = {-1 - number: node for number, node in enumerate(nodes)}  # no client numbers yet
-        self.nodes = dict(unknown)
-        found: dict[int, tuple[int, Note]] = {}
-        exchange = Exchange(kind)
-        for place, _, note in self._answers(exchange, dict.fromkeys(unknown, content)):
-            client = note["client"]
-            if client in found:
-                raise FedOrthoError(f"two nodes call themselves client {client}; give each its own partition-id")
-            found[client] = (unknown[place], note)
-            for counted in (exchange.up, exchange.down):
-                counted[client] = counted.pop(place)
-        self.log.append(exchange)
-        self.nodes = {client: node for client, (node, _) in sorted(found.items())}
-        if not self.nodes:
-            raise FedOrthoError(f"none of {len(nodes)} nodes answered within {self.timeout:g} s; see their logs")
-        return {client: found[client][1] for client in self.nodes}
 
     def ask(
         self,
-        kind: str,
+        order: type[Order],
+        kind: type[R],
         contents: "Mapping[int, RecordDict]",
         *,
         progress: Callable[[int, int], None] | None = None,
-    ) -> Iterator[ClientReply]:
-        """Send to each client its content; yields (client, tensors, note) in the order of client numbers.
+    ) -> Iterator[ClientReply[R]]:
+        """Send each client its content; yields the valid replies in the order of client numbers.
 
-        An answer that comes before its turn waits on the disk. Errors, silence and bad records are reported and
-        passed over; after the last one the quorum is checked.
+        Errors, missing replies and invalid messages are reported and skipped; the quorum is checked after the last
+        reply. `progress` is called with the number of replies so far and of clients asked.
         """
-        exchange = Exchange(kind)
+        exchange = Exchange(order.action)
         self.log.append(exchange)
-        for number, answer in enumerate(self._answers(exchange, contents), 1):
-            yield answer
+        for number, reply in enumerate(self._replies(exchange, kind, contents), 1):
+            yield reply
             if progress is not None:
                 progress(number, len(contents))
-        good = len(contents) - len(exchange.failed)
-        if good < max(self.quorum * len(contents), 1):
-            why = "; ".join(f"client {c}: {w}" for c, w in sorted(exchange.failed.items())[:3])
-            raise FedOrthoError(f"only {good} of {len(contents)} clients answered {kind} ({why}); see --quorum")
+        valid = len(contents) - len(exchange.failed)
+        if valid < max(self.quorum * len(contents), 1):
+            why = "; ".join(f"client {c}: {reason}" for c, reason in sorted(exchange.failed.items())[:3])
+            raise FedOrthoError(
+                f"only {valid} of {len(contents)} clients answered {order.action} ({why}); see --quorum"
+            )
 
-    def _answers(self, exchange: Exchange, contents: "Mapping[int, RecordDict]") -> Iterator[ClientReply]:
-        started = time.monotonic()
+    def _replies(
+        self, exchange: Exchange, kind: type[R], contents: "Mapping[int, RecordDict]"
+    ) -> Iterator[ClientReply[R]]:
+        """Valid replies in the order of client numbers; a reply that arrives early waits on disk for its turn."""
+        started, pause = time.monotonic(), SHORTEST_PAUSE
         order = sorted(contents)
-        waiting = self._pushed(exchange, contents)
+        pending = self._push(exchange, contents)
         with tempfile.TemporaryDirectory(prefix="fedortho-") as spool:
-            early: dict[int, Note] = {}
-            turn, pause = 0, 0.01
-            while turn < len(order):
-                client = order[turn]
+            early: dict[int, R] = {}
+            while order:
+                client = order[0]
                 if client in early:
-                    yield client, read_tensors(Path(spool) / f"{client}.safetensors")[0], early.pop(client)
-                    (Path(spool) / f"{client}.safetensors").unlink()
-                    turn += 1
+                    path = Path(spool) / f"{client}.safetensors"
+                    yield ClientReply(client, read_tensors(path)[0], early.pop(client))
+                    path.unlink()
+                    order.pop(0)
                     continue
                 if client in exchange.failed:
-                    turn += 1
+                    order.pop(0)
                     continue
-                arrived = self._arrived(waiting)
-                pause = 0.01 if arrived else min(pause * 2, 3.0)
-                for sender, reply in arrived:
-                    answer = self._read(exchange, sender, reply)
-                    if answer is None:
+                arrived = self._pull(pending)
+                for sender, message in arrived:
+                    reply = self._read(exchange, kind, sender, message)
+                    if reply is None:
                         continue
-                    if sender == order[turn]:
-                        yield sender, *answer
-                        turn += 1
+                    if sender == order[0]:
+                        yield reply
+                        order.pop(0)
                     else:
-                        write_tensors(Path(spool) / f"{sender}.safetensors", answer[0])
-                        early[sender] = answer[1]
-                if not arrived and waiting:
+                        write_tensors(Path(spool) / f"{sender}.safetensors", reply.tensors)
+                        early[sender] = reply.message
+                pause = SHORTEST_PAUSE if arrived else min(pause * 2, LONGEST_PAUSE)
+                if not arrived and pending:
                     if time.monotonic() - started > self.timeout:
-                        for client in list(waiting.values()):
-                            exchange.reject(client, f"silent for {self.timeout:g} s")
-                        waiting.clear()
+                        for silent in pending.values():
+                            exchange.reject(silent, f"silent for {self.timeout:g} s")
+                        pending.clear()
                     else:
                         time.sleep(pause)
         exchange.seconds = time.monotonic() - started
 
-    def _pushed(self, exchange: Exchange, contents: "Mapping[int, RecordDict]") -> dict[str, int]:
-        """Message → client, of those that Flower took: it gives no name for a node that is gone."""
+    def _push(self, exchange: Exchange, contents: "Mapping[int, RecordDict]") -> dict[str, int]:
+        """Send to all; returns message id → client. Flower gives no id for a node that is no longer connected."""
         from flwr.app import Message
 
         order, kind = sorted(contents), exchange.kind
         messages = [Message(contents[c], dst_node_id=self.nodes[c], message_type=kind) for c in order]
-        exchange.down = {client: count_bytes(contents[client]) for client in order}
-        names = list(self.grid.push_messages(messages))
-        if len(names) != len(order):  # its answer to messages that are too large
-            most = max(exchange.down.values(), default=0)
+        exchange.bytes_down = {client: count_bytes(contents[client]) for client in order}
+        ids = list(self.grid.push_messages(messages))
+        if len(ids) != len(order):  # Flower's reply to messages that are too large
+            largest = max(exchange.bytes_down.values(), default=0)
             raise FedOrthoError(
-                f"Flower did not take {len(order)} messages of up to {most:,} bytes ({kind}); see its log"
+                f"Flower did not take {len(order)} messages of up to {largest:,} bytes ({kind}); see its log"
             )
-        for client in [client for name, client in zip(names, order, strict=True) if not name]:
+        for client in [client for id_, client in zip(ids, order, strict=True) if not id_]:
             exchange.reject(client, "is no longer connected")
-        return {name: client for name, client in zip(names, order, strict=True) if name}
+        return {id_: client for id_, client in zip(ids, order, strict=True) if id_}
 
-    def _arrived(self, waiting: dict[str, int]) -> "list[tuple[int, Message]]":
-        """New replies with their senders; one that nobody waits for, such as a second one, is dropped."""
-        if not waiting:
+    def _pull(self, pending: dict[str, int]) -> "list[tuple[int, Message]]":
+        """New replies with their senders; one that is not pending, such as a second reply, is dropped."""
+        if not pending:
             return []
-        replies = [
-            (waiting.pop(r.metadata.reply_to_message_id, None), r) for r in self.grid.pull_messages(list(waiting))
-        ]
-        return [(client, reply) for client, reply in replies if client is not None]
+        messages = self.grid.pull_messages(list(pending))
+        senders = [(pending.pop(message.metadata.reply_to_message_id, None), message) for message in messages]
+        return [(client, message) for client, message in senders if client is not None]
 
-    def _read(self, exchange: Exchange, client: int, reply: "Message") -> tuple[dict[str, Tensor], Note] | None:
-        if reply.has_error():  # its text stays unread: it may come from somebody's images
-            exchange.reject(client, f"failed (code {reply.error.code}); its own log says why")
+    def _read(self, exchange: Exchange, kind: type[R], client: int, message: "Message") -> ClientReply[R] | None:
+        """The reply in a Flower message, validated; an invalid one is reported."""
+        if message.has_error():  # its text is not read: it may describe somebody's images
+            exchange.reject(client, f"failed (code {message.error.code}); its own log says why")
             return None
-        exchange.up[client] = count_bytes(reply.content)
+        exchange.bytes_up[client] = count_bytes(message.content)
         try:
-            tensors, note = unpack(reply.content)
-            if type(note.get("client")) is not int or (note["client"] != client and client >= 0):
-                raise BadReply(f"it calls itself client {note.get('client')}")
-        except BadReply as error:
+            tensors, reply = unpack(message.content, kind, "its reply")
+            if reply.client != client and client >= 0:
+                raise BadReply(f"it calls itself client {reply.client}")
+        except (BadRecord, BadReply) as error:
             exchange.reject(client, str(error))
             return None
-        return tensors, note
-
-
-def bytes_of(log: Sequence[Exchange]) -> tuple[int, int]:
-    """Bytes up and down over exchanges and clients."""
-    return sum(sum(e.up.values()) for e in log), sum(sum(e.down.values()) for e in log)
-
-
-def exchange_of(entry: Note) -> Exchange:
-    """An exchange as it was written to a file, where numbers of clients are words."""
-    by_client = {key: {int(c): v for c, v in entry[key].items()} for key in ("down", "up", "failed")}
-    return Exchange(kind=entry["kind"], seconds=entry["seconds"], **by_client)
+        return ClientReply(client, tensors, reply)

@@ -1,6 +1,6 @@
-"""Clients in further processes of this machine: questions come by one pipe, answers go by another.
+"""Clients in worker processes on this machine: orders go in by one pipe, replies come out by another.
 
-A frame is two lengths, a JSON object and tensors as safetensors bytes. A process serves one client after the other.
+A frame is two lengths, a JSON object and tensors as safetensors bytes. A process serves one client after another.
 """
 
 import json
@@ -15,105 +15,114 @@ from typing import IO, Any
 
 from safetensors.torch import load, save
 
-from fedortho.federated.client import ClientFailed, answered
-from fedortho.federated.wire import Note, Tensors
+from fedortho.errors import BadRecord
+from fedortho.federated.client import ClientFailed, client_reply
+from fedortho.federated.messages import WorkerOrder, WorkerReply, WorkerSetup
+from fedortho.federated.wire import Json, Tensors
 from fedortho.storage.files import savable
+from fedortho.storage.records import from_json, to_json
 
 LENGTHS = struct.Struct(">QQ")
 
 
 class Worker:
-    """A process that answers for clients; one that dies is started again with the next question."""
+    """A process that answers for clients; it starts with the first order, and again if it died."""
 
-    def __init__(self, config: Mapping[str, Any], node: Mapping[str, Any]) -> None:
-        self._setup: Note = {"config": dict(config), "node": dict(node)}
+    def __init__(self, setup: WorkerSetup) -> None:
+        self._setup = setup
         self._process: subprocess.Popen[bytes] | None = None
         self.is_busy = False
 
-    def ask(self, client: int, clients: int, action: str, tensors: Tensors, note: Note) -> tuple[Tensors, Note]:
-        """A client's answer; `ClientFailed` if it has none, whatever the reason."""
+    def ask(self, order: WorkerOrder, tensors: Tensors) -> tuple[Tensors, Json]:
+        """A client's reply, not yet validated; `ClientFailed` if there is none, whatever the reason."""
         self.is_busy = True
         try:
-            pipe = self._started()
-            assert pipe.stdin is not None
-            assert pipe.stdout is not None
-            send(pipe.stdin, {"client": client, "clients": clients, "action": action, "note": note}, tensors)
-            told, found = receive(pipe.stdout)
-        except (OSError, EOFError, ValueError) as error:
+            process = self._process or self._start()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            send(process.stdin, to_json(order), tensors)
+            value, reply_tensors = receive(process.stdout)
+            reply = from_json(WorkerReply, value, "the worker's frame")
+        except (OSError, EOFError, ValueError, BadRecord) as error:
             self.close()
             raise ClientFailed("its process ended") from error
         finally:
             self.is_busy = False
-        if "failed" in told:
-            raise ClientFailed(told["failed"])
-        return found, told["note"]
+        if reply.message is None:
+            raise ClientFailed("failed; its own log says why")
+        return reply_tensors, reply.message
 
-    def _started(self) -> "subprocess.Popen[bytes]":
-        if self._process is None:
-            command = [sys.executable, "-m", "fedortho.federated.workers"]
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            assert self._process.stdin is not None
-            send(self._process.stdin, self._setup, {})
-        return self._process
+    def _start(self) -> "subprocess.Popen[bytes]":
+        command = [sys.executable, "-m", "fedortho.federated.workers"]
+        process = self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert process.stdin is not None
+        send(process.stdin, to_json(self._setup), {})
+        return process
 
     def kill(self) -> None:
-        """End the process from another thread; who waits for its answer finds the pipe closed."""
+        """End the process from another thread; the thread that waits for its reply finds the pipe closed."""
         if (process := self._process) is not None:
             process.kill()
 
     def close(self) -> None:
-        """End the process; there is nothing in it that is not on the disk."""
+        """End the process; everything that it keeps is on disk."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
             process.wait()
             for pipe in filter(None, (process.stdin, process.stdout)):
-                with suppress(OSError):  # what was not yet written has no reader any more
+                with suppress(OSError):  # unwritten bytes have no reader any more
                     pipe.close()
 
 
-def send(pipe: IO[bytes], note: Note, tensors: Tensors) -> None:
-    words, numbers = json.dumps(note).encode(), save(savable(tensors))
-    for part in (LENGTHS.pack(len(words), len(numbers)), words, numbers):
+def send(pipe: IO[bytes], value: Json, tensors: Tensors) -> None:
+    """Write one frame."""
+    text, arrays = json.dumps(value).encode(), save(savable(tensors))
+    for part in (LENGTHS.pack(len(text), len(arrays)), text, arrays):
         pipe.write(part)
     pipe.flush()
 
 
-def receive(pipe: IO[bytes]) -> tuple[Note, Tensors]:
-    """The next frame; `EOFError` when the other side is gone."""
-    words, numbers = LENGTHS.unpack(_exactly(pipe, LENGTHS.size))
-    note: Note = json.loads(_exactly(pipe, words))
-    return note, load(_exactly(pipe, numbers))
+def receive(pipe: IO[bytes]) -> tuple[Any, Tensors]:
+    """The next frame; `EOFError` when the other side has closed the pipe."""
+    text_length, arrays_length = LENGTHS.unpack(_read_exactly(pipe, LENGTHS.size))
+    value = json.loads(_read_exactly(pipe, text_length))
+    return value, load(_read_exactly(pipe, arrays_length))
 
 
-def _exactly(pipe: IO[bytes], number: int) -> bytes:
+def _read_exactly(pipe: IO[bytes], number: int) -> bytes:
     data = pipe.read(number)
     if len(data) < number:
         raise EOFError
     return data
 
 
-def main() -> None:
+def run_worker() -> None:
     """Answer frame by frame until the pipe is closed."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if "" not in sys.path:
-        sys.path.append("")  # --model package.module:function may lie where the user stands
-    questions, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever is printed here must not become part of an answer
-    setup, _ = receive(questions)
+        sys.path.append("")  # --model package.module:function may lie in the working directory
+    orders, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # printed text must not become part of a reply
+    setup = from_json(WorkerSetup, receive(orders)[0], "the first frame")
     while True:
         try:
-            asked, tensors = receive(questions)
+            value, tensors = receive(orders)
         except EOFError:
             return
-        node = setup["node"] | {"partition-id": asked["client"], "num-partitions": asked["clients"]}
+        order = from_json(WorkerOrder, value, "a frame")
         try:
-            found, note = answered(asked["action"], node, setup["config"], tensors, asked["note"])
-        except ClientFailed as error:
-            send(answers, {"failed": str(error)}, {})
+            reply_tensors, reply = client_reply(order.action, _node(setup, order), setup.config, tensors, order.message)
+        except ClientFailed:
+            send(replies, to_json(WorkerReply(None)), {})
         else:
-            send(answers, {"note": note}, found)
+            send(replies, to_json(WorkerReply(to_json(reply))), reply_tensors)
+
+
+def _node(setup: WorkerSetup, order: WorkerOrder) -> Mapping[str, Any]:
+    """The configuration of the node whose client the order is for."""
+    return {**setup.node, "partition-id": order.client, "num-partitions": order.num_clients}
 
 
 if __name__ == "__main__":
-    main()
+    run_worker()

@@ -22,7 +22,8 @@ from fedortho.runs.settings import FederateSettings, relocated
 if TYPE_CHECKING:
     from flwr.serverapp import Grid
 
-from fedortho.federated.server import copied_clients, federated_engine, local_grid, patches_of, write_log
+from fedortho.federated.server import copied_clients, federated_engine, local_grid, patches_of
+from fedortho.federated.transport import append_wire_log
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ def _forget(
     engine.bring_up_to_date(model, patches_of(run))
     clients = (
         None
-        if any(note["own"] for note in engine.clients.values())
+        if any(info.has_own_images for info in engine.clients.values())
         else held_rows(data, federated, federated.partition_seed)
     )
     if clients is not None:  # all images are known here, so ids are checked before any client is asked
@@ -85,14 +86,14 @@ def _forget(
             engine.send_patch(served.result.patch, request)
         except FedOrthoError as error:  # too few clients confirmed; the run is written, and sync sends the patch again
             logger.warning("%s", error)
-        have = {client for client, note in engine.clients.items() if note["model"] == served.result.patch.after}
+        have = {client for client, info in engine.clients.items() if info.model == served.result.patch.after}
         late = sorted(set(range(federated.clients)) - have - _left(engine))
         if late:
             word = f"fedortho sync {out.name} sends it again"
             logger.warning("clients %s have not confirmed the patch; %s", late[:5], word)
-        write_log(out / "wire.json", engine)
+        append_wire_log(out / "wire.json", engine.transport.log)
     return served
 
 
 def _left(engine: FederatedEngine) -> set[int]:
-    return {client for client, note in engine.clients.items() if note["left"]} | engine.left
+    return {client for client, info in engine.clients.items() if info.has_left} | engine.left

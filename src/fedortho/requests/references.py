@@ -11,7 +11,8 @@ from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest, union_of
 from fedortho.errors import BadCheckpoint, FedOrthoError
 from fedortho.evaluation.case import Case
-from fedortho.federated.transport import bytes_of, exchange_of
+from fedortho.federated.messages import TrainLocal
+from fedortho.federated.transport import read_wire_log, total_bytes
 from fedortho.runs.federation import held_rows
 from fedortho.runs.record import RunRecord, read_run_record
 from fedortho.runs.run import Run, open_run
@@ -20,7 +21,6 @@ from fedortho.runs.settings import FREE, FederateSettings, TrainSettings, reloca
 from fedortho.runs.training import train_run
 from fedortho.statistics.cost import Cost, training_cost
 from fedortho.statistics.engine import Tally
-from fedortho.storage.files import read_json
 from fedortho.storage.settings import as_mapping
 from fedortho.training.loop import Watch
 from fedortho.training.recipe import Recipe
@@ -129,9 +129,9 @@ def check_reference(run: Run, reference: Run, request: ForgetRequest) -> None:
 
 def reference_cost(reference: Run, data: Dataset) -> Cost:
     """What training a reference took, from its own history and its log of exchanges."""
-    log = read_json(reference.path / "wire.json") if (reference.path / "wire.json").exists() else []
-    rounds = [exchange_of(entry) for entry in log if entry["kind"] == "train.local"]
-    up, down = bytes_of(rounds)
+    log = read_wire_log(reference.path / "wire.json")
+    rounds = [exchange for exchange in log if exchange.kind == TrainLocal.action]
+    up, down = total_bytes(rounds)
     tally = Tally(exchanges=len(rounds), bytes_up=up, bytes_down=down)
     history = reference.history()
     if not isinstance(reference.settings, FederateSettings):  # older ones did not count: each image once an epoch

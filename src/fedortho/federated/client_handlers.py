@@ -1,0 +1,217 @@
+"""What a client does for each message of the server: plain values in and out, nothing of Flower."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedortho.data.images import Images
+from fedortho.devices import choose_device, using_threads
+from fedortho.engines.answer import AnswerCache, answer
+from fedortho.errors import FedOrthoError
+from fedortho.federated.client_state import ClientImages, ClientState
+from fedortho.federated.messages import (
+    ORDERS,
+    ApplyPatch,
+    Hello,
+    HelloReply,
+    KeepModel,
+    LocalResult,
+    ModelReply,
+    Observe,
+    ObserveReply,
+    Reply,
+    TaskInfo,
+    TrainLocal,
+    TrainReply,
+)
+from fedortho.federated.wire import (
+    Json,
+    Tensors,
+    below,
+    pack_observations,
+    patch_from_wire,
+    prefixed,
+    unpack_queries,
+    unpack_training_plan,
+)
+from fedortho.models.zoo import build_model
+from fedortho.statistics.ledger import load_ledger, write_ledger
+from fedortho.statistics.observe import Observation
+from fedortho.statistics.query import Query
+from fedortho.statistics.training_plan import TrainingPlan
+from fedortho.storage.checkpoints import load_weights
+from fedortho.storage.files import read_tensors, tensors_digest
+from fedortho.storage.records import from_json
+from fedortho.training.adapters import attach, base_tensors
+from fedortho.training.batches import count_images
+from fedortho.training.loop import Mask, Progress, fit
+
+SERVER = Path("the server's model")  # named in errors about weights that were sent
+
+
+def hello(state: ClientState, tensors: Tensors, order: Hello) -> tuple[Tensors, HelloReply]:
+    """Tell who the client is and which model it has, after finishing what a crash interrupted."""
+    state.clean_up()
+    record = state.record
+    images = 0 if record.has_left else len(state.images(order.task).train)
+    model = record.model if state.model_path(record.model).exists() else ""
+    return {}, HelloReply(state.client, images, bool(state.own_data), model, record.has_left)
+
+
+def train_local(state: ClientState, tensors: Tensors, order: TrainLocal) -> tuple[Tensors, TrainReply]:
+    """Train the model that was sent on the client's images, and send the trained tensors back."""
+    images = state.images(order.task)
+    build = partial(_build, state, order.task)
+    plan = unpack_training_plan(tensors, order.plan, images.train.names, build)
+    training_sets = [part.training_set(images.select(part.group, order.num_clients)) for part in plan.parts]
+    own_images = sum(len(training_set.images) for training_set in training_sets if not training_set.given)
+    if own_images < 2:
+        return {}, TrainReply(state.client, None)
+    model = _received_model(state, below("model.", tensors), plan, order)
+    progress: list[Progress] = []
+    trained = fit(
+        model,
+        training_sets,
+        order.recipe,
+        reference=model if order.align else None,
+        device=choose_device(state.settings.device),
+        trainable=_mask(model, below("mask.", tensors), order.frozen),
+        watch=progress.append,
+        options=plan.options,
+        teachers=plan.teachers,
+    )
+    epoch = progress[-1].history[-1]
+    trained_on, read = count_images(training_sets, order.recipe.batch_size, order.recipe.epochs, plan.options)
+    result = LocalResult(
+        own_images,
+        epoch.loss,
+        epoch.accuracy,
+        epoch.ortho,
+        drift=_drift(model, trained),
+        images_read=read,
+        images_trained=trained_on,
+    )
+    sent = {name: value for name, value in trained.state_dict().items() if name not in order.frozen}
+    return prefixed("model.", sent), TrainReply(state.client, result)
+
+
+def keep_model(state: ClientState, tensors: Tensors, order: KeepModel) -> tuple[Tensors, ModelReply]:
+    """Keep the model that later requests are about, and write its ledger, which never leaves this disk."""
+    if state.record.has_left:
+        return {}, ModelReply(state.client, "", "left")
+    model = _build(state, order.task, below("model.", tensors)).eval()
+    if tensors_digest(model.state_dict()) in state.record.patched_away:
+        return {}, ModelReply(state.client, state.record.model, "patched-away")
+    state.images(order.task)  # refused before anything changes: images that do not fit the task
+    state.keep_model(model, task=order.task, forgotten=state.forgotten_with(order.forgotten))
+    train = state.images().train
+    if len(train) and order.write_ledger:
+        device = choose_device(state.settings.device)
+        write_ledger(state.ledger_path, model.to(device), train, device=device)
+    return {}, ModelReply(state.client, state.record.model)
+
+
+def observe_images(state: ClientState, tensors: Tensors, order: Observe) -> tuple[Tensors, ObserveReply]:
+    """Sums over selections of the client's images, by its own model or one that was sent."""
+    sent = below("model.", tensors)
+    if state.record.has_left:
+        return {}, ObserveReply(state.client, "left", 0, 0, 0, 0.0)
+    if not sent and state.record.model != order.model:
+        return {}, ObserveReply(state.client, "other-model", 0, 0, 0, 0.0)
+    queries, images = unpack_queries(tensors, order.queries), state.images(order.task)
+    device = choose_device(state.settings.device)
+    model = _build(state, order.task, sent).eval() if sent else state.load_model(order.model)
+    model = model.to(device)
+    cache = AnswerCache(None if sent else load_ledger(state.ledger_path, model), {}, {})
+    observed, withheld = [], 0
+    for query in queries:
+        selected, small = _select_groups(query, images, order)
+        withheld += small
+        answers = answer(model, images.train, selected, query.statistic, cache=cache, device=device)
+        if query.statistic.by_label:
+            answers = [_without_small_labels(each, order.least_group) for each in answers]
+        observed.append(answers)
+    cost = (cache.images_read, cache.images_trained, cache.tail_flops)
+    return pack_observations(observed, queries), ObserveReply(state.client, "done", withheld, *cost)
+
+
+def apply_patch(state: ClientState, tensors: Tensors, order: ApplyPatch) -> tuple[Tensors, ModelReply]:
+    """Apply a patch once, stop using the forgotten images, and leave if the request names this client."""
+    patch, model = patch_from_wire(tensors, order.patch), state.record.model
+    if state.record.has_left:
+        return {}, ModelReply(state.client, model, "left")
+    if model not in (patch.before, patch.after):
+        return {}, ModelReply(state.client, model, "other-model")
+    if model == patch.before:
+        state.apply_patch(patch, order.request)
+    if state.record.has_left:
+        state.leave()
+    return {}, ModelReply(state.client, patch.after)
+
+
+Handler = Callable[[ClientState, Tensors, Any], tuple[Tensors, Reply]]
+HANDLERS: Mapping[str, Handler] = {
+    Hello.action: hello,
+    TrainLocal.action: train_local,
+    KeepModel.action: keep_model,
+    Observe.action: observe_images,
+    ApplyPatch.action: apply_patch,
+}
+
+
+def handle(state: ClientState, action: str, tensors: Tensors, value: Json) -> tuple[Tensors, Reply]:
+    """Validate a message and answer it, with the run's number of threads."""
+    order = from_json(ORDERS[action], value, f"the server's {action}")
+    with using_threads(state.settings.threads):
+        return HANDLERS[action](state, tensors, order)
+
+
+def _build(state: ClientState, task: TaskInfo, tensors: Tensors) -> nn.Module:
+    """The federation's network with weights that were sent."""
+    model = build_model(state.settings.model, num_classes=len(task.names), channels=task.shape[0])
+    load_weights(model, dict(tensors), SERVER)
+    return model
+
+
+def _received_model(state: ClientState, sent: Tensors, plan: TrainingPlan, order: TrainLocal) -> nn.Module:
+    """The model that was sent; frozen tensors come from the client's own model if the server left them out."""
+    base = read_tensors(state.model_path(order.base))[0] if order.base else base_tensors(sent)
+    model = _build(state, order.task, base)
+    if plan.adapters is not None:
+        model = attach(model, plan.adapters)
+    load_weights(model, {**model.state_dict(), **sent}, SERVER)
+    return model
+
+
+def _mask(model: nn.Module, masks: Tensors, frozen: Sequence[str]) -> Mask | None:
+    """The coordinates that may change: none of the frozen tensors, those of a mask, all of the others."""
+    none = {name: torch.zeros_like(p, dtype=torch.bool) for name, p in model.named_parameters() if name in frozen}
+    return none | {name: mask.bool() for name, mask in masks.items()} or None
+
+
+def _drift(received: nn.Module, trained: nn.Module) -> float:
+    """Distance of all trained weights from those received, ‖W_k − W_global‖."""
+    before = dict(received.named_parameters())
+    squares = [(p.detach() - before[name].detach()).double().square().sum() for name, p in trained.named_parameters()]
+    return float(torch.stack(squares).sum().sqrt())
+
+
+def _select_groups(query: Query, images: ClientImages, order: Observe) -> tuple[list[Images], int]:
+    """The images of each selection, and how many selections are withheld because they have too few images."""
+    if query.statistic.by_label and query.statistic.kind != "right":
+        raise FedOrthoError(
+            f"{query.statistic.kind} by label is refused; a client gives only counts of right answers by label"
+        )
+    groups = [images.select(selection, order.num_clients, order.least_group) for selection in query.selections]
+    is_small = [0 < len(group) < order.least_group for group in groups]
+    kept = [group.subset([]) if small else group for group, small in zip(groups, is_small, strict=True)]
+    return kept, sum(is_small)
+
+
+def _without_small_labels(observation: Observation, least: int) -> Observation:
+    """Counts by label without labels of fewer than `least` images: a single image's count would reveal its label."""
+    return observation.only((observation.counts >= least).nonzero().flatten().tolist())
