@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bundles import HOW, REQUEST, Runs, edited, forge
+from bundles import HOW, REQUEST, Runs, edited, forge, manifest
 from pages import data_pngs, embedded
 
 from fedortho.cli.report import report_command
@@ -141,7 +141,7 @@ def test_the_same_run_gives_the_same_bytes_and_evidence_is_not_overwritten(
 ) -> None:
     make_bundle(runs["second"], ForgetRequest.parse("class:3"), tmp_path / "again.zip")
     assert (tmp_path / "again.zip").read_bytes() == made.read_bytes()
-    with pytest.raises(FedOrthoError, match=r"again\.zip is there already; evidence is never overwritten"):
+    with pytest.raises(FedOrthoError, match=r"again\.zip exists already"):
         make_bundle(runs["second"], REQUEST, tmp_path / "again.zip")
 
 
@@ -212,11 +212,11 @@ def test_files_that_contradict_each_other_are_refused_though_all_digests_fit(mad
         ("entry.json", lambda v: v | {"settings": {}}, "disagree about settings"),
         ("request.json", lambda v: v | {"request": "class:4"}, "disagree about request: class:4, class:3"),
         ("digests.json", lambda v: v | {"patch": "0" * 64}, "disagree about patch"),
-        ("request.json", lambda v: [v], r"request\.json holds no values by name"),
+        ("request.json", lambda v: [v], r"request\.json is not a mapping"),
     ):
         with pytest.raises(BadBundle, match=what):
             read_bundle(forge(made, {name: edited(made, name, change)}), "x.zip")
-    with pytest.raises(BadBundle, match=r"patch\.safetensors is no patch"):
+    with pytest.raises(BadBundle, match=r"patch\.safetensors is not a patch"):
         read_bundle(forge(made, {"patch.safetensors": b"\x08\0\0\0\0\0\0\0{}      "}), "x.zip")
     lines = open_bundle(made).files["journal.jsonl"].replace(b"executed", b"verified")
     with pytest.raises(BadBundle, match=r"line \d of journal\.jsonl was changed"):
@@ -279,3 +279,23 @@ def test_a_run_or_journal_that_is_not_whole_gives_no_evidence(runs: Runs, tmp_pa
     with pytest.raises(FedOrthoError, match=r"has no patch of class:3 \(0000\.safetensors\)"):
         make_bundle(open_run(copy), REQUEST, tmp_path / "b.zip")
     assert not (tmp_path / "b.zip").exists()
+
+
+def test_a_bundle_of_another_schema_is_refused_with_the_version_that_made_it(made: Path) -> None:
+    files = dict(open_bundle(made).files)
+    for schema in (1, 3):
+        like = json.loads(files["manifest.json"]) | {"schema": schema, "made-by": "fedortho 0.0.9"}
+        others = {name: data for name, data in files.items() if name != "manifest.json"}
+        with pytest.raises(BadBundle, match=rf"schema {schema}, made by fedortho 0\.0\.9"):
+            read_bundle(pack_files(others | {"manifest.json": manifest(like, others)}), "x.zip")
+
+
+def test_a_file_with_a_missing_unknown_or_wrongly_typed_key_is_refused_by_name(made: Path) -> None:
+    for name, change, telling in (
+        ("request.json", lambda v: v | {"number": "0"}, r"request\.json: number"),
+        ("digests.json", lambda v: v | {"colour": "blue"}, r"digests\.json has unknown keys: colour"),
+        ("environment.json", lambda v: {"here": v["here"]}, r"environment\.json lacks packages, run"),
+        ("entry.json", lambda v: v | {"cost": {"seconds": 1}}, r"entry\.json: cost lacks"),
+    ):
+        with pytest.raises(BadBundle, match=telling):
+            read_bundle(forge(made, {name: edited(made, name, change)}), "x.zip")

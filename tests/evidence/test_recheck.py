@@ -24,12 +24,12 @@ from fedortho.storage.files import tensors_digest, write_tensors
 def test_the_patch_gives_the_model_after_bit_for_bit(made: Path, runs: Runs, tmp_path: Path) -> None:
     bundle, model = open_bundle(made), runs["first"].path / "model.safetensors"
     reapply_patch(bundle, model)
-    with pytest.raises(BadBundle, match="begins with"):
+    with pytest.raises(BadBundle, match="has the patch of"):
         reapply_patch(bundle, runs["second"].path / "model.safetensors")
     state = runs["first"].load_model().state_dict()
     state["features.0.weight"].view(torch.int32)[0, 0, 0, 0] ^= 1
     write_tensors(tmp_path / "other.safetensors", state)
-    with pytest.raises(BadBundle, match="begins with"):
+    with pytest.raises(BadBundle, match="has the patch of"):
         reapply_patch(bundle, tmp_path / "other.safetensors")
 
 

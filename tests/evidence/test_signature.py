@@ -32,12 +32,12 @@ def test_a_private_key_is_its_owners_and_is_not_overwritten(tmp_path: Path) -> N
     public, text = make_key(tmp_path / "me.pem")
     assert (tmp_path / "me.pem").stat().st_mode & 0o777 == 0o600
     assert load_public(public) == text
-    with pytest.raises(FedOrthoError, match=r"me\.pem is there already"):
+    with pytest.raises(FedOrthoError, match=r"me\.pem exists already"):
         make_key(tmp_path / "me.pem")
-    with pytest.raises(BadSignature, match="no PEM key without a password"):
+    with pytest.raises(BadSignature, match="PEM key without a password"):
         load_key(public)
     (tmp_path / "note.txt").write_text("no key")
-    with pytest.raises(BadSignature, match=r"note\.txt is no PEM key"):
+    with pytest.raises(BadSignature, match=r"note\.txt is not a PEM key"):
         load_public(tmp_path / "note.txt")
     with pytest.raises(BadSignature, match="cannot be read: No such file"):
         load_key(tmp_path / "none.pem")

@@ -1,8 +1,8 @@
-"""Evidence of one served request in one file, for an auditor who has neither the data nor trust.
+"""Evidence of one served request in one file, for an auditor who has no access to the data.
 
-A bundle holds the request, digests of the model before and after, the patch, settings, results and environment. It
-holds no image of the data, no ledger, no model and nothing of what was removed. `manifest.json` lists every file with
-its size and SHA-256 and ends in a digest over itself; the archive has one form (`archive.py`), so any other byte shows.
+A bundle has the request, digests of the model before and after, the patch, settings, results and environment. It has
+no image of the data, no ledger, no model and none of the removed weights. `manifest.json` lists every file with its
+size and SHA-256 and a digest over itself; the archive has one form (`canonical_zip.py`), so any other byte shows.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ from fedortho.storage.records import from_json, to_json
 
 
 class BadBundle(FedOrthoError):
-    """A bundle that is damaged, was changed, or contradicts itself."""
+    """A bundle that is damaged, was changed, or whose files contradict each other."""
 
 
 R = TypeVar("R")
@@ -56,12 +56,13 @@ R = TypeVar("R")
 def make_bundle(
     run: Run, request: ForgetRequest, out: Path, *, sign: Path | None = None, journal: Path | None = None
 ) -> Bundle:
-    """Write the evidence of one of a run's served requests; the same run gives the same bytes on the same machine.
+    """Write the evidence of a request that a run has served; the same run gives the same bytes on the same machine.
 
-    `journal` is the directory with the journal that tells of the request, if that is not the one beside the run.
+    `sign` is the file of a private key. `journal` is the directory of the journal that has the request; default: the
+    run's parent directory.
     """
     if out.exists():
-        raise FedOrthoError(f"{out} is there already; evidence is never overwritten: choose another -o")
+        raise FedOrthoError(f"{out} exists already; evidence is never overwritten: choose another -o")
     files = _collect(run, index_of_request(run, request), journal or run.path.resolve().parent)
     key = None if sign is None else load_key(sign)
     manifest = Manifest(
@@ -74,20 +75,20 @@ def make_bundle(
     if key is not None:
         files[SIGNATURE] = key.sign(files[MANIFEST]).hex().encode() + b"\n"
     archive = pack_files(files)
-    bundle = read_bundle(archive, str(out))  # nothing leaves that would not pass
+    bundle = read_bundle(archive, str(out))  # what is written passes every check
     with replacing(out) as temporary:
         temporary.write_bytes(archive)
     return bundle
 
 
 def open_bundle(path: Path, *, digest: str = "", public: Path | None = None) -> Bundle:
-    """Check all that can be checked of a bundle by itself: every byte, and that its parts agree.
+    """Read a bundle and check every byte, and that its files agree with each other.
 
-    `digest` is the manifest's, as it was told by another way; `public` the key that must have signed it.
+    `digest` is the manifest's digest as received by another channel; `public` the key that must have signed it.
     """
     try:
         if path.stat().st_size > LARGEST:
-            raise BadArchive(f"{path} has more than {LARGEST >> 20} MB: it is no bundle")
+            raise BadArchive(f"{path} is larger than {LARGEST >> 20} MB: it is not a bundle")
         archive = path.read_bytes()
     except OSError as error:
         raise BadBundle(f"{path} cannot be read: {error.strerror}") from error
@@ -221,7 +222,7 @@ def _collect(run: Run, number: int, beside: Path) -> dict[str, bytes]:
 
 
 def _extras(run: Run, number: int) -> dict[str, bytes]:
-    """Verdict and report, if they are about this request: a later one's verdict is on another model."""
+    """Verdict and report, if they are about this request: after a later request they are about another model."""
     entry, verdict = run.record.requests[number], read_verdict(run.path)
     if number != len(run.record.requests) - 1 or (verdict and verdict["request"] != entry.request):
         return {}
@@ -234,7 +235,7 @@ def _extras(run: Run, number: int) -> dict[str, bytes]:
 
 
 def _report(path: Path, tells: Sequence[str]) -> bytes:
-    """The report as it is handed out, without images of data, if it tells of this model and verdict."""
+    """The report without images of the data; one about another model or verdict is refused."""
     page = path.read_text(encoding="utf-8")
     again = f"write it again: fedortho report {path.parent}"
     if not all(words in unescape(page) for words in tells):
@@ -246,7 +247,7 @@ def _report(path: Path, tells: Sequence[str]) -> bytes:
 
 
 def _journal(run: Run, entry: ServedRecord, beside: Path) -> tuple[bytes, JournalEnd | None]:
-    """The journal's lines about a run and about the request where it was still that of another, and where it ends."""
+    """The journal's lines about the run, and about the request before the run existed; and the end of the journal."""
     journal = read_journal(beside)
     if not journal.entries:
         return b"", None
@@ -269,7 +270,7 @@ def _patch(data: bytes, source: str) -> Patch:
             patch = load_patch(file)
             return replace(patch, note=dict(patch.note))
         except (FedOrthoError, KeyError, TypeError, ValueError, AttributeError) as error:
-            raise BadBundle(f"{source}: patch.safetensors is no patch ({error})") from error
+            raise BadBundle(f"{source}: patch.safetensors is not a patch ({error})") from error
 
 
 def _record(kind: type[R], files: Mapping[str, bytes], name: str, source: str) -> R:
@@ -281,13 +282,13 @@ def _record(kind: type[R], files: Mapping[str, bytes], name: str, source: str) -
 
 def _json(files: Mapping[str, bytes], name: str, source: str) -> dict[str, Any]:
     if name not in files:
-        raise BadBundle(f"{source} lacks {name}: it is no bundle, or not a whole one")
+        raise BadBundle(f"{source} lacks {name}: it is not a bundle, or is incomplete")
     try:
         value = json.loads(files[name])
     except (ValueError, RecursionError) as error:
         raise BadBundle(f"{source}: {name} is not JSON ({error})") from error
     if not isinstance(value, dict):
-        raise BadBundle(f"{source}: {name} holds no values by name")
+        raise BadBundle(f"{source}: {name} is not a mapping")
     return value
 
 

@@ -1,4 +1,4 @@
-"""Do again what a bundle tells of: apply its patch to the model of before, or make the decision anew with the data."""
+"""Repeat what a bundle claims: apply its patch to the original model, or unlearn again with the data."""
 
 import tempfile
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ from fedortho.storage.files import read_tensors, tensors_digest
 
 
 class _Weights(nn.Module):
-    """Weights without their network: enough to be edited and digested."""
+    """Weights without a network: a patch can be applied to them and a digest computed."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -37,15 +37,17 @@ class _Weights(nn.Module):
 
 
 def reapply_patch(bundle: Bundle, model: Path) -> None:
-    """Apply the patch to the model of before; refused if this is another one, or if another one than told comes out.
+    """Apply the patch to the model before; refused if that is another model or the result has another digest.
 
-    A network of ours is built and must fit; for one of somebody else's, whose code a bundle must not be able to
-    start, the weights suffice.
+    A network of the table is built and must fit the weights. Any other network is not imported, since a bundle must not
+    be able to run code; its weights suffice.
     """
     weights = read_tensors(model)[0]
     digest = tensors_digest(weights)
     if digest != bundle.patch.before:
-        raise BadBundle(f"{model} is the model {digest[:16]}; {bundle.source} begins with {bundle.patch.before[:16]}")
+        raise BadBundle(
+            f"{model} is the model {digest[:16]}; {bundle.source} has the patch of {bundle.patch.before[:16]}"
+        )
     try:
         kind = bundle.settings.model
         network: nn.Module = _Weights(weights)
@@ -55,12 +57,12 @@ def reapply_patch(bundle: Bundle, model: Path) -> None:
         bundle.patch.apply(network)
     except FedOrthoError as error:
         raise BadBundle(f"{bundle.source}: patch.safetensors does not give the model after: {error}") from error
-    except (KeyError, TypeError, IndexError, RuntimeError) as error:  # a patch that somebody made up
+    except (KeyError, TypeError, IndexError, RuntimeError) as error:  # a forged patch
         raise BadBundle(f"{bundle.source}: patch.safetensors cannot be applied to {model} ({error})") from error
 
 
 def rerun_decision(bundle: Bundle, run: Run, data_dir: str = "") -> None:
-    """Decide again with the run of before and its data; refused if another patch comes out."""
+    """Unlearn again with the run before the request and its data; refused if the patch differs."""
     _check_run(bundle, run)
     request = ForgetRequest.parse(bundle.request.request)
     method = make_method(bundle.entry.method, bundle.entry.settings)

@@ -1,4 +1,4 @@
-"""Ed25519 signatures: who vouches for some bytes, not whether what they say is true."""
+"""Ed25519 signatures: they prove who signed a file, not that its contents are true."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,11 +14,11 @@ LONGEST = 100_000  # bytes of a key file; it has some hundred
 
 
 class BadSignature(FedOrthoError):
-    """A signature that is not of these bytes by this key, or a key that is none."""
+    """A signature that does not match the bytes or the key, or a file that is not a key."""
 
 
 def make_key(path: Path) -> tuple[Path, str]:
-    """Write a new private key, readable by its owner only, and beside it the public one; its path and its hex."""
+    """Write a new private key, readable by its owner only, and a public key beside it; its path and its hex."""
     _need()
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
@@ -26,7 +26,9 @@ def make_key(path: Path) -> tuple[Path, str]:
     public = path.with_suffix(".pub")
     for file in (path, public):
         if file.exists() or path == public:
-            raise FedOrthoError(f"{file} is there already or names the public key; choose another name, such as my.pem")
+            raise FedOrthoError(
+                f"{file} exists already or is the public key's name; choose another name, such as my.pem"
+            )
     key = Ed25519PrivateKey.generate()
     for file, mode, text in (
         (path, 0o600, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())),
@@ -45,7 +47,9 @@ def load_key(path: Path) -> "Ed25519PrivateKey":
 
     key = _parse(path, lambda text: load_pem_private_key(text, None))
     if not isinstance(key, Ed25519PrivateKey):
-        raise BadSignature(f"{path} is no Ed25519 private key; make one with fedortho bundle key -o {path.stem}.pem")
+        raise BadSignature(
+            f"{path} is not an Ed25519 private key; make one with fedortho bundle key -o {path.stem}.pem"
+        )
     return key
 
 
@@ -57,7 +61,9 @@ def load_public(path: Path) -> str:
 
     key = _parse(path, load_pem_public_key)
     if not isinstance(key, Ed25519PublicKey):
-        raise BadSignature(f"{path} is no Ed25519 public key; fedortho bundle key writes one beside the private key")
+        raise BadSignature(
+            f"{path} is not an Ed25519 public key; fedortho bundle key writes one beside the private key"
+        )
     return key.public_bytes_raw().hex()
 
 
@@ -66,7 +72,7 @@ def public_half(key: "Ed25519PrivateKey") -> str:
 
 
 def check_signature(public: str, signature: bytes, message: bytes) -> None:
-    """Refuse a signature that the holder of this key (hex) did not make of this message."""
+    """Refuse a signature of this message that was not made with this key (hex)."""
     _need()
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -74,7 +80,7 @@ def check_signature(public: str, signature: bytes, message: bytes) -> None:
     try:
         Ed25519PublicKey.from_public_bytes(bytes.fromhex(public)).verify(signature, message)
     except (InvalidSignature, ValueError) as error:
-        raise BadSignature(f"the signature is not one by the key {public[:16]} of these bytes") from error
+        raise BadSignature(f"the signature does not match the key {public[:16]} and these bytes") from error
 
 
 def _parse(path: Path, load: Any) -> Any:
@@ -84,7 +90,7 @@ def _parse(path: Path, load: Any) -> Any:
     except OSError as error:
         raise BadSignature(f"the key {path} cannot be read: {error.strerror}") from error
     except Exception as error:  # cryptography raises several kinds; each one means the same to the user
-        raise BadSignature(f"{path} is no PEM key without a password; fedortho bundle key makes one") from error
+        raise BadSignature(f"{path} is not a PEM key without a password; fedortho bundle key makes one") from error
 
 
 def _need() -> None:
