@@ -1,19 +1,10 @@
-"""A federation in this process, from which a client leaves: python examples/own_federation.py DIRECTORY."""
+"""A federation in this process, which a client leaves: python examples/own_federation.py DIRECTORY."""
 
 import argparse
 import json
 from pathlib import Path
 
 import fedortho as fo
-from fedortho.federated.engine import RoundProgress
-from fedortho.federated.server import train_federation
-from fedortho.requests.federated_forgetting import forget_federated_run
-from fedortho.runs.settings import FederateSettings
-
-
-def tell(news: RoundProgress) -> None:
-    if not news.asked:  # the round is over
-        print(f"round {news.round} of {news.rounds}: accuracy while training {news.history[-1].accuracy:.1%}")
 
 
 def main() -> None:
@@ -23,12 +14,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
 
-    settings = FederateSettings(
+    settings = fo.FederateSettings(
         data="digits",  # or a folder of images, of which each client gets a share
         model="vgg-mini",  # or package.module:function
         clients=given.clients,
         rounds=given.rounds,
-        fraction=1.0,  # of the clients, in each round
+        fraction=1.0,  # share of the clients that train in a round
         split="dirichlet:0.5",
         batch_size=32,
         crop=0,
@@ -36,10 +27,13 @@ def main() -> None:
         valid=0.2,
         threads=1,
     )
-    run = train_federation(given.directory / "federation", settings, watch=tell)
-    leaver = fo.ForgetRequest.parse(f"client:{given.clients - 1}")
-    chosen = fo.make_method("hide", {"max_retain_drop": 0.05})
-    served = forget_federated_run(run, leaver, chosen, out=given.directory / "left")
+    run = fo.federate_run(given.directory / "federation", settings)
+    assert run is not None, "its clients run in this process"
+    for entry in run.history():
+        print(f"round {entry.epoch + 1} of {given.rounds}: accuracy while training {entry.accuracy:.1%}")
+
+    method = fo.make_method("hide", {"max_retain_drop": 0.05})
+    served = fo.forget_run(run, f"client:{given.clients - 1}", method, out=given.directory / "left")
     for name, found in (("before", served.record.before), ("after", served.record.after)):
         print(f"{name:7} forget {found.forget:.1%}  retain {found.retain:.1%}")
     for exchange in json.loads((given.directory / "left" / "wire.json").read_text()):  # bytes per client

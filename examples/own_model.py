@@ -1,14 +1,13 @@
-"""A network and images of one's own: python examples/own_model.py.  Any classifier with convolutions will do."""
+"""A network and images of your own: python examples/own_model.py.  Any classifier with convolutions will do."""
 
 import torch
 from torch import Tensor, nn
 
 import fedortho as fo
-from fedortho.models.sites import check_model
 
 
 class Net(nn.Module):
-    """Nothing of this knows about fedortho: no base class, no wrapper."""
+    """A plain PyTorch module: no base class, no wrapper."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
@@ -24,7 +23,7 @@ class Net(nn.Module):
 
 
 def stripes(number: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Four classes of noisy stripes, (n, 1, 12, 12) in uint8: lying, standing, and the two diagonals."""
+    """Four classes of noisy stripes, (n, 1, 12, 12) in uint8: horizontal, vertical and the two diagonals."""
     random = torch.Generator().manual_seed(seed)
     labels = torch.arange(number) % 4
     row, column = torch.meshgrid(torch.arange(12), torch.arange(12), indexing="ij")
@@ -35,14 +34,14 @@ def stripes(number: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def main() -> None:
-    names = ["lying", "standing", "rising", "falling"]
+    names = ["horizontal", "vertical", "rising", "falling"]
     train = fo.images_from_tensors(*stripes(1200, seed=0), names)
     test = fo.images_from_tensors(*stripes(400, seed=1), names)
-    data = fo.make_dataset(train, test, valid=0.2)  # a fifth is set aside for every choice on the way
+    data = fo.make_dataset(train, test, valid=0.2)  # a fifth becomes the validation set
 
     torch.manual_seed(0)
     model = fo.fit(Net(classes=4), data.train, fo.Recipe(epochs=4, batch_size=32, crop=0, flip=0.0))
-    for finding in check_model(model, data.train.shape):  # which edits apply to which layer
+    for finding in fo.check_model(model, data.train.shape):  # which edits apply to which layer
         print(f"{finding.layer.name}: {finding.channel or 'can be edited'}")
     forgot = fo.forget(model, data, "class:rising").model
     for name, one in (("before", model), ("after", forgot)):

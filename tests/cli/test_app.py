@@ -144,7 +144,7 @@ def test_forget_writes_a_new_run_that_can_be_undone_and_forget_again(
     assert [label for label, number in enumerate(ledger.counts.tolist()) if not number] == [3], "its line is dropped"
     assert not any(bool(sums[3].any()) for sums in ledger.sums.values())
     assert run(monkeypatch, "forget", second, "class:5", *budget, "--out", third) == 0
-    assert "forgotten so far: class:3" in capsys.readouterr().out
+    assert "forget accuracy of all requests: class:3" in capsys.readouterr().out
     assert [served.request for served in open_run(third).record.requests] == ["class:3", "class:5"]
     assert run(monkeypatch, "undo", second, undo, "--out", tmp_path / "back") == 0
     assert open_run(tmp_path / "back").record.model == open_run(first).record.model
@@ -154,8 +154,8 @@ def test_forget_writes_a_new_run_that_can_be_undone_and_forget_again(
     assert run(monkeypatch, "forget", first, *refused, "--out", tmp_path / "y") == 2
     told = capsys.readouterr().err
     assert "target" in told
-    assert "tried, on the images set aside" in told
-    assert "or retrain (that took" in told
+    assert "trials: forget" in told
+    assert "or retrain (training took" in told
     assert not (tmp_path / "y").exists()
 
 
@@ -184,6 +184,37 @@ def test_a_dry_run_and_bad_requests_write_nothing(
         run(monkeypatch, "forget", tmp_path / "run", "class:3", "--method", "paper", "--out", tmp_path / "file/x") == 2
     )
     assert "cannot be written: Not a directory" in capsys.readouterr().err
+
+
+def test_every_method_forgets_with_hyper_parameters_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    first, undo = tmp_path / "run", tmp_path / "undo.safetensors"
+    assert run(monkeypatch, "train", *QUICK, "--model", "small:TinyNet", "--out", first) == 0
+    words = ("--method", "finetune", "--settings", "short", "--set", "lr=0.002", "--set", "batch-size=128")
+    forget = ("forget", first, "class:3", *words, "--audit", "none")
+    assert run(monkeypatch, *forget, "--out", tmp_path / "tuned", "--keep-undo", undo) == 0
+    assert "tensors replaced" in capsys.readouterr().out
+    served = open_run(tmp_path / "tuned").record.requests[-1]
+    assert served.method == "finetune"
+    assert (served.settings["epochs"], served.settings["lr"], served.settings["batch-size"]) == (2, 0.002, 128)
+    assert served.settings["crop"] == open_run(first).settings.crop, "the run's own augmentation"
+    assert run(monkeypatch, "undo", tmp_path / "tuned", undo, "--out", tmp_path / "back") == 0
+    assert open_run(tmp_path / "back").record.model == open_run(first).record.model
+    capsys.readouterr()
+    for more, message in (
+        (("--target", "0.1"), "finetune has no setting --target"),
+        (("--set", "target=0.1"), "no setting 'target'"),
+        (("--set", "lr"), "NAME=VALUE"),
+        (("--set", "epochs=few"), "'few'"),
+        (("--settings", "fast"), "published, short, tuned"),
+        (("--dry-run", "--keep-undo", undo), "--keep-undo"),
+        (("--retrain",), "--retrain"),
+        (("--engine", "ray"), "federation"),
+    ):
+        assert run(monkeypatch, *forget, *more, "--out", tmp_path / "new") == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
 
 
 def test_check_tells_by_its_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -284,7 +315,7 @@ def test_a_federation_is_trained_asked_to_forget_and_judged(
     assert set(later) == {"0", "1"}
     outcomes = {rounds: found["audits"][1]["outcome"] for rounds, found in later.items()}
     assert outcomes == {"0": "NO REFERENCE", "1": "NO REFERENCE"}
-    assert open_run(tmp_path / "forgot-after-1").record.requests[-1]["request"] == "client:1"
+    assert open_run(tmp_path / "forgot-after-1").record.requests[-1].request == "client:1"
     assert run(monkeypatch, "audit", forgot, "--after-rounds", "0") == 2
     assert "--after-rounds" in capsys.readouterr().err
     assert run(monkeypatch, "sync", forgot) == 0

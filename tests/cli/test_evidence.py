@@ -16,7 +16,7 @@ from fedortho.errors import FedOrthoError
 from fedortho.evidence.bundle import open_bundle
 from fedortho.methods.hide import Hide
 from fedortho.requests import judging
-from fedortho.requests.forgetting import forget_run
+from fedortho.requests.forgetting import serve_request
 from fedortho.requests.judging import JudgeOptions, judge_run
 from fedortho.runs.run import open_run
 from fedortho.runs.settings import TrainSettings
@@ -46,7 +46,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = TrainSettings(data="digits", model="small:TinyNet", epochs=1, batch_size=64, threads=1, crop=0, flip=0.0)
     run = train_run(place / "first", settings)
     request = ForgetRequest.parse("class:3")
-    forget_run(run, run.load_data(), request, Hide(ratio=0.2), out=place / "second")
+    serve_request(run, run.load_data(), request, Hide(ratio=0.2), out=place / "second")
     return place
 
 
@@ -76,7 +76,7 @@ def test_all_about_a_request_stands_in_the_journal_beside_the_run_it_was_asked_o
     shutil.copytree(place / "first", tmp_path / "runs" / "first")
     run, out = open_run(tmp_path / "runs" / "first"), tmp_path / "elsewhere" / "out"
     request = ForgetRequest.parse("class:3")
-    made = forget_run(run, run.load_data(), request, Hide(ratio=0.2), out=out).run
+    made = serve_request(run, run.load_data(), request, Hide(ratio=0.2), out=out).run
     assert made is not None
     judge_run(made, request, JudgeOptions("none"), original=run)
     journal = check_journal(tmp_path / "runs")

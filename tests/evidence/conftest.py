@@ -12,7 +12,7 @@ from fedortho.cli.report import report_command
 from fedortho.data.request import ForgetRequest
 from fedortho.evidence.bundle import make_bundle
 from fedortho.evidence.signature import make_key
-from fedortho.requests.forgetting import forget_run
+from fedortho.requests.forgetting import serve_request
 from fedortho.runs.run import open_run
 from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
@@ -32,7 +32,9 @@ def _write_runs(place: Path) -> None:
     run = train_run(place / "first", TRAINED)
     data = run.load_data()
     for name, words in (("second", "class:3"), ("third", "class:5")):
-        forgot = forget_run(run, data, ForgetRequest.parse(words), HOW, out=place / name, undo=place / f"{name}.undo")
+        forgot = serve_request(
+            run, data, ForgetRequest.parse(words), HOW, out=place / name, undo=place / f"{name}.undo"
+        )
         assert forgot.run is not None
         run = forgot.run
     verdict = {"schema": 1, "request": "class:3", "sentence": '3 is "gone".', "label": "none run"}

@@ -20,7 +20,7 @@ from fedortho.evidence.contents import RequestFile
 from fedortho.evidence.recheck import reapply_patch, rerun_decision
 from fedortho.evidence.redaction import LEFT_OUT, MARKED
 from fedortho.reports.pictures import as_pictures, thumbnail
-from fedortho.requests.forgetting import forget_run
+from fedortho.requests.forgetting import serve_request
 from fedortho.runs.derived import write_derived
 from fedortho.runs.record import Accuracies, ServedRecord
 from fedortho.runs.run import open_run
@@ -94,7 +94,7 @@ def test_no_file_holds_a_picture_of_a_sample_that_had_to_go(runs: Runs, tmp_path
     data = before.load_data()
     gone = data.train.subset(range(100))
     request = ForgetRequest.parse("samples:" + ",".join(map(str, gone.rows.tolist())))
-    run = forget_run(before, data, request, HOW, out=tmp_path / "left").run
+    run = serve_request(before, data, request, HOW, out=tmp_path / "left").run
     assert run is not None
     report_command(run.path, device="cpu")
     files = make_bundle(run, request, tmp_path / "x.zip").files

@@ -23,7 +23,7 @@ from fedortho.methods.hide import Hide
 from fedortho.reports.gallery import audit_pictures, draw_gallery
 from fedortho.reports.page import SECTIONS, Report, original_for, render, verdict_of, write_report
 from fedortho.reports.pictures import Example, Gallery, Picture, as_pictures, thumbnail
-from fedortho.requests.forgetting import forget_run
+from fedortho.requests.forgetting import serve_request
 from fedortho.requests.references import find_original, find_references, reference_settings
 from fedortho.runs.record import Accuracies, TrialRecord
 from fedortho.runs.run import Run
@@ -63,7 +63,7 @@ def forgot(tmp_path_factory: pytest.TempPathFactory) -> Run:
     run = train_run(place / "original", settings)
     request = ForgetRequest.parse("class:3")
     train_run(place / "retrained", replace(reference_settings(run, request), epochs=3))
-    served = forget_run(run, run.load_data(), request, Hide(max_retain_drop=0.2, target=0.2), out=place / "forgot")
+    served = serve_request(run, run.load_data(), request, Hide(max_retain_drop=0.2, target=0.2), out=place / "forgot")
     assert served.run is not None
     return served.run
 

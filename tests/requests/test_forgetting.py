@@ -11,7 +11,7 @@ from fedortho.evidence.bundle import make_bundle, open_bundle
 from fedortho.evidence.recheck import reapply_patch, rerun_decision
 from fedortho.methods import make_method
 from fedortho.models.patch import load_patch
-from fedortho.requests.forgetting import forget_run, undo_run
+from fedortho.requests.forgetting import serve_request, undo_run
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
@@ -39,7 +39,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.mark.parametrize("name", HOW)
 def test_any_method_serves_a_request_and_can_be_undone_and_proven(run: Run, tmp_path: Path, name: str) -> None:
     data, method = run.load_data(), make_method(name, HOW[name])
-    served = forget_run(run, data, "class:3", method, out=tmp_path / "forgot", undo=tmp_path / "undo")
+    served = serve_request(run, data, "class:3", method, out=tmp_path / "forgot", undo=tmp_path / "undo")
     assert served.run is not None
     (record,) = served.run.record.requests
     assert (record.method, record.request, record.cost) == (name, "class:3", served.result.cost)
@@ -60,9 +60,9 @@ def test_any_method_serves_a_request_and_can_be_undone_and_proven(run: Run, tmp_
 
 def test_a_second_request_does_not_train_on_what_the_first_has_removed(run: Run, tmp_path: Path) -> None:
     data, method = run.load_data(), make_method("finetune", {"epochs": 1})
-    first = forget_run(run, data, REQUEST, method, out=tmp_path / "first").run
+    first = serve_request(run, data, REQUEST, method, out=tmp_path / "first").run
     assert first is not None
-    second = forget_run(first, data, "class:5", method, out=tmp_path / "second")
+    second = serve_request(first, data, "class:5", method, out=tmp_path / "second")
     number = int(((data.train.labels != 3) & (data.train.labels != 5)).sum())
     assert second.result.cost.images_trained == number
     assert set(second.record.all_forgotten) == {"class:3", "class:5"}
@@ -73,11 +73,11 @@ def test_a_second_request_does_not_train_on_what_the_first_has_removed(run: Run,
 def test_the_journal_tells_of_a_request_that_was_executed_and_of_one_that_was_refused(tmp_path: Path) -> None:
     run = train_run(tmp_path / "run", SETTINGS)
     data = run.load_data()
-    forget_run(run, data, REQUEST, "paper", out=tmp_path / "forgot")
+    serve_request(run, data, REQUEST, "paper", out=tmp_path / "forgot")
     with pytest.raises(FedOrthoError, match="class-pruning"):
-        forget_run(run, data, "samples:1,2,3", "class-pruning", out=tmp_path / "none")
+        serve_request(run, data, "samples:1,2,3", "class-pruning", out=tmp_path / "none")
     assert not (tmp_path / "none").exists()
-    forget_run(run, data, REQUEST, "paper", out=None)
+    serve_request(run, data, REQUEST, "paper", out=None)
     entries = check_journal(tmp_path).entries
     assert [entry.event for entry in entries] == ["received", "executed", "received", "refused"]
     assert entries[1].after == open_run(tmp_path / "forgot").record.model.digest

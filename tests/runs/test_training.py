@@ -21,7 +21,7 @@ from fedortho.errors import BadCheckpoint, BadData, BadSetting, FedOrthoError, U
 from fedortho.methods.hide import Hide
 from fedortho.models.predictions import accuracy, evaluate
 from fedortho.models.zoo import build_model
-from fedortho.requests.forgetting import forget_run
+from fedortho.requests.forgetting import serve_request
 from fedortho.runs.run import open_run
 from fedortho.runs.settings import ImportSettings, TrainSettings
 from fedortho.runs.training import import_run, train_run
@@ -289,5 +289,5 @@ def test_a_model_that_learnt_nothing_is_told_of_and_so_is_a_class_that_it_never_
     data = run.load_data()
     score = evaluate(run.load_model(), data.test)
     never = score.per_class.index(0.0)
-    forget_run(run, data, ForgetRequest.parse(f"class:{never}"), Hide(ratio=0.1), out=None)
+    serve_request(run, data, ForgetRequest.parse(f"class:{never}"), Hide(ratio=0.1), out=None)
     assert "below the target" in caplog.text

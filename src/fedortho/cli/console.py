@@ -1,6 +1,6 @@
 """What the command line shows: tables, lines and progress bars."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bars
 from rich.table import Table
 
-from fedortho.methods import ForgetResult
 from fedortho.models.predictions import Evaluation
 from fedortho.models.sites import Finding
 from fedortho.requests.forgetting import ServedRequest
@@ -29,52 +28,65 @@ def say(text: str) -> None:
 
 
 def print_served(served: ServedRequest, run_path: Path) -> None:
+    """A served request: accuracies before and after, the edit, its cost and where the run is."""
     record, result = served.record, served.result
-    say(escape(f"{run_path}: {record.request}"))
+    say(escape(f"{run_path}: {record.request} by {record.method}"))
     table = Table()
     for name in ("accuracy", "before", "after"):
         table.add_column(name, justify="left" if name == "accuracy" else "right")
     for name in ("forget", "retain", "test"):
         table.add_row(name, f"{getattr(record.before, name):.1%}", f"{getattr(record.after, name):.1%}")
     out.print(table)
-    target, chosen, is_class = result.settings.get("target"), result.chosen, result.request.kind == "class"
-    if is_class and target is not None and record.after.forget > target:
-        say(f"[yellow]the target, {target:.1%}, is not met on test images[/]")
-    elif chosen is not None and not result.settings.get("ratio") and not is_class:
-        met = "; met before any edit" if record.before.forget <= chosen.limit else ""
-        say(f"limit: {chosen.limit:.1%}, the accuracy on unseen images of the same labels{met}")
-    what = "directions removed" if record.directions else "kernels edited"
-    if numbers := record.directions or record.kernels:
-        say(f"{what}: " + ", ".join(f"{number} in {site}" for site, number in numbers.items()))
+    print_target(served)
+    say(edit_line(served))
+    if result.plan is None:
+        cost = result.cost
+        say(f"{cost.seconds:.2f} s, {cost.images_read:,} images read, {cost.images_trained:,} trained on")
     else:
-        say(f"{record.method}: {len(result.patch.names())} tensors replaced")
-    if chosen is not None:
-        scrub = f", scrub at strength {chosen.scrub:g}" if chosen.scrub else ", no scrub"
-        say(f"ratio {chosen.ratio:g}{scrub}, {len(result.trials)} trial{'s' * (len(result.trials) > 1)}")
-    _print_cost(result)
+        read = result.plan.images_read
+        say("; ".join(f"{phase} {s:.2f} s ({read[phase]:,} images read)" for phase, s in result.plan.seconds.items()))
+    if result.cost.exchanges:
+        say(wire_line(served))
     if len(record.all_forgotten) > 1:
-        told = ", ".join(f"{k} {v:.1%}" for k, v in record.all_forgotten.items())
-        say(f"forgotten so far: {told}; retention paid in all: {served.retain_paid:.1%}")
+        shares = ", ".join(f"{request} {share:.1%}" for request, share in record.all_forgotten.items())
+        say(escape(f"forget accuracy of all requests: {shares}; retain accuracy lost in all: {served.retain_paid:.1%}"))
     if served.advise_retraining:
-        say("[yellow]these requests have cost much retention: retrain before the next one[/]")
+        say("[yellow]these requests have lost much retain accuracy: retrain before the next one[/]")
     if served.run is None:
-        say(str(result.patch).replace("[", r"\["))
+        say(escape(str(result.patch)))
     say("dry run: nothing was written" if served.run is None else f"written to {escape(str(served.run.path))}")
 
 
-def _print_cost(result: ForgetResult) -> None:
-    """Seconds, images and bytes: by phase where the method plans, in all otherwise."""
-    cost, plan = result.cost, result.plan
-    if plan is None:
-        say(f"{cost.seconds:.2f} s ({cost.images_read:,} images read, {cost.images_trained:,} trained on)")
-        return
-    say("; ".join(f"{k} {v:.2f} s ({plan.images_read[k]:,} images read)" for k, v in plan.seconds.items()))
-    if wire := {phase: vars(tally) for phase, tally in plan.spent.items() if tally.exchanges}:
-        say(wire_line(wire))
+def print_target(served: ServedRequest) -> None:
+    """Whether the accuracy that the method aimed at is met."""
+    record, chosen = served.record, served.result.chosen
+    target = record.settings.get("target")
+    if served.result.request.kind == "class":
+        if isinstance(target, float) and record.after.forget > target:
+            say(f"[yellow]the target, {target:.1%}, is not met on test images[/]")
+    elif chosen is not None and not record.settings.get("ratio"):
+        met = "; met before any edit" if record.before.forget <= chosen.limit else ""
+        say(f"limit: {chosen.limit:.1%}, the accuracy on unseen images of the same labels{met}")
+
+
+def edit_line(served: ServedRequest) -> str:
+    """What was edited, and the trial that was chosen."""
+    record, result = served.record, served.result
+    if record.directions or record.kernels:
+        kind = "directions removed" if record.directions else "kernels edited"
+        numbers = record.directions or record.kernels
+        line = f"{kind}: " + ", ".join(f"{number} in {site}" for site, number in numbers.items())
+    else:
+        line = f"tensors replaced: {len(result.patch.names())}"
+    if record.chosen is None:
+        return line
+    scrub = f"scrub at strength {record.chosen.scrub:g}" if record.chosen.scrub else "no scrub"
+    trials = f"{len(record.trials)} trial{'s' * (len(record.trials) > 1)}"
+    return f"{line}\nratio {record.chosen.ratio:g}, {scrub}, {trials}"
 
 
 def frontier_table(frontier: Sequence[Trial]) -> Table:
-    table = Table(caption="tried, on the images set aside", caption_justify="left")
+    table = Table(caption="trials: forget on training images, retain on validation images", caption_justify="left")
     for name in ("ratio", "scrub", "forget", "retain"):
         table.add_column(name, justify="right")
     for trial in frontier:
@@ -196,11 +208,11 @@ def round_line(entry: Epoch, rounds: int) -> str:
     return line + ("" if entry.drift is None else f"  drift {entry.drift:.2f}")
 
 
-def wire_line(wire: Mapping[str, Mapping[str, int]]) -> str:
-    """What a request sent over the network, all clients together."""
-    keys = ("exchanges", "bytes_up", "bytes_down", "withheld")
-    total = {key: sum(tally[key] for tally in wire.values()) for key in keys}
-    up, down = total["bytes_up"] / 1000, total["bytes_down"] / 1000
-    number = f"{total['exchanges']} exchange{'s' if total['exchanges'] > 1 else ''} with clients"
-    small = f"; {total['withheld']} groups of few images were withheld" if total["withheld"] else ""
-    return f"{number}, {down:,.0f} KB down and {up:,.0f} KB up in all, then the patch{small}"
+def wire_line(served: ServedRequest) -> str:
+    """What a request sent over the network, over all clients."""
+    cost, plan = served.result.cost, served.result.plan
+    withheld = 0 if plan is None else sum(tally.withheld for tally in plan.spent.values())
+    up, down = cost.bytes_up / 1000, cost.bytes_down / 1000
+    exchanges = f"{cost.exchanges} exchange{'s' * (cost.exchanges > 1)} with clients"
+    small = f"; {withheld} groups of few images were withheld" if withheld else ""
+    return f"{exchanges}, {down:,.0f} KB down and {up:,.0f} KB up in all, then the patch{small}"

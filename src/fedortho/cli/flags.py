@@ -1,7 +1,7 @@
 """Flags that several commands share, and one flag per field of a settings dataclass."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -67,6 +67,15 @@ def _flag_help(name: str, kinds: Sequence[type[Any]]) -> str:
         return text if default in NO_DEFAULT else f"{text} (default: {default})"
     told = ", ".join(f"{kind.name} {default}" for kind, default in defaults.items() if default not in NO_DEFAULT)
     return f"{text} (default: {told})" if told else text
+
+
+def method_changes(kind: type[Any], given: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
+    """The hyper-parameters of a method that flags and `--set` give; a flag that the method does not have is refused."""
+    types = field_types(kind)
+    if strange := [f"--{kebab(name)}" for name in given if name not in types]:
+        known = ", ".join(map(kebab, types))
+        raise BadSetting(f"{kind.name} has no setting {strange[0]}; leave it out, or choose from {known}")
+    return {**given, **parse_assignments(kind, assignments)}
 
 
 def parse_assignments(kind: type[Any], words: Sequence[str]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from fedortho.methods import make_method
 from fedortho.models.patch import Patch
 from fedortho.models.zoo import MODELS, build_model
 from fedortho.requests.federated_forgetting import forget_federated_run
-from fedortho.requests.forgetting import forget_run
+from fedortho.requests.forgetting import serve_request
 from fedortho.runs.run import Run
 from fedortho.runs.served import served_requests
 from fedortho.runs.settings import FederateSettings
@@ -74,7 +74,7 @@ def rerun_decision(bundle: Bundle, run: Run, data_dir: str = "") -> None:
             how: dict[str, Any] = {"data": data, "data_dir": data_dir, "device": str(device)}
             served = forget_federated_run(run, request, method, out=None, **how)
         else:
-            served = forget_run(run, data, request, method, out=None, device=device)
+            served = serve_request(run, data, request, method, out=None, device=device)
     patch = served.result.patch
     if _saved(patch) != bundle.files["patch.safetensors"]:
         raise BadBundle(

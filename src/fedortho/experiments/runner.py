@@ -25,7 +25,7 @@ from fedortho.federated.server import train_federation
 from fedortho.methods.method import PlanningMethod
 from fedortho.requests.comparing import compare
 from fedortho.requests.federated_forgetting import forget_federated_run
-from fedortho.requests.forgetting import forget_run
+from fedortho.requests.forgetting import serve_request
 from fedortho.requests.references import find_reference, reference_name, reference_settings, train_reference
 from fedortho.requests.run_context import method_for_run, open_context
 from fedortho.runs.record import Accuracies
@@ -176,7 +176,7 @@ def _served(run: Run, data: Dataset, request: ForgetRequest, variant: MethodVari
             if isinstance(run.settings, FederateSettings):
                 forget_federated_run(run, request, settings, out=out, data=data, data_dir=run.settings.data_dir)
             else:
-                forget_run(run, data, request, settings, out=out, device=open_context(run, data).device)
+                serve_request(run, data, request, settings, out=out, device=open_context(run, data).device)
     found = replace(open_run(out), settings=run.settings)
     served = found.record.requests[-1]
     made = (found.record.parent, served.request, served.settings)

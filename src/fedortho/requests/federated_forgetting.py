@@ -12,7 +12,7 @@ from fedortho.engines.central import CentralEngine
 from fedortho.errors import FedOrthoError
 from fedortho.federated.engine import FederatedEngine
 from fedortho.methods import Method
-from fedortho.requests.forgetting import ServedRequest, forget_run
+from fedortho.requests.forgetting import ServedRequest, serve_request
 from fedortho.runs.derived import check_output_paths
 from fedortho.runs.federation import held_rows
 from fedortho.runs.run import Run, load_run_data, open_run
@@ -80,7 +80,9 @@ def _forget(
         for holder in (engine, CentralEngine(data, clients=clients)):
             holder.check(request, excluded_by(run))
     device = choose_device(federated.device)
-    served = forget_run(run, data, request, method, out=out, undo=undo, device=device, engine=engine, clients=clients)
+    served = serve_request(
+        run, data, request, method, out=out, undo=undo, device=device, engine=engine, clients=clients
+    )
     if out is not None:
         try:
             engine.send_patch(served.result.patch, request)

@@ -12,7 +12,7 @@ from fedortho.errors import FedOrthoError, unknown
 from fedortho.federated import switch_off
 from fedortho.federated.launch import Scalar, need_flower, simulate, submit
 from fedortho.methods import Method
-from fedortho.runs.run import Run
+from fedortho.runs.run import Run, open_run
 from fedortho.runs.settings import FederateSettings
 from fedortho.storage.settings import as_mapping
 
@@ -57,20 +57,22 @@ def forget_elsewhere(
     out: Path,
     deployment: Path | None,
     say: Callable[[str], None],
-) -> None:
-    """Serve a request and write the run that has forgotten."""
+) -> Run | None:
+    """Serve a request on Ray or a SuperLink; the run that has forgotten, or None if it is not on this machine."""
     federated = run.settings
-    assert isinstance(federated, FederateSettings), "the caller looked"
+    if not isinstance(federated, FederateSettings):
+        raise FedOrthoError(f"{run.path} was not trained by a federation; leave --engine out")
     job = {"do": "forget", "run": str(run.path.absolute()), "out": str(out.absolute())}
     job |= {"request": str(request), "method": method.name, "forget": json.dumps(as_mapping(method))}
     config = app_config(federated) | job
     if deployment is not None:
         submit(deployment, config, say=say)
-        return
+        return open_run(out) if (out / "run.json").exists() else None
     from fedortho.federated.server import copied_clients
 
     with copied_clients(run, out.absolute()) as (store, fresh):
         _on_ray(config | {"out": str(fresh)}, federated, store)
+    return open_run(out)
 
 
 def sync_elsewhere(run: Run, deployment: Path, say: Callable[[str], None]) -> None:

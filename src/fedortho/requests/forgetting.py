@@ -19,7 +19,7 @@ from fedortho.models.patch import NOTHING, Patch, undo_patch, write_undo
 from fedortho.models.zoo import build_model
 from fedortho.runs.derived import check_output_paths, write_derived
 from fedortho.runs.record import Accuracies, ResultRecord, ServedRecord, TrialRecord
-from fedortho.runs.run import Run
+from fedortho.runs.run import Run, open_run
 from fedortho.runs.served import excluded_by, last_request, served_requests
 from fedortho.statistics.engine import Engine
 from fedortho.statistics.ledger import forget_lines, load_ledger, rebind_ledger
@@ -47,7 +47,7 @@ class ServedRequest:
         return self.retain_paid > RETRAIN_AFTER
 
 
-def forget_run(
+def serve_request(
     run: Run,
     data: Dataset,
     request: ForgetRequest | str,
@@ -195,8 +195,12 @@ def _trial_record(trial: Trial) -> TrialRecord:
     return TrialRecord(trial.ratio, trial.scrub, trial.forget, trial.retain)
 
 
-def undo_run(run: Run, undo: Path, out: Path) -> Run:
-    """The run as it was before its last request, restored from the undo file that was kept."""
+def undo_run(run: Run | Path | str, undo: Path | str, out: Path | str) -> Run:
+    """Restore the model that a run had before its last request, bit for bit, and write the run to `out`.
+
+    `undo` is the file that `serve_request(undo=…)` wrote.
+    """
+    run, undo, out = open_run(run), Path(undo), Path(out)
     last_request(run)  # refuses a run that has none
     check_output_paths(out, None)
     restored = undo_patch(undo, run.load_model())
