@@ -4,8 +4,8 @@
 
 Takes the original and its references from --networks (and trains those of the manifest that are missing), resumes where
 it was stopped, and writes benchmarks/results/calibration.json after each pair: all values, and the thresholds that
-follow (the largest value where it is above the proposed threshold). `CALIBRATED` of src/fedortho/audits/thresholds.py
-has the same values.
+follow (the largest value where it is above the proposed threshold). The calibrated limits in src/fedortho/audits have
+the same values.
 """
 
 import sys
@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from manifest import REPORTED, benchmark_parser, check_digest, open_network, original_name, reference_names
 
-from fedortho.audits import run_audits
-from fedortho.audits.audit import Audit
+from fedortho.audits import AUDITS, run_audits
 from fedortho.audits.measurements import MeasurementCache
-from fedortho.audits.thresholds import PROPOSED, calibrated_limits
+from fedortho.audits.result import AuditResult
+from fedortho.audits.thresholds import calibrated_limits
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadCheckpoint
 from fedortho.evaluation.case import Case
@@ -29,6 +29,7 @@ from fedortho.runs.run import Run
 from fedortho.storage.provenance import read_results, write_results
 
 OUT = Path(__file__).parent / "results" / "calibration.json"
+PROPOSED = {limit.name: limit.proposed for name in AUDITS if name != "C4" for limit in AUDITS[name].limits}
 
 
 def main(words: list[str] | None = None) -> None:
@@ -51,7 +52,7 @@ def main(words: list[str] | None = None) -> None:
     command = "python benchmarks/calibration.py " + " ".join(sys.argv[1:] if words is None else words)
     for row in measure(run, references, request, given.data_dir, rows):
         rows.append(row)
-        print(row["forgot"], row["reference"], row["values"], row["outcomes"], flush=True)
+        print(row["unlearned"], row["reference"], row["values"], row["outcomes"], flush=True)
         limits = limits_of(rows)
         write_results(given.out, "retrained against retrained", command.strip(), rows, about=about, limits=limits)
     raised = {name: limit for name, limit in limits_of(rows).items() if limit > PROPOSED[name]}
@@ -64,13 +65,13 @@ def measure(
     """All audits of each pair that is not done; measurements of one model are shared between its pairs."""
     original, data, cache = run.load_model(), run.load_data(data_dir), MeasurementCache()
     models = {seed: other.load_model() for seed, other in references.items()}
-    pairs = {(row["forgot"], row["reference"]) for row in done}
+    pairs = {(row["unlearned"], row["reference"]) for row in done}
     for forgot, other in permutations(models, 2):
         if (forgot, other) not in pairs:
             second = third(list(models), forgot, other)
             case = Case(models[forgot], original, models[other], models[second], data, request)
             audits = run_audits(case, "full", cache=cache)
-            yield {"forgot": forgot, "reference": other, "second": second} | summary(audits)
+            yield {"unlearned": forgot, "reference": other, "second": second} | summary(audits)
 
 
 def reference(run: Run, request: ForgetRequest, seed: int, data_dir: str) -> Run:
@@ -91,7 +92,7 @@ def third(seeds: list[int], forgot: int, reference: int) -> int:
     return next(seed for seed in later if seed not in (forgot, reference))
 
 
-def summary(audits: list[Audit]) -> dict[str, Any]:
+def summary(audits: list[AuditResult]) -> dict[str, Any]:
     """The value of each threshold's audit (None: not measured), outcomes and details."""
     by_name = {audit.name: audit for audit in audits}
     relearning = by_name["C3"].details.get("values", {})
@@ -107,7 +108,7 @@ def summary(audits: list[Audit]) -> dict[str, Any]:
     return {
         "values": values,
         "outcomes": {name: audit.outcome for name, audit in by_name.items()},
-        "says": {name: audit.says for name, audit in by_name.items()},
+        "findings": {name: audit.finding for name, audit in by_name.items()},
         "details": {name: dict(audit.details) for name, audit in by_name.items()},
         "seconds": {name: round(audit.seconds, 1) for name, audit in by_name.items()},
     }
@@ -115,7 +116,8 @@ def summary(audits: list[Audit]) -> dict[str, Any]:
 
 def limits_of(rows: list[dict[str, Any]]) -> dict[str, float]:
     return calibrated_limits(
-        {name: [row["values"][name] for row in rows if row["values"][name] is not None] for name in PROPOSED}
+        {name: [row["values"][name] for row in rows if row["values"][name] is not None] for name in PROPOSED},
+        PROPOSED,
     )
 
 

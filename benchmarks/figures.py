@@ -17,7 +17,7 @@ import torch
 from manifest import REPORTED, benchmark_parser, open_network, original_name, reference_names
 from torch import Tensor, nn
 
-from fedortho.audits.measurements import classifier_of, features, ready, sampled
+from fedortho.audits.measurements import balanced_sample, classifier_name, editable_copy, features
 from fedortho.audits.probe import recall
 from fedortho.data.images import Dataset, Images
 from fedortho.data.request import ForgetRequest
@@ -97,7 +97,7 @@ class FigureData:
     def roles(self) -> dict[str, nn.Module]:
         before, after = self.pair("vgg-mini")
         reference = open_network(self.networks, reference_names(original_name("vgg-mini"))[0], self.data_dir)
-        return {"original": before, "forgot": after, "reference": reference.load_model()}
+        return {"original": before, "unlearned": after, "reference": reference.load_model()}
 
     @cached_property
     def placed(self) -> dict[str, Run]:
@@ -228,14 +228,14 @@ def frontier(shared: FigureData) -> "Figure":
 
 def classes(shared: FigureData) -> "Figure":
     scores = {role: evaluate(model, shared.data.test) for role, model in shared.roles.items()}
-    before, after = scores["original"], scores["forgot"]
+    before, after = scores["original"], scores["unlearned"]
     return results.class_accuracy_figure(
         before, after, shared.data.test.names, shared.forget_labels, scores.get("reference")
     )
 
 
 def confusion(shared: FigureData) -> "Figure":
-    before, after = (evaluate(shared.roles[role], shared.data.test) for role in ("original", "forgot"))
+    before, after = (evaluate(shared.roles[role], shared.data.test) for role in ("original", "unlearned"))
     return results.confusion_figure(before, after, shared.data.test.names, shared.forget_labels)
 
 
@@ -265,15 +265,15 @@ def probe(shared: FigureData) -> "Figure":
     """The probe of audit C1 on the inputs of every convolution but the first and of the classifier."""
     before, after = shared.pair("vgg-mini")
     erased = Directions().plan(before, CentralEngine(shared.data), REQUEST).patch.apply(before)
-    roles = {"original": before, "forgot": after, "erased": erased} | shared.roles
+    roles = {"original": before, "unlearned": after, "erased": erased} | shared.roles
     case = Case(after, before, None, None, shared.data, REQUEST)
     layers = list(kernels.depths_of(before, shared.data.train.shape))[1:]
-    labels, found = sampled(case).labels, {}
+    labels, found = balanced_sample(case).labels, {}
     for role in (role for role in ROLES if role in roles):
-        twin = ready(case, roles[role])
-        names = [*layers, classifier_of(case, twin)]
-        taught, asked = (features(case, twin, images, names) for images in (sampled(case), case.judged))
-        found[role] = {name: recall(taught[name], asked[name], labels, case.judged.labels) for name in names}
+        twin = editable_copy(case, roles[role])
+        names = [*layers, classifier_name(case, twin)]
+        taught, asked = (features(case, twin, images, names) for images in (balanced_sample(case), case.forget_eval))
+        found[role] = {name: recall(taught[name], asked[name], labels, case.forget_eval.labels) for name in names}
     return recovery.probe_figure(found)
 
 

@@ -9,8 +9,7 @@ Resumes where it was stopped; verdicts go to runs/verdicts/NETWORK-METHOD.json a
 -full), one row each to benchmarks/results/verdicts.json.
 """
 
-import json
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +17,25 @@ import torch
 from comparison import MODELS
 from manifest import REPORTED, SEEDS, benchmark_parser, open_network, original_name, reference_names
 
-from fedortho.audits.audit import Audit
+from fedortho.audits.judge import judge_case
 from fedortho.audits.measurements import MeasurementCache
-from fedortho.audits.verdict import Verdict, judge_case
+from fedortho.audits.verdict import Verdict
 from fedortho.cli.console import out
 from fedortho.cli.verdict import print_verdict
 from fedortho.data.request import ForgetRequest
 from fedortho.evaluation.metric_suite import MetricSuite
-from fedortho.evaluation.metrics import Metric
-from fedortho.requests.judging import shadowed
+from fedortho.requests.judging import shadow_plan
 from fedortho.requests.references import case_of, find_references, reference_cost
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.served import served_record
-from fedortho.statistics.cost import Cost
-from fedortho.storage.files import write_json, write_text
+from fedortho.storage.files import read_json, write_json, write_text
 from fedortho.storage.provenance import add_row
 from fedortho.storage.records import to_json
 
 HERE = Path(__file__).parent
 PAGES = MODELS.parent / "verdicts"
 METHODS = "hide,directions,paper,ssd,salun,finetune,logit-mask,retrain"
-SUMMARISED = ("outcome", "value", "limit", "forgot", "original", "reference")  # of each audit
+SUMMARISED = ("outcome", "value", "limit", "unlearned", "original", "reference")  # of each audit
 
 
 def main(words: list[str] | None = None) -> None:
@@ -74,7 +71,11 @@ def judge_original(model: str, seed: int, arguments: Any) -> None:
         if is_current(page, forgot, others, shadows=bool(arguments.shadows)):
             continue
         case = case_of(forgot, request, data, original, others[0], others[1] if len(others) > 1 else None)
-        roles = ("original", "reference", "second")  # the same objects, so that cached measurements are used again
+        roles = (
+            "original",
+            "reference",
+            "second_reference",
+        )  # the same objects, so that cached measurements are used again
         same = {role: loaded.setdefault(f"{role} {others[0].path}", getattr(case, role)) for role in roles}
         case = replace(case, **same)
         if suite is None or method == "retrain":
@@ -84,7 +85,8 @@ def judge_original(model: str, seed: int, arguments: Any) -> None:
         if arguments.shadows and method != "retrain":
             entry = served_record(forgot, request)
             place = MODELS.parent / "shadows"
-            told["membership"] = shadowed(original, entry, place, arguments.shadows, torch.device("cpu"))
+            shadows = shadow_plan(original, entry, place, arguments.shadows, torch.device("cpu"))
+            case = replace(case, shadows=shadows)
         verdict = judge_case(case, arguments.audit, only=only, suite=suite, cache=cache, **told)
         write(page, verdict)
         add(page, verdict)
@@ -124,29 +126,11 @@ def about(original: Run, forgot: Run, reference: Run, method: str, data: Any) ->
 
 def read(page: Path) -> Verdict:
     """A verdict as it was written, with the numbers that were measured."""
-    found = json.loads(page.read_text())
-    metrics = [Metric(**{f.name: entry[f.name] for f in fields(Metric)}) for entry in found["metrics"]]
-    judged = [*found["audits"], *([found["retention"]] if found["retention"] else [])]
-    audits = [Audit(**{f.name: entry[f.name] for f in fields(Audit)}) for entry in judged]
-    return Verdict(
-        found["request"],
-        found["subject"],
-        found["method"],
-        tuple(metrics),
-        tuple(audit for audit in audits if audit.name != "retention"),
-        next((audit for audit in audits if audit.name == "retention"), None),
-        found["has-reference"],
-        found["edited"],
-        Cost(**found["cost"]) if found["cost"] else None,
-        found["retrain-seconds"],
-        found["settings"],
-        found["digests"],
-        found["origin"],
-    )
+    return Verdict.from_json(read_json(page), page)
 
 
 def write(page: Path, verdict: Verdict) -> None:
-    write_json(page, verdict.as_mapping())
+    write_json(page, verdict.to_json())
     out.width = 110
     with out.capture() as shown:
         print_verdict(verdict)
@@ -162,8 +146,7 @@ def add(page: Path, verdict: Verdict) -> None:
     row |= {"model": settings["model"], "seed": settings["seed"]}
     for key in ("forget-accuracy", "retain-accuracy", "mia-confidence", "average-gap", "tug-of-war"):
         row[key] = {"value": metrics[key].value, "reference": metrics[key].reference}
-    audits = [*verdict.audits, *([verdict.retention] if verdict.retention else [])]
-    row["audits"] = {audit.name: {key: getattr(audit, key) for key in SUMMARISED} for audit in audits}
+    row["audits"] = {audit.name: {key: getattr(audit, key) for key in SUMMARISED} for audit in verdict.results}
     if page.stem.endswith("-full"):
         row["details"] = {audit.name: dict(audit.details) for audit in verdict.audits}
     command = "python benchmarks/verdicts.py --data-dir ../shared/data"

@@ -43,7 +43,7 @@ def main() -> None:
         forgot = fo.forget(model, data, request, method).model
         found = fo.accuracies_of(forgot, data, request)
         verdict = fo.judge(forgot, data, request, original=model, reference=reference, only=("C1",))
-        print(f"{method.name:9} forget {found.forget:.1%}  retain {found.retain:.1%}  {verdict.audits[0].says}")
+        print(f"{method.name:9} forget {found.forget:.1%}  retain {found.retain:.1%}  {verdict.audits[0].finding}")
 
 
 if __name__ == "__main__":

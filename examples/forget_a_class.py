@@ -29,7 +29,7 @@ def main() -> None:
     verdict = fo.judge(result.model, images, given.forget, original=model, reference=reference)
     print(verdict.sentence)
     for audit in verdict.audits:
-        print(f"{audit.name} {audit.outcome}: {audit.says}")
+        print(f"{audit.name} {audit.outcome}: {audit.finding}")
     print(verdict.advice)
 
 

@@ -212,7 +212,7 @@ def verdicts() -> str:
         for name in ("C1", "C3", "C2", "C5", "C6", "retention"):
             audits = [row["audits"][name] for row in found if row["audits"][name]["outcome"] in ("PASS", "FAIL")]
             failed = sum(audit["outcome"] == "FAIL" for audit in audits)
-            values = [audit["value"] if name == "C5" else 100 * audit["forgot"] for audit in audits]
+            values = [audit["value"] if name == "C5" else 100 * audit["unlearned"] for audit in audits]
             mark = f"**✗** {failed}/{len(audits)}" if failed else "✓"
             cells.append(f"{mean(values):.{2 if name == 'C5' else 1}f} {mark}" if audits else "–")
         rows.append([model, str(len(found)), method, *cells])
@@ -231,7 +231,7 @@ def verdicts_each() -> str:
         for name in ("C1", "C3", "C2", "C5", "C6"):
             found = audits[name]
             mark = {"FAIL": "**✗** ", "PASS": "✓ "}.get(found["outcome"], "")
-            value = found["forgot"] if name not in ("C5",) else found["value"]
+            value = found["unlearned"] if name not in ("C5",) else found["value"]
             shown = "–" if value is None or not mark else f"{100 * value:.1f}" if name != "C5" else f"{value:.2f}"
             cells.append(f"{mark}{shown}")
         forget, kept = row["forget-accuracy"]["value"], audits["retention"]
@@ -256,10 +256,10 @@ def verdicts_full() -> str:
         stages, again, shadows = (row["details"][name] for name in ("C1", "C3", "C4"))
         seen = [
             " ".join(f"{100 * share:.0f}" for _, share in sorted(stages["stages"][who].items(), key=depth))
-            for who in ("forgot", "reference", "original")
+            for who in ("unlearned", "reference", "original")
         ]
         steps = [
-            " / ".join(str(again["relearning"][k][who] or "> 60") for who in ("forgot", "reference"))
+            " / ".join(str(again["relearning"][k][who] or "> 60") for who in ("unlearned", "reference"))
             for k in ("10", "50")
         ]
         area = f"{shadows['AUC']:.2f} ({shadows['AUC of the originals']:.2f})" if shadows else "–"

@@ -24,9 +24,9 @@ class World:
     references: list[nn.Module]
     cache: MeasurementCache  # what was measured on them, for all tests
 
-    def case(self, forgot: nn.Module, *, reference: bool = True, second: bool = False) -> Case:
+    def case(self, unlearned: nn.Module, *, reference: bool = True, second: bool = False) -> Case:
         first, other = self.references[:2]
-        return Case(forgot, self.original, first if reference else None, other if second else None, self.data, COAT)
+        return Case(unlearned, self.original, first if reference else None, other if second else None, self.data, COAT)
 
     def changed(self, change: Callable[[nn.Module], None]) -> nn.Module:
         """The original after an edit."""

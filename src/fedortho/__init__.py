@@ -2,7 +2,8 @@
 
 from importlib.metadata import version
 
-from fedortho.audits.verdict import Verdict, judge
+from fedortho.audits.judge import judge
+from fedortho.audits.verdict import Verdict
 from fedortho.data.images import Dataset, Images, images_from_tensors, make_dataset
 from fedortho.data.partition import partition
 from fedortho.data.request import ForgetRequest

@@ -12,8 +12,8 @@ from worlds import World
 
 from fedortho.audits.copies import exported, folded, halved, quantise
 from fedortho.audits.distance import cka, total_variation
-from fedortho.audits.measurements import features, sampled
-from fedortho.audits.norms import restored
+from fedortho.audits.measurements import balanced_sample, features
+from fedortho.audits.norms import rescale_short
 from fedortho.audits.probe import ridge, stage_entries
 from fedortho.audits.relearn import prototype, speed_up
 from fedortho.models.zoo import build_model
@@ -106,12 +106,12 @@ def test_short_kernels_and_scales_come_back_and_silent_ones_stay_silent(tiny: Ti
         conv.weight[1] *= 0.3
         conv.weight[2] = 0
         norm.weight[3], norm.bias[3] = 0.4, 0.2
-    both = restored(copy.deepcopy(tiny), (nn.Conv2d, nn.BatchNorm2d)).features
+    both = rescale_short(copy.deepcopy(tiny), (nn.Conv2d, nn.BatchNorm2d)).features
     assert torch.allclose(both[3].weight[[0, 1]], before[[0, 1]], atol=1e-6)
     assert not both[3].weight[2].any()
     assert torch.allclose(both[4].weight, torch.ones(8))
     assert float(both[4].bias[3].detach()) == pytest.approx(0.5)
-    scales = restored(copy.deepcopy(tiny), (nn.BatchNorm2d,)).features
+    scales = rescale_short(copy.deepcopy(tiny), (nn.BatchNorm2d,)).features
     assert torch.equal(scales[3].weight, conv.weight)
 
 
@@ -144,5 +144,5 @@ def test_features_are_what_the_layers_receive_averaged_over_the_map(world: World
 
 
 def test_the_probes_images_hold_equally_many_of_each_class_the_forgotten_one_included(world: World) -> None:
-    counts = torch.bincount(sampled(world.case(world.original)).labels, minlength=10)
+    counts = torch.bincount(balanced_sample(world.case(world.original)).labels, minlength=10)
     assert counts.tolist() == [250] * 10

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor, nn
 from worlds import World
 
-from fedortho.audits import AUDITS, label, relearn, run_audits
-from fedortho.audits.audit import Audit
-from fedortho.audits.retention import retention
-from fedortho.audits.thresholds import LIMITS, PROPOSED
+from fedortho.audits import AUDITS, probe, relearn, run_audits
+from fedortho.audits.result import AuditResult, label
+from fedortho.audits.retention import RETENTION
 from fedortho.data.request import ForgetRequest
 from fedortho.engines.central import CentralEngine
 from fedortho.errors import BadData, UnknownName
@@ -18,7 +17,7 @@ from fedortho.methods import unlearn
 from fedortho.methods.paper import Paper
 
 
-def by_name(audits: list[Audit]) -> dict[str, Audit]:
+def by_name(audits: list[AuditResult]) -> dict[str, AuditResult]:
     assert [audit.name for audit in audits] == list(AUDITS)
     return {audit.name: audit for audit in audits}
 
@@ -33,8 +32,8 @@ def without_row(world: World) -> nn.Module:
 @pytest.fixture(autouse=True)
 def proposed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits as proposed: the retrained networks of this world agree within them, those of CIFAR-10 need more."""
-    for name, limit in PROPOSED.items():
-        monkeypatch.setitem(LIMITS, name, limit)  # type: ignore[arg-type]  # a dict, whatever its type says
+    monkeypatch.setattr(probe, "LIMIT", replace(probe.LIMIT, calibrated=None))
+    monkeypatch.setattr(relearn, "PROTOTYPE_LIMIT", replace(relearn.PROTOTYPE_LIMIT, calibrated=None))
 
 
 def test_a_retrained_network_leaves_room_for_the_probe_to_tell(world: World) -> None:
@@ -47,7 +46,7 @@ def test_editing_only_the_classifier_row_fails_probe_and_prototype(world: World)
     audits = run_audits(world.case(without_row(world)), cache=world.cache)
     found = by_name(audits)
     assert (found["C1"].outcome, found["C3"].outcome) == ("FAIL", "FAIL")
-    assert found["C1"].forgot == found["C1"].original
+    assert found["C1"].unlearned == found["C1"].original
     assert label(audits) == "FAILED C1, C3; passed 2 of 6, 2 not run"
 
 
@@ -56,23 +55,24 @@ def test_the_papers_edit_before_batch_norm_fails_the_norm_attacks(world: World) 
     audit = by_name(run_audits(world.case(edited), cache=world.cache))["C2"]
     assert audit.outcome == "FAIL"
     for recovered in audit.details["attacks"].values():
-        assert recovered["forgot"] == pytest.approx(recovered["original"], abs=0.02)  # the edit is gone
+        assert recovered["unlearned"] == pytest.approx(recovered["original"], abs=0.02)  # the edit is gone
 
 
 def test_another_retrained_network_passes_everything_that_is_run(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relearn, "STEPS", 30)
     case = world.case(world.references[2], second=True)
-    audits = run_audits(case, "full", membership=lambda _: Audit("C4", "PASS", "not here"), cache=world.cache)
-    assert label(audits) == "passed 6 of 6", [audit.says for audit in audits]
-    assert set(by_name(audits)["C1"].details["stages"]["forgot"]) == {"features.7", "features.11", "fc"}
-    assert by_name(audits)["C3"].details["relearning"]["0"] == {"forgot": None, "reference": None}
+    audits = run_audits(case, "full", cache=world.cache)
+    assert label(audits) == "passed 5 of 6, 1 not run", [audit.finding for audit in audits]
+    assert "--shadows" in by_name(audits)["C4"].finding
+    assert set(by_name(audits)["C1"].details["stages"]["unlearned"]) == {"features.7", "features.11", "fc"}
+    assert by_name(audits)["C3"].details["relearning"]["0"] == {"unlearned": None, "reference": None}
 
 
 def test_the_original_itself_fails_and_relearns_at_once(world: World) -> None:
     audits = run_audits(world.case(world.original, second=True), "full", only=("C3", "C5"), cache=world.cache)
     found = by_name(audits)
     assert found["C3"].outcome == found["C5"].outcome == "FAIL"
-    assert found["C3"].details["relearning"]["0"]["forgot"] == 0
+    assert found["C3"].details["relearning"]["0"]["unlearned"] == 0
     assert found["C5"].value == pytest.approx(1.0)
 
 
@@ -83,8 +83,8 @@ def test_random_noise_on_the_weights_fails_retention_and_a_retrained_network_doe
         for weight in model.parameters():
             weight.add_(0.5 * weight.std() * torch.randn(weight.shape, generator=generator))
 
-    assert retention(world.case(world.changed(disturb)), cache=world.cache).outcome == "FAIL"
-    assert retention(world.case(world.references[2]), cache=world.cache).outcome == "PASS"
+    assert RETENTION(world.case(world.changed(disturb)), world.cache).outcome == "FAIL"
+    assert RETENTION(world.case(world.references[2]), world.cache).outcome == "PASS"
 
 
 def test_without_a_reference_nothing_reads_pass(world: World) -> None:
@@ -93,7 +93,7 @@ def test_without_a_reference_nothing_reads_pass(world: World) -> None:
     for name in ("C1", "C2", "C5", "C6"):
         assert found[name].outcome == "NO REFERENCE"
         assert found[name].value is None
-        assert found[name].forgot is not None
+        assert found[name].unlearned is not None
     assert label(audits) == "no reference, 4 of 6 measured, 2 not run"
 
 
@@ -103,16 +103,16 @@ def test_what_needs_a_class_of_its_own_is_not_run_for_samples(world: World) -> N
     case = replace(world.case(world.original), request=request, reference=world.original)
     audits = run_audits(case)
     assert [audit.outcome for audit in audits] == ["NOT RUN"] * 5 + ["PASS"]
-    assert "the original would pass too" in audits[1].says, "where nothing can fail, passing means nothing"
-    assert "class of its own" in audits[0].says
-    assert "class of its own" in audits[2].says
+    assert "the original model passes too" in audits[1].finding, "where nothing can fail, passing means nothing"
+    assert "class requests" in audits[0].finding
+    assert "class requests" in audits[2].finding
 
 
 def test_answers_that_are_no_numbers_are_refused_by_name(world: World) -> None:
     def spoil(model: nn.Module) -> None:
         model.fc.bias[0] = float("nan")
 
-    with pytest.raises(BadData, match=r"the forgot model: 4.* answers are not finite"):
+    with pytest.raises(BadData, match=r"the unlearned model: 4.* answers are not finite"):
         run_audits(world.case(world.changed(spoil)))
     with pytest.raises(BadData, match="the reference model"):
         run_audits(replace(world.case(world.original), reference=world.changed(spoil)))
@@ -140,19 +140,19 @@ def test_an_audit_that_raises_is_an_error_and_stays_in_the_list(world: World) ->
 
     audits = run_audits(world.case(Twisted(world.references[2])), only=("C1", "C6"), cache=world.cache)
     assert audits[0].outcome == "ERROR"
-    assert "linear layer" in audits[0].says
+    assert "linear layer" in audits[0].finding
     assert audits[5].outcome == "PASS"
     assert label(audits).startswith("ERROR in C1; passed 1 of 6")
 
 
 def test_what_is_not_part_of_the_budget_says_so(world: World) -> None:
     told: list[str] = []
-    audits = run_audits(world.case(world.original), "none", watch=told.append)
+    audits = run_audits(world.case(world.original), "none", on_step=told.append)
     assert label(audits) == "none of 6 run"
     assert not told
-    audits = run_audits(world.case(world.references[2]), only=("C6",), watch=told.append)
+    audits = run_audits(world.case(world.references[2]), only=("C6",), on_step=told.append)
     assert told == ["deployed copies"]
-    assert audits[3].says == "not asked for, only C6"
+    assert audits[3].finding == "not requested, only C6"
     with pytest.raises(UnknownName, match="C7"):
         run_audits(world.case(world.original), only=("C7",))
     with pytest.raises(UnknownName, match="budget"):

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from fedortho.audits import AUDITS
-from fedortho.audits.audit import Audit
-from fedortho.audits.membership import audit_membership
+from fedortho.audits.membership import MEMBERSHIP
+from fedortho.audits.result import AuditResult
 from fedortho.data.images import Dataset, images_from_tensors, make_dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.evaluation.case import Case
-from fedortho.evaluation.shadows import ShadowSettings
+from fedortho.evaluation.shadows import ShadowPlan, ShadowSettings
 from fedortho.training.loop import fit
 from fedortho.training.recipe import Recipe
 
@@ -64,6 +64,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("shadows")
 
 
+def audited(case: Case, plan: ShadowPlan) -> AuditResult:
+    return MEMBERSHIP(replace(case, shadows=plan), budget="full")
+
+
 def case_of(data: Dataset, request: str) -> Case:
     original = fit(build(1), data.train, RECIPE)
     return Case(original, original, None, None, data, ForgetRequest.parse(request))
@@ -74,27 +78,27 @@ def samples(data: Dataset) -> str:
 
 
 @pytest.fixture(scope="module")
-def idle(noise: Dataset, place: Path) -> Audit:
+def idle(noise: Dataset, place: Path) -> AuditResult:
     """Nothing was unlearned."""
-    return audit_membership(case_of(noise, samples(noise)), nothing, place, SETTINGS, build=build)
+    return audited(case_of(noise, samples(noise)), ShadowPlan(nothing, place, SETTINGS, build))
 
 
-def test_unlearning_that_does_nothing_is_detected(idle: Audit) -> None:
+def test_unlearning_that_does_nothing_is_detected(idle: AuditResult) -> None:
     assert idle.outcome == "FAIL"
     assert idle.name in AUDITS, "or a verdict could not be written with it"
-    assert idle.forgot == idle.original == idle.details["AUC"] > 0.8
+    assert idle.unlearned == idle.original == idle.details["AUC"] > 0.8
     low, high = idle.details["AUC, 95 %"]
     assert 0.6 < low <= idle.details["AUC"] <= high
     assert 0 < idle.details["true positives at 1 % false"] <= 1
-    assert idle.details["offline LiRA: AUC"]["forgot"] > 0.8
-    assert "ideal 0.5" in idle.says
+    assert idle.details["offline LiRA: AUC"]["unlearned"] > 0.8
+    assert "ideal 0.5" in idle.finding
     json.dumps(idle.details)
 
 
-def test_retraining_passes_with_the_shadows_that_are_there(idle: Audit, noise: Dataset, place: Path) -> None:
+def test_retraining_passes_with_the_shadows_that_are_there(idle: AuditResult, noise: Dataset, place: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in place.rglob("*.safetensors")}
     assert len(before) == 16
-    audit = audit_membership(case_of(noise, samples(noise)), retrain, place, SETTINGS, build=build)
+    audit = audited(case_of(noise, samples(noise)), ShadowPlan(retrain, place, SETTINGS, build))
     assert {path: path.stat().st_mtime_ns for path in place.rglob("*.safetensors")} == before
     assert audit.details["AUC"] == pytest.approx(0.5, abs=0.1)
     assert audit.outcome == "PASS"
@@ -114,21 +118,21 @@ def test_a_class_has_its_margins_counted_and_going_too_far_fails_too(noise: Data
         return pushed
 
     report: list[str] = []
-    audit = audit_membership(
-        case_of(noise, "class:1"),
+    plan = ShadowPlan(
         too_far,
         place,
         SETTINGS,
-        build=build,
+        build,
         report=lambda done, total, name: report.append(f"{done}/{total} {name.split('-')[0]}"),
     )
+    audit = audited(case_of(noise, "class:1"), plan)
     assert audit.outcome == "FAIL"
     counts = audit.details["margins"]
     assert len(counts["edges"]) == 21
     assert sum(counts["unlearned"]) == sum(counts["without"]) == sum(counts["original"]) == audit.details["scores"][0]
     middle = {name: sum(i * n for i, n in enumerate(row)) / sum(row) for name, row in counts.items() if name != "edges"}
     assert middle["unlearned"] < middle["without"] < middle["original"]
-    assert set(audit.details["AUC by each"]) == {"the image's own label", "the nearest class that stays"}
+    assert set(audit.details["AUC by each"]) == {"the image's own label", "the closest retained class"}
     assert audit.details["by the margin of"] == "the image's own label", "it was pushed, the other one was not"
     assert report[0] == "1/16 original"
     assert report[-1] == "16/16 without"
@@ -155,15 +159,15 @@ def test_a_class_that_only_its_own_row_hides_is_found_by_the_nearest_class_that_
         kept = data.train.subset(~request.mask(data.train))
         return Retrained(model, fit(build(next(SEEDS)), kept, replace(RECIPE, seed=next(SEEDS)))).eval()
 
-    audit = audit_membership(case_of(noise, "class:1"), disguised, place, SETTINGS, build=build)
+    audit = audited(case_of(noise, "class:1"), ShadowPlan(disguised, place, SETTINGS, build))
     found = audit.details["AUC by each"]
     assert abs(found["the image's own label"] - 0.5) < 0.1, "by this margin alone it would have passed"
     assert audit.outcome == "FAIL"
-    assert audit.details["by the margin of"] == "the nearest class that stays"
+    assert audit.details["by the margin of"] == "the closest retained class"
 
 
 def test_an_attack_without_power_is_no_pass(noise: Dataset, tmp_path: Path) -> None:
     lazy = replace(SETTINGS, recipe=replace(RECIPE, epochs=0))
-    audit = audit_membership(case_of(noise, samples(noise)), nothing, tmp_path, lazy, build=build)
+    audit = audited(case_of(noise, samples(noise)), ShadowPlan(nothing, tmp_path, lazy, build))
     assert audit.outcome == "NOT RUN"
-    assert "no power" in audit.says
+    assert "no power" in audit.finding

@@ -7,12 +7,12 @@ import torch
 from fedortho.errors import BadData
 from fedortho.evaluation.lira import (
     Scores,
-    area_under_curve,
-    interval,
+    bootstrap_interval,
     lira_scores,
     margins,
     offline_scores,
-    true_positives,
+    roc_auc,
+    true_positive_rate,
     unlearning_scores,
 )
 
@@ -64,9 +64,9 @@ def test_lira_finds_members_that_answers_alone_hide() -> None:
     target, mine = shadows[2], met[2]
     rest = torch.arange(64) != 2
     for scores in (lira_scores(target, shadows[rest], met[rest]), offline_scores(target, shadows[rest], met[rest])):
-        found = area_under_curve(scores[mine], scores[~mine])
+        found = roc_auc(scores[mine], scores[~mine])
         assert 0.8 < found < 0.95
-        assert found > area_under_curve(target[mine], target[~mine]) + 0.05
+        assert found > roc_auc(target[mine], target[~mine]) + 0.05
 
 
 def test_unlearning_scores_leave_the_scored_model_out() -> None:
@@ -90,7 +90,7 @@ def test_unlearning_that_equals_retraining_is_not_told_apart_and_a_shift_is() ->
         unlearned, never = (random_game(16, 200, seed=s, shift=0.0)[0] for s in (7, 8))
         hard = unlearned.mean(0) - never.mean(0)
         mine, theirs = unlearning_scores(unlearned - hard + shift, met, never, met)
-        assert low < area_under_curve(mine.values, theirs.values) < high
+        assert low < roc_auc(mine.values, theirs.values) < high
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -99,13 +99,13 @@ def test_curves_are_what_comparing_every_pair_gives(seed: int) -> None:
     positive = torch.randint(0, 9, (37,), generator=generator).double() + seed % 3
     negative = torch.randint(0, 9, (250,), generator=generator).double()
     pairs = [(a > b) + (a == b) / 2 for a in positive.tolist() for b in negative.tolist()]
-    assert area_under_curve(positive, negative) == pytest.approx(sum(pairs) / len(pairs))
+    assert roc_auc(positive, negative) == pytest.approx(sum(pairs) / len(pairs))
     for false in (0.01, 0.1, 0.5):
         rates = [0.0]
         for limit in [*positive.tolist(), *negative.tolist()]:
             if sum(b >= limit for b in negative.tolist()) / 250 <= false:
                 rates.append(sum(a >= limit for a in positive.tolist()) / 37)
-        assert true_positives(positive, negative, false) == pytest.approx(max(rates))
+        assert true_positive_rate(positive, negative, false) == pytest.approx(max(rates))
 
 
 def test_an_interval_covers_the_value_and_is_wider_when_models_differ_more() -> None:
@@ -115,11 +115,11 @@ def test_an_interval_covers_the_value_and_is_wider_when_models_differ_more() -> 
         models = torch.arange(10).repeat_interleave(50)
         shift = spread * torch.randn(10, generator=generator)
         sides = [Scores(torch.randn(500, generator=generator) + shift[models], models) for _ in range(2)]
-        low, high = interval(area_under_curve, *sides)
-        assert low <= area_under_curve(sides[0].values, sides[1].values) <= high
-        assert (low, high) == interval(area_under_curve, *sides)
+        low, high = bootstrap_interval(roc_auc, *sides)
+        assert low <= roc_auc(sides[0].values, sides[1].values) <= high
+        assert (low, high) == bootstrap_interval(roc_auc, *sides)
         sides[1] = Scores(sides[1].values - shift[models] + shift.flip(0)[models], models)
-        low, high = interval(area_under_curve, *sides)
+        low, high = bootstrap_interval(roc_auc, *sides)
         widths.append(high - low)
     assert widths[1] > 2 * widths[0]
 
@@ -129,4 +129,4 @@ def test_too_few_shadows_are_refused() -> None:
     with pytest.raises(BadData, match="train more"):
         unlearning_scores(values, met, values, met)
     with pytest.raises(BadData, match="both sides"):
-        area_under_curve(torch.zeros(0), torch.zeros(1))
+        roc_auc(torch.zeros(0), torch.zeros(1))

@@ -11,13 +11,13 @@ from fedortho.errors import BadData
 from fedortho.evaluation.membership_attacks import (
     ATTACKS,
     STATISTICS,
-    Answers,
-    KnownMembership,
-    answers_from,
+    KnownImages,
+    Predictions,
     best_threshold,
     fit_thresholds,
     loss_separation,
-    match_known,
+    match_members,
+    predictions_from,
     statistic_attack,
 )
 from fedortho.models.predictions import evaluate, logits_of
@@ -25,14 +25,14 @@ from fedortho.models.predictions import evaluate, logits_of
 
 def random_answers(
     number: int, seed: int, *, classes: int = 4, sharp: float = 2.0, empty: int | None = None
-) -> Answers:
+) -> Predictions:
     """Rounded, so that many are equal; no image has the label `empty`."""
     generator = torch.Generator().manual_seed(seed)
     logits = (sharp * torch.randn(number, classes, generator=generator)).round()
     labels = torch.randint(0, classes, (number,), generator=generator)
     if empty is not None:
         labels[labels == empty] = (empty + 1) % classes
-    return answers_from(logits, labels, "random")
+    return predictions_from(logits, labels, "random")
 
 
 def log(value: float) -> float:
@@ -61,7 +61,7 @@ def slow_threshold(members: list[float], others: list[float]) -> float:
 
 @pytest.mark.parametrize("name", STATISTICS)
 def test_statistics_are_their_formulas_even_for_probabilities_of_0_and_1(name: str) -> None:
-    hard = Answers(torch.eye(4, dtype=torch.float64)[[0, 1, 2, 3]], torch.tensor([0, 1, 3, 2]))
+    hard = Predictions(torch.eye(4, dtype=torch.float64)[[0, 1, 2, 3]], torch.tensor([0, 1, 3, 2]))
     for answers in (random_answers(200, seed=1), hard):
         expected = [
             slow_statistic(name, p, y)
@@ -74,7 +74,7 @@ def test_statistics_are_their_formulas_even_for_probabilities_of_0_and_1(name: s
 
 def test_modified_entropy_knows_the_label_and_entropy_does_not() -> None:
     sure = torch.tensor([[0.97, 0.01, 0.02]] * 2, dtype=torch.float64)
-    answers = Answers(sure, torch.tensor([0, 1]))
+    answers = Predictions(sure, torch.tensor([0, 1]))
     right, wrong = STATISTICS["modified-entropy"](answers).tolist()
     assert right > -0.1 > -4 > wrong
     same = STATISTICS["entropy"](answers)
@@ -96,34 +96,34 @@ def test_a_threshold_for_many_values_is_found_quickly() -> None:
     assert best_threshold(values[0] ** 0.25, values[1]) == pytest.approx(best, abs=0.02)
 
 
-def slow_attack(name: str, forgotten: Answers, known: KnownMembership, least: int, seed: int) -> tuple[float, ...]:
+def slow_attack(name: str, forgotten: Predictions, known: KnownImages, least: int, seed: int) -> tuple[float, ...]:
     """Image by image, with thresholds by exhaustive search."""
     fit, check = known.halves(seed)
 
-    def values(answers: Answers, label: int | None = None) -> list[float]:
+    def values(answers: Predictions, label: int | None = None) -> list[float]:
         pairs = zip(answers.probabilities.tolist(), answers.labels.tolist(), strict=True)
         return [slow_statistic(name, p, y) for p, y in pairs if label in (None, y)]
 
-    def called(answers: Answers) -> Fraction:
+    def called(answers: Predictions) -> Fraction:
         count = 0
         for p, y in zip(answers.probabilities.tolist(), answers.labels.tolist(), strict=True):
-            mine, theirs = values(fit.members, y), values(fit.others, y)
+            mine, theirs = values(fit.members, y), values(fit.non_members, y)
             if min(len(mine), len(theirs)) < least:
-                mine, theirs = values(fit.members), values(fit.others)
+                mine, theirs = values(fit.members), values(fit.non_members)
             threshold = 1.0 if name == "correctness" else slow_threshold(mine, theirs)
             count += slow_statistic(name, p, y) >= threshold - 1e-12
         return Fraction(count, len(answers))
 
-    lr, true, false = called(forgotten), called(check.members), called(check.others)
+    lr, true, false = called(forgotten), called(check.members), called(check.non_members)
     return float(lr), float((true + 1 - false) / 2), float(false)
 
 
 @pytest.mark.parametrize("name", STATISTICS)
 @pytest.mark.parametrize("empty", [None, 2])
 def test_statistic_attacks_agree_with_a_loop_also_when_a_class_has_no_known_image(name: str, empty: int | None) -> None:
-    known = KnownMembership(random_answers(90, 2, sharp=4, empty=empty), random_answers(70, 3, empty=empty))
+    known = KnownImages(random_answers(90, 2, sharp=4, empty=empty), random_answers(70, 3, empty=empty))
     forgotten = random_answers(50, 4, sharp=3)
-    attack = statistic_attack(name, forgotten, known, least=5, seed=1)
+    attack = statistic_attack(name, forgotten, known, min_known=5, seed=1)
     slow = slow_attack(name, forgotten, known, 5, 1)
     assert (attack.member_rate, attack.accuracy, attack.false_positive_rate) == pytest.approx(slow, abs=1e-12)
     assert attack.fallback_classes == ((empty,) if empty is not None and name != "correctness" else ())
@@ -132,26 +132,26 @@ def test_statistic_attacks_agree_with_a_loop_also_when_a_class_has_no_known_imag
 def test_classes_with_few_known_images_on_either_side_share_the_global_threshold() -> None:
     members, others = torch.tensor([5.0, 6, 7, 8, 100, 100]), torch.tensor([1.0, 2, 3, 4, 4, 100])
     member_labels, other_labels = torch.tensor([0, 0, 0, 0, 1, 1]), torch.tensor([0, 0, 0, 0, 0, 1])
-    thresholds = fit_thresholds(members, member_labels, others, other_labels, classes=3, least=2)
+    thresholds = fit_thresholds(members, member_labels, others, other_labels, classes=3, min_known=2)
     assert thresholds.fallback == (1, 2)
-    assert thresholds.each.tolist() == [5.0, 5.0, 5.0]
-    alone = fit_thresholds(members, member_labels, others, other_labels, classes=3, least=1)
+    assert thresholds.per_class.tolist() == [5.0, 5.0, 5.0]
+    alone = fit_thresholds(members, member_labels, others, other_labels, classes=3, min_known=1)
     assert alone.fallback == (2,)
-    assert alone.each.tolist() == [5.0, 100.0, 5.0]
+    assert alone.per_class.tolist() == [5.0, 100.0, 5.0]
 
 
-def confident(share: float, number: int, seed: int) -> Answers:
+def confident(share: float, number: int, seed: int) -> Predictions:
     """Two classes; the label's probability is near `share`."""
     generator = torch.Generator().manual_seed(seed)
     own = (share + 0.02 * torch.randn(number, generator=generator, dtype=torch.float64)).clamp(0.01, 0.99)
     labels = torch.randint(0, 2, (number,), generator=generator)
     p = torch.stack([own, 1 - own], 1)
-    return Answers(torch.where(labels.unsqueeze(1) == 0, p, p.flip(1)), labels)
+    return Predictions(torch.where(labels.unsqueeze(1) == 0, p, p.flip(1)), labels)
 
 
 @pytest.mark.parametrize("name", [name for name in ATTACKS if name != "correctness"])
 def test_every_attack_tells_sure_from_unsure_answers(name: str) -> None:
-    known = KnownMembership(confident(0.95, 200, 1), confident(0.6, 200, 2))
+    known = KnownImages(confident(0.95, 200, 1), confident(0.6, 200, 2))
     seen, unseen = (ATTACKS[name](confident(share, 100, 3), known, seed=0) for share in (0.95, 0.6))
     assert seen.name == name
     assert seen.member_rate > 0.9
@@ -163,20 +163,20 @@ def test_every_attack_tells_sure_from_unsure_answers(name: str) -> None:
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_no_attack_has_power_where_members_answer_like_the_others(name: str) -> None:
-    known = KnownMembership(random_answers(1000, 5), random_answers(1000, 6))
+    known = KnownImages(random_answers(1000, 5), random_answers(1000, 6))
     attack = ATTACKS[name](random_answers(400, 7), known, seed=0)
     assert attack.accuracy == pytest.approx(0.5, abs=0.06)
     assert attack.member_rate == pytest.approx(attack.false_positive_rate, abs=0.15)
 
 
 def test_accuracy_is_measured_on_images_that_the_attack_was_not_fitted_on() -> None:
-    known = KnownMembership(random_answers(60, 8, classes=2, sharp=5), random_answers(60, 9, classes=2, sharp=5))
+    known = KnownImages(random_answers(60, 8, classes=2, sharp=5), random_answers(60, 9, classes=2, sharp=5))
     for half in range(2):
         part, other = known.halves(3)[half], known.halves(3)[1 - half]
         assert len(part.members) + len(other.members) == 60
-        assert abs(len(part.others) - len(other.others)) <= 2
-    marked = Answers(known.members.probabilities, torch.arange(60) % 2)
-    fit, check = KnownMembership(marked, marked).halves(3)
+        assert abs(len(part.non_members) - len(other.non_members)) <= 2
+    marked = Predictions(known.members.probabilities, torch.arange(60) % 2)
+    fit, check = KnownImages(marked, marked).halves(3)
     assert fit.members.labels.bincount().tolist() == check.members.labels.bincount().tolist() == [15, 15]
 
 
@@ -187,12 +187,12 @@ def test_separation_by_loss_is_half_for_alike_images_and_one_for_others() -> Non
 
 def test_known_images_are_drawn_equally_from_every_class_and_differ_by_seed() -> None:
     members, others = torch.arange(400) % 4, torch.cat([torch.arange(90) % 3, torch.tensor([3] * 5)])
-    mine, theirs = match_known(members, others, most=80, seed=1)
+    mine, theirs = match_members(members, others, limit=80, seed=1)
     assert members[mine].bincount().tolist() == others[theirs].bincount().tolist() == [20, 20, 20, 5]
     assert len(set(mine.tolist())) == len(mine)
-    again, _ = match_known(members, others, most=80, seed=1)
+    again, _ = match_members(members, others, limit=80, seed=1)
     assert again.equal(mine)
-    assert not match_known(members, others, most=80, seed=2)[0].equal(mine)
+    assert not match_members(members, others, limit=80, seed=2)[0].equal(mine)
 
 
 def test_answers_that_are_not_finite_are_refused_by_name() -> None:
@@ -200,15 +200,15 @@ def test_answers_that_are_not_finite_are_refused_by_name() -> None:
     for bad in (float("nan"), float("inf"), -float("inf")):
         logits[3, 1] = bad
         with pytest.raises(BadData, match=rf"the forgotten model.*1 of 5.*image 3: {bad}"):
-            answers_from(logits, labels, "the forgotten model")
+            predictions_from(logits, labels, "the forgotten model")
     with pytest.raises(BadData, match="label 3"):
-        answers_from(torch.zeros(1, 3), torch.tensor([3]), "a model")
+        predictions_from(torch.zeros(1, 3), torch.tensor([3]), "a model")
     with pytest.raises(BadData, match="shape"):
-        answers_from(torch.zeros(2, 3), torch.tensor([1]), "a model")
+        predictions_from(torch.zeros(2, 3), torch.tensor([1]), "a model")
 
 
 def test_huge_finite_answers_are_probabilities_of_exactly_0_and_1() -> None:
-    answers = answers_from(torch.tensor([[1e30, -1e30], [3e38, 0.0]]), torch.tensor([0, 1]), "a model")
+    answers = predictions_from(torch.tensor([[1e30, -1e30], [3e38, 0.0]]), torch.tensor([0, 1]), "a model")
     assert answers.confidence.tolist() == [1.0, 0.0]
     assert all(torch.isfinite(statistic(answers)).all() for statistic in STATISTICS.values())
 
@@ -217,14 +217,14 @@ def test_huge_finite_answers_are_probabilities_of_exactly_0_and_1() -> None:
 def test_an_attack_without_images_is_refused(name: str) -> None:
     none, some = random_answers(0, 1), random_answers(40, 1)
     for forgotten, known in (
-        (none, KnownMembership(some, some)),
-        (some, KnownMembership(none, some)),
-        (some, KnownMembership(some, none)),
+        (none, KnownImages(some, some)),
+        (some, KnownImages(none, some)),
+        (some, KnownImages(some, none)),
     ):
         with pytest.raises(BadData):
             ATTACKS[name](forgotten, known, seed=0)
     with pytest.raises(BadData, match="calibrate"):
-        match_known(torch.tensor([0, 0]), torch.tensor([1]), most=10)
+        match_members(torch.tensor([0, 0]), torch.tensor([1]), limit=10)
 
 
 def test_logits_are_those_of_single_images_and_the_mode_stays(tiny: TinyNet, toy: Images) -> None:

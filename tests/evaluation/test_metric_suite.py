@@ -12,16 +12,9 @@ from fedortho.errors import BadData, BadSetting
 from fedortho.evaluation.accuracies import accuracies_of
 from fedortho.evaluation.case import Case
 from fedortho.evaluation.membership_attacks import ATTACKS
-from fedortho.evaluation.metric_suite import (
-    BESIDE,
-    Groups,
-    MetricSuite,
-    ModelOutputs,
-    js_divergence,
-    measure_all,
-    untrained_like,
-)
+from fedortho.evaluation.metric_suite import REFERENCE_METRICS, MetricSuite, js_divergence, measure_metrics
 from fedortho.evaluation.metrics import METRICS, Metric
+from fedortho.evaluation.model_outputs import EvaluationSets, ModelOutputs, untrained_like
 from fedortho.models.predictions import accuracy, evaluate, logits_of
 
 ALONE = {"forget-accuracy", "retain-accuracy", "test-accuracy", "loss-separation", "zrf"} | {
@@ -63,8 +56,8 @@ def test_accuracies_are_those_that_judge_measures(data: Dataset) -> None:
     clients = {0: data.train.rows[:40], 1: data.train.rows[40:]}
     for request in ("class:1", "class:0,3", f"samples:{rows_of(data, 12)}", "client:0"):
         case = case_of(data, request, clients=clients)
-        found = by_name(measure_all(case))
-        for model, part in ((case.forgot, "value"), (case.reference, "reference")):
+        found = by_name(measure_metrics(case))
+        for model, part in ((case.unlearned, "value"), (case.reference, "reference")):
             assert model is not None
             verdict = accuracies_of(model, data, request, clients=clients)
             assert getattr(found["forget-accuracy"], part) == pytest.approx(verdict.forget)
@@ -74,26 +67,28 @@ def test_accuracies_are_those_that_judge_measures(data: Dataset) -> None:
 
 def test_each_request_gets_the_metrics_that_apply_and_every_known_metric_is_measured(data: Dataset) -> None:
     clients = {0: data.train.rows[:40], 1: data.train.rows[40:]}
-    expected = ALONE | set(BESIDE)
-    assert by_name(measure_all(case_of(data, "class:1"))).keys() == expected
-    assert by_name(measure_all(case_of(data, "samples:" + rows_of(data, 12)))).keys() == expected | {"class-accuracy"}
-    assert by_name(measure_all(case_of(data, "client:0", clients=clients))).keys() == expected | CLIENTS
+    expected = ALONE | set(REFERENCE_METRICS)
+    assert by_name(measure_metrics(case_of(data, "class:1"))).keys() == expected
+    assert by_name(measure_metrics(case_of(data, "samples:" + rows_of(data, 12)))).keys() == expected | {
+        "class-accuracy"
+    }
+    assert by_name(measure_metrics(case_of(data, "client:0", clients=clients))).keys() == expected | CLIENTS
     assert expected | {"class-accuracy"} | CLIENTS == METRICS.keys()
 
 
 def test_classes_forgotten_before_are_neither_retained_nor_known(data: Dataset) -> None:
     case = Case(net(1), net(2), net(3), None, data, ForgetRequest.parse("class:1"), ForgetRequest.parse("class:3"))
-    groups = Groups(case)
-    assert set(groups.kept.labels.tolist()) == set(data.test.labels[groups.others].tolist()) == {0, 2}
-    verdict = accuracies_of(case.forgot, data, case.request, forgotten=case.forgotten)
-    assert by_name(measure_all(case))["retain-accuracy"].value == pytest.approx(verdict.retain)
+    sets = EvaluationSets(case)
+    assert set(sets.retain.labels.tolist()) == set(data.test.labels[sets.non_members].tolist()) == {0, 2}
+    verdict = accuracies_of(case.unlearned, data, case.request, forgotten=case.forgotten)
+    assert by_name(measure_metrics(case))["retain-accuracy"].value == pytest.approx(verdict.retain)
 
 
 def test_the_class_of_the_samples_is_looked_at_on_its_own(data: Dataset) -> None:
     ones = data.train.rows[data.train.labels == 1][:11].tolist()
     case = case_of(data, f"samples:{','.join(map(str, ones))}")
-    metric = by_name(measure_all(case))["class-accuracy"]
-    assert metric.value == pytest.approx(evaluate(case.forgot, data.test).per_class[1])
+    metric = by_name(measure_metrics(case))["class-accuracy"]
+    assert metric.value == pytest.approx(evaluate(case.unlearned, data.test).per_class[1])
     assert metric.details["each"] == {"1": pytest.approx(metric.value)}
     assert metric.images == int((data.test.labels == 1).sum())
 
@@ -103,17 +98,17 @@ def test_unseen_images_of_the_kind_of_samples_have_their_labels_in_their_shares(
     asked = ForgetRequest(samples=tuple(map(str, rows[1][:12] + rows[2][:3] + rows[3][:3])))
     nets = [net(seed) for seed in (1, 2, 3)]
     case = Case(*nets, None, data, asked, ForgetRequest.parse("class:3"))
-    groups = Groups(case)
-    counts = torch.bincount(data.test.labels[groups.alike], minlength=4).tolist()
+    sets = EvaluationSets(case)
+    counts = torch.bincount(data.test.labels[sets.unseen], minlength=4).tolist()
     assert counts == [0, 30, 8, 0], "all 30 of class 1, a quarter as many of class 2, none of what is gone before"
-    assert by_name(measure_all(case))["loss-separation"].value is not None
-    few = case.unseen(case.gone_train.labels, 10).labels.tolist()
+    assert by_name(measure_metrics(case))["loss-separation"].value is not None
+    few = case.unseen_like(case.forget_train.labels, 10).labels.tolist()
     assert (few.count(1), few.count(2)) == (8, 2)
     by_class = Case(*nets, None, data, ForgetRequest.parse("class:1"), ForgetRequest.parse("class:3"))
-    assert set(data.test.labels[Groups(by_class).alike].tolist()) == {1}
+    assert set(data.test.labels[EvaluationSets(by_class).unseen].tolist()) == {1}
     nobody = replace(case, data=replace(data, test=data.test.subset(data.test.labels == 0)))
     with pytest.raises(BadData, match="no test image has a label"):
-        nobody.unseen(case.gone_train.labels)
+        nobody.unseen_like(case.forget_train.labels)
 
 
 def test_loss_separation_does_not_take_a_label_for_membership(data: Dataset) -> None:
@@ -122,7 +117,7 @@ def test_loss_separation_does_not_take_a_label_for_membership(data: Dataset) -> 
     sure.fc.bias.data.copy_(torch.tensor([0.0, 5.0, 0.0, 0.0]))  # class 1, whatever it sees
     ones = ",".join(map(str, data.train.rows[data.train.labels == 1].tolist()))
     case = Case(sure, sure, None, None, data, ForgetRequest.parse(f"samples:{ones}"))
-    found = {metric.name: metric for metric in measure_all(case)}
+    found = {metric.name: metric for metric in measure_metrics(case)}
     assert found["loss-separation"].value == 0.5
 
 
@@ -130,9 +125,9 @@ def test_changes_of_clients_are_those_of_their_own_retained_images(data: Dataset
     parts = data.train.rows.split(20)
     clients = dict(enumerate(parts))
     case = case_of(data, "client:2", clients=clients)
-    found = by_name(measure_all(case))
+    found = by_name(measure_metrics(case))
     changes = {"value": [], "reference": []}
-    for model, part in ((case.forgot, "value"), (case.reference, "reference")):
+    for model, part in ((case.unlearned, "value"), (case.reference, "reference")):
         assert model is not None
         for client, rows in clients.items():
             if client != 2:
@@ -145,7 +140,7 @@ def test_changes_of_clients_are_those_of_their_own_retained_images(data: Dataset
 
 
 def test_attacks_come_with_their_own_accuracy_and_false_positives(data: Dataset) -> None:
-    metric = by_name(measure_all(case_of(data, "class:1")))["mia-confidence"]
+    metric = by_name(measure_metrics(case_of(data, "class:1")))["mia-confidence"]
     assert 0 <= metric.details["attack accuracy"] <= 1
     assert 0 <= metric.details["false positives"] <= 1
     assert metric.details["global threshold for"] == ["1"]
@@ -174,9 +169,9 @@ def test_js_divergence_is_a_loop_over_its_definition() -> None:
 def test_distances_to_retrain_are_what_single_images_give(data: Dataset) -> None:
     case = case_of(data, "class:2")
     assert case.reference is not None
-    found = by_name(measure_all(case))
-    gone = case.gone_train
-    p, q = (logits_of(model, gone).softmax(1).tolist() for model in (case.forgot, case.reference))
+    found = by_name(measure_metrics(case))
+    gone = case.forget_train
+    p, q = (logits_of(model, gone).softmax(1).tolist() for model in (case.unlearned, case.reference))
     l2 = [math.dist(a, b) for a, b in zip(p, q, strict=True)]
     assert found["output-l2-forget"].value == pytest.approx(sum(l2) / len(l2))
     js = [slow_js(a, b) for a, b in zip(p, q, strict=True)]
@@ -185,7 +180,7 @@ def test_distances_to_retrain_are_what_single_images_give(data: Dataset) -> None
     assert found["mean-output-tv"].value == pytest.approx(sum(abs(a - b) for a, b in zip(*means, strict=True)) / 2)
     inputs = gone.normalise(gone.pixels[gone.rows])
     with torch.no_grad():
-        mine, theirs = (model.features(inputs).mean((2, 3)).tolist() for model in (case.forgot, case.reference))
+        mine, theirs = (model.features(inputs).mean((2, 3)).tolist() for model in (case.unlearned, case.reference))
     apart = sum(math.dist(a, b) for a, b in zip(mine, theirs, strict=True))
     size = sum(math.hypot(*b) for b in theirs)
     assert found["activation-forget"].value == pytest.approx(apart / size, rel=1e-4)
@@ -194,11 +189,11 @@ def test_distances_to_retrain_are_what_single_images_give(data: Dataset) -> None
 def test_summaries_are_products_and_means_of_gaps(data: Dataset) -> None:
     case = case_of(data, "class:2")
     assert case.reference is not None
-    groups = Groups(case)
-    found = by_name(measure_all(case))
+    sets = EvaluationSets(case)
+    found = by_name(measure_metrics(case))
     gaps = []
-    for images in (case.gone_train, groups.kept, case.kept_test):
-        gaps.append(abs(accuracy(case.forgot, images) - accuracy(case.reference, images)))
+    for images in (case.forget_train, sets.retain, case.retain_test):
+        gaps.append(abs(accuracy(case.unlearned, images) - accuracy(case.reference, images)))
     mia = found["mia-confidence"].gap
     assert mia is not None
     assert found["average-gap"].value == pytest.approx((sum(gaps) + mia) / 4)
@@ -209,21 +204,21 @@ def test_summaries_are_products_and_means_of_gaps(data: Dataset) -> None:
 def test_a_retrained_model_is_at_no_distance_from_itself_and_a_second_one_is(data: Dataset) -> None:
     case = case_of(data, "class:1")
     assert case.reference is not None
-    same = by_name(measure_all(Case(case.reference, case.original, case.reference, None, data, case.request)))
-    for name in BESIDE:
+    same = by_name(measure_metrics(Case(case.reference, case.original, case.reference, None, data, case.request)))
+    for name in REFERENCE_METRICS:
         assert same[name].value == same[name].reference == pytest.approx(METRICS[name].ideal)
-    other = by_name(measure_all(case_of(data, "class:1", second=True)))
+    other = by_name(measure_metrics(case_of(data, "class:1", second=True)))
     assert other["output-l2-forget"].reference > 0
     assert "another seed" in other["output-l2-forget"].text()
 
 
 def test_without_a_retrained_model_gaps_are_listed_as_not_measured(data: Dataset) -> None:
     case = Case(net(1), net(2), None, None, data, ForgetRequest.parse("class:1"))
-    found = by_name(measure_all(case))
-    assert found.keys() == ALONE | set(BESIDE)
+    found = by_name(measure_metrics(case))
+    assert found.keys() == ALONE | set(REFERENCE_METRICS)
     for name, metric in found.items():
         assert metric.reference is None
-        assert (metric.value is None) == (name in BESIDE)
+        assert (metric.value is None) == (name in REFERENCE_METRICS)
         assert "no reference" in metric.text()
 
 
@@ -231,52 +226,52 @@ def test_a_model_with_broken_weights_gives_errors_that_name_it_and_drops_nothing
     broken = net(1)
     nn.init.constant_(broken.fc.bias, math.nan)
     case = Case(broken, net(2), net(3), None, data, ForgetRequest.parse("class:1"))
-    metrics = measure_all(case)
-    assert {metric.name for metric in metrics} == ALONE | set(BESIDE)
+    metrics = measure_metrics(case)
+    assert {metric.name for metric in metrics} == ALONE | set(REFERENCE_METRICS)
     assert all(metric.error for metric in metrics)
-    assert "the forgotten model, test images: 120 of 120 answers are not finite" in str(metrics[0].error)
-    swapped = measure_all(Case(net(3), net(2), broken, None, data, ForgetRequest.parse("class:1")))
-    assert "the retrained model" in str(swapped[0].error)
+    assert "the unlearned model, test images: 120 of 120 answers are not finite" in str(metrics[0].error)
+    swapped = measure_metrics(Case(net(3), net(2), broken, None, data, ForgetRequest.parse("class:1")))
+    assert "the reference model" in str(swapped[0].error)
 
 
-def test_each_group_is_passed_once_and_models_stay_as_they_were(data: Dataset) -> None:
+def test_each_set_is_passed_once_and_models_stay_as_they_were(data: Dataset) -> None:
     case = case_of(data, "class:1")
-    outputs = ModelOutputs("a model", case.forgot, Groups(case))
+    outputs = ModelOutputs("a model", case.unlearned, EvaluationSets(case))
     calls = []
     outputs.model.register_forward_hook(lambda _, given, __: calls.append(len(given[0])))
     for _ in range(3):
-        outputs.answers("test")
-        outputs.answers("gone")
-        outputs.features("gone")
-    assert sum(calls) <= len(data.test) + len(case.gone_train) + 2 * 2  # and two examples for each pass
-    before = {name: value.clone() for name, value in case.forgot.state_dict().items()}
-    case.forgot.train()
-    measure_all(case)
-    assert case.forgot.training
-    assert all(value.equal(before[name]) for name, value in case.forgot.state_dict().items())
-    assert not case.forgot.fc._forward_pre_hooks
+        outputs.predictions("test")
+        outputs.predictions("forget")
+        outputs.features("forget")
+    assert sum(calls) <= len(data.test) + len(case.forget_train) + 2 * 2  # and two examples for each pass
+    before = {name: value.clone() for name, value in case.unlearned.state_dict().items()}
+    case.unlearned.train()
+    measure_metrics(case)
+    assert case.unlearned.training
+    assert all(value.equal(before[name]) for name, value in case.unlearned.state_dict().items())
+    assert not case.unlearned.fc._forward_pre_hooks
 
 
-def test_a_bench_passes_the_retrained_model_once_for_several_others(data: Dataset) -> None:
+def test_a_suite_passes_the_retrained_model_once_for_several_others(data: Dataset) -> None:
     case = case_of(data, "class:1")
     suite = MetricSuite(case)
-    first = suite.measure(case.forgot)
+    first = suite.measure(case.unlearned)
     calls: list[int] = []
-    assert suite.retrain is not None
-    suite.retrain.model.register_forward_hook(lambda _, given, __: calls.append(len(given[0])))
+    assert suite.reference is not None
+    suite.reference.model.register_forward_hook(lambda _, given, __: calls.append(len(given[0])))
     other = suite.measure(net(9))
     assert not calls
-    assert first == measure_all(case)
+    assert first == measure_metrics(case)
     assert [metric.reference for metric in first] == [metric.reference for metric in other]
     assert [metric.value for metric in first] != [metric.value for metric in other]
 
 
-def test_groups_are_capped_but_forget_accuracy_of_samples_is_exact(data: Dataset) -> None:
+def test_sets_are_capped_but_forget_accuracy_of_samples_is_exact(data: Dataset) -> None:
     by_sample, by_class = case_of(data, "samples:" + rows_of(data, 30)), case_of(data, "class:1")
-    assert len(Groups(by_sample, 8).gone) == 30
-    assert len(Groups(by_class, 8).gone) == 8
-    assert len(ModelOutputs("a model", by_sample.forgot, Groups(by_sample, 8)).forgotten) == 8
-    assert len(Groups(by_class, 9).kept) == len(Groups(by_class, 9).others) == 9
+    assert len(EvaluationSets(by_sample, 8).forget) == 30
+    assert len(EvaluationSets(by_class, 8).forget) == 8
+    assert len(ModelOutputs("a model", by_sample.unlearned, EvaluationSets(by_sample, 8)).attacked) == 8
+    assert len(EvaluationSets(by_class, 9).retain) == len(EvaluationSets(by_class, 9).non_members) == 9
 
 
 def test_an_untrained_copy_has_other_weights_and_zrf_of_it_is_1(data: Dataset) -> None:
@@ -286,7 +281,7 @@ def test_an_untrained_copy_has_other_weights_and_zrf_of_it_is_1(data: Dataset) -
     assert one.get_parameter("fc.weight").equal(same.get_parameter("fc.weight"))
     assert not one.get_parameter("fc.weight").equal(other.get_parameter("fc.weight"))
     case = Case(untrained_like(net(1), 0), net(2), net(3), None, data, ForgetRequest.parse("class:1"))
-    zrf = by_name(measure_all(case))["zrf"]
+    zrf = by_name(measure_metrics(case))["zrf"]
     assert zrf.value == pytest.approx(1)
     assert zrf.reference < 1
 

@@ -4,7 +4,7 @@ import math
 import pytest
 
 from fedortho.errors import UnknownName
-from fedortho.evaluation.metrics import DIRECTIONS, METRICS, Metric, Reading, measured
+from fedortho.evaluation.metrics import DIRECTIONS, METRICS, Measurement, Metric, measure_metric
 
 
 @pytest.mark.parametrize("name", METRICS)
@@ -29,7 +29,7 @@ def test_no_number_is_shown_without_its_description(name: str, reference: float 
         told.append("no reference" if reference is None else "Retrain 0.2500")
         told.append("best as Retrain" if known.direction == "as retrain" else f"better {known.direction}")
         assert all(word in shown for word in told), shown
-    mapping = json.loads(json.dumps(metric.as_mapping(), allow_nan=False))
+    mapping = json.loads(json.dumps(metric.to_json(), allow_nan=False))
     assert mapping["value"] == 0.125
     assert mapping["reference"] == reference
     assert mapping.keys() >= {"title", "source", "low", "high", "direction", "ideal", "images", "error", "details"}
@@ -39,31 +39,31 @@ def test_an_unknown_metric_is_refused_with_the_choices() -> None:
     with pytest.raises(UnknownName, match="did you mean 'forget-accuracy'"):
         Metric("forget-acuracy", 0.5)
     with pytest.raises(UnknownName):
-        measured("speed", lambda: Reading(1.0, 1))
+        measure_metric("speed", lambda: Measurement(1.0, 1))
 
 
 def test_whatever_raises_is_an_error_that_stays_in_sight() -> None:
     class Odd(Exception):
         pass
 
-    def fails() -> Reading:
+    def fails() -> Measurement:
         raise Odd("no such luck\nsecond line")
 
-    for metric in (measured("zrf", fails), measured("zrf", lambda: Reading(0.5, 3), fails)):
+    for metric in (measure_metric("zrf", fails), measure_metric("zrf", lambda: Measurement(0.5, 3), fails)):
         assert metric.value is None
         assert metric.error == "Odd: no such luck"
         assert "ERROR, Odd: no such luck" in metric.text()
         assert "range" not in metric.text()
         assert METRICS["zrf"].range_text() in metric.text()
-        assert metric.as_mapping()["error"] == metric.error
+        assert metric.to_json()["error"] == metric.error
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -0.1, 1.1])
 def test_a_number_outside_its_range_is_an_error(value: float) -> None:
-    metric = measured("tug-of-war", lambda: Reading(value, 3))
+    metric = measure_metric("tug-of-war", lambda: Measurement(value, 3))
     assert metric.value is None
     assert "outside 0 to 1" in (metric.error or "")
-    assert measured("tug-of-war", lambda: Reading(1 + 1e-12, 3)).value == pytest.approx(1)
+    assert measure_metric("tug-of-war", lambda: Measurement(1 + 1e-12, 3)).value == pytest.approx(1)
     with pytest.raises(ValueError, match="both"):
         Metric("tug-of-war", 0.5, error="no")
 

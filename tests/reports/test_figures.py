@@ -208,16 +208,16 @@ def test_confidence_is_the_probability_of_the_own_class(tiny: TinyNet, toy: Imag
         expected = tiny(few.normalise(few.pixels[few.rows])).softmax(1)[range(6), few.labels]
     assert torch.allclose(results.own_confidence(tiny, few), expected)
     figure = results.confidence_figure(
-        {"original": torch.tensor([1.0, 0.8]), "forgot": torch.tensor([0.0, 0.0])}, "cat"
+        {"original": torch.tensor([1.0, 0.8]), "unlearned": torch.tensor([0.0, 0.0])}, "cat"
     )
     assert finding_of(figure) == "Mean confidence in cat: before 90 %, after forgetting 0 %"
 
 
 def test_relearning_and_probes_are_told_by_role() -> None:
-    curves = {"forgot": [(0, 0.0), (10, 0.75), (20, 0.9)], "reference": [(0, 0.0), (10, 0.2), (20, 0.4)]}
+    curves = {"unlearned": [(0, 0.0), (10, 0.75), (20, 0.9)], "reference": [(0, 0.0), (10, 0.2), (20, 0.4)]}
     told = finding_of(recovery.relearn_figure(curves, target=0.7))
     assert told == "Steps until the class is learnt again: after forgetting 10, retrained without it over 20"
-    told = finding_of(recovery.probe_figure({"forgot": {"a": 0.2, "b": 0.6}, "reference": {"a": 0.2, "b": 0.5}}))
+    told = finding_of(recovery.probe_figure({"unlearned": {"a": 0.2, "b": 0.6}, "reference": {"a": 0.2, "b": 0.5}}))
     assert told.endswith("after forgetting 60 %, retrained without it 50 %")
 
 

@@ -138,8 +138,8 @@ def test_a_class_named_like_a_script_is_shown_and_not_run(forgot: Run) -> None:
         (Example(small_png(), EVIL, None, EVIL),),
         (EVIL,),
     )
-    named = VERDICT | {"sentence": EVIL, "label": EVIL, "advice": EVIL, "not_tested": [EVIL], "settings": {EVIL: EVIL}}
-    named["audits"] = [{"name": EVIL, "outcome": "PASS", "says": EVIL}]
+    named = VERDICT | {"sentence": EVIL, "label": EVIL, "advice": EVIL, "not-tested": [EVIL], "settings": {EVIL: EVIL}}
+    named["audits"] = [{"name": EVIL, "outcome": "PASS", "finding": EVIL}]
     named["metrics"] = [{"name": EVIL, "title": EVIL, "value": 1.0, "direction": EVIL, "source": EVIL}]
     text = render(Report(run, ForgetRequest.parse("class:3"), named, gallery))
     assert "alert" in text
@@ -159,7 +159,7 @@ def test_without_a_verdict_the_report_says_what_is_missing(fresh: Run) -> None:
 
 def test_the_verdict_is_coloured_by_its_worst_audit(forgot: Run) -> None:
     def kind(*outcomes: str) -> str:
-        audits = [{"name": "a", "outcome": outcome, "says": ""} for outcome in outcomes]
+        audits = [{"name": "a", "outcome": outcome, "finding": ""} for outcome in outcomes]
         page = Elements(render(Report(forgot, ForgetRequest.parse("class:3"), VERDICT | {"audits": audits})))
         return next(section["class"] for section in page.all("section") if section.get("id") == "verdict")
 
@@ -168,8 +168,8 @@ def test_the_verdict_is_coloured_by_its_worst_audit(forgot: Run) -> None:
     assert kind() == "verdict open"
     assert kind("PASS", "NOT RUN", "FAIL") == "verdict bad"
     assert kind("ERROR") == "verdict bad"
-    ruined = {"name": "retention", "outcome": "FAIL", "says": "60 points lost", "value": 0.6, "limit": 0.05}
-    passed = {"audits": [{"name": "a", "outcome": "PASS", "says": ""}], "retention": ruined}
+    ruined = {"name": "retention", "outcome": "FAIL", "finding": "60 points lost", "value": 0.6, "limit": 0.05}
+    passed = {"audits": [{"name": "a", "outcome": "PASS", "finding": ""}], "retention": ruined}
     text = render(Report(forgot, ForgetRequest.parse("class:3"), VERDICT | passed))
     assert '"verdict bad"' in text, "a model that lost what it had to keep is no success"
     assert "60 points lost" in text
@@ -183,8 +183,8 @@ def test_the_cost_of_another_method_is_the_one_it_recorded(forgot: Run) -> None:
 
 
 def test_costs_come_in_the_order_of_their_weight_and_audits_with_their_titles(forgot: Run) -> None:
-    cost = dict(sorted({"seconds": 2.0, "flops": 1e9, "bytes_up": 7.0, "other_thing": 3.0}.items()))
-    audits = [VERDICT["audits"][0] | {"title": "linear probe", "says": "recalls 80 % of it"}]
+    cost = dict(sorted({"seconds": 2.0, "flops": 1e9, "bytes-up": 7.0, "other-thing": 3.0}.items()))
+    audits = [VERDICT["audits"][0] | {"title": "linear probe", "finding": "recalls 80 % of it"}]
     text = render(Report(forgot, ForgetRequest.parse("class:3"), VERDICT | {"cost": cost, "audits": audits}))
     shown = text.split('id="costs"')[1].split("</section>")[0]
     places = [shown.index(word) for word in (">seconds<", "floating-point", "bytes from", "other thing")]
@@ -201,11 +201,9 @@ def test_a_verdict_on_another_model_is_refused(fresh: Run) -> None:
 
 def test_an_error_is_shown_and_never_dropped(forgot: Run) -> None:
     text = render(Report(forgot, ForgetRequest.parse("class:3"), VERDICT))
-    assert "membership: too few images" in text
+    assert "(the paper&#39;s MIA): too few images" in text
     assert "! ERROR" in text
-    assert "relearn has no result: ask for it" in text
-    told = VERDICT | {"not_tested": ["relearn, in full: ask for it"]}
-    assert "has no result" not in render(Report(forgot, ForgetRequest.parse("class:3"), told)), "once is enough"
+    assert text.count(": ask for it") == 1, "once is enough"
 
 
 def test_what_cannot_be_reported_is_refused_in_one_line(fresh: Run, tmp_path: Path) -> None:
@@ -216,7 +214,7 @@ def test_what_cannot_be_reported_is_refused_in_one_line(fresh: Run, tmp_path: Pa
     with pytest.raises(FedOrthoError, match="is a directory; give the file"):
         write_report(fresh.path, out=tmp_path)
     write_json(fresh.path / "verdict.json", {"schema": 7})
-    with pytest.raises(BadCheckpoint, match="not a verdict of schema 1"):
+    with pytest.raises(BadCheckpoint, match="schema 7"):
         write_report(fresh.path)
 
 

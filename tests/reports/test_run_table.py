@@ -1,10 +1,14 @@
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from commands import told
+from verdicts import RECORD
 
+from fedortho.audits.result import AuditResult
+from fedortho.audits.verdict import write_verdict
 from fedortho.errors import BadCheckpoint, BadData, UnknownName
 from fedortho.reports.run_table import list_runs
 from fedortho.runs.settings import TrainSettings
@@ -29,22 +33,15 @@ def test_every_run_has_a_line_with_what_it_left(place: Path) -> None:
     assert (first.run, first.request, first.forget, first.audits) == ("first", "", None, "")
     record = json.loads((place / "second" / "run.json").read_text())["requests"][0]
     assert (second.forget, second.retain) == (record["after"]["forget"], record["after"]["retain"])
-    verdict = {
-        "schema": 1,
-        "request": "class:3",
-        "label": "passed 1 of 6",
-        "audits": [{"name": "C1", "forgot": 0.5, "outcome": "FAIL"}],
-    }
-    write_json(place / "second" / "verdict.json", verdict)
+    verdict = replace(RECORD, audits=(AuditResult("FAIL", "", unlearned=0.5, name="C1"),))
+    write_verdict(place / "second", verdict)
     second = list_runs(place)[1]
-    assert (second.audits, second.probe, second.failed) == ("passed 1 of 6", 0.5, "C1")
-    ruined = {"retention": {"name": "retention", "outcome": "FAIL"}}
-    write_json(place / "second" / "verdict.json", verdict | ruined)
+    assert (second.audits, second.probe, second.failed) == ("FAILED C1; passed 0 of 1", 0.5, "C1")
+    write_verdict(place / "second", replace(verdict, retention=AuditResult("FAIL", "", name="retention")))
     assert list_runs(place)[1].failed == "C1 retention"
-    idle = {"audits": [{"name": "C1", "forgot": None, "outcome": "NOT RUN"}]}
-    write_json(place / "second" / "verdict.json", verdict | idle)
+    write_verdict(place / "second", replace(verdict, audits=(AuditResult("NOT RUN", "", name="C1"),)))
     assert list_runs(place)[1].failed is None, "where nothing was tested, nothing failing says nothing"
-    write_json(place / "second" / "verdict.json", verdict | {"request": "class:4"})
+    write_verdict(place / "second", replace(verdict, request="class:4"))
     assert list_runs(place)[1].audits == "", "a verdict on another request is none on this one"
     (place / "second" / "verdict.json").unlink()
 
@@ -97,7 +94,7 @@ def test_what_holds_no_runs_or_damaged_ones_is_refused(place: Path, tmp_path: Pa
     with pytest.raises(BadData, match="is no directory"):
         list_runs(tmp_path / "nowhere")
     write_json(place / "second" / "verdict.json", [])
-    with pytest.raises(BadCheckpoint, match="is not a verdict"):
+    with pytest.raises(BadCheckpoint, match="judge again"):
         list_runs(place)
     (place / "second" / "verdict.json").unlink()
     (place / "broken").mkdir()

@@ -23,7 +23,7 @@ def test_a_metric_that_failed_shows_its_error() -> None:
 
 
 def test_costs_come_in_a_fixed_order_and_unknown_ones_last() -> None:
-    rows = costs_table({"other_thing": 3.0, "bytes_up": 7.0, "flops": 1e9, "seconds": 2.0}).rows
+    rows = costs_table({"other-thing": 3.0, "bytes-up": 7.0, "flops": 1e9, "seconds": 2.0}).rows
     assert [row[0].text for row in rows] == [
         *("seconds", "floating-point operations", "bytes from all clients", "other thing")
     ]

@@ -1,5 +1,5 @@
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,8 +9,10 @@ from small import SETTINGS as FEDERATION
 from typer.testing import CliRunner
 
 import fedortho as fo
-from fedortho.audits.audit import Audit
-from fedortho.audits.verdict import NEVER_TESTED, Verdict, subject_of
+from fedortho.audits import AUDITS
+from fedortho.audits.result import AuditResult
+from fedortho.audits.sentences import subject_of
+from fedortho.audits.verdict import NEVER_TESTED, Verdict
 from fedortho.cli import forget as cli_forget
 from fedortho.cli.app import app
 from fedortho.errors import BadSetting, FedOrthoError, UnknownName
@@ -24,6 +26,7 @@ from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
 from fedortho.storage.files import read_json
 from fedortho.storage.journal import check_journal
+from fedortho.storage.records import to_json
 
 SETTINGS = TrainSettings(data="digits", model="small:SmallNet", epochs=6, crop=0, flip=0.0, threads=1, device="cpu")
 NAMES = ("C1", "C2", "C3", "C4", "C5", "C6")
@@ -52,23 +55,23 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def verdict(forgot: float = 0.0, probe: tuple[float, float, float] = (0.9, 0.95, 0.5), **outcomes: str) -> Verdict:
     """A verdict as it might be: probe of (forgot, original, reference)."""
-    audits = [Audit(name, outcomes.get(name, "PASS"), "says") for name in NAMES]
-    audits[0] = replace(audits[0], forgot=probe[0], original=probe[1], reference=probe[2])
+    audits = [AuditResult(outcomes.get(name, "PASS"), "finding", name=name, title=AUDITS[name].title) for name in NAMES]
+    audits[0] = replace(audits[0], unlearned=probe[0], original=probe[1], reference=probe[2])
     metrics = (Metric("forget-accuracy", forgot, 0.0, 100),)
-    kept = Audit("retention", outcomes.get("retention", "PASS"), "says")
+    kept = AuditResult(outcomes.get("retention", "PASS"), "finding", name="retention")
     return Verdict("class:1", "class cat", "hide", metrics, tuple(audits), kept, True, retrain_seconds=600.0)
 
 
 def test_the_sentence_says_hidden_and_how_far_erased() -> None:
     assert verdict(C1="FAIL").sentence == (
         "Class cat is no longer predicted (0.0% of its test images are). A linear probe still finds it in 90% of "
-        "images, in a retrained model in 50%: hidden, not erased (failed: C1). Retraining costs about 10 minutes here."
+        "images, in a retrained model in 50%: hidden, not erased (failed: C1). Retraining takes about 10 minutes here."
     )
     assert "hidden, partly erased (failed: C1, C3)" in verdict(probe=(0.7, 0.95, 0.5), C1="FAIL", C3="FAIL").sentence
-    assert "not beyond recovery (failed: C2)" in verdict(C2="FAIL").sentence
-    assert "no more of it can be read than there, but features are unlike" in verdict(C5="FAIL").sentence
-    assert "still named rightly in 40.0%" in verdict(0.4).sentence
-    assert "what had to stay has suffered" in verdict(retention="FAIL").sentence
+    assert "recoverable (failed: C2)" in verdict(C2="FAIL").sentence
+    assert "no more readable than in a retrained model, but the features differ" in verdict(C5="FAIL").sentence
+    assert "still predicted for 40.0%" in verdict(0.4).sentence
+    assert "accuracy on the retain set has suffered" in verdict(retention="FAIL").sentence
     assert "6 audits find no more of it" in verdict().sentence
 
 
@@ -79,7 +82,7 @@ def test_only_a_verdict_with_everything_run_and_passed_passes() -> None:
             one = verdict(**{name: outcome})
             assert not one.passes
             assert one.label != verdict().label
-    assert "retrain without it (about 10 minutes here)" in verdict(C1="FAIL").advice
+    assert "retrain without the forget set (about 10 minutes here)" in verdict(C1="FAIL").advice
     assert "--max-retain-drop" in verdict(retention="FAIL").advice
     assert "--audit full" in verdict(C4="NOT RUN").advice
     assert verdict().advice == ""
@@ -105,9 +108,9 @@ def test_no_number_goes_out_without_what_is_needed_to_read_it(runs: Path) -> Non
             assert " to " in line
     assert [audit["name"] for audit in found["audits"]] == list(NAMES)
     assert found["label"] in text
-    assert found["cost"]["images_read"] > 0
+    assert found["cost"]["images-read"] > 0
     (recorded,) = open_run(runs / "forgot").record.requests
-    assert found["cost"] == asdict(recorded.cost)
+    assert found["cost"] == to_json(recorded.cost)
     assert found["cost"]["flops"] > 0
 
 
@@ -115,7 +118,7 @@ def test_references_are_found_and_a_second_one_serves_the_distance(runs: Path) -
     (runs / "forgot" / "verdict.json").unlink(missing_ok=True)
     found = json.loads(told("audit", runs / "forgot", "--attack", "C5", "--json"))
     by_name = {audit["name"]: audit for audit in found["audits"]}
-    assert "a second retrained one" in by_name["C5"]["says"], "where the features have room, its outcome follows"
+    assert "second reference model" in by_name["C5"]["finding"], "where the features have room, its outcome follows"
     assert by_name["C1"]["outcome"] == "NOT RUN"
     assert not (runs / "forgot" / "verdict.json").exists(), "one audit is no verdict, and must not replace one"
     with pytest.raises(UnknownName, match="no audit 'C9'"):
@@ -145,7 +148,7 @@ def test_without_a_reference_nothing_passes(runs: Path, tmp_path: Path) -> None:
     found = json.loads(told("judge", runs / "forgot", "--references", tmp_path, "--json"))
     assert not found["passes"]
     assert not any(audit["outcome"] == "PASS" for audit in found["audits"])
-    assert "no retrained model to compare with" in found["sentence"]
+    assert "without a retrained model" in found["sentence"]
     assert "--reference RUN" in replace(verdict(C1="NO REFERENCE"), has_reference=False).advice
 
 

@@ -128,8 +128,8 @@ def test_a_reference_of_a_federation_that_went_on_begins_with_new_weights(origin
 def test_what_went_by_other_requests_is_not_expected_to_have_stayed(original: Run) -> None:
     run = replace(original, record=replace(original.record, requests=(served("class:3"), served("class:5"))))
     case = case_of(run, ASKED, original.load_data(), original)
-    assert set(case.judged.labels.tolist()) == {3}
-    assert set(range(10)) - set(case.kept_test.labels.tolist()) == {3, 5}
+    assert set(case.forget_eval.labels.tolist()) == {3}
+    assert set(range(10)) - set(case.retain_test.labels.tolist()) == {3, 5}
 
 
 def test_a_second_reference_of_a_federation_deals_the_images_as_the_first() -> None:

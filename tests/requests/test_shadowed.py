@@ -8,10 +8,12 @@ import pytest
 import torch
 from small import SETTINGS
 
-from fedortho.audits.audit import Audit
+from fedortho.audits.membership import MEMBERSHIP
+from fedortho.audits.result import AuditResult
 from fedortho.data.request import ForgetRequest
 from fedortho.evaluation.case import Case
-from fedortho.requests.judging import shadow_recipe, shadowed
+from fedortho.requests.judging import shadow_plan, shadow_recipe
+from fedortho.runs.record import Accuracies, ServedRecord
 from fedortho.runs.run import Run
 from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
@@ -31,10 +33,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("shadows")
 
 
-def audited(run: Run, place: Path, method: str, settings: dict[str, Any]) -> Audit:
+def audited(run: Run, place: Path, method: str, settings: dict[str, Any]) -> AuditResult:
     model, data = run.load_model(), run.load_data()
     case = Case(model, model, None, None, data, ForgetRequest.parse("class:3"))
-    return shadowed(run, {"method": method, "settings": settings}, place, 8, torch.device("cpu"))(case)
+    nothing = Accuracies(0.0, 0.0, 0.0)
+    served = ServedRecord("class:3", method, settings, before=nothing, after=nothing, retain_paid=0.0)
+    plan = shadow_plan(run, served, place, 8, torch.device("cpu"))
+    return MEMBERSHIP(replace(case, shadows=plan), budget="full")
 
 
 def test_shadows_forget_by_methods_that_need_new_networks(run: Run, place: Path) -> None:

@@ -1,26 +1,43 @@
-"""What every audit takes and gives: a model that is said to have forgotten, read against one that never knew."""
+"""What an audit is: an attempt to recover the forget set, or to tell the unlearned model from a retrained one."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-OUTCOMES = ("PASS", "FAIL", "NOT RUN", "NO REFERENCE", "ERROR")
+from fedortho.audits.measurements import MeasurementCache
+from fedortho.audits.result import AuditResult
+from fedortho.audits.thresholds import Limit
+from fedortho.evaluation.case import Case
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Audit:
-    """What one attempt to undo forgetting, or to tell it from never having known, came to."""
+    """One audit, as the table has it: id, title, limits, budget and the function that runs it.
 
-    name: str
-    outcome: str  # one of OUTCOMES
-    says: str  # one sentence for a person, with the numbers
-    value: float | None = None  # what is held against the limit
-    limit: float | None = None  # PASS up to here
-    forgot: float | None = None  # the same measurement on each model, as a share or in its own unit
-    original: float | None = None
-    reference: float | None = None
-    seconds: float = 0.0
-    details: Mapping[str, Any] = field(default_factory=dict)  # plain JSON values: per layer, per step, settings
+    `run(case, cache, budget)` returns the result; `budget` is "quick" or "full", and `cache` keeps measurements that
+    several audits need.
+    """
 
-    def __post_init__(self) -> None:
-        assert self.outcome in OUTCOMES, self.outcome
+    name: str  # C1
+    title: str
+    run: Callable[[Case, MeasurementCache, str], AuditResult]
+    limits: tuple[Limit, ...]
+    is_quick: bool = True  # part of the quick budget
+
+    def __call__(self, case: Case, cache: MeasurementCache | None = None, budget: str = "quick") -> AuditResult:
+        """The result, with name, title and seconds filled in."""
+        started = time.perf_counter()
+        result = self.run(case, cache or MeasurementCache(), budget)
+        return replace(result, name=self.name, title=self.title, seconds=time.perf_counter() - started)
+
+    def skipped(self, reason: str) -> AuditResult:
+        return AuditResult("NOT RUN", reason, name=self.name, title=self.title)
+
+    def failed(self, error: Exception) -> AuditResult:
+        """An exception as a result: it is shown, never dropped."""
+        logger.warning("audit %s failed", self.name, exc_info=error)
+        text = f"{self.title}: {str(error) or type(error).__name__}"
+        return AuditResult("ERROR", text, name=self.name, title=self.title)

@@ -1,4 +1,4 @@
-"""C6: does what was forgotten come back in the copies that are deployed: rounded, folded, exported?"""
+"""C6, deployed copies: does forget accuracy rise in copies that are rounded, folded or exported?"""
 
 import io
 from collections.abc import Callable, Mapping
@@ -11,58 +11,62 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 from fedortho.audits.audit import Audit
 from fedortho.audits.measurements import (
     MeasurementCache,
-    compared,
+    accuracy_on,
+    editable_copy,
     forget_accuracy,
-    once,
-    ready,
-    right,
-    ruled,
-    who_is_there,
+    measure_model,
+    roles_of,
 )
-from fedortho.audits.thresholds import LIMITS
+from fedortho.audits.result import AuditResult, decide, shares_text
+from fedortho.audits.thresholds import Limit
 from fedortho.data.images import Images
 from fedortho.errors import first_line
 from fedortho.evaluation.case import Case
 from fedortho.models.graph import trace_layers
 
+LIMIT = Limit("copies", 0.01)  # rise of forget accuracy in a copy
 
-def deployed_copies(case: Case, cache: MeasurementCache, budget: str) -> Audit:
-    """The largest rise of forget accuracy over the copies; a copy that cannot be made is an error, not a pass."""
-    before = forget_accuracy(case, cache, "forgot")
-    found, failed = once(case, cache, "forgot", "copies", lambda model, _: _tried(case, model))
-    worst = max(found, key=lambda name: found[name], default="")
-    rise = found.get(worst, 0.0) - before
-    measured = {who: forget_accuracy(case, cache, who) for who in who_is_there(case)}
-    measured["forgot"] = found.get(worst, before)
-    says = f"of {len(found)} copies ({', '.join(found)}; numbers rounded by simulation) the worst, {worst}, "
-    says += f"gets {compared(measured)} right, {100 * rise:+.1f} points"
+
+def deployed_copies(case: Case, cache: MeasurementCache, budget: str) -> AuditResult:
+    """The largest rise of forget accuracy over the copies; a copy that cannot be made is an error."""
+    before = forget_accuracy(case, cache, "unlearned")
+    accuracies, failed = measure_model(
+        case, cache, "unlearned", "copies", lambda model, _: _copy_accuracies(case, model)
+    )
+    worst = max(accuracies, key=lambda name: accuracies[name], default="")
+    rise = accuracies.get(worst, 0.0) - before
+    measured = {role: forget_accuracy(case, cache, role) for role in roles_of(case)}
+    measured["unlearned"] = accuracies.get(worst, before)
     details: dict[str, Any] = {
-        "accuracies": found,
+        "accuracies": accuracies,
         "before": before,
         "failed": failed,
         "simulated": ["fp16", "int8", "int4"],
+        "folded_norms": len(foldable(case.unlearned, case.forget_eval.shape)),
+        "norms": sum(isinstance(module, nn.BatchNorm2d) for module in case.unlearned.modules()),
     }
-    details["folded_norms"] = len(foldable(case.forgot, case.judged.shape))
-    details["norms"] = sum(isinstance(module, nn.BatchNorm2d) for module in case.forgot.modules())
-    if failed and (not found or rise <= LIMITS["copies"]):
+    if failed and (not accuracies or rise <= LIMIT.value):
         name, reason = next(iter(failed.items()))
-        return Audit("C6", "ERROR", f"the copy {name} could not be tested: {reason}", details=details)
-    return ruled("C6", says, case, measured, rise, LIMITS["copies"], details)
+        return AuditResult("ERROR", f"the copy {name} could not be tested: {reason}", details=details)
+    finding = f"of {len(accuracies)} copies ({', '.join(accuracies)}; rounding is simulated) {worst} has the highest "
+    finding += f"forget accuracy, {shares_text(measured)}, {100 * rise:+.1f} points"
+    return decide(finding, measured, rise, LIMIT, details, has_reference=case.reference is not None)
 
 
-def _tried(case: Case, model: nn.Module) -> tuple[dict[str, float], dict[str, str]]:
-    """Forget accuracy of each copy, and why others could not be tested."""
-    found, failed = {}, {}
+def _copy_accuracies(case: Case, model: nn.Module) -> tuple[dict[str, float], dict[str, str]]:
+    """Forget accuracy of each copy, and the error of each copy that could not be tested."""
+    accuracies, failed = {}, {}
     for name, make in COPIES.items():
         try:
-            found[name] = right(case, make(ready(case, model), case.judged), case.judged, name)
+            copied = make(editable_copy(case, model), case.forget_eval)
+            accuracies[name] = accuracy_on(case, copied, case.forget_eval, name)
         except Exception as error:  # a foreign model in a foreign exporter may fail in any way
             failed[name] = first_line(error)
-    return found, failed
+    return accuracies, failed
 
 
 def halved(twin: nn.Module, images: Images) -> nn.Module:
-    """Weights and statistics rounded to float16 and computed with in float32: simulated."""
+    """Weights and statistics rounded to float16; arithmetic stays float32 (simulated)."""
     for tensor in (*twin.parameters(), *twin.buffers()):
         if tensor.is_floating_point():
             tensor.data = tensor.data.half().to(tensor.dtype)
@@ -70,7 +74,7 @@ def halved(twin: nn.Module, images: Images) -> nn.Module:
 
 
 def quantised(twin: nn.Module, bits: int) -> nn.Module:
-    """Weights of convolutions and linear layers on 2^bits − 1 symmetric steps per output channel: simulated."""
+    """Weights of convolutions and linear layers on 2^bits − 1 symmetric steps per output channel (simulated)."""
     for module in twin.modules():
         if isinstance(module, (nn.Conv2d, nn.Linear)):
             module.weight.data = quantise(module.weight.data, bits)
@@ -83,13 +87,13 @@ def quantise(weight: Tensor, bits: int) -> Tensor:
     >>> quantise(torch.tensor([[0.0, 0.4, 7.0]]), 4).tolist()
     [[0.0, 0.0, 7.0]]
     """
-    most = 2 ** (bits - 1) - 1
-    step = weight.flatten(1).abs().amax(1).view(-1, *(1,) * (weight.dim() - 1)) / most
-    return torch.where(step > 0, (weight / step).round().clamp(-most, most) * step, weight)
+    steps = 2 ** (bits - 1) - 1
+    step = weight.flatten(1).abs().amax(1).view(-1, *(1,) * (weight.dim() - 1)) / steps
+    return torch.where(step > 0, (weight / step).round().clamp(-steps, steps) * step, weight)
 
 
 def folded(twin: nn.Module, images: Images) -> nn.Module:
-    """Batch norms that read a convolution directly, multiplied into it; others stay as they are."""
+    """Batch norms that directly follow a convolution are multiplied into it; others stay."""
     for conv, norm in foldable(twin, images.shape):
         merged = fuse_conv_bn_eval(twin.get_submodule(conv), twin.get_submodule(norm))  # type: ignore[type-var, arg-type]  # chosen by kind
         twin.set_submodule(conv, merged)
@@ -98,15 +102,15 @@ def folded(twin: nn.Module, images: Images) -> nn.Module:
 
 
 def foldable(model: nn.Module, shape: tuple[int, int, int]) -> list[tuple[str, str]]:
-    """Convolutions and the batch norms, with statistics of their own, that can be folded into them."""
-    with torch.enable_grad():  # the structure is traced by gradients
+    """Convolutions with the batch norms that can be folded into them: those with running statistics."""
+    with torch.enable_grad():  # tracing follows gradients
         layers = [layer for layer in trace_layers(model, shape) if layer.problem is None and layer.norm is not None]
     pairs = [(layer.name, layer.norm) for layer in layers if layer.norm_kind == "BatchNorm2d" and layer.norm]
     return [pair for pair in pairs if getattr(model.get_submodule(pair[1]), "running_mean", None) is not None]
 
 
 def exported(twin: nn.Module, images: Images) -> nn.Module:
-    """What `torch.export` makes of it, written and read again; it takes batches of any size."""
+    """The model after `torch.export`, written and read again; it takes batches of any size."""
     example = torch.zeros(2, *images.shape, device=next(twin.parameters()).device)
     program = torch.export.export(twin, (example,), dynamic_shapes=({0: torch.export.Dim("images")},))
     store = io.BytesIO()
@@ -122,3 +126,5 @@ COPIES: Mapping[str, Callable[[nn.Module, Images], nn.Module]] = {
     "folded": folded,
     "exported": exported,
 }
+
+DEPLOYED_COPIES = Audit("C6", "deployed copies", deployed_copies, (LIMIT,))

@@ -1,60 +1,75 @@
-"""C5: is the forgotten model as near to a retrained one as two retrained ones are to each other?"""
+"""C5, distance: is the unlearned model as close to a reference model as two reference models are to each other?"""
 
 from torch import Tensor
 
 from fedortho.audits.audit import Audit
-from fedortho.audits.measurements import MeasurementCache, judged_answers, last_features, ruled
-from fedortho.audits.thresholds import LIMITS
+from fedortho.audits.measurements import MeasurementCache, classifier_features, eval_logits
+from fedortho.audits.result import AuditResult, decide
+from fedortho.audits.thresholds import Limit
 from fedortho.evaluation.case import Case
 
-SPAN = 0.01  # CKA between two references must be so far above CKA of the original, or there is no scale
+LIMIT = Limit("distance", 0.5)  # 1 − ρ: 0 as close as two reference models are, 1 as far as the original
+MIN_SPAN = 0.01  # CKA between two reference models less that of the original; below it there is no scale
 
 
-def distance(case: Case, cache: MeasurementCache, budget: str) -> Audit:
-    """1 − ρ on the images judged, ρ = (CKA(u,r) − CKA(o,r)) / (CKA(r,r') − CKA(o,r)); total variation beside it."""
+def distance(case: Case, cache: MeasurementCache, budget: str) -> AuditResult:
+    """1 − ρ, with ρ = (CKA(u,r) − CKA(o,r)) / (CKA(r,r') − CKA(o,r)) on the evaluated forget images.
+
+    u is the unlearned, o the original, r and r' two reference models. The total variation between mean predictions is
+    reported beside it.
+    """
     if case.reference is None:
         return _without_reference(case, cache)
-    if case.second is None:
-        return Audit(
-            "C5", "NOT RUN", "needs a second reference, retrained by another seed, for a scale (--audit full --retrain)"
+    if case.second_reference is None:
+        return AuditResult(
+            "NOT RUN", "needs a second reference model of another seed as a scale (--audit full --retrain)"
         )
-    seen = {who: last_features(case, cache, who)[1] for who in ("forgot", "original", "reference", "second")}
-    near = {who: cka(seen[who], seen["reference"]) for who in ("forgot", "original", "second")}
-    span = near["second"] - near["original"]
-    details = {"cka": near, "total_variation": _variation(case, cache, "forgot")}
-    details["total_variation_second"] = _variation(case, cache, "second")
-    told = f"CKA to the retrained model is {near['forgot']:.2f} (original {near['original']:.2f}, "
-    told += f"a second retrained one {near['second']:.2f})"
-    if span < SPAN:
-        says = f"{told}: the original is as near as a second reference, so there is no scale"
-        return Audit("C5", "NOT RUN", says, forgot=near["forgot"], original=near["original"], details=details)
-    rho = (near["forgot"] - near["original"]) / span
-    measured = {"forgot": near["forgot"], "original": near["original"], "reference": near["second"]}
-    says = f"{told}: {100 * rho:.0f} % of the way; mean answers differ by {details['total_variation']:.2f}"
-    return ruled("C5", says, case, measured, 1 - rho, LIMITS["distance"], details | {"rho": rho})
+    others = ("unlearned", "original", "second_reference")
+    features = {role: classifier_features(case, cache, role)[1] for role in (*others, "reference")}
+    similar = {role: cka(features[role], features["reference"]) for role in others}
+    span = similar["second_reference"] - similar["original"]
+    details = {
+        "cka": similar,
+        "total_variation": _variation(case, cache, "unlearned"),
+        "total_variation_second": _variation(case, cache, "second_reference"),
+    }
+    finding = f"CKA to the reference model is {similar['unlearned']:.2f} (original {similar['original']:.2f}, "
+    finding += f"second reference model {similar['second_reference']:.2f})"
+    if span < MIN_SPAN:
+        finding += ": the original is as close as the second reference model, so there is no scale"
+        unlearned, original = similar["unlearned"], similar["original"]
+        return AuditResult("NOT RUN", finding, unlearned=unlearned, original=original, details=details)
+    rho = (similar["unlearned"] - similar["original"]) / span
+    measured = similar | {"reference": similar["second_reference"]}
+    finding += f": {100 * rho:.0f} % of the way from the original to a reference model; "
+    finding += f"total variation of mean predictions {details['total_variation']:.2f}"
+    return decide(finding, measured, 1 - rho, LIMIT, details | {"rho": rho}, has_reference=True)
 
 
-def _without_reference(case: Case, cache: MeasurementCache) -> Audit:
-    near = cka(last_features(case, cache, "forgot")[1], last_features(case, cache, "original")[1])
-    says = f"CKA to the original is {near:.2f}"
-    return ruled("C5", says, case, {"forgot": near, "original": 1.0}, None, LIMITS["distance"], {"cka": near})
+def _without_reference(case: Case, cache: MeasurementCache) -> AuditResult:
+    similar = cka(classifier_features(case, cache, "unlearned")[1], classifier_features(case, cache, "original")[1])
+    finding, measured = f"CKA to the original is {similar:.2f}", {"unlearned": similar, "original": 1.0}
+    return decide(finding, measured, None, LIMIT, {"cka": similar}, has_reference=False)
 
 
 def cka(first: Tensor, second: Tensor) -> float:
     """Linear CKA of two representations (n, d) of the same images: ‖YᵀX‖² / (‖XᵀX‖ ‖YᵀY‖), columns centred.
 
-    0 if one of them is the same for all images: it resembles nothing.
+    0 if one of them is constant over the images.
     """
     x, y = (part.double() - part.double().mean(0) for part in (first, second))
-    own = float((x.T @ x).norm() * (y.T @ y).norm())
-    return float((y.T @ x).norm() ** 2) / own if own > 0 else 0.0
+    norms = float((x.T @ x).norm() * (y.T @ y).norm())
+    return float((y.T @ x).norm() ** 2) / norms if norms > 0 else 0.0
 
 
 def total_variation(first: Tensor, second: Tensor) -> float:
-    """Half the sum of differences between two mean answers (softmax of logits)."""
+    """Half the L1 distance between the mean predictions (softmax of logits) of two models."""
     means = [logits.double().softmax(1).mean(0) for logits in (first, second)]
     return float((means[0] - means[1]).abs().sum() / 2)
 
 
-def _variation(case: Case, cache: MeasurementCache, who: str) -> float:
-    return total_variation(judged_answers(case, cache, who), judged_answers(case, cache, "reference"))
+def _variation(case: Case, cache: MeasurementCache, role: str) -> float:
+    return total_variation(eval_logits(case, cache, role), eval_logits(case, cache, "reference"))
+
+
+DISTANCE = Audit("C5", "distance to retrained models", distance, (LIMIT,), is_quick=False)

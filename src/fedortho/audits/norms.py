@@ -1,63 +1,78 @@
-"""C2: does forgetting outlive a change of norms that needs neither labels nor what was forgotten?
+"""C2, norm attacks: does forgetting survive a change of norms that needs neither labels nor the forget set?
 
-One attack re-estimates batch-norm statistics on retained images, the other needs nothing but the weights: it brings
-kernels and batch-norm scales that stand out as short back to what is typical in their layer.
+One attack re-estimates batch-norm statistics on the retain set. The other needs only the weights: it rescales kernels
+and batch-norm scales that are unusually short to the median of their layer.
 """
 
 import torch
 from torch import Tensor, nn
 
 from fedortho.audits.audit import Audit
-from fedortho.audits.measurements import MeasurementCache, compared, each, gap, ready, right, ruled
-from fedortho.audits.thresholds import LIMITS
+from fedortho.audits.measurements import MeasurementCache, accuracy_on, editable_copy, measure_models
+from fedortho.audits.result import AuditResult, decide, gap, shares_text
+from fedortho.audits.thresholds import Limit
 from fedortho.evaluation.case import Case
 from fedortho.models.norms import batch_norms, estimate_norms, usable
 from fedortho.models.split import Split
 from fedortho.statistics.query import draw
 
-IMAGES = 2000  # retained ones, for the statistics
-SHORT = 0.75  # of the layer's median: below it a kernel or a scale stands out
-RESTORED = {"kernels": (nn.Conv2d,), "scales": (nn.BatchNorm2d,), "both": (nn.Conv2d, nn.BatchNorm2d)}
+LIMIT = Limit("norms", 0.02)  # forget accuracy after the attack, above the reference model's
+IMAGES = 2000  # of the retain set, for batch-norm statistics
+SHORT = 0.75  # of the layer's median; a shorter kernel or scale is rescaled
+RESCALED = {"kernels": (nn.Conv2d,), "scales": (nn.BatchNorm2d,), "both": (nn.Conv2d, nn.BatchNorm2d)}
 
 
-def norm_attacks(case: Case, cache: MeasurementCache, budget: str) -> Audit:
-    """Forget accuracy after either attack, the one further above the reference deciding."""
-    recovered = {"restored norms": each(case, cache, "restored norms", lambda m, who: _best_restored(case, m, who))}
-    norms = batch_norms(case.forgot)
-    if norms:
-        recovered["new statistics"] = each(
-            case, cache, "new statistics", lambda m, who: right(case, renewed(case, m), case.judged, who)
+def norm_attacks(case: Case, cache: MeasurementCache, budget: str) -> AuditResult:
+    """Forget accuracy after the attack that is further above the reference model."""
+    recovered = {
+        "restored norms": measure_models(
+            case, cache, "restored norms", lambda model, role: _best_rescaled(case, model, role)
         )
-    name, measured = max(recovered.items(), key=lambda pair: pair[1]["forgot"] - pair[1].get("reference", 0.0))
-    images = usable(min(IMAGES, len(case.kept_train)))
+    }
+    norms = batch_norms(case.unlearned)
+    if norms:
+        recovered["new statistics"] = measure_models(
+            case,
+            cache,
+            "new statistics",
+            lambda model, role: accuracy_on(case, with_retain_statistics(case, model), case.forget_eval, role),
+        )
+    name, measured = max(recovered.items(), key=lambda pair: pair[1]["unlearned"] - pair[1].get("reference", 0.0))
+    images = usable(min(IMAGES, len(case.retain_train)))
     details = {"attacks": recovered, "images": images, "short": SHORT, "batch_norms": len(norms)}
-    says = f"the worse of {len(recovered)} attacks on norms ({name}) brings back {compared(measured)}"
-    return ruled("C2", says, case, measured, gap(measured), LIMITS["norms"], details, is_gap=True)
+    finding = f"the stronger of {len(recovered)} norm attacks ({name}) recovers {shares_text(measured)}"
+    has_reference = case.reference is not None
+    return decide(finding, measured, gap(measured), LIMIT, details, has_reference=has_reference, is_gap=True)
 
 
-def renewed(case: Case, model: nn.Module) -> nn.Module:
-    """A copy with batch-norm statistics of retained images only; no gradient, no label."""
-    twin = ready(case, model)
-    images = draw(case.kept_train, IMAGES, case.seed)
+def with_retain_statistics(case: Case, model: nn.Module) -> nn.Module:
+    """A copy with batch-norm statistics of the retain set only; needs no gradient and no label."""
+    twin = editable_copy(case, model)
+    images = draw(case.retain_train, IMAGES, case.seed)
     estimate_norms(twin, Split(None), batch_norms(twin), images.normalise(images.pixels[images.rows].to(case.device)))
     return twin
 
 
-def _best_restored(case: Case, model: nn.Module, who: str) -> float:
-    tried = [right(case, restored(ready(case, model), kinds), case.judged, who) for kinds in RESTORED.values()]
-    return max(tried)
+def _best_rescaled(case: Case, model: nn.Module, role: str) -> float:
+    return max(
+        accuracy_on(case, rescale_short(editable_copy(case, model), kinds), case.forget_eval, role)
+        for kinds in RESCALED.values()
+    )
 
 
-def restored(twin: nn.Module, kinds: tuple[type[nn.Module], ...]) -> nn.Module:
-    """The model itself, with what is short lengthened to its layer's median; what is 0 has nothing to be lengthened."""
+def rescale_short(twin: nn.Module, kinds: tuple[type[nn.Module], ...]) -> nn.Module:
+    """The given model, with short kernels and scales rescaled to their layer's median; zeros stay zero."""
     for module in twin.modules():
         if isinstance(module, kinds) and isinstance(weight := module.weight, Tensor):
             lengths = weight.detach().flatten(1).norm(dim=1) if weight.dim() > 1 else weight.detach().abs()
             typical = lengths[lengths > 0].median() if bool((lengths > 0).any()) else lengths.max()
-            short = (lengths > 0) & (lengths < SHORT * typical)
-            factor = torch.where(short, typical / lengths, 1.0)
+            is_short = (lengths > 0) & (lengths < SHORT * typical)
+            factor = torch.where(is_short, typical / lengths, 1.0)
             with torch.no_grad():
                 weight.mul_(factor.view(-1, *(1,) * (weight.dim() - 1)))
                 if isinstance(module.bias, Tensor):
-                    module.bias.mul_(factor)  # the edits that shorten a channel shorten its shift as well
+                    module.bias.mul_(factor)  # edits that shorten a channel shorten its shift as well
     return twin
+
+
+NORM_ATTACKS = Audit("C2", "batch-norm and kernel-norm attacks", norm_attacks, (LIMIT,))

@@ -1,4 +1,4 @@
-"""C1: is the class still there to be read from the features? A ridge probe tells, against a retrained model's."""
+"""C1, linear probe: does a ridge probe read the class from the features better than from a retrained model's?"""
 
 import torch
 from torch import Tensor, nn
@@ -7,51 +7,55 @@ from torch.nn import functional
 from fedortho.audits.audit import Audit
 from fedortho.audits.measurements import (
     MeasurementCache,
-    classifier_of,
-    compared,
-    each,
+    balanced_sample,
+    classifier_features,
+    classifier_name,
+    editable_copy,
     features,
-    gap,
-    last_features,
-    ready,
-    ruled,
-    sampled,
-    who_is_there,
+    measure_models,
+    roles_of,
 )
-from fedortho.audits.thresholds import LIMITS
+from fedortho.audits.result import AuditResult, decide, gap, shares_text
+from fedortho.audits.thresholds import Limit
+from fedortho.evaluation.accuracies import share_correct
 from fedortho.evaluation.case import Case
 from fedortho.models.graph import trace_layers
 
+LIMIT = Limit("probe", 0.05, calibrated=0.082)  # recall of the probe, above the reference model's
 PENALTY = 1e-3  # of the squared weights, per image, on features of deviation 1
 
 
-def linear_probe(case: Case, cache: MeasurementCache, budget: str) -> Audit:
-    """Recall of what had to go by a probe on the classifier's inputs; in `full` behind every stage as well.
+def linear_probe(case: Case, cache: MeasurementCache, budget: str) -> AuditResult:
+    """Recall of the forgotten class by a probe on the classifier's inputs; `full` also probes every stage.
 
-    The verdict is that of the classifier's inputs. A retrained model's recall is not 0: features tell classes
-    apart that they were never trained on, so only what is above it counts.
+    The outcome is that of the classifier's inputs. Features separate classes that they were not trained on, so a
+    reference model's recall is above 0 and only the gap to it counts.
     """
     if case.request.kind != "class":
-        return Audit("C1", "NOT RUN", "a class of its own is needed: a probe reads classes from features")
-    labels = sampled(case).labels
-    measured = {who: recall(*last_features(case, cache, who), labels, case.judged.labels) for who in who_is_there(case)}
+        return AuditResult("NOT RUN", "applies to class requests only: a probe reads classes from features")
+    labels = balanced_sample(case).labels
+    measured = {
+        role: recall(*classifier_features(case, cache, role), labels, case.forget_eval.labels)
+        for role in roles_of(case)
+    }
     details: dict[str, object] = {"images": len(labels), "penalty": PENALTY}
     if budget == "full":
-        details["stages"] = each(case, cache, "stage probes", lambda model, _: stage_recalls(case, model))
-    says = f"a linear probe on the features recalls {compared(measured)} of the class"
-    return ruled("C1", says, case, measured, gap(measured), LIMITS["probe"], details, is_gap=True)
+        details["stages"] = measure_models(case, cache, "stage probes", lambda model, _: stage_recalls(case, model))
+    finding = f"a linear probe on the features recalls {shares_text(measured)} of the class"
+    has_reference = case.reference is not None
+    return decide(finding, measured, gap(measured), LIMIT, details, has_reference=has_reference, is_gap=True)
 
 
 def stage_recalls(case: Case, model: nn.Module) -> dict[str, float]:
     """The probe's recall at the entry of each stage but the first, and before the classifier."""
-    twin, images = ready(case, model), sampled(case)
-    names = [*stage_entries(twin, images.shape), classifier_of(case, twin)]
-    train, judged = (features(case, twin, part, names) for part in (images, case.judged))
-    return {name: recall(train[name], judged[name], images.labels, case.judged.labels) for name in names}
+    twin, sample = editable_copy(case, model), balanced_sample(case)
+    names = [*stage_entries(twin, sample.shape), classifier_name(case, twin)]
+    train, evaluated = (features(case, twin, images, names) for images in (sample, case.forget_eval))
+    return {name: recall(train[name], evaluated[name], sample.labels, case.forget_eval.labels) for name in names}
 
 
 def stage_entries(model: nn.Module, shape: tuple[int, int, int]) -> list[str]:
-    """The first main-path convolution of every stage but the first: it receives what the stage before it made."""
+    """The first main-path convolution of every stage but the first: it receives the output of the stage before."""
     first: dict[int, str] = {}
     for layer in trace_layers(model, shape):
         if not layer.is_shortcut and layer.stage > 0:
@@ -59,10 +63,10 @@ def stage_entries(model: nn.Module, shape: tuple[int, int, int]) -> list[str]:
     return list(first.values())
 
 
-def recall(train: Tensor, judged: Tensor, labels: Tensor, judged_labels: Tensor) -> float:
-    """The share of the judged images that a probe fitted on the others names rightly."""
+def recall(train: Tensor, evaluated: Tensor, labels: Tensor, evaluated_labels: Tensor) -> float:
+    """The share of evaluated images that a probe fitted on the training features classifies correctly."""
     weight, bias = ridge(train, labels, PENALTY)
-    return float(((judged @ weight + bias).argmax(1) == judged_labels).double().mean())
+    return share_correct(evaluated @ weight + bias, evaluated_labels)
 
 
 def ridge(train: Tensor, labels: Tensor, penalty: float) -> tuple[Tensor, Tensor]:
@@ -77,3 +81,6 @@ def ridge(train: Tensor, labels: Tensor, penalty: float) -> tuple[Tensor, Tensor
     system = scaled.T @ scaled + len(train) * penalty * torch.eye(train.shape[1], dtype=torch.float64)
     weight = torch.linalg.solve(system, scaled.T @ (targets - targets.mean(0))) / deviation.unsqueeze(1)
     return weight, targets.mean(0) - mean @ weight
+
+
+LINEAR_PROBE = Audit("C1", "linear probe", linear_probe, (LIMIT,))

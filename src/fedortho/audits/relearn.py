@@ -1,6 +1,7 @@
-"""C3: how fast does what was forgotten come back? By a prototype at once, by training in so many steps."""
+"""C3, relearning: how fast does the forget set come back, by a prototype at once, or by training in so many steps?"""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,183 +10,218 @@ from torch import Tensor, nn
 from fedortho.audits.audit import Audit
 from fedortho.audits.measurements import (
     MeasurementCache,
-    classifier_of,
-    compared,
+    accuracy_on,
+    balanced_sample,
+    classifier_features,
+    classifier_name,
+    editable_copy,
     forget_accuracy,
-    gap,
-    last_features,
-    once,
-    ready,
-    right,
-    ruled,
-    sampled,
-    tells,
-    who_is_there,
+    measure_model,
+    roles_of,
 )
-from fedortho.audits.thresholds import LIMITS
+from fedortho.audits.result import NO_POWER, AuditResult, decide, gap, original_exceeds, shares_text
+from fedortho.audits.thresholds import Limit
 from fedortho.evaluation.case import Case
 from fedortho.statistics.query import draw
 from fedortho.training.loop import fit
 from fedortho.training.recipe import Recipe
 
-SAMPLES = (0, 10, 50)  # of what had to go, mixed with retained images
-STEPS, BATCH, EVERY = 60, 128, 2  # at most, images in each, and how many lie between two looks
-RATE = 0.1  # without momentum, so that a fit cut into pieces is the same fit
-ENOUGH = 0.8  # of the original's forget accuracy
-LOOKED_AT = 500  # judged images, at every look
-SHOTS, DRAWS = 10, 20  # samples of a prototype, and how many prototypes are averaged
-FALSE_ALARMS = 0.05  # share of retained images that the prototype may take
+PROTOTYPE_LIMIT = Limit("prototype", 0.05, calibrated=0.06)  # forget accuracy by a prototype, above the reference's
+SPEED_UP_LIMIT = Limit("speed-up", 2.0)  # relearning steps of the reference per step of the unlearned model
+SAMPLES = (0, 10, 50)  # images of the forget set among those of the retain set
+STEPS, BATCH_SIZE, EVERY = 60, 128, 2  # upper bound, images per step, steps between two evaluations
+LR = 0.1  # without momentum, so that a fit cut into pieces is the same fit
+TARGET = 0.8  # share of the original's forget accuracy that counts as relearned
+EVALUATED = 500  # images at every evaluation
+SHOTS, DRAWS = 10, 20  # images of a prototype, and prototypes that are averaged
+FALSE_ALARMS = 0.05  # share of retain images that the prototype may take
 
 
-def relearning(case: Case, cache: MeasurementCache, budget: str) -> Audit:
-    """The prototype, and in `full` the speed-ups; the one furthest beyond its limit decides."""
-    found: list[tuple[str, float | None, float, Mapping[str, float], str]] = []  # name, value, limit, measured, says
-    details: dict[str, Any] = {"steps": STEPS, "batch": BATCH, "shots": SHOTS}
+@dataclass(frozen=True)
+class _Attack:
+    """One of the attacks of this audit, with its measurement on each model."""
+
+    name: str
+    value: float | None  # None without a reference model
+    limit: Limit
+    measured: Mapping[str, float]
+    finding: str
+
+    @property
+    def has_power(self) -> bool:
+        """Whether passing shows anything: the original differs from the reference, or the reference needs steps."""
+        if self.value is None:
+            return True
+        if self.name == "prototype":
+            return original_exceeds(self.measured, self.limit)
+        return self.measured["reference"] > 0
+
+
+def relearning(case: Case, cache: MeasurementCache, budget: str) -> AuditResult:
+    """The prototype, and in `full` the speed-ups of relearning; the attack furthest beyond its limit decides."""
+    attacks: list[_Attack] = []
     undecided: list[str] = []
+    details: dict[str, Any] = {"steps": STEPS, "batch": BATCH_SIZE, "shots": SHOTS}
     if case.request.kind == "class":
-        shares = {who: prototype_recall(case, cache, who) for who in who_is_there(case)}
-        details["prototype"] = shares
-        says = f"a prototype of {SHOTS} samples recovers {compared(shares)} of the class"
-        found.append(("prototype", gap(shares), LIMITS["prototype"], shares, says))
+        attacks.append(_prototype_attack(case, cache))
+        details["prototype"] = attacks[0].measured
     if budget == "full":
-        details["relearning"] = {f"{k}": _relearnt(case, cache, k) for k in SAMPLES}
+        details["relearning"] = {str(k): _relearning_steps(case, cache, k) for k in SAMPLES}
         for k, steps in details["relearning"].items():
-            ratio, says = speed_up(steps["forgot"], steps.get("reference", 0)), _told(k, steps)
+            attack = _relearning_attack(k, steps)
             if is_undecided(steps):
-                undecided.append(f"{says}: not decided within {STEPS} steps")
-                continue
-            counted = {who: float(STEPS if t is None else t) for who, t in steps.items()}
-            found.append((f"k = {k}", ratio if "reference" in steps else None, LIMITS["speed-up"], counted, says))
-    if undecided and not found:
-        return Audit("C3", "NOT RUN", "; ".join(undecided), details=details)
-    if not found:
-        return Audit("C3", "NOT RUN", "a class of its own is needed for a prototype; relearning: --audit full")
-    details["values"] = {entry[0]: entry[1] for entry in found}
-    telling = [entry for entry in found if entry[1] is None or _tells(entry[0], entry[3], entry[2])]
+                undecided.append(f"{attack.finding}: not decided within {STEPS} steps")
+            else:
+                attacks.append(attack)
+    if not attacks:
+        reason = "the prototype applies to class requests only; relearning is part of --audit full"
+        return AuditResult("NOT RUN", "; ".join(undecided) or reason, details=details if undecided else {})
+    details["values"] = {attack.name: attack.value for attack in attacks}
+    telling = [attack for attack in attacks if attack.has_power]
     if not telling:
-        says = "; ".join(entry[4] for entry in found)
-        return Audit(
-            "C3", "NOT RUN", f"{says}; the original would pass too, so this tells nothing here", details=details
-        )
-    found = telling
-    name, value, limit, measured, says = max(found, key=lambda entry: (entry[1] or 0.0) / entry[2])
-    says = "; ".join([says, *(entry[4] for entry in found if entry[0] != name), *undecided])
-    if budget != "full":
-        says += "; relearning by training was not run (--audit full)"
-    return ruled("C3", says, case, measured, value, limit, details | {"decided_by": name})
+        finding = "; ".join(attack.finding for attack in attacks)
+        return AuditResult("NOT RUN", f"{finding}; {NO_POWER}", details=details)
+    worst = max(telling, key=lambda attack: (attack.value or 0.0) / attack.limit.value)
+    others = [attack.finding for attack in telling if attack.name != worst.name]
+    finding = "; ".join([worst.finding, *others, *undecided])
+    finding += "" if budget == "full" else "; relearning by training was not run (--audit full)"
+    details["decided_by"] = worst.name
+    has_reference = case.reference is not None
+    return decide(finding, worst.measured, worst.value, worst.limit, details, has_reference=has_reference)
 
 
-def _tells(name: str, measured: Mapping[str, float], limit: float) -> bool:
-    """Whether passing would mean anything: the original is apart from the reference, which needs steps to learn."""
-    return tells(measured, limit) if name == "prototype" else measured["reference"] > 0
+def _prototype_attack(case: Case, cache: MeasurementCache) -> _Attack:
+    shares = {role: prototype_recall(case, cache, role) for role in roles_of(case)}
+    finding = f"a prototype of {SHOTS} images recovers {shares_text(shares)} of the class"
+    return _Attack("prototype", gap(shares), PROTOTYPE_LIMIT, shares, finding)
 
 
-def prototype_recall(case: Case, cache: MeasurementCache, who: str) -> float:
-    """Forget accuracy when each row of the class comes from the mean feature of a few samples; a mean over draws."""
-    train, judged = last_features(case, cache, who)
-    model = getattr(case, who)
-    linear = model.get_submodule(classifier_of(case, ready(case, model)))
+def _relearning_attack(k: str, steps: Mapping[str, int | None]) -> _Attack:
+    ratio = speed_up(steps["unlearned"], steps["reference"]) if "reference" in steps else None
+    counted = {role: float(STEPS if number is None else number) for role, number in steps.items()}
+    return _Attack(f"k = {k}", ratio, SPEED_UP_LIMIT, counted, _steps_text(k, steps))
+
+
+def prototype_recall(case: Case, cache: MeasurementCache, role: str) -> float:
+    """Forget accuracy when each row of the class is built from the mean feature of a few images; mean over draws."""
+    train, evaluated = classifier_features(case, cache, role)
+    model = getattr(case, role)
+    linear = model.get_submodule(classifier_name(case, editable_copy(case, model)))
     weight, bias = linear.weight.detach().cpu().double(), torch.zeros(linear.out_features, dtype=torch.float64)
     if linear.bias is not None:
         bias = linear.bias.detach().cpu().double()
-    gone, every = case.request.labels(case.data.train.names), case.everything.labels(case.data.train.names)
-    kept = torch.tensor([label for label in range(len(weight)) if label not in every])
-    labels, shares = sampled(case).labels, []
+    names = case.data.train.names
+    forget, excluded = case.request.labels(names), case.all_requests.labels(names)
+    retain = torch.tensor([label for label in range(len(weight)) if label not in excluded])
+    labels, shares = balanced_sample(case).labels, []
     generator = torch.Generator().manual_seed(case.seed)
-    retained = train[torch.isin(labels, kept)]
+    retain_features = train[torch.isin(labels, retain)]
     for _ in range(DRAWS):
-        best, named = (judged @ weight[kept].T + bias[kept]).amax(1), torch.full((len(judged),), -1)
-        for label in gone:
+        best, predicted = (evaluated @ weight[retain].T + bias[retain]).amax(1), torch.full((len(evaluated),), -1)
+        for label in forget:
             own = train[labels == label]
-            few = own[torch.randperm(len(own), generator=generator)[:SHOTS]]
-            row, shift = prototype(few, retained, weight[kept], bias[kept])
-            answer = judged @ row + shift
-            named = torch.where(answer > best, label, named)
-            best = torch.maximum(best, answer)
-        shares.append(float((named == case.judged.labels).double().mean()))  # on the CPU
+            shots = own[torch.randperm(len(own), generator=generator)[:SHOTS]]
+            row, shift = prototype(shots, retain_features, weight[retain], bias[retain])
+            logit = evaluated @ row + shift
+            predicted = torch.where(logit > best, label, predicted)
+            best = torch.maximum(best, logit)
+        shares.append(float((predicted == case.forget_eval.labels).double().mean()))  # on the CPU
     return sum(shares) / DRAWS
 
 
-def prototype(few: Tensor, retained: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """A row in the direction in which the samples' mean lies from that of retained images, as long as other rows are.
+def prototype(shots: Tensor, retain: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """A classifier row and its bias, from features of a few images of the class and of the retain set.
 
-    Features are seldom negative, so the plain mean would win everywhere; the shift is such that the row takes
-    FALSE_ALARMS of the retained images, which makes models comparable.
+    The row points from the retain images' mean to the shots' mean and is as long as the other rows. Features are seldom
+    negative, so the plain mean would win everywhere; the bias is such that the row takes FALSE_ALARMS of the retain
+    images, which makes models comparable.
     """
     centre = weight.mean(0)
     length = (weight - centre).norm(dim=1).mean()
-    direction = few.mean(0) - retained.mean(0)
+    direction = shots.mean(0) - retain.mean(0)
     row = centre + length * direction / direction.norm().clamp_min(1e-12)
-    margins = (retained @ weight.T + bias).amax(1) - retained @ row
+    margins = (retain @ weight.T + bias).amax(1) - retain @ row
     return row, margins.quantile(FALSE_ALARMS)
 
 
-def _relearnt(case: Case, cache: MeasurementCache, k: int) -> dict[str, int | None]:
-    target = ENOUGH * forget_accuracy(case, cache, "original")
-    forgetful = [who for who in who_is_there(case) if who != "original"]
+def _relearning_steps(case: Case, cache: MeasurementCache, k: int) -> dict[str, int | None]:
+    target = TARGET * forget_accuracy(case, cache, "original")
     return {
-        who: once(case, cache, who, f"relearn {k}", lambda model, who: steps_needed(case, model, k, target, who))
-        for who in forgetful
+        role: measure_model(
+            case, cache, role, f"relearn {k}", lambda model, role: steps_needed(case, model, k, target, role)
+        )
+        for role in roles_of(case)
+        if role != "original"
     }
 
 
-def steps_needed(case: Case, model: nn.Module, k: int, target: float, who: str) -> int | None:
-    """How many steps of training on k samples among retained images bring forget accuracy to the target.
+def steps_needed(case: Case, model: nn.Module, k: int, target: float, role: str) -> int | None:
+    """Training steps, on k images of the forget set among retain images, until forget accuracy reaches the target.
 
-    None: more than were tried. Every piece of training reads the same samples and other retained images.
+    None: more than STEPS. Every piece of training reads the same k images and other retain images.
     """
-    judged, few = draw(case.judged, LOOKED_AT, case.seed), draw(case.gone_train, k, case.seed) if k else None
-    twin = ready(case, model)
+    evaluated = draw(case.forget_eval, EVALUATED, case.seed)
+    samples = draw(case.forget_train, k, case.seed) if k else None
+    twin = editable_copy(case, model)
     for step in range(0, STEPS + 1, EVERY):
-        if right(case, twin, judged, who) >= target:
+        if accuracy_on(case, twin, evaluated, role) >= target:
             return step
         if step < STEPS:
-            number = BATCH * EVERY - (len(few) if few else 0)
-            rows = draw(case.kept_train, max(number, BATCH), case.seed + 1 + step).rows
-            chosen = torch.isin(case.data.train.rows, torch.cat([rows, few.rows]) if few else rows)
-            recipe = Recipe(
-                epochs=1,
-                batch_size=BATCH,
-                lr=RATE,
-                schedule="constant",
-                momentum=0.0,
-                weight_decay=0.0,
-                crop=0,
-                flip=0.0,
-                ortho=0.0,
-                seed=case.seed + step,
-            )
+            number = BATCH_SIZE * EVERY - (len(samples) if samples else 0)
+            rows = draw(case.retain_train, max(number, BATCH_SIZE), case.seed + 1 + step).rows
+            chosen = torch.isin(case.data.train.rows, torch.cat([rows, samples.rows]) if samples else rows)
+            recipe = _relearning_recipe(case.seed + step)
             twin = fit(twin, case.data.train.subset(chosen), recipe, device=case.device).to(case.device)
     return None
 
 
-def speed_up(forgot: int | None, reference: int | None) -> float:
-    """Steps of the reference per step of the forgotten model; one that did not arrive counts as the most tried.
+def _relearning_recipe(seed: int) -> Recipe:
+    return Recipe(
+        epochs=1,
+        batch_size=BATCH_SIZE,
+        lr=LR,
+        schedule="constant",
+        momentum=0.0,
+        weight_decay=0.0,
+        crop=0,
+        flip=0.0,
+        ortho=0.0,
+        seed=seed,
+    )
+
+
+def speed_up(unlearned: int | None, reference: int | None) -> float:
+    """Steps of the reference model per step of the unlearned one; None counts as STEPS.
 
     >>> speed_up(10, 40), speed_up(None, None), speed_up(0, None)
     (4.0, 1.0, 60.0)
     """
-    theirs, mine = (max(STEPS if steps is None else steps, 1) for steps in (reference, forgot))
+    theirs, mine = (max(STEPS if steps is None else steps, 1) for steps in (reference, unlearned))
     return theirs / mine
 
 
 def is_undecided(steps: Mapping[str, int | None]) -> bool:
-    """Whether the reference would have needed more steps than were tried, and the least speed-up is no failure yet.
+    """Whether the reference model needs more than STEPS and the speed-up, a lower bound then, is within the limit.
 
-    >>> is_undecided({"forgot": 36, "reference": None}), is_undecided({"forgot": 20, "reference": None})
+    >>> is_undecided({"unlearned": 36, "reference": None}), is_undecided({"unlearned": 20, "reference": None})
     (True, False)
     """
-    censored = "reference" in steps and steps["reference"] is None and steps["forgot"] is not None
-    return censored and speed_up(steps["forgot"], None) <= LIMITS["speed-up"]
+    return _is_censored(steps) and speed_up(steps["unlearned"], None) <= SPEED_UP_LIMIT.value
 
 
-def _told(k: str, steps: Mapping[str, int | None]) -> str:
+def _is_censored(steps: Mapping[str, int | None]) -> bool:
+    return "reference" in steps and steps["reference"] is None and steps["unlearned"] is not None
+
+
+def _steps_text(k: str, steps: Mapping[str, int | None]) -> str:
     mine, theirs = (
-        f"more than {STEPS}" if steps.get(who) is None else f"{steps[who]}" for who in ("forgot", "reference")
+        f"more than {STEPS}" if steps.get(role) is None else f"{steps[role]}" for role in ("unlearned", "reference")
     )
     against = ""
     if "reference" in steps:
-        censored = steps["reference"] is None and steps["forgot"] is not None
-        ratio = speed_up(steps["forgot"], steps["reference"])
-        against = f" (retrained {theirs}; speed-up {'at least ' if censored else ''}{ratio:.1f})"
-    return f"relearning with {k} samples takes {mine} steps{against}"
+        ratio = speed_up(steps["unlearned"], steps["reference"])
+        against = f" (retrained {theirs}; speed-up {'at least ' if _is_censored(steps) else ''}{ratio:.1f})"
+    return f"relearning with {k} forgotten images takes {mine} steps{against}"
+
+
+RELEARNING = Audit("C3", "relearning and prototype", relearning, (PROTOTYPE_LIMIT, SPEED_UP_LIMIT))

@@ -1,21 +1,27 @@
-"""Beside the audits: is the forgotten model still good for what it was meant to keep?"""
+"""Retention: does the unlearned model keep its accuracy on the retain set? Judged beside the audits."""
 
 from fedortho.audits.audit import Audit
-from fedortho.audits.measurements import MeasurementCache, compared, each, ready, right
-from fedortho.audits.thresholds import RETENTION
+from fedortho.audits.measurements import MeasurementCache, accuracy_on, editable_copy, measure_models
+from fedortho.audits.result import AuditResult, Outcome, shares_text
+from fedortho.audits.thresholds import Limit
 from fedortho.evaluation.case import Case
 
+LIMIT = Limit("retention", 0.05)  # loss of retain accuracy on test images
 
-def retention(case: Case, cache: MeasurementCache | None = None) -> Audit:
-    """Retain accuracy that was lost on test images: against the original, or a retrained model if that has less."""
-    shares = each(
+
+def lost_accuracy(case: Case, cache: MeasurementCache, budget: str) -> AuditResult:
+    """Loss of retain accuracy on test images, against the original or the reference model, whichever is lower."""
+    shares = measure_models(
         case,
-        cache or MeasurementCache(),
+        cache,
         "retain",
-        lambda model, who: right(case, ready(case, model), case.kept_test, who),
+        lambda model, role: accuracy_on(case, editable_copy(case, model), case.retain_test, role),
     )
-    lost = min(shares["original"], shares.get("reference", 1.0)) - shares["forgot"]
-    says = f"retain accuracy is {compared(shares)}, {100 * lost:.1f} points lost of {100 * RETENTION:.1f} allowed"
-    outcome = "PASS" if lost <= RETENTION else "FAIL"
     reference = shares.get("reference")
-    return Audit("retention", outcome, says, lost, RETENTION, shares["forgot"], shares["original"], reference)
+    lost = min(shares["original"], 1.0 if reference is None else reference) - shares["unlearned"]
+    finding = f"retain accuracy is {shares_text(shares)}: {100 * lost:.1f} points lost, limit {100 * LIMIT.value:.1f}"
+    outcome: Outcome = "PASS" if lost <= LIMIT.value else "FAIL"
+    return AuditResult(outcome, finding, lost, LIMIT.value, shares["unlearned"], shares["original"], reference)
+
+
+RETENTION = Audit("retention", "accuracy on the retain set", lost_accuracy, (LIMIT,))

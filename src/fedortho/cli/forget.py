@@ -105,7 +105,7 @@ def forget_command(
             say(escape(f"interrupted while judging; the run is written: fedortho judge {served.run.path}"))
             raise
     if as_json:
-        value = to_json(served.record) | ({} if verdict is None else {"verdict": verdict.as_mapping()})
+        value = to_json(served.record) | ({} if verdict is None else {"verdict": verdict.to_json()})
         typer.echo(json.dumps(value, indent=2))
     elif verdict is not None and served.run is not None:
         print_verdict(verdict, whole=False)

@@ -71,7 +71,7 @@ def judge_command(
     with judging_bars() as progress:
         verdict = judge_run(run, request or None, options, original=original, **progress)
     if as_json:
-        typer.echo(json.dumps(verdict.as_mapping(), indent=2))
+        typer.echo(json.dumps(verdict.to_json(), indent=2))
     else:
         print_verdict(verdict)
         say(escape(f"written to {run.path / 'verdict.json'}"))
@@ -107,7 +107,7 @@ def audit_command(
             print_audits(verdict)
     if as_json:
         keys = ("request", "label", "audits", "retention")
-        shown = {str(n): {key: verdict.as_mapping()[key] for key in keys} for n, verdict in verdicts.items()}
+        shown = {str(n): {key: verdict.to_json()[key] for key in keys} for n, verdict in verdicts.items()}
         typer.echo(json.dumps(shown if after_rounds else shown["0"], indent=2))
 
 
@@ -122,7 +122,7 @@ def _rounds(run: Run, text: str) -> list[int]:
 
 
 def print_verdict(verdict: Verdict, *, whole: bool = True) -> None:
-    """The verdict as one page; or, after forgetting, without the metrics."""
+    """The verdict as one page; unless `whole` without metrics, cost and what was not tested."""
     say("")
     say(f"[bold]{escape(verdict.sentence)}[/]")
     say(escape(f"audits: {verdict.label}"))
@@ -130,7 +130,7 @@ def print_verdict(verdict: Verdict, *, whole: bool = True) -> None:
         say(f"[yellow]{escape(verdict.advice)}[/]")
     if whole:
         out.print(metric_table(verdict.metrics))
-        say("retrain: the same on a model that never knew; fedortho judge --json tells sources and images")
+        say("retrain: the reference model's value; fedortho judge --json lists sources and numbers of images")
     print_audits(verdict)
     if whole and verdict.cost is not None:
         cost = verdict.cost
@@ -144,21 +144,20 @@ def print_verdict(verdict: Verdict, *, whole: bool = True) -> None:
 
 
 def metric_table(metrics: Sequence[Metric]) -> Table:
-    """Every number with Retrain's, its range, what is better and what would be ideal."""
+    """Every metric with the reference model's value, its range, direction and ideal."""
     lines = []
     for metric in metrics:
-        known = metric.described
+        info = metric.info
         value = f"ERROR: {metric.error}" if metric.error else "–" if metric.value is None else f"{metric.value:.3f}"
         theirs = "no reference" if metric.reference is None else f"{metric.reference:.3f}"
-        lines.append((metric.name, value, theirs, known.range_text(), known.direction, known.ideal_text()))
+        lines.append((metric.name, value, theirs, info.range_text(), info.direction, info.ideal_text()))
     return words_table(("metric", "value", "retrain", "range", "better", "ideal"), lines)
 
 
 def print_audits(verdict: Verdict) -> None:
-    """One line for each audit, with what it found and up to where it would have passed."""
-    for audit in [*verdict.audits, *([verdict.retention] if verdict.retention else [])]:
-        title = f" {AUDITS[audit.name].title}" if audit.name in AUDITS else ""
-        is_held = audit.limit is not None and audit.value is not None
-        limit = f" ({audit.value:.3f}, limit {audit.limit:g})" if is_held else ""
-        outcome = f"[{COLOURS[audit.outcome]}]{audit.outcome}[/]"
-        say(f"  {outcome} {escape(audit.name + title)}: {escape(audit.says)}{limit}")
+    """One line for each audit: outcome, finding, value and limit."""
+    for result in verdict.results:
+        has_limit = result.limit is not None and result.value is not None
+        limit = f" ({result.value:.3f}, limit {result.limit:g})" if has_limit else ""
+        outcome = f"[{COLOURS[result.outcome]}]{result.outcome}[/]"
+        say(f"  {outcome} {escape(f'{result.name} {result.title}')}: {escape(result.finding)}{limit}")

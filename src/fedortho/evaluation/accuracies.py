@@ -1,13 +1,34 @@
-"""What a model still knows: forget, retain and test accuracy, as the paper defines them."""
+"""Forget, retain and test accuracy, as the paper defines them."""
 
 import torch
 from torch import Tensor, nn
 
-from fedortho.data.images import Dataset
+from fedortho.data.images import Dataset, Images
 from fedortho.data.request import Clients, ForgetRequest
 from fedortho.errors import BadData
 from fedortho.models.predictions import accuracy, evaluate
 from fedortho.runs.record import Accuracies
+
+
+def forget_eval_images(data: Dataset, request: ForgetRequest, clients: Clients | None = None) -> Images:
+    """The images on which forget accuracy is measured.
+
+    For classes their test images. Clients and samples have no test images of their own: their training images.
+    """
+    if request.kind == "class":
+        return data.test.subset(request.mask(data.test))
+    return data.train.subset(request.mask(data.train, clients))
+
+
+def share_correct(scores: Tensor, labels: Tensor) -> float:
+    """The share of images whose largest score (logit or probability), (n, classes), is that of their label, (n,).
+
+    >>> share_correct(torch.tensor([[0.9, 0.1], [0.6, 0.4]]), torch.tensor([0, 1]))
+    0.5
+    """
+    if not len(labels):
+        raise BadData("there are no images to measure accuracy on")
+    return float((scores.argmax(1) == labels).double().mean())  # on the CPU
 
 
 def accuracies_of(
@@ -20,28 +41,27 @@ def accuracies_of(
     device: torch.device | str = "cpu",
     forget: float | None = None,
 ) -> Accuracies:
-    """Measure a model on the test images; what earlier requests removed (`forgotten`) is not retained either.
+    """The accuracies of a model; classes removed by earlier requests (`forgotten`) are not in the retain set either.
 
-    `clients` are the rows that each client of a federation holds, for requests about clients; where these images
-    are not here, `forget` is what their holders say.
+    `clients` maps each client of a federation to its rows. If the images of a client request are not on this machine,
+    `forget` is the accuracy that the clients report.
     """
     if isinstance(request, str):
         request = ForgetRequest.parse(request)
-    everything = request if forgotten is None else forgotten + request
-    table = torch.tensor(evaluate(model, data.test, device=device).confusion)  # [true label][answer]
-    right, number = table.diagonal(), table.sum(1)
-    gone = everything.labels(data.test.names)
-    kept = [label for label in range(len(table)) if label not in gone]
-    retain, test = _share(right[kept], number[kept]), _share(right, number)
-    if request.kind == "class":
-        asked = request.labels(data.test.names)
-        return Accuracies(_share(right[asked], number[asked]), retain, test)
+    excluded = (request if forgotten is None else forgotten + request).labels(data.test.names)
+    table = torch.tensor(evaluate(model, data.test, device=device).confusion)  # [true label][predicted label]
+    correct, number = table.diagonal(), table.sum(1)
+    retained = [label for label in range(len(table)) if label not in excluded]
+    retain, test = _share(correct[retained], number[retained]), _share(correct, number)
+    if request.kind == "class":  # the images of forget_eval_images, counted in the same pass
+        labels = request.labels(data.test.names)
+        return Accuracies(_share(correct[labels], number[labels]), retain, test)
     if forget is None:
         forget = accuracy(model, request.split(data.train, clients)[0], device=device)
     return Accuracies(forget, retain, test)
 
 
-def _share(right: Tensor, number: Tensor) -> float:
+def _share(correct: Tensor, number: Tensor) -> float:
     if not int(number.sum()):
-        raise BadData("no test image has the labels that are asked for; there is nothing to judge by")
-    return int(right.sum()) / int(number.sum())
+        raise BadData("no test image has the requested labels; there is nothing to measure accuracy on")
+    return int(correct.sum()) / int(number.sum())

@@ -9,79 +9,78 @@ from torch import Tensor, nn
 from fedortho.data.images import Dataset, Images
 from fedortho.data.request import Clients, ForgetRequest
 from fedortho.errors import BadData
+from fedortho.evaluation.accuracies import forget_eval_images
+from fedortho.evaluation.shadows import ShadowPlan
 from fedortho.statistics.query import draw
 
 
 @dataclass(frozen=True)
 class Case:
-    """The models and images of an audit; none of them is modified."""
+    """An unlearned model, the models it is compared with, and their data; none of them is modified."""
 
-    forgot: nn.Module
+    unlearned: nn.Module
     original: nn.Module
-    reference: nn.Module | None  # retrained without what had to go
-    second: nn.Module | None  # retrained likewise by another seed: what a difference between two of them is worth
+    reference: nn.Module | None  # retrained without the forget set
+    second_reference: nn.Module | None  # likewise with another seed: the scale for differences between models
     data: Dataset
     request: ForgetRequest
-    forgotten: ForgetRequest | None = None  # by earlier requests: not retained either
-    clients: Clients | None = None  # rows of each client, for requests about clients
+    forgotten: ForgetRequest | None = None  # earlier requests: their images are not in the retain set
+    clients: Clients | None = None  # rows of each client, for client requests
     device: torch.device | str = "cpu"
     seed: int = 0
+    shadows: ShadowPlan | None = None  # shadow models of the membership audit; None: it is not run
 
     @property
-    def everything(self) -> ForgetRequest:
-        """This request and all before it."""
+    def all_requests(self) -> ForgetRequest:
+        """This request and all earlier ones."""
         return self.request if self.forgotten is None else self.forgotten + self.request
 
     @cached_property
-    def gone_train(self) -> Images:
-        """The training images that had to be forgotten."""
+    def forget_train(self) -> Images:
+        """The forget set: training images that match the request."""
         return self.data.train.subset(self.request.mask(self.data.train, self.clients))
 
     @cached_property
-    def kept_train(self) -> Images:
-        """The training images that stay."""
-        return self.data.train.subset(~self.everything.mask(self.data.train, self.clients))
+    def retain_train(self) -> Images:
+        """The retain set: training images that match neither this request nor an earlier one."""
+        return self.data.train.subset(~self.all_requests.mask(self.data.train, self.clients))
 
     @cached_property
-    def judged(self) -> Images:
-        """What forget accuracy is measured on: of a class its test images, of clients and samples their images."""
-        if self.request.kind != "class":
-            return self.gone_train
-        return self.data.test.subset(self.request.mask(self.data.test))
+    def forget_eval(self) -> Images:
+        """The images on which forget accuracy is measured."""
+        return forget_eval_images(self.data, self.request, self.clients)
 
     @cached_property
-    def kept_test(self) -> Images:
-        """Test images of the classes that stay."""
-        gone = ForgetRequest(self.everything.classes)
-        return self.data.test.subset(~gone.mask(self.data.test)) if gone.classes else self.data.test
+    def retain_test(self) -> Images:
+        """Test images of the retained classes."""
+        classes = ForgetRequest(self.all_requests.classes)
+        return self.data.test.subset(~classes.mask(self.data.test)) if classes.classes else self.data.test
 
-    def unseen(self, like: Tensor, most: int = 0) -> Images:
-        """Test images of the kind of the forgotten ones, whose labels are given; at most so many, 0: all there are.
+    def unseen_like(self, labels: Tensor, limit: int = 0) -> Images:
+        """At most `limit` test images (0: all) comparable with forgotten images of these labels.
 
-        Of a class its own. For clients and samples every label has the share that it has among `like`, or else labels
-        would be told apart and not members; classes that were forgotten before are left out.
+        For a class, its test images. For clients and samples every label has the same share as in `labels`; otherwise
+        an attack could tell labels apart instead of members. Classes of earlier requests are left out.
         """
         test = self.data.test
         if self.request.kind == "class":
-            return draw(test.subset(self.request.mask(test)), most, self.seed)
+            return draw(test.subset(self.request.mask(test)), limit, self.seed)
         rest = test if self.forgotten is None else test.subset(~ForgetRequest(self.forgotten.classes).mask(test))
-        numbers = matched(like, rest.labels, most)
+        numbers = proportional_counts(labels, rest.labels, limit)
         drawn = [draw(rest.subset(rest.labels == label), number, self.seed) for label, number in numbers.items()]
         return replace(test, rows=torch.cat([part.rows for part in drawn]).sort().values)
 
 
-def matched(like: Tensor, there: Tensor, most: int = 0) -> dict[int, int]:
-    """How many images of each label to take so that shares are those of `like`; at least one of each that is there.
+def proportional_counts(wanted: Tensor, available: Tensor, limit: int = 0) -> dict[int, int]:
+    """How many available images of each label to take so that shares are those of `wanted`; at least one of each.
 
-    >>> matched(torch.tensor([7, 7, 7, 2]), torch.tensor([7] * 6 + [2] * 9 + [5] * 9))
+    >>> proportional_counts(torch.tensor([7, 7, 7, 2]), torch.tensor([7] * 6 + [2] * 9 + [5] * 9))
     {2: 2, 7: 6}
     """
-    labels = [label for label in like.unique().tolist() if bool((there == label).any())]
+    labels = [label for label in wanted.unique().tolist() if bool((available == label).any())]
     if not labels:
-        raise BadData(
-            "no test image has a label of the images that had to go; there is nothing like them to compare with"
-        )
-    wanted = {label: int((like == label).sum()) for label in labels}
-    each = min(int((there == label).sum()) / number for label, number in wanted.items())
-    each = min(each, most / sum(wanted.values())) if most else each
-    return {label: max(round(each * number), 1) for label, number in wanted.items()}
+        raise BadData("no test image has a label of the forget set; there are no comparable images")
+    counts = {label: int((wanted == label).sum()) for label in labels}
+    factor = min(int((available == label).sum()) / count for label, count in counts.items())
+    factor = min(factor, limit / sum(counts.values())) if limit else factor
+    return {label: max(round(factor * count), 1) for label, count in counts.items()}

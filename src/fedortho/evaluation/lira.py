@@ -1,7 +1,7 @@
-"""Per-image likelihood-ratio attacks: is an answer more like that of models that met the image, or that did not?
+"""Per-image likelihood-ratio attacks: is a prediction more like that of models trained on the image, or of others?
 
-LiRA (Carlini et al. 2022) and U-LiRA (Hayes et al. 2024, arXiv:2403.01218) on answers of shadow models. There are few
-of them, so each image has a centre of its own (the median) and all images share one variance.
+LiRA (Carlini et al. 2022) and U-LiRA (Hayes et al. 2024, arXiv:2403.01218) on margins of shadow models. There are few
+shadow models, so each image has its own centre (the median) and all images share one variance.
 """
 
 import math
@@ -12,106 +12,105 @@ import torch
 from torch import Tensor
 
 from fedortho.errors import BadData
-from fedortho.evaluation.membership_attacks import answers_from
+from fedortho.evaluation.membership_attacks import predictions_from
 
-LEAST_SPREAD = 1e-9  # of answers that are all equal
+MIN_SPREAD = 1e-9  # for margins that are all equal
 DRAWS = 200  # of the bootstrap
 
 
-def margins(logits: Tensor, labels: Tensor, what: str) -> Tensor:
-    """φ = log p_y − log Σ_{i≠y} p_i of each image, (n,), float64, from the logits, so that no p is too small.
+def margins(logits: Tensor, labels: Tensor, name: str) -> Tensor:
+    """φ = log p_y − log Σ_{i≠y} p_i of each image, (n,), float64; from the logits, so that no p underflows.
 
     >>> margins(torch.tensor([[0.0, 0.0], [900.0, 0.0]]), torch.tensor([0, 0]), "a model").tolist()
     [0.0, 900.0]
     """
-    answers_from(logits, labels, what)  # refuses what is not finite
+    predictions_from(logits, labels, name)  # refuses NaN and infinity
     own = labels.unsqueeze(1)
     others = logits.double().scatter(1, own, -math.inf).logsumexp(1)
     return logits.double().gather(1, own).squeeze(1) - others
 
 
-def _centre(values: Tensor, among: Tensor) -> tuple[Tensor, Tensor]:
-    """Median of each image over some models, (n,), NaN where there is none, and the deviation of all, pooled."""
-    chosen = torch.where(among, values, torch.nan)
+def _centre(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Median of each image over the models of a mask, (n,), NaN without any; and the deviation pooled over images."""
+    chosen = torch.where(mask, values, torch.nan)
     centre = chosen.nanquantile(0.5, dim=0)
-    rest = (chosen - centre)[among]
-    if not len(rest):
-        raise BadData("no shadow model is left to compare with; train more of them")
-    return centre, rest.square().mean().sqrt().clamp_min(LEAST_SPREAD)
+    deviations = (chosen - centre)[mask]
+    if not len(deviations):
+        raise BadData("there are no shadow models to compare with; train more of them")
+    return centre, deviations.square().mean().sqrt().clamp_min(MIN_SPREAD)
 
 
 def _log_density(value: Tensor, centre: Tensor, spread: Tensor) -> Tensor:
     return -((value - centre) / spread).square() / 2 - spread.log()
 
 
-def lira_scores(target: Tensor, shadows: Tensor, met: Tensor) -> Tensor:
-    """Online LiRA: log N_in(φ) − log N_out(φ) of each image, (n,); NaN without shadows on either side.
+def lira_scores(target: Tensor, shadows: Tensor, members: Tensor) -> Tensor:
+    """Online LiRA: log N_in(φ) − log N_out(φ) of each image, (n,); NaN without shadow models on either side.
 
-    `target` is φ under the attacked model, (n,); `shadows` under each shadow model, (models, n), with `met` telling
-    which of them were trained on which image.
+    `target` is φ under the attacked model, (n,); `shadows` under each shadow model, (models, n); `members` says which
+    model was trained on which image.
     """
-    inside, outside = _centre(shadows, met), _centre(shadows, ~met)
+    inside, outside = _centre(shadows, members), _centre(shadows, ~members)
     return _log_density(target, *inside) - _log_density(target, *outside)
 
 
-def offline_scores(target: Tensor, shadows: Tensor, met: Tensor) -> Tensor:
-    """Offline LiRA: how far φ lies above that of models which never met the image, in deviations, (n,)."""
-    centre, spread = _centre(shadows, ~met)
+def offline_scores(target: Tensor, shadows: Tensor, members: Tensor) -> Tensor:
+    """Offline LiRA: how far φ lies above that of models not trained on the image, in deviations, (n,)."""
+    centre, spread = _centre(shadows, ~members)
     return (target - centre) / spread
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of one side of a game, image by image, and the shadow model that each comes from."""
+    """Scores of positives or of negatives, one per image and shadow model, and the model that each comes from."""
 
     values: Tensor  # (k,)
     models: Tensor  # (k,)
 
 
 def unlearning_scores(
-    unlearned: Tensor, is_unlearned: Tensor, unmet: Tensor, is_unmet: Tensor
+    unlearned: Tensor, is_unlearned: Tensor, never: Tensor, is_never: Tensor
 ) -> tuple[Scores, Scores]:
-    """U-LiRA: log N_u(φ) − log N_o(φ) of models that unlearned an image, and of models that never met it.
+    """U-LiRA: log N_u(φ) − log N_n(φ) of models that unlearned an image, and of models never trained on it.
 
-    φ is (models, n); the masks say which model and image count. A model is never scored by what it took part in:
-    each time the Gaussians come from the other models.
+    φ is (models, n); the masks say which pairs of model and image count. A model is scored by Gaussians that are fitted
+    to the other models only.
     """
-    parts: tuple[list[Tensor], list[Tensor]] = ([], [])
+    positive: list[Tensor] = []
+    negative: list[Tensor] = []
     for number in range(len(unlearned)):
         others = (torch.arange(len(unlearned)) != number).unsqueeze(1)
-        gone, never = _centre(unlearned, is_unlearned & others), _centre(unmet, is_unmet & others)
-        for values, mask, found in ((unlearned, is_unlearned, parts[0]), (unmet, is_unmet, parts[1])):
-            ratio = _log_density(values[number], *gone) - _log_density(values[number], *never)
-            found.append(torch.where(mask[number], ratio, torch.nan))
-    mine, theirs = (_scores(torch.stack(found)) for found in parts)
-    return mine, theirs
+        inside, outside = _centre(unlearned, is_unlearned & others), _centre(never, is_never & others)
+        for values, mask, ratios in ((unlearned, is_unlearned, positive), (never, is_never, negative)):
+            ratio = _log_density(values[number], *inside) - _log_density(values[number], *outside)
+            ratios.append(torch.where(mask[number], ratio, torch.nan))
+    return _scores(torch.stack(positive)), _scores(torch.stack(negative))
 
 
 def _scores(table: Tensor) -> Scores:
-    """Of a table (models, n) what is a number."""
-    there = table.isfinite()
-    if not bool(there.any()):
-        raise BadData("no image was met by two shadow models or more; train more of them")
-    return Scores(table[there], there.nonzero()[:, 0])
+    """The finite entries of a table (models, n)."""
+    is_finite = table.isfinite()
+    if not bool(is_finite.any()):
+        raise BadData("no image is in the training data of two shadow models; train more of them")
+    return Scores(table[is_finite], is_finite.nonzero()[:, 0])
 
 
-def area_under_curve(positive: Tensor, negative: Tensor) -> float:
-    """The chance that a positive scores above a negative, ties counting half; by one sort.
+def roc_auc(positive: Tensor, negative: Tensor) -> float:
+    """Area under the ROC curve: the probability that a positive scores above a negative, ties counting half.
 
-    >>> area_under_curve(torch.tensor([2.0, 1.0]), torch.tensor([1.0, 0.0]))
+    >>> roc_auc(torch.tensor([2.0, 1.0]), torch.tensor([1.0, 0.0]))
     0.875
     """
+    from sklearn.metrics import roc_auc_score
+
     if not len(positive) or not len(negative):
-        raise BadData(f"a ROC curve needs both sides, not {len(positive)} and {len(negative)} scores")
-    values, places = torch.cat([positive, negative]).unique(return_inverse=True)
-    above = torch.bincount(places[: len(positive)], minlength=len(values)).double()
-    below = torch.bincount(places[len(positive) :], minlength=len(values)).double()
-    wins = above @ (below.cumsum(0) - below / 2)
-    return float(wins / (len(positive) * len(negative)))
+        raise BadData(f"a ROC curve needs scores on both sides, not {len(positive)} and {len(negative)}")
+    truth = torch.cat([torch.ones(len(positive)), torch.zeros(len(negative))])
+    return float(roc_auc_score(truth.numpy(), torch.cat([positive, negative]).numpy()))
 
 
-def true_positives(positive: Tensor, negative: Tensor, false: float = 0.01) -> float:
-    """The share of positives above the lowest threshold that lets at most `false` of the negatives through."""
+def true_positive_rate(positive: Tensor, negative: Tensor, false: float = 0.01) -> float:
+    """The share of positives above the lowest threshold that at most a share `false` of the negatives exceeds."""
     allowed = int(false * len(negative) + 1e-9)
     if allowed >= len(negative):
         return 1.0
@@ -119,18 +118,18 @@ def true_positives(positive: Tensor, negative: Tensor, false: float = 0.01) -> f
     return float((positive > limit).double().mean())
 
 
-def interval(
+def bootstrap_interval(
     measure: Callable[[Tensor, Tensor], float], positive: Scores, negative: Scores, *, seed: int = 0
 ) -> tuple[float, float]:
-    """95 % of what redrawn shadow models give; whole models are drawn, as answers of one model vary together."""
+    """95 % interval over redrawn shadow models; whole models are drawn, because scores of one model are correlated."""
     models = torch.cat([positive.models, negative.models]).unique()
     random = torch.Generator().manual_seed(seed)
     sides = [(side.values, [(side.models == m).nonzero().flatten() for m in models]) for side in (positive, negative)]
-    found = []
+    measured = []
     for _ in range(DRAWS):
         drawn = torch.randint(len(models), (len(models),), generator=random).tolist()
         one, other = (values[torch.cat([places[number] for number in drawn])] for values, places in sides)
         if len(one) and len(other):
-            found.append(measure(one, other))
-    low, high = torch.tensor(found, dtype=torch.float64).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64))
+            measured.append(measure(one, other))
+    low, high = torch.tensor(measured, dtype=torch.float64).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64))
     return float(low), float(high)

@@ -1,4 +1,4 @@
-"""What every measured number means; none can be shown without its range, direction, ideal and Retrain's value."""
+"""The metrics and what they mean: a value is shown with its range, direction, ideal and the reference model's value."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -11,15 +11,15 @@ DIRECTIONS = ("as retrain", "higher", "lower")
 
 
 @dataclass(frozen=True)
-class Description:
+class MetricInfo:
     """How to read a metric."""
 
     title: str
     source: str
     low: float
     high: float
-    direction: str  # one of DIRECTIONS: what is better
-    ideal: float | None = None  # None: whatever a retrained model has
+    direction: str  # one of DIRECTIONS: which values are better
+    ideal: float | None = None  # None: the reference model's value
 
     def range_text(self) -> str:
         return f"{self.low:g} to {'unlimited' if math.isinf(self.high) else f'{self.high:g}'}"
@@ -28,27 +28,27 @@ class Description:
         return "Retrain's" if self.ideal is None else f"{self.ideal:g}"
 
 
-def _rate(title: str, source: str) -> Description:
-    return Description(title, source, 0.0, 1.0, "as retrain")
+def _rate(title: str, source: str) -> MetricInfo:
+    return MetricInfo(title, source, 0.0, 1.0, "as retrain")
 
 
-def _accuracy(title: str, source: str) -> Description:
-    return Description(title, source, 0.0, 1.0, "higher", 1.0)
+def _accuracy(title: str, source: str) -> MetricInfo:
+    return MetricInfo(title, source, 0.0, 1.0, "higher", 1.0)
 
 
-def _gap(title: str, source: str, high: float = 1.0) -> Description:
-    return Description(title, source, 0.0, high, "lower", 0.0)
+def _gap(title: str, source: str, high: float = 1.0) -> MetricInfo:
+    return MetricInfo(title, source, 0.0, high, "lower", 0.0)
 
 
-def _change(which: str) -> Description:
-    title = f"change of accuracy on a remaining client's own images, {which}"
-    return Description(title, "fairness between clients (arXiv:2510.07022)", -1.0, 1.0, "as retrain")
+def _change(which: str) -> MetricInfo:
+    title = f"change of accuracy on the images of a remaining client, {which}"
+    return MetricInfo(title, "fairness between clients (arXiv:2510.07022)", -1.0, 1.0, "as retrain")
 
 
 PAPER = "FedOrtho, section on metrics"
 SONG_MITTAL = "Song and Mittal, USENIX Security 2021"
 GOLATKAR = "Golatkar et al., CVPR 2020"
-METRICS: Mapping[str, Description] = {
+METRICS: Mapping[str, MetricInfo] = {
     "forget-accuracy": _rate("forget accuracy", PAPER),
     "retain-accuracy": _accuracy("retain accuracy", PAPER),
     "test-accuracy": _accuracy("accuracy on all test images", PAPER),
@@ -57,7 +57,7 @@ METRICS: Mapping[str, Description] = {
     "client-change-q1": _change("first quartile"),
     "client-change-median": _change("median"),
     "client-change-q3": _change("third quartile"),
-    "mia-correctness": _rate("forgotten images called members for being named rightly", SONG_MITTAL),
+    "mia-correctness": _rate("forgotten images called members by correctness", SONG_MITTAL),
     "mia-confidence": _rate(
         "forgotten images called members by confidence (the paper's MIA)", "Song et al., CCS 2019; " + PAPER
     ),
@@ -67,8 +67,8 @@ METRICS: Mapping[str, Description] = {
         "forgotten images called members by an SVC on confidence", "SalUn's code, as 1 − its value (arXiv:2310.12508)"
     ),
     "mia-loss": _rate("forgotten images called members by logistic regression on the loss", "Yeom et al., CSF 2018"),
-    "loss-separation": Description(
-        "how well the loss tells forgotten images from unseen ones of their kind",
+    "loss-separation": MetricInfo(
+        "accuracy of telling forgotten from unseen images with the same labels, by the loss",
         "NeurIPS 2023 unlearning challenge, starting kit",
         *(0.0, 1.0, "as retrain"),
     ),
@@ -88,11 +88,11 @@ METRICS: Mapping[str, Description] = {
 
 @dataclass(frozen=True, repr=False)
 class Metric:
-    """One number with all that is needed to read it; `error` in place of a number that could not be measured."""
+    """The value of a metric, or the `error` that prevented it."""
 
     name: str  # one of METRICS
-    value: float | None  # None: an error, or a gap to a Retrain that is not there
-    reference: float | None = None  # the same measurement on a retrained model
+    value: float | None  # None: an error, or a gap to a missing reference model
+    reference: float | None = None  # the value of the reference model
     images: int = 0
     error: str | None = None
     details: Mapping[str, Any] = field(default_factory=dict)  # plain JSON values
@@ -104,29 +104,29 @@ class Metric:
             raise ValueError(f"{self.name} has both the value {self.value} and the error {self.error!r}")
         for number in (self.value, self.reference):
             if number is not None and not self._possible(number):
-                raise ValueError(f"{self.name} is {number}, outside {self.described.range_text()}")
+                raise ValueError(f"{self.name} is {number}, outside {self.info.range_text()}")
 
     def _possible(self, number: float) -> bool:
-        slack = 1e-9  # of rounding
-        return self.described.low - slack <= number <= self.described.high + slack  # also False for NaN
+        slack = 1e-9  # for rounding
+        return self.info.low - slack <= number <= self.info.high + slack  # also False for NaN
 
     @property
-    def described(self) -> Description:
+    def info(self) -> MetricInfo:
         return METRICS[self.name]
 
     @property
     def gap(self) -> float | None:
-        """How far from Retrain's value, whichever way."""
+        """Absolute difference to the reference model's value."""
         return None if self.value is None or self.reference is None else abs(self.value - self.reference)
 
     def text(self) -> str:
-        """One line; the number never comes alone.
+        """The value in one line, with everything that is needed to read it.
 
         >>> print(Metric("test-accuracy", 0.9, 0.91, images=100))
         accuracy on all test images: 0.9000 (Retrain 0.9100; 0 to 1, better higher, ideal 1; 100 images; \
 FedOrtho, section on metrics)
         """
-        known = self.described
+        known = self.info
         retrain = "no reference" if self.reference is None else f"Retrain {self.reference:.4f}"
         better = "best as Retrain" if known.direction == "as retrain" else f"better {known.direction}"
         parts = [retrain, f"{known.range_text()}, {better}, ideal {known.ideal_text()}"]
@@ -140,9 +140,9 @@ FedOrtho, section on metrics)
             return f"ERROR, {self.error}"
         return "not measured" if self.value is None else f"{self.value:.4f}"
 
-    def as_mapping(self) -> dict[str, Any]:
-        """For JSON: the number and its description in one mapping; no limit is None."""
-        known = self.described
+    def to_json(self) -> dict[str, Any]:
+        """The value and its description as one mapping for JSON; an unlimited range has `high` None."""
+        known = self.info
         return {
             "name": self.name,
             "title": known.title,
@@ -170,31 +170,33 @@ def _plain(value: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What one measurement gives."""
+class Measurement:
+    """The value of a metric on one model."""
 
     value: float
     images: int
     details: Mapping[str, Any] = field(default_factory=dict)
 
 
-def measured(name: str, measure: Callable[[], Reading], reference: Callable[[], Reading] | None = None) -> Metric:
-    """Measure, on Retrain too where it is there; whatever goes wrong is the metric's error, and it stays in the list.
+def measure_metric(
+    name: str, measure: Callable[[], Measurement], reference: Callable[[], Measurement] | None = None
+) -> Metric:
+    """The metric of a model and of the reference model, if there is one; an exception becomes the metric's error.
 
-    >>> measured("zrf", lambda: Reading(1 / 0, 1)).error
+    >>> measure_metric("zrf", lambda: Measurement(1 / 0, 1)).error
     'ZeroDivisionError: division by zero'
     """
     try:
-        reading = measure()
-    except Exception as error:  # any: a metric that fails is shown, not dropped
-        return Metric(name, None, error=_told(error))
+        mine = measure()
+    except Exception as error:  # any: a failing metric is shown, not dropped
+        return Metric(name, None, error=_error_text(error))
     try:
         theirs = None if reference is None else reference().value
-        return Metric(name, reading.value, theirs, reading.images, None, reading.details)
-    except Exception as error:  # likewise; a number without Retrain's would look as if there were none
-        return Metric(name, None, images=reading.images, error=_told(error))
+        return Metric(name, mine.value, theirs, mine.images, None, mine.details)
+    except Exception as error:  # likewise: without its value the reference model would seem to be missing
+        return Metric(name, None, images=mine.images, error=_error_text(error))
 
 
-def _told(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     first = (str(error).splitlines() or [""])[0]
     return f"{type(error).__name__}: {first}" if first else type(error).__name__

@@ -1,4 +1,4 @@
-"""Small models trained on random halves of some images, kept on disk: what attacks compare a model's answers with."""
+"""Shadow models: small models trained on random halves of a sample, cached on disk, for membership attacks."""
 
 import hashlib
 import json
@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fedortho.data.images import Images
+from fedortho.data.images import Dataset, Images
+from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadCheckpoint, BadSetting
 from fedortho.statistics.query import draw
 from fedortho.storage.checkpoints import load_weights
@@ -17,24 +18,24 @@ from fedortho.storage.files import read_tensors, tensors_digest, write_tensors
 from fedortho.training.loop import fit
 from fedortho.training.recipe import Recipe
 
-FEWEST, MOST = 8, 64
-LEAST_TARGETS = 100  # forgotten images in the proxy, where there are so many
-Report = Callable[[int, int, str], None]  # trained or found so far, in all, which
+MIN_MODELS, MAX_MODELS = 8, 64
+MIN_TARGETS = 100  # forget images in the proxy, where the forget set has that many
+ShadowReport = Callable[[int, int, str], None]  # models ready, models in all, name
 
 
 @dataclass(frozen=True)
 class ShadowSettings:
-    """How many shadow models there are, and from what they are made."""
+    """Number of shadow models, their data and their training."""
 
     models: int = 16
-    images: int = 10_000  # of the proxy, the images of which each shadow gets a half
-    targets: int = 500  # forgotten images that are put into the proxy when by chance it has too few
+    images: int = 10_000  # of the proxy; each shadow model is trained on a half
+    targets: int = 500  # forget images that are added to a proxy which by chance has too few
     recipe: Recipe = field(default_factory=lambda: Recipe(epochs=6))
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not FEWEST <= self.models <= MOST:
-            raise BadSetting(f"shadow models must be {FEWEST} to {MOST}, not {self.models}")
+        if not MIN_MODELS <= self.models <= MAX_MODELS:
+            raise BadSetting(f"shadow models must be {MIN_MODELS} to {MAX_MODELS}, not {self.models}")
         if self.images < 8 or self.targets < 1 or not 0 <= self.seed < 2**32:
             raise BadSetting(
                 f"a proxy needs at least 8 images, 1 target and a seed of 0 or more, "
@@ -42,24 +43,37 @@ class ShadowSettings:
             )
 
 
-def choose_proxy(pool: Images, gone: Tensor, settings: ShadowSettings) -> tuple[Images, Tensor]:
-    """The proxy, and which of its images must be forgotten; it does not depend on the request where that can be.
+@dataclass(frozen=True)
+class ShadowPlan:
+    """What the membership audit needs: how shadow models unlearn, where they are kept, how they are made."""
 
-    Where the plain draw has too few images of the request, some are put in; such a proxy is the request's own.
+    forget: Callable[[nn.Module, Dataset, ForgetRequest], nn.Module]  # the audited method
+    directory: Path  # shared by methods and requests
+    settings: ShadowSettings = field(default_factory=ShadowSettings)
+    build: Callable[[int], nn.Module] | None = (
+        None  # an untrained model from a seed; None: the original, re-initialised
+    )
+    report: ShadowReport | None = None
+
+
+def choose_proxy(pool: Images, forget: Tensor, settings: ShadowSettings) -> tuple[Images, Tensor]:
+    """The proxy, a sample of the pool, and a mask of its images in the forget set.
+
+    It does not depend on the request unless the plain draw has too few images of the forget set; then some are added.
     """
     proxy = draw(pool, settings.images, settings.seed)
-    rows = pool.rows[gone]
-    mine = torch.isin(proxy.rows, rows)
-    if int(mine.sum()) >= min(int(gone.sum()), LEAST_TARGETS):
-        return proxy, mine
-    targets = draw(pool.subset(gone), min(settings.targets, settings.images // 2), settings.seed)
-    rest = draw(pool.subset(~gone), settings.images - len(targets), settings.seed)
+    rows = pool.rows[forget]
+    is_forget = torch.isin(proxy.rows, rows)
+    if int(is_forget.sum()) >= min(int(forget.sum()), MIN_TARGETS):
+        return proxy, is_forget
+    targets = draw(pool.subset(forget), min(settings.targets, settings.images // 2), settings.seed)
+    rest = draw(pool.subset(~forget), settings.images - len(targets), settings.seed)
     proxy = replace(pool, rows=torch.cat([targets.rows, rest.rows]).sort().values)
     return proxy, torch.isin(proxy.rows, rows)
 
 
 def half(number: int, images: int, seed: int) -> Tensor:
-    """The images of one shadow as a mask; the second of a pair gets what the first did not.
+    """The images of one shadow model as a mask; the second model of a pair gets the other half.
 
     >>> (half(0, 5, seed=1) ^ half(1, 5, seed=1)).all().item()
     True
@@ -71,9 +85,9 @@ def half(number: int, images: int, seed: int) -> Tensor:
 
 
 class Shadows:
-    """The shadow models of a proxy, each trained when it is first asked for and found on disk from then on.
+    """The shadow models of a proxy, each trained at the first use and read from disk afterwards.
 
-    Their directory is named after all that makes them, so methods and requests share them where nothing differs.
+    The name of their directory is a digest of data, recipe and network, so methods and requests share equal models.
     """
 
     def __init__(
@@ -84,10 +98,10 @@ class Shadows:
         settings: ShadowSettings,
         *,
         device: torch.device | str = "cpu",
-        report: Report | None = None,
+        report: ShadowReport | None = None,
     ) -> None:
         self.proxy, self.build, self.settings, self.device = proxy, build, settings, device
-        self.met = torch.stack([half(number, len(proxy), settings.seed) for number in range(settings.models)])
+        self.members = torch.stack([half(number, len(proxy), settings.seed) for number in range(settings.models)])
         self.key = self._key()
         self.directory = directory / f"shadows-{self.key[:16]}"
         self.report = report or (lambda *_: None)
@@ -106,19 +120,19 @@ class Shadows:
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def original(self, number: int) -> nn.Module:
-        """The shadow trained on its half."""
-        return self._model(f"original-{number:02}", self.met[number], number)
+        """The shadow model trained on its half."""
+        return self._model(f"original-{number:02}", self.members[number], number)
 
-    def without(self, number: int, gone: Tensor) -> nn.Module:
-        """A shadow trained, by another seed, on the same half less the images of a mask over the proxy."""
-        name = tensors_digest({"rows": self.proxy.rows[gone]})[:12]
-        return self._model(f"without-{name}-{number:02}", self.met[number] & ~gone, MOST + number)
+    def without(self, number: int, forget: Tensor) -> nn.Module:
+        """A shadow model trained, with another seed, on the same half without the images of a mask over the proxy."""
+        name = tensors_digest({"rows": self.proxy.rows[forget]})[:12]
+        return self._model(f"without-{name}-{number:02}", self.members[number] & ~forget, MAX_MODELS + number)
 
     def images(self, number: int) -> Images:
-        return self.proxy.subset(self.met[number])
+        return self.proxy.subset(self.members[number])
 
-    def _model(self, name: str, mask: Tensor, place: int) -> nn.Module:
-        path, seed = self.directory / f"{name}.safetensors", self.settings.seed * 1000 + place
+    def _model(self, name: str, mask: Tensor, offset: int) -> nn.Module:
+        path, seed = self.directory / f"{name}.safetensors", self.settings.seed * 1000 + offset
         model = self.build(seed)
         self._ready += 1
         if path.is_file():

@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fedortho.audits.verdict import read_verdict
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadRecord, FedOrthoError
 from fedortho.evidence.canonical_zip import LARGEST, BadArchive, check_form, pack_files, unpack_files
@@ -42,7 +43,7 @@ from fedortho.runs.run import Run
 from fedortho.runs.served import index_of_request
 from fedortho.storage.files import canonical_json, file_digest, replacing
 from fedortho.storage.journal import parse_entry, read_journal
-from fedortho.storage.provenance import environment, read_verdict
+from fedortho.storage.provenance import environment
 from fedortho.storage.records import from_json, to_json
 
 
@@ -224,13 +225,13 @@ def _collect(run: Run, number: int, beside: Path) -> dict[str, bytes]:
 def _extras(run: Run, number: int) -> dict[str, bytes]:
     """Verdict and report, if they are about this request: after a later request they are about another model."""
     entry, verdict = run.record.requests[number], read_verdict(run.path)
-    if number != len(run.record.requests) - 1 or (verdict and verdict["request"] != entry.request):
+    if number != len(run.record.requests) - 1 or (verdict and verdict.request != entry.request):
         return {}
     found, report = {}, run.path / "report.html"
     if verdict:
         found["verdict.json"] = (run.path / "verdict.json").read_bytes()
     if report.is_file():
-        found["report.html"] = _report(report, [entry.model_after or "", (verdict or {}).get("sentence", "")])
+        found["report.html"] = _report(report, [entry.model_after or "", verdict.sentence if verdict else ""])
     return found
 
 

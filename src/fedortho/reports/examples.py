@@ -21,12 +21,12 @@ def lost_examples(models: Mapping[str, nn.Module], case: Case) -> tuple[Example,
     """
     if case.request.kind != "class":
         return ()
-    return _examples(models, case.judged, case.device, recognised=False)
+    return _examples(models, case.forget_eval, case.device, recognised=False)
 
 
 def kept_examples(models: Mapping[str, nn.Module], case: Case) -> tuple[Example, ...]:
     """Test images of the retain set, of many classes, that both models recognise."""
-    searched = case.kept_test.subset(_interleaved(case.kept_test.labels)[:SEARCHED])
+    searched = case.retain_test.subset(_interleaved(case.retain_test.labels)[:SEARCHED])
     return _examples(models, searched, case.device, recognised=True)
 
 
@@ -36,9 +36,9 @@ def _examples(
     if not len(images):
         return ()
     predictions = {
-        role: _predictions(model, images, device) for role, model in models.items() if role in ("original", "forgot")
+        role: _predictions(model, images, device) for role, model in models.items() if role in ("original", "unlearned")
     }
-    chosen = (predictions["forgot"] == images.labels) == recognised
+    chosen = (predictions["unlearned"] == images.labels) == recognised
     if "original" in predictions:
         chosen &= predictions["original"] == images.labels
     places = chosen.nonzero().flatten()
@@ -49,7 +49,7 @@ def _examples(
             thumbnail(pixels[number]),
             names[int(images.labels[place])],
             names[int(predictions["original"][place])] if "original" in predictions else None,
-            names[int(predictions["forgot"][place])],
+            names[int(predictions["unlearned"][place])],
         )
         for number, place in enumerate(places.tolist())
     )

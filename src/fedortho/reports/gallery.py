@@ -39,7 +39,7 @@ def draw_gallery(
 ) -> Gallery:
     """All figures that can be drawn; remarks name the others. Without `images` no image of the data is shown."""
     served = served_record(run, request)
-    runs = {"original": original, "forgot": run, "reference": reference}
+    runs = {"original": original, "unlearned": run, "reference": reference}
     models = {role: given.load_model().to(device) for role, given in runs.items() if given is not None}
     case = _case(run, data, request, models, device)
     remarks = [text for text, given in ((NO_ORIGINAL, original), (NO_REFERENCE, reference)) if given is None]
@@ -61,17 +61,17 @@ def _case(
     """The forget set and the retain set as audits define them."""
     settings = run.settings
     clients = held_rows(data, settings, settings.partition_seed) if isinstance(settings, FederateSettings) else None
-    before = models.get("original", models["forgot"])  # without an original nothing is compared with it
+    before = models.get("original", models["unlearned"])  # without an original nothing is compared with it
     others = excluded_besides(run, request)
-    return Case(models["forgot"], before, None, None, data, request, others, clients, device)
+    return Case(models["unlearned"], before, None, None, data, request, others, clients, device)
 
 
 def _score_pictures(models: Mapping[str, nn.Module], case: Case) -> list[Picture]:
     names, labels = case.data.test.names, case.request.labels(case.data.test.names)
     scores = {role: evaluate(model, case.data.test, device=case.device) for role, model in models.items()}
-    before, after = scores["original"], scores["forgot"]
+    before, after = scores["original"], scores["unlearned"]
     confidence = {
-        role: results.own_confidence(model, case.judged, device=case.device) for role, model in models.items()
+        role: results.own_confidence(model, case.forget_eval, device=case.device) for role, model in models.items()
     }
     subject = " and ".join(names[label] for label in labels) or "the forget set"
     return [
@@ -122,7 +122,7 @@ def _cam_picture(models: Mapping[str, nn.Module], case: Case, name: str) -> Pict
     shown = test if others is None else test.subset(~ForgetRequest(others.classes).mask(test))
     if (number := len(test.names)) > MAX_CAMS:
         raise FedOrthoError(f"it is drawn for up to {MAX_CAMS} classes, and there are {number}")
-    before, after = models["original"].cpu(), models["forgot"].cpu()
+    before, after = models["original"].cpu(), models["unlearned"].cpu()
     try:
         images = attention.recognised_examples([before], shown)
         layer = attention.last_layer(before, images.shape)

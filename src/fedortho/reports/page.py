@@ -8,7 +8,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedortho.audits.verdict import subject_of
+from fedortho.audits.sentences import subject_of
+from fedortho.audits.verdict import read_verdict
 from fedortho.data.request import ForgetRequest
 from fedortho.devices import choose_device
 from fedortho.errors import BadCheckpoint, BadData, FedOrthoError
@@ -29,7 +30,7 @@ from fedortho.runs.record import ServedRecord
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.served import last_request, served_record, served_requests
 from fedortho.storage.files import write_text
-from fedortho.storage.provenance import judgements, read_verdict
+from fedortho.storage.provenance import judgements
 from fedortho.storage.records import to_json
 from fedortho.storage.settings import as_mapping
 
@@ -130,10 +131,10 @@ def original_for(run: Run, request: ForgetRequest) -> Run | None:
 def verdict_of(run: Run) -> dict[str, Any] | None:
     """The verdict on a run, if there is one; a verdict on another model is refused."""
     verdict, mine = read_verdict(run.path), run.record.model.digest
-    if verdict is not None and (verdict.get("digests") or {}).get("after", mine) != mine:
+    if verdict is not None and verdict.digests.get("after", mine) != mine:
         path = run.path / "verdict.json"
         raise BadCheckpoint(f"{path} is about another model than the one in {run.path}; judge it again: fedortho judge")
-    return verdict
+    return None if verdict is None else verdict.to_json()
 
 
 def render(report: Report) -> str:
@@ -165,7 +166,7 @@ def render(report: Report) -> str:
         is_class=report.request.kind == "class",
         audits=audits_table(judgements(report.verdict)),
         audit_pictures=report.audit_pictures,
-        costs=costs_table(verdict.get("cost") or (asdict(served.cost) if served and served.cost else {})),
+        costs=costs_table(verdict.get("cost") or (to_json(served.cost) if served and served.cost else {})),
         not_tested=_not_tested(report.verdict),
         settings=_settings(report),
     )
@@ -221,9 +222,9 @@ def _summary(report: Report) -> dict[str, str]:
 def _not_tested(verdict: Mapping[str, Any] | None) -> list[str]:
     if verdict is None:
         return ["all audits: there is no verdict.json in the run"]
-    listed = [str(text) for text in verdict.get("not_tested", [])]
+    listed = [str(text) for text in verdict.get("not-tested", [])]
     listed += [
-        f"{audit['name']} has no result: {audit.get('says', '')}"
+        f"{audit['name']} has no result: {audit.get('finding', '')}"
         for audit in verdict.get("audits", [])
         if audit["outcome"] not in ("PASS", "FAIL") and not any(t.startswith(f"{audit['name']},") for t in listed)
     ]

@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from fedortho.audits.verdict import read_verdict
 from fedortho.errors import BadData, unknown
 from fedortho.requests.references import finished_runs
 from fedortho.runs.run import Run
 from fedortho.runs.settings import FederateSettings
-from fedortho.storage.provenance import judgements, read_verdict
 
 COLUMNS = ("run", "what", "forget", "retain", "test", "probe", "failed", "seconds")
 SORTED_BY = ("run", "method", "forget", "retain", "test", "probe", "seconds")
@@ -127,11 +127,10 @@ def _request_row(run: Run, name: str) -> RunRow:
         test,
         seconds=None if served.cost is None else served.cost.seconds,
     )
-    verdict = read_verdict(run.path) or {}
-    if verdict.get("request") != served.request:  # it is about another request
+    verdict = read_verdict(run.path)
+    if verdict is None or verdict.request != served.request:  # it is about another request
         return row
-    audits = verdict.get("audits", [])
-    probe = next((audit["forgot"] for audit in audits if audit["name"] == "C1"), None)
-    failed = [audit["name"] for audit in judgements(verdict) if audit["outcome"] in ("FAIL", "ERROR")]
-    has_result = bool(failed) or any(audit["outcome"] == "PASS" for audit in audits)
-    return replace(row, probe=probe, audits=verdict.get("label", ""), failed=" ".join(failed) if has_result else None)
+    probe = verdict.audit("C1")
+    has_result = bool(verdict.failed) or any(audit.outcome == "PASS" for audit in verdict.audits)
+    failed = " ".join(verdict.failed) if has_result else None
+    return replace(row, probe=None if probe is None else probe.unlearned, audits=verdict.label, failed=failed)

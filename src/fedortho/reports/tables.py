@@ -9,12 +9,12 @@ LONG = 40  # letters; a cell with more gets a least width
 SIGNS = {"PASS": "✓", "FAIL": "✗", "ERROR": "!", "NOT RUN": "–", "NO REFERENCE": "?"}
 UNITS = {
     "seconds": "seconds",
-    "images_read": "images read (forward passes)",
-    "images_trained": "images trained on (forward and backward passes)",
+    "images-read": "images read (forward passes)",
+    "images-trained": "images trained on (forward and backward passes)",
     "flops": "floating-point operations",
     "exchanges": "exchanges with clients",
-    "bytes_up": "bytes from all clients",
-    "bytes_down": "bytes to all clients",
+    "bytes-up": "bytes from all clients",
+    "bytes-down": "bytes to all clients",
 }
 
 
@@ -123,15 +123,15 @@ def audits_table(audits: Sequence[Mapping[str, Any]]) -> Table:
 def _audit_row(audit: Mapping[str, Any]) -> list[str | Cell]:
     outcome = str(audit["outcome"])
     badge = Cell(f"{SIGNS.get(outcome, '')} {outcome}".strip(), badge=outcome.replace(" ", "-"))
-    numbers = ("value", "limit", "forgot", "original", "reference", "seconds")
+    numbers = ("value", "limit", "unlearned", "original", "reference", "seconds")
     name = f"{audit['name']} {audit.get('title') or ''}".strip()
-    return [name, badge, unbroken(str(audit.get("says", ""))), *(number_cell(audit.get(key)) for key in numbers)]
+    return [name, badge, unbroken(str(audit.get("finding", ""))), *(number_cell(audit.get(key)) for key in numbers)]
 
 
 def costs_table(cost: Mapping[str, float]) -> Table:
     names = [*(key for key in UNITS if key in cost), *(key for key in cost if key not in UNITS)]
     rows: list[list[str | Cell]] = [
-        [UNITS.get(name, name.replace("_", " ")), number_cell(float(cost[name]))]
+        [UNITS.get(name, name.replace("-", " ")), number_cell(float(cost[name]))]
         for name in names
         if cost[name] is not None
     ]

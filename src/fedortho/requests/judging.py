@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedortho.audits import AUDITS, BUDGETS, Membership
-from fedortho.audits.membership import audit_membership
-from fedortho.audits.verdict import Verdict, judge_case
+from fedortho.audits import check_audits
+from fedortho.audits.judge import judge_case
+from fedortho.audits.verdict import FILE, Verdict, write_verdict
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.devices import choose_device, using_threads
 from fedortho.engines.central import CentralEngine
-from fedortho.errors import BadSetting, unknown
-from fedortho.evaluation.shadows import ShadowSettings
+from fedortho.errors import BadSetting
+from fedortho.evaluation.shadows import ShadowPlan, ShadowSettings
 from fedortho.federated.server import train_on
-from fedortho.methods import METHODS, make_method, unlearn
+from fedortho.methods import find_method, make_method, unlearn
 from fedortho.methods.retrain import Retrain
 from fedortho.models.zoo import build_model
 from fedortho.requests.references import (
@@ -35,7 +35,7 @@ from fedortho.runs.record import ServedRecord
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.served import last_request, served_record
 from fedortho.runs.settings import FederateSettings, TrainSettings
-from fedortho.storage.files import check_writable, write_json
+from fedortho.storage.files import check_writable
 from fedortho.storage.journal import append_entry
 from fedortho.storage.records import to_json
 from fedortho.training.loop import Watch
@@ -86,8 +86,8 @@ def judge_run(
     with using_threads(original.settings.threads):
         references = _references(run, original, request, options, on_training)
         verdict = _verdict_on(run, request, data, original, references, options, on_step)
-    if not options.only and (options.audit != "none" or not (run.path / "verdict.json").exists()):
-        write_json(run.path / "verdict.json", verdict.as_mapping())  # one without audits never replaces one with them
+    if not options.only and (options.audit != "none" or not (run.path / FILE).exists()):
+        write_verdict(run.path, verdict)  # one without audits never replaces one with them
     append_entry(
         journal,
         "verified" if verdict.passes else "judged",
@@ -132,10 +132,7 @@ def check_rounds(run: Run) -> None:
 
 def check_judge_options(original: Run, request: ForgetRequest, options: JudgeOptions) -> None:
     """Refuse options that contradict each other or the run, before anything is computed."""
-    if options.audit not in BUDGETS:
-        raise unknown("audit budget", options.audit, BUDGETS)
-    if wrong := [name for name in options.only if name not in AUDITS]:
-        raise unknown("audit", wrong[0], AUDITS)
+    check_audits(options.audit, options.only)
     if options.shadows and options.audit != "full":
         raise BadSetting(f"--shadows {options.shadows} belongs to --audit full, not to --audit {options.audit}")
     if options.reference is not None:
@@ -185,17 +182,18 @@ def _verdict_on(
     served, device = served_record(run, request), choose_device(options.device)
     reference, second = [*references[:2], None, None][:2]
     case = case_of(run, request, data, original, reference, second, device)
-    shadows = _references_directory(run, options) / "shadows"
+    if options.shadows:
+        directory = _references_directory(run, options) / "shadows"
+        case = replace(case, shadows=shadow_plan(original, served, directory, options.shadows, device))
     return judge_case(
         case,
         options.audit,
         only=options.only,
-        watch=on_step,
-        membership=shadowed(original, served, shadows, options.shadows, device) if options.shadows else None,
+        on_step=on_step,
         method=served.method,
         edited=_edited(served),
         cost=served.cost,
-        retrain_seconds=_retrain_seconds(original, reference, len(case.kept_train) / max(len(data.train), 1)),
+        retrain_seconds=_retrain_seconds(original, reference, len(case.retain_train) / max(len(data.train), 1)),
         settings=served.settings,
         origin={"run": run.path.name, "data": to_json(run.record.data), "settings": dict(run.record.settings)},
         digests={"before": original.record.model.digest, "after": run.record.model.digest}
@@ -216,21 +214,18 @@ def _edited(served: ServedRecord) -> dict[str, Any]:
     return edited | ({"ratio": served.chosen.ratio, "scrub": served.chosen.scrub} if served.chosen else {})
 
 
-def shadowed(run: Run, served: ServedRecord, directory: Path, shadows: int, device: torch.device) -> Membership:
-    """The membership audit with shadow models trained as the run was, which forget by the recorded method."""
-    name, recipe = served.method, shadow_recipe(run.settings)
-    if name not in METHODS:
-        raise unknown("method", name, METHODS)
-    epochs = {"epochs": recipe.epochs} if issubclass(METHODS[name], Retrain) else {}  # no longer than the shadows
-    method, info = make_method(name, served.settings, epochs), run.record.model
+def shadow_plan(run: Run, served: ServedRecord, directory: Path, shadows: int, device: torch.device) -> ShadowPlan:
+    """Shadow models for the membership audit, trained like the run, which forget by the recorded method."""
+    recipe, kind = shadow_recipe(run.settings), find_method(served.method)
+    epochs = {"epochs": recipe.epochs} if issubclass(kind, Retrain) else {}  # no longer than the shadow models
+    method, info = make_method(served.method, served.settings, epochs), run.record.model
     build = partial(build_model, run.settings.model, num_classes=info.num_classes, channels=info.channels)
 
     def forget(model: nn.Module, data: Dataset, request: ForgetRequest) -> nn.Module:
         engine = CentralEngine(data, device=device, build=lambda seed: build(seed=seed))
         return unlearn(model, engine, request, method).model
 
-    settings = ShadowSettings(models=shadows, recipe=recipe)
-    return lambda case: audit_membership(case, forget, directory, settings)
+    return ShadowPlan(forget, directory, ShadowSettings(models=shadows, recipe=recipe))
 
 
 def shadow_recipe(settings: TrainSettings) -> Recipe:

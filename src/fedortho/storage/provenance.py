@@ -10,11 +10,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from fedortho.errors import BadCheckpoint
 from fedortho.storage.files import locked, read_json, write_json
 from fedortho.storage.records import from_json, to_json
 
-SCHEMA = 1  # of verdict.json, rows of comparisons and benchmarks
+SCHEMA = 1  # of rows of comparisons and benchmarks
 LIBRARIES = ("fedortho", "torch", "numpy", "safetensors", "torch-pruning")
 
 
@@ -99,17 +98,6 @@ def add_row(
         rows = read_results(path).rows if path.exists() else ()
         others = [other for other in rows if any(other[name] != row[name] for name in key)]
         write_results(path, what, command, sorted([*others, row], key=order))
-
-
-def read_verdict(directory: Path) -> dict[str, Any] | None:
-    """The verdict.json of a run; None if none was written."""
-    path = directory / "verdict.json"
-    if not path.exists():
-        return None
-    verdict = read_json(path)
-    if not isinstance(verdict, dict) or verdict.get("schema") != SCHEMA or "request" not in verdict:
-        raise BadCheckpoint(f"{path} is not a verdict of schema {SCHEMA}; judge again: fedortho judge {directory}")
-    return verdict
 
 
 def judgements(verdict: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:

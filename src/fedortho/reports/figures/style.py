@@ -22,17 +22,17 @@ BEFORE, AFTER, REFERENCE = BLUE, RED, GREEN  # the same thing has the same colou
 HATCH = "////"  # of what comes after
 ROLES = {
     "original": (BEFORE, "o", "-"),
-    "forgot": (AFTER, "s", "--"),
+    "unlearned": (AFTER, "s", "--"),
     "erased": (PURPLE, "D", ":"),
     "reference": (REFERENCE, "^", "-."),
 }
 ROLE_NAMES = {
     "original": "before",
-    "forgot": "after forgetting",
+    "unlearned": "after forgetting",
     "erased": "after --preset erase",
     "reference": "retrained without it",
 }
-HATCHES = {"original": None, "forgot": HATCH, "erased": "xx", "reference": ".."}  # of bars
+HATCHES = {"original": None, "unlearned": HATCH, "erased": "xx", "reference": ".."}  # of bars
 LETTERS_PER_INCH = 11.5  # of a title
 
 

@@ -1,0 +1,68 @@
+"""Judge a model: measure all metrics, run the audits, and sum them up as a verdict."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedortho.audits import run_audits
+from fedortho.audits.measurements import MeasurementCache
+from fedortho.audits.retention import RETENTION
+from fedortho.audits.sentences import subject_of
+from fedortho.audits.verdict import Verdict
+from fedortho.data.request import Clients, ForgetRequest
+from fedortho.evaluation.case import Case
+from fedortho.evaluation.metric_suite import MetricSuite
+from fedortho.methods import Data, as_dataset
+from fedortho.storage.provenance import environment
+
+
+def judge(
+    model: nn.Module,
+    data: Data,
+    request: ForgetRequest | str,
+    *,
+    original: nn.Module | None = None,
+    reference: nn.Module | None = None,
+    second_reference: nn.Module | None = None,
+    clients: Clients | None = None,
+    device: torch.device | str = "cpu",
+    audit: str = "quick",
+) -> Verdict:
+    """Measure a model that is said to have forgotten, and try to recover the forget set.
+
+    `data` is the original model's training data: a dataset or its name, images, or a re-iterable `DataLoader` of
+    (images, labels). Without a `reference`, a model retrained without the forget set, the verdict cannot pass. Audits
+    need the `original` model; without it none is run.
+    """
+    request = ForgetRequest.parse(request) if isinstance(request, str) else request
+    before = model if original is None else original
+    case = Case(model, before, reference, second_reference, as_dataset(data), request, None, clients, device)
+    return judge_case(case, "none" if original is None else audit)
+
+
+def judge_case(
+    case: Case,
+    audit: str = "quick",
+    *,
+    only: Sequence[str] = (),
+    on_step: Callable[[str], None] | None = None,
+    suite: MetricSuite | None = None,
+    cache: MeasurementCache | None = None,
+    **about: Any,
+) -> Verdict:
+    """The verdict on a case; `about` sets fields of the verdict that are not measured (method, cost, digests, …)."""
+    if on_step is not None:
+        on_step("metrics")
+    cache = cache or MeasurementCache()
+    about = {"method": "", "subject": subject_of(case.request, case.data.test.names)} | about
+    return Verdict(
+        str(case.request),
+        metrics=tuple((suite or MetricSuite(case)).measure(case.unlearned)),
+        audits=tuple(run_audits(case, audit, only=only, on_step=on_step, cache=cache)),
+        retention=RETENTION(case, cache) if audit != "none" else None,
+        has_reference=case.reference is not None,
+        environment=environment(case.device),
+        **about,
+    )

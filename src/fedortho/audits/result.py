@@ -1,0 +1,104 @@
+"""What an audit returns, and how measured shares become an outcome."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
+
+from fedortho.audits.thresholds import Limit
+
+Outcome = Literal["PASS", "FAIL", "NOT RUN", "NO REFERENCE", "ERROR"]
+ROUNDING = 1e-9  # 0.55 − 0.5 does not exceed 0.05
+NO_POWER = "the original model passes too, so this audit shows nothing here"
+
+
+@dataclass(frozen=True)
+class AuditResult:
+    """The outcome of one audit, with the numbers behind it."""
+
+    outcome: Outcome
+    finding: str  # one sentence for a person, with the numbers
+    value: float | None = None  # compared with the limit
+    limit: float | None = None  # PASS up to here
+    unlearned: float | None = None  # the measurement on each model, as a share or in its own unit
+    original: float | None = None
+    reference: float | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)  # plain JSON values: per layer, per step, settings
+    name: str = ""  # these three are filled in by whoever runs the audit
+    title: str = ""
+    seconds: float = 0.0
+
+
+def decide(
+    finding: str,
+    measured: Mapping[str, float],
+    value: float | None,
+    limit: Limit,
+    details: Mapping[str, Any],
+    *,
+    has_reference: bool,
+    is_gap: bool = False,
+) -> AuditResult:
+    """PASS or FAIL; without a reference model NO REFERENCE.
+
+    `measured` has one number for each model. If the value `is_gap` to the reference model and the original model is
+    within the limit as well, passing shows nothing: NOT RUN.
+    """
+    result = AuditResult(
+        "NO REFERENCE",
+        f"{finding}; no reference model to compare with",
+        unlearned=measured.get("unlearned"),
+        original=measured.get("original"),
+        reference=measured.get("reference"),
+        details=details,
+    )
+    if not has_reference or value is None:
+        return result
+    if is_gap and not original_exceeds(measured, limit):
+        return replace(result, outcome="NOT RUN", finding=f"{finding}; {NO_POWER}", value=value, limit=limit.value)
+    outcome: Outcome = "PASS" if value <= limit.value + ROUNDING else "FAIL"
+    return replace(result, outcome=outcome, finding=finding, value=value, limit=limit.value)
+
+
+def original_exceeds(measured: Mapping[str, float], limit: Limit) -> bool:
+    """Whether the original model exceeds the reference by more than the limit; if not, forgetting nothing passes."""
+    return measured["original"] - measured["reference"] > limit.value
+
+
+def gap(measured: Mapping[str, float]) -> float | None:
+    """How far the unlearned model is above the reference model; None without one."""
+    return measured["unlearned"] - measured["reference"] if "reference" in measured else None
+
+
+def shares_text(measured: Mapping[str, float]) -> str:
+    """The shares of all models in words: 82.0 % (retrained 51.0 %, original 83.0 %).
+
+    >>> shares_text({"unlearned": 0.5, "original": 0.75})
+    '50.0 % (original 75.0 %)'
+    """
+    others = [("retrained", measured.get("reference")), ("original", measured.get("original"))]
+    beside = ", ".join(f"{name} {100 * share:.1f} %" for name, share in others if share is not None)
+    return f"{100 * measured['unlearned']:.1f} % ({beside})"
+
+
+def label(results: Sequence[AuditResult]) -> str:
+    """The outcomes in one line: failures first, and audits that were not run are always counted.
+
+    >>> label([AuditResult("PASS", "", name="C1"), AuditResult("NOT RUN", "", name="C2")])
+    'passed 1 of 2, 1 not run'
+    >>> label([AuditResult("FAIL", "", name="C1"), AuditResult("PASS", "", name="C2")])
+    'FAILED C1; passed 1 of 2'
+    """
+    names = {outcome: [result.name for result in results if result.outcome == outcome] for outcome in get_args(Outcome)}
+    parts = [
+        f"{word} {', '.join(names[outcome])}"
+        for outcome, word in (("FAIL", "FAILED"), ("ERROR", "ERROR in"))
+        if names[outcome]
+    ]
+    skipped = f", {len(names['NOT RUN'])} not run" if names["NOT RUN"] else ""
+    if names["NO REFERENCE"]:
+        parts.append(f"no reference, {len(names['NO REFERENCE'])} of {len(results)} measured{skipped}")
+    elif len(names["NOT RUN"]) == len(results):
+        parts.append(f"none of {len(results)} run")
+    else:
+        parts.append(f"passed {len(names['PASS'])} of {len(results)}{skipped}")
+    return "; ".join(parts)
