@@ -32,7 +32,7 @@ from fedortho.runs.run import Run, load_run_data, open_run
 from fedortho.runs.settings import FederateSettings
 from fedortho.statistics.query import Selection
 from fedortho.statistics.training_plan import PlanPart, TrainingPlan
-from fedortho.storage.files import locked, read_json
+from fedortho.storage.files import locked
 from fedortho.storage.provenance import read_results, write_results
 from fedortho.storage.records import to_json
 from fedortho.training.objectives import FitOptions

@@ -121,7 +121,7 @@ class FigureData:
         images = draw(next(iter(self.placed.values())).load_data().test, 500, seed=0)
         models = {name: run.load_model() for name, run in self.placed.items()}
         depths = kernels.depths_of(next(iter(models.values())), images.shape)
-        return {name: kernels.feature_likeness(m, images, list(depths)) for name, m in models.items()}, depths
+        return {name: kernels.feature_similarity(m, images, list(depths)) for name, m in models.items()}, depths
 
 
 def gram(shared: FigureData) -> "Figure":
@@ -139,7 +139,7 @@ def _gram(shared: FigureData, model: str, layers: list[str]) -> "Figure":
     variants = {"plain": "none", "orthogonal": "lazy-0.1"}
     return kernels.gram_figure(
         {
-            name: kernels.kernel_likeness(shared.run(model, variant).load_model(), layers)
+            name: kernels.kernel_similarity(shared.run(model, variant).load_model(), layers)
             for name, variant in variants.items()
         }
     )
@@ -151,16 +151,16 @@ def features_by_depth(shared: FigureData) -> "Figure":
         for name, variant in (("plain", "none"), ("deep layers orthogonal", "lazy-0.1"))
     }
     layers = list(kernels.depths_of(models["plain"], shared.test_sample.shape))
-    found = {name: kernels.feature_likeness(model, shared.test_sample, layers) for name, model in models.items()}
-    return kernels.likeness_by_depth_figure(found)
+    found = {name: kernels.feature_similarity(model, shared.test_sample, layers) for name, model in models.items()}
+    return kernels.similarity_by_depth_figure(found)
 
 
 def placed_by_depth(shared: FigureData) -> "Figure":
-    return kernels.likeness_by_depth_figure(shared.placed_features[0])
+    return kernels.similarity_by_depth_figure(shared.placed_features[0])
 
 
 def placed_curves(shared: FigureData) -> "Figure":
-    return kernels.likeness_curves_figure(*shared.placed_features)
+    return kernels.similarity_curves_figure(*shared.placed_features)
 
 
 def _answers(shared: FigureData, choose: Callable[[Tensor], tuple[int, ...]]) -> "Figure":
@@ -169,7 +169,7 @@ def _answers(shared: FigureData, choose: Callable[[Tensor], tuple[int, ...]]) ->
         before, after = shared.pair("resnet-mini", variant)
         layer = attention.last_layer(before, shared.data.test.shape)
         old, new = (activations.class_peaks(model, shared.test_sample, layer) for model in (before, after))
-        shown.append(activations.KernelAnswers(name, old, new, choose(old)))
+        shown.append(activations.KernelResponses(name, old, new, choose(old)))
     return activations.activation_figure(shown, shared.data.test.names, shared.forget_labels)
 
 

@@ -41,11 +41,11 @@ def epoch(number: int, valid: float | None, clients: int | None = None) -> Epoch
 def test_two_equal_kernels_are_alike_and_two_of_different_groups_are_not() -> None:
     conv = nn.Conv2d(2, 4, 1, groups=2, bias=False)
     conv.weight.data = torch.tensor([1.0, -2.0, 1.0, 1.0]).view(4, 1, 1, 1)
-    likeness = kernels.kernel_likeness(nn.Sequential(conv), ["0"])["0"]
-    assert likeness.tolist() == [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]
-    assert kernels.mean_likeness(likeness) == pytest.approx(2 / 6)
+    similarity = kernels.kernel_similarity(nn.Sequential(conv), ["0"])["0"]
+    assert similarity.tolist() == [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]
+    assert kernels.mean_similarity(similarity) == pytest.approx(2 / 6)
     with pytest.raises(UnknownName, match="no convolution 'O'; choose from 0"):
-        kernels.kernel_likeness(nn.Sequential(conv), ["O"])
+        kernels.kernel_similarity(nn.Sequential(conv), ["O"])
 
 
 def test_likeness_of_features_equals_a_plain_loop_over_pairs_whatever_the_batches(tiny: TinyNet, toy: Images) -> None:
@@ -54,7 +54,7 @@ def test_likeness_of_features_equals_a_plain_loop_over_pairs_whatever_the_batche
         (few.normalise(few.pixels[few.rows[start : start + 5]]), few.labels[start : start + 5]) for start in (0, 5, 10)
     ]
     tiny.train()
-    found = kernels.feature_likeness(tiny, batches, ["features.3"])["features.3"]
+    found = kernels.feature_similarity(tiny, batches, ["features.3"])["features.3"]
     assert tiny.training, "the model keeps its mode"
     tiny.eval()
     with torch.no_grad():
@@ -65,15 +65,15 @@ def test_likeness_of_features_equals_a_plain_loop_over_pairs_whatever_the_batche
             assert float(found[one, other]) == pytest.approx(abs(float(a @ b) / float(a.norm() * b.norm())), abs=1e-5)
 
 
-def test_heatmaps_say_how_much_less_alike_the_kernels_became() -> None:
+def test_heatmaps_say_how_much_less_similar_the_kernels_became() -> None:
     plain, ortho = {"a": pair_of(0.3), "b": pair_of(0.2)}, {"a": pair_of(0.3), "b": pair_of(0.004)}
     figure = kernels.gram_figure({"plain": plain, "orthogonal": ortho})
     assert finding_of(figure) == (
-        "Trained orthogonal, kernels of b are 50 times less alike than plain, those of a about as alike"
+        "Trained orthogonal, kernels of b are 50 times less similar than plain, those of a about as similar"
     )
     assert len(figure.axes) == 5, "two models, two layers, one scale"
     single = kernels.gram_figure({"plain": {"a": pair_of(0.2)}, "orthogonal": {"a": pair_of(0.4)}})
-    assert "2.0 times more alike" in finding_of(single), "also where orthogonality did not help"
+    assert "2.0 times more similar" in finding_of(single), "also where orthogonality did not help"
 
 
 def test_depth_and_distribution_name_the_placement_that_helps(tiny: TinyNet) -> None:
@@ -83,13 +83,13 @@ def test_depth_and_distribution_name_the_placement_that_helps(tiny: TinyNet) -> 
         "none": dict(zip(LAYERS, map(pair_of, (0.1, 0.5, 0.3)), strict=True)),
         "deep": dict(zip(LAYERS, map(pair_of, (0.1, 0.5, 0.02)), strict=True)),
     }
-    by_depth = kernels.likeness_by_depth_figure(models)
+    by_depth = kernels.similarity_by_depth_figure(models)
     assert by_depth.axes[0].lines[0].get_ydata() == pytest.approx([0.1, 0.5, 0.3])
     assert finding_of(by_depth) == (
-        "None: features are most alike in features.3 (0.50), and in the last layer 0.30 (with deep 0.02)"
+        "None: features are most similar in features.3 (0.50), and in the last layer 0.30 (with deep 0.02)"
     )
-    curves = kernels.likeness_curves_figure(models, depths)
-    assert finding_of(curves).endswith("least alike with deep: median |cosine| 0.02 (none 0.30)")
+    curves = kernels.similarity_curves_figure(models, depths)
+    assert finding_of(curves).endswith("least similar with deep: median |cosine| 0.02 (none 0.30)")
     assert [len(ax.lines) for ax in curves.axes] == [6, 3], "three layers each, and the legend's"
 
 
@@ -108,10 +108,10 @@ def test_the_title_names_the_kernel_that_stands_out_and_what_is_left() -> None:
     before = torch.tensor([[9.0, 1.0], [1.0, 1.0], [3.0, 2.0]])
     after = before.clone()
     after[0, 0] = 4.5
-    shown = activations.KernelAnswers("orthogonal", before, after, (0, 1))
+    shown = activations.KernelResponses("orthogonal", before, after, (0, 1))
     figure = activations.activation_figure([shown], ["cat", "dog", "cow"], [0])
-    told = "cat stands out by at most 7.0 sd in the orthogonal model (kernel 1; of its answer 50 % is left)"
-    assert finding_of(figure) == f"Among the classes, {told}"
+    told = "exceeds the other classes by at most 7.0 sd in the orthogonal model (kernel 1, which keeps 50 %"
+    assert finding_of(figure).startswith(f"Cat {told}")
 
 
 def test_grad_cam_equals_its_formula(tiny: TinyNet, toy: Images) -> None:
@@ -160,7 +160,7 @@ def test_examples_are_the_first_of_each_class_that_all_models_recognise(toy: Ima
 
     chosen = attention.recognised_examples([Answer(1), Answer(2)], toy)
     assert chosen.rows.tolist() == [0, 5, 6, 3]
-    with pytest.raises(FedOrthoError, match="no image of 1 is named rightly by every model"):
+    with pytest.raises(FedOrthoError, match="no image of 1 is recognised by every model"):
         attention.recognised_examples([Answer(1)], toy.subset(range(4)))
 
 
@@ -168,7 +168,7 @@ def test_attention_left_is_told_for_the_class_and_the_others(toy: Images) -> Non
     before = torch.ones(4, 8, 8)
     after = before * torch.tensor([0.05, 1.0, 0.9, 1.1]).view(4, 1, 1)
     figure = attention.grad_cam_figure(toy.subset(range(4)), {"VGG": (before, after)}, [0])
-    assert finding_of(figure).endswith("attention to 0 is 5.0 % in VGG (others: 100 %)")
+    assert finding_of(figure).endswith("attention to 0 that is left: 5.0 % in VGG (others: 100 %)")
     assert len(figure.axes) == 12
 
 
@@ -177,16 +177,16 @@ def test_the_frontier_marks_what_was_chosen() -> None:
     figure = results.frontier_figure(points, points[2], target=0.01, least=0.83)
     assert finding_of(figure) == "Editing 10 % of the kernels leaves 0.4 % forget accuracy and 84 % retain accuracy"
     assert list(figure.axes[0].lines[0].get_xdata()) == [0.01, 0.1, 0.2], "in the order of ratios"
-    assert finding_of(results.frontier_figure(points)).startswith("Forgetting and keeping are furthest apart at 10 %")
+    assert finding_of(results.frontier_figure(points)).startswith("Forget and retain accuracy differ most at 10 %")
 
 
 def test_classes_and_confusion_tell_what_moved_where() -> None:
     before, after = scored([9, 1, 0], [0, 10, 0], [0, 2, 8]), scored([0, 3, 7], [0, 9, 1], [0, 0, 10])
     names = ["cat", "dog", "cow"]
     told = finding_of(results.class_accuracy_figure(before, after, names, [0], reference=before))
-    assert told == "Cat falls from 90 % to 0 %; of the classes kept, dog fares worst and loses 10.0 points"
+    assert told == "Cat falls from 90 % to 0 %; of the retained classes dog loses most, 10.0 points"
     told = finding_of(results.confusion_figure(before, after, names, [0]))
-    assert told.startswith("Images of cat are now most often called cow (+70 points); of the other images 15 %")
+    assert told.startswith("Images of cat are now most often called cow (+70 points); the shares of predictions")
     assert results.confusion_change(before, after)[2].tolist() == pytest.approx([0, -0.2, 0.2])
 
 
@@ -216,7 +216,7 @@ def test_confidence_is_the_probability_of_the_own_class(tiny: TinyNet, toy: Imag
 def test_relearning_and_probes_are_told_by_role() -> None:
     curves = {"unlearned": [(0, 0.0), (10, 0.75), (20, 0.9)], "reference": [(0, 0.0), (10, 0.2), (20, 0.4)]}
     told = finding_of(recovery.relearn_figure(curves, target=0.7))
-    assert told == "Steps until the class is learnt again: after forgetting 10, retrained without it over 20"
+    assert told == "Steps until the class is relearned: after forgetting 10, retrained without it over 20"
     told = finding_of(recovery.probe_figure({"unlearned": {"a": 0.2, "b": 0.6}, "reference": {"a": 0.2, "b": 0.5}}))
     assert told.endswith("after forgetting 60 %, retrained without it 50 %")
 
@@ -272,4 +272,4 @@ def test_the_last_layer_of_a_residual_network_is_no_shortcut() -> None:
 
 def test_a_real_evaluation_can_be_drawn(tiny: TinyNet, toy: Images) -> None:
     score = evaluate(tiny, toy)
-    assert finding_of(results.confusion_figure(score, score, toy.names, [1])).startswith("Of the other images 0 %")
+    assert finding_of(results.confusion_figure(score, score, toy.names, [1])).endswith("change by 0 %")

@@ -39,7 +39,7 @@ def grad_cam(model: nn.Module, images: Images, layer: str) -> Tensor:
 
 
 def recognised_examples(models: Sequence[nn.Module], images: Images) -> Images:
-    """Of each class that has images the first that all models name rightly; a class without such a one is refused."""
+    """The first image of each class that all models recognise; a class without one is refused."""
     right = torch.ones(len(images), dtype=torch.bool)
     for model in models:
         right &= torch.cat(
@@ -50,21 +50,21 @@ def recognised_examples(models: Sequence[nn.Module], images: Images) -> Images:
         found = (right & (images.labels == label)).nonzero().flatten()
         if not len(found):
             name = images.names[label]
-            raise BadSetting(f"no image of {name} is named rightly by every model; show fewer classes or other models")
+            raise BadSetting(f"no image of {name} is recognised by every model; show fewer classes or other models")
         chosen.append(int(found[0]))
     return images.subset(chosen)
 
 
-def looked_at(before: Tensor, after: Tensor) -> Tensor:
-    """Of what a map held before, the share that it holds after, (images,).
+def attention_left(before: Tensor, after: Tensor) -> Tensor:
+    """Sum of each map after, as a share of its sum before, (images,).
 
-    >>> looked_at(torch.tensor([[[1.0, 3.0]]]), torch.tensor([[[0.0, 1.0]]]))
+    >>> attention_left(torch.tensor([[[1.0, 3.0]]]), torch.tensor([[[0.0, 1.0]]]))
     tensor([0.2500])
     """
     return after.flatten(1).sum(1) / before.flatten(1).sum(1).clamp_min(1e-12)
 
 
-def grad_cam_figure(images: Images, maps: Mapping[str, tuple[Tensor, Tensor]], gone: Sequence[int]) -> "Figure":
+def grad_cam_figure(images: Images, maps: Mapping[str, tuple[Tensor, Tensor]], forget: Sequence[int]) -> "Figure":
     """Images, one of each class, and over them where each model looks before and after forgetting (paper, Grad-CAM).
 
     Before and after share a scale, so that a weaker map looks weaker.
@@ -75,8 +75,8 @@ def grad_cam_figure(images: Images, maps: Mapping[str, tuple[Tensor, Tensor]], g
     for place, ax in enumerate(axes[0]):
         label = int(images.labels[place])
         ax.imshow(pictures[place].numpy(), cmap="gray", interpolation="nearest")
-        weight = "bold" if label in gone else "normal"
-        ax.set_title(images.names[label], fontsize=8, fontweight=weight, color=AFTER if label in gone else "black")
+        weight = "bold" if label in forget else "normal"
+        ax.set_title(images.names[label], fontsize=8, fontweight=weight, color=AFTER if label in forget else "black")
     axes[0][0].set_ylabel("image", fontsize=8)
     for index, (name, pair) in enumerate(maps.items()):
         for step, (word, heat) in enumerate(zip(("before", "after"), pair, strict=True)):
@@ -92,7 +92,7 @@ def grad_cam_figure(images: Images, maps: Mapping[str, tuple[Tensor, Tensor]], g
             ax.set_xticks([])
             ax.set_yticks([])
             ax.spines[:].set_visible(False)
-    entitle(figure, _cam_finding(images, maps, gone))
+    entitle(figure, _cam_finding(images, maps, forget))
     return figure
 
 
@@ -100,13 +100,11 @@ def _grey(picture: Tensor) -> Tensor:
     return picture.float().mean(2) if picture.dim() == 3 else picture
 
 
-def _cam_finding(images: Images, maps: Mapping[str, tuple[Tensor, Tensor]], gone: Sequence[int]) -> str:
-    is_gone = torch.isin(images.labels, torch.tensor(list(gone)))
-    what = " and ".join(images.names[label] for label in gone)
-    told = []
+def _cam_finding(images: Images, maps: Mapping[str, tuple[Tensor, Tensor]], forget: Sequence[int]) -> str:
+    is_forget = torch.isin(images.labels, torch.tensor(list(forget)))
+    subject, parts = " and ".join(images.names[label] for label in forget), []
     for name, (before, after) in maps.items():
-        left = looked_at(before, after)
-        told.append(
-            f"{percent(float(left[is_gone].mean()))} in {name} (others: {percent(float(left[~is_gone].median()))})"
-        )
-    return f"Grad-CAM: after forgetting, what is left of the attention to {what} is " + " and ".join(told)
+        left = attention_left(before, after)
+        forget_share, other_share = float(left[is_forget].mean()), float(left[~is_forget].median())
+        parts.append(f"{percent(forget_share)} in {name} (others: {percent(other_share)})")
+    return f"Grad-CAM after forgetting: attention to {subject} that is left: " + ", ".join(parts)

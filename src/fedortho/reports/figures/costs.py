@@ -1,4 +1,4 @@
-"""What methods and training cost: bars on a log axis, and rounds until an accuracy is reached."""
+"""Costs of methods as bars on a log axis, and accuracy over training."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -67,21 +67,21 @@ def _short_number(value: float) -> str:
 
 
 def _cost_finding(panels: Mapping[str, Mapping[str, float]], ours: str, standard: str) -> str:
-    told = []
+    parts = []
     for label, values in panels.items():
         if values.get(ours, 0) > 0 and values.get(standard, 0) > 0:
             ratio = values[standard] / values[ours]
             verb = "sends" if label.startswith("comm") else "computes"
-            told.append(f"{verb} {times(ratio)} less" if ratio >= 1 else f"{verb} {times(1 / ratio)} more")
-    if told:
-        return f"{ours} {' and '.join(told)} than {standard}"
+            parts.append(f"{verb} {times(ratio)} less" if ratio >= 1 else f"{verb} {times(1 / ratio)} more")
+    if parts:
+        return f"{ours} {' and '.join(parts)} than {standard}"
     label, values = next(iter(panels.items()))
     least = min(values, key=lambda name: values[name])
     return f"{least} needs least {label.partition(' ')[0]}"
 
 
 def rounds_to(history: Sequence[Epoch], target: float) -> int | None:
-    """How many epochs, or rounds of a federation, it took until validation accuracy was at the target; None: never."""
+    """Epochs, or rounds of a federation, until validation accuracy reaches the target; None: never."""
     return next((entry.epoch + 1 for entry in history if entry.valid is not None and entry.valid >= target), None)
 
 
@@ -108,10 +108,10 @@ def training_figure(histories: Mapping[str, Sequence[Epoch]], target: float | No
 def _training_finding(histories: Mapping[str, Sequence[Epoch]], target: float | None, unit: str) -> str:
     if target is None:
         last = {name: [e.valid for e in h if e.valid is not None][-1:] for name, h in histories.items()}
-        told = [f"{name} {percent(value[0])}" for name, value in last.items() if value]
-        return f"Validation accuracy after the last {unit}: " + ", ".join(told)
-    told = []
+        parts = [f"{name} {percent(value[0])}" for name, value in last.items() if value]
+        return f"Validation accuracy after the last {unit}: " + ", ".join(parts)
+    parts = []
     for name, history in histories.items():
         count = rounds_to(history, target)
-        told.append(f"{name}: {'never' if count is None else count}")
-    return f"{unit}s until {percent(target)} validation accuracy; " + "; ".join(told)
+        parts.append(f"{name}: {'never' if count is None else count}")
+    return f"{unit}s until {percent(target)} validation accuracy; " + "; ".join(parts)

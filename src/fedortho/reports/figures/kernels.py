@@ -1,4 +1,4 @@
-"""Kernels and how alike they are: Gram heatmaps, similarity of features by depth, and its distribution."""
+"""Similarity of kernels: Gram heatmaps, similarity of features by depth, and its distribution."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -11,6 +11,7 @@ from fedortho.data.images import Batches, Images, evaluation_batches
 from fedortho.errors import unknown
 from fedortho.models.capture import capture
 from fedortho.models.graph import Layer, select_layers, trace_layers
+from fedortho.models.predictions import evaluating
 from fedortho.reports.figures.style import DASHES, MARKERS, SERIES, entitle, grid_lines, new_figure, times
 from fedortho.training.orthogonality import kernel_matrix
 
@@ -19,17 +20,17 @@ if TYPE_CHECKING:
 
 
 DEPTHS = ("shallow", "mid", "deep")
-Likeness = Mapping[str, Tensor]  # layer → (kernels, kernels), |cosine| of each pair
+Similarity = Mapping[str, Tensor]  # layer → (kernels, kernels), |cosine| of each pair
 
 
-def kernel_likeness(model: nn.Module, layers: Sequence[str]) -> dict[str, Tensor]:
+def kernel_similarity(model: nn.Module, layers: Sequence[str]) -> dict[str, Tensor]:
     """|cosine| between the weights of every two kernels of each layer, (kernels, kernels).
 
     Kernels of different groups read different channels, so they have nothing in common.
 
     >>> conv = nn.Conv2d(2, 2, 1, bias=False)
     >>> conv.weight.data = torch.tensor([[3.0, 4.0], [4.0, 3.0]]).view(2, 2, 1, 1)
-    >>> round(float(kernel_likeness(nn.Sequential(conv), ["0"])["0"][0, 1]), 6)  # 24 / 25
+    >>> round(float(kernel_similarity(nn.Sequential(conv), ["0"])["0"][0, 1]), 6)  # 24 / 25
     0.96
     """
     found = {}
@@ -39,7 +40,7 @@ def kernel_likeness(model: nn.Module, layers: Sequence[str]) -> dict[str, Tensor
     return found
 
 
-def feature_likeness(
+def feature_similarity(
     model: nn.Module, images: Images | Batches, layers: Sequence[str], *, device: torch.device | str = "cpu"
 ) -> dict[str, Tensor]:
     """|cosine| between the response maps of every two kernels, taken over all images and places together.
@@ -47,24 +48,19 @@ def feature_likeness(
     Maps are what leaves the convolution, before norm and activation; the sums of products are exact over batches.
     """
     for name in layers:
-        _conv(model, name)  # refuses what is none
+        _conv(model, name)  # refuses a name that is none
 
     def products(out: Tensor) -> Tensor:
         maps = out.detach().transpose(0, 1).flatten(1)  # (kernels, images * places)
         return (maps @ maps.T).cpu().double()
 
     sums: dict[str, Tensor] = {}
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            for inputs, _ in evaluation_batches(images, device=device):
-                with capture(model, layers, products) as seen:
-                    model(inputs)
-                for name, (*_, product) in seen.items():
-                    sums[name] = sums[name] + product if name in sums else product
-    finally:
-        model.train(was_training)
+    with evaluating(model):
+        for inputs, _ in evaluation_batches(images, device=device):
+            with capture(model, layers, products) as seen:
+                model(inputs)
+            for name, (*_, product) in seen.items():
+                sums[name] = sums[name] + product if name in sums else product
     return {name: _cosines(sums[name]).abs().float() for name in layers}
 
 
@@ -80,19 +76,19 @@ def _conv(model: nn.Module, name: str) -> nn.Conv2d:
     return convs[name]
 
 
-def pairs(likeness: Tensor) -> Tensor:
-    """The likeness of every two different kernels, each pair once.
+def pairs(similarity: Tensor) -> Tensor:
+    """The similarity of every two different kernels, each pair once.
 
     >>> pairs(torch.tensor([[1.0, 0.5], [0.5, 1.0]]))
     tensor([0.5000])
     """
-    rows, columns = torch.triu_indices(len(likeness), len(likeness), offset=1)
-    return likeness[rows, columns]
+    rows, columns = torch.triu_indices(len(similarity), len(similarity), offset=1)
+    return similarity[rows, columns]
 
 
-def mean_likeness(likeness: Tensor) -> float:
+def mean_similarity(similarity: Tensor) -> float:
     """Mean over the pairs; of a single kernel there is none, and it is 0."""
-    values = pairs(likeness)
+    values = pairs(similarity)
     return float(values.mean()) if len(values) else 0.0
 
 
@@ -103,24 +99,24 @@ def depths_of(model: nn.Module, shape: tuple[int, int, int]) -> dict[str, str]:
     return {layer.name: depth[layer.name] for layer in layers if layer.name in depth}
 
 
-def gram_figure(models: Mapping[str, Likeness], measure: str = "kernels") -> "Figure":
-    """Heatmaps of likeness, a row for each model and a column for each layer (paper, Fig. 1 a, b and appendix).
+def gram_figure(models: Mapping[str, Similarity], measure: str = "kernels") -> "Figure":
+    """Heatmaps of similarity, a row for each model and a column for each layer (paper, Fig. 1 a, b and appendix).
 
-    The first model is what the others are compared with; `measure` says of what the likeness is.
+    The first model is what the others are compared with; `measure` says of what the similarity is.
     """
     layers = list(next(iter(models.values())))
     beside = len(layers) == 1  # a single layer: the models stand side by side
     rows, columns = (1, len(models)) if beside else (len(models), len(layers))
     figure, axes = new_figure(2.5 * columns + 1.2, 2.35 * rows + 0.8, rows, columns)
-    every = torch.cat([pairs(likeness[layer]) for likeness in models.values() for layer in layers])
+    every = torch.cat([pairs(similarity[layer]) for similarity in models.values() for layer in layers])
     most = max(float(torch.quantile(every[:: max(len(every) // 1_000_000, 1)], 0.995)), 1e-6)
     shown = None
-    for number, (name, likeness) in enumerate(models.items()):
+    for number, (name, similarity) in enumerate(models.items()):
         for place, layer in enumerate(layers):
             ax = axes[0][number] if beside else axes[number][place]
-            shown = ax.imshow(likeness[layer].numpy(), cmap="cividis", vmin=0, vmax=most, interpolation="nearest")
-            ax.set_title(f"{name}, {layer}\nmean {mean_likeness(likeness[layer]):.2g}", fontsize=8)
-            ends = [0, len(likeness[layer]) - 1], ["1", str(len(likeness[layer]))]
+            shown = ax.imshow(similarity[layer].numpy(), cmap="cividis", vmin=0, vmax=most, interpolation="nearest")
+            ax.set_title(f"{name}, {layer}\nmean {mean_similarity(similarity[layer]):.2g}", fontsize=8)
+            ends = [0, len(similarity[layer]) - 1], ["1", str(len(similarity[layer]))]
             ax.set_xticks(*ends)
             ax.set_yticks(*ends)
             ax.set_xlabel("kernel", fontsize=8, labelpad=-6)
@@ -132,34 +128,34 @@ def gram_figure(models: Mapping[str, Likeness], measure: str = "kernels") -> "Fi
     return figure
 
 
-def _gram_finding(models: Mapping[str, Likeness], layers: Sequence[str], measure: str) -> str:
+def _gram_finding(models: Mapping[str, Similarity], layers: Sequence[str], measure: str) -> str:
     base, *others = models.items()
     if not others:
-        return f"{base[0]}: mean |cosine| of two {measure} {mean_likeness(base[1][layers[-1]]):.2g} in {layers[-1]}"
-    name, likeness = others[-1]
-    change = {x: mean_likeness(base[1][x]) / max(mean_likeness(likeness[x]), 1e-12) for x in layers}
+        return f"{base[0]}: mean |cosine| of two {measure} {mean_similarity(base[1][layers[-1]]):.2g} in {layers[-1]}"
+    name, similarity = others[-1]
+    change = {x: mean_similarity(base[1][x]) / max(mean_similarity(similarity[x]), 1e-12) for x in layers}
     most, least = max(change, key=lambda x: change[x]), min(change, key=lambda x: change[x])
-    text = f"Trained {name}, {measure} of {most} are {less_alike(change[most])} than {base[0]}"
-    return text + (f", those of {least} {less_alike(change[least])}" if most != least else "")
+    text = f"Trained {name}, {measure} of {most} are {less_similar(change[most])} than {base[0]}"
+    return text + (f", those of {least} {less_similar(change[least])}" if most != least else "")
 
 
-def less_alike(ratio: float) -> str:
-    """How often less alike, in words; a difference below a tenth is none.
+def less_similar(ratio: float) -> str:
+    """A ratio of similarities in words; a difference below a tenth counts as none.
 
-    >>> less_alike(150.0), less_alike(1.04), less_alike(0.5)
-    ('150 times less alike', 'about as alike', '2.0 times more alike')
+    >>> less_similar(150.0), less_similar(1.04), less_similar(0.5)
+    ('150 times less similar', 'about as similar', '2.0 times more similar')
     """
     if 1 / 1.1 < ratio < 1.1:
-        return "about as alike"
-    return f"{times(ratio)} less alike" if ratio > 1 else f"{times(1 / ratio)} more alike"
+        return "about as similar"
+    return f"{times(ratio)} less similar" if ratio > 1 else f"{times(1 / ratio)} more similar"
 
 
-def likeness_by_depth_figure(models: Mapping[str, Likeness]) -> "Figure":
-    """Mean likeness of features from the first layer to the last, a line for each model (paper, Fig. 1 c)."""
+def similarity_by_depth_figure(models: Mapping[str, Similarity]) -> "Figure":
+    """Mean similarity of features from the first layer to the last, a line for each model (paper, Fig. 1 c)."""
     layers = list(next(iter(models.values())))
     figure, ((ax,),) = new_figure(6.6, 3.5)
-    for number, (name, likeness) in enumerate(models.items()):
-        values = [mean_likeness(likeness[layer]) for layer in layers]
+    for number, (name, similarity) in enumerate(models.items()):
+        values = [mean_similarity(similarity[layer]) for layer in layers]
         ax.plot(layers, values, color=SERIES[number], marker=MARKERS[number], linestyle=DASHES[number], label=name)
     ax.set_ylim(bottom=0)
     ax.set_ylabel("mean |cosine| of two maps", fontsize=9)
@@ -171,12 +167,14 @@ def likeness_by_depth_figure(models: Mapping[str, Likeness]) -> "Figure":
     return figure
 
 
-def _depth_finding(models: Mapping[str, Likeness], layers: Sequence[str]) -> str:
+def _depth_finding(models: Mapping[str, Similarity], layers: Sequence[str]) -> str:
     name, base = next(iter(models.items()))
-    means = {layer: mean_likeness(base[layer]) for layer in layers}
+    means = {layer: mean_similarity(base[layer]) for layer in layers}
     most, last = max(means, key=lambda layer: means[layer]), layers[-1]
-    others = [f"{other} {mean_likeness(likeness[last]):.2f}" for other, likeness in models.items() if other != name]
-    text = f"{name}: features are most alike in {most} ({means[most]:.2f}), "
+    others = [
+        f"{other} {mean_similarity(similarity[last]):.2f}" for other, similarity in models.items() if other != name
+    ]
+    text = f"{name}: features are most similar in {most} ({means[most]:.2f}), "
     text += "the last layer" if most == last else f"and in the last layer {means[last]:.2f}"
     return text + (f" (with {', '.join(others)})" if others else "")
 
@@ -191,11 +189,11 @@ def shares(values: Tensor, bins: int) -> tuple[list[float], list[float]]:
     return [(number + 0.5) / bins for number in range(bins)], (counts / len(values)).tolist()
 
 
-def likeness_curves_figure(models: Mapping[str, Likeness], depths: Mapping[str, str], bins: int = 20) -> "Figure":
-    """How the likeness of pairs is distributed, a panel for each model and a curve for each layer (paper, appendix)."""
+def similarity_curves_figure(models: Mapping[str, Similarity], depths: Mapping[str, str], bins: int = 20) -> "Figure":
+    """Distribution of similarities: a panel for each model, a curve for each layer (paper, appendix)."""
     figure, (axes,) = new_figure(2.6 * len(models) + 0.6, 3.3, 1, len(models), share_y=True)
-    for ax, (name, likeness) in zip(axes, models.items(), strict=True):
-        for layer, matrix in likeness.items():
+    for ax, (name, similarity) in zip(axes, models.items(), strict=True):
+        for layer, matrix in similarity.items():
             number = DEPTHS.index(depths[layer])
             middles, values = shares(pairs(matrix), bins)
             ax.plot(middles, values, color=SERIES[number], linestyle=DASHES[number], linewidth=1.3)
@@ -212,13 +210,13 @@ def likeness_curves_figure(models: Mapping[str, Likeness], depths: Mapping[str, 
     return figure
 
 
-def _curves_finding(models: Mapping[str, Likeness], depths: Mapping[str, str]) -> str:
+def _curves_finding(models: Mapping[str, Similarity], depths: Mapping[str, str]) -> str:
     deep = {
-        name: torch.cat([pairs(matrix) for layer, matrix in likeness.items() if depths[layer] == "deep"])
-        for name, likeness in models.items()
+        name: torch.cat([pairs(matrix) for layer, matrix in similarity.items() if depths[layer] == "deep"])
+        for name, similarity in models.items()
     }
     middle = {name: float(values.median()) for name, values in deep.items()}
     least = min(middle, key=lambda name: middle[name])
     rest = ", ".join(f"{name} {value:.2f}" for name, value in middle.items() if name != least)
-    text = f"Two deep features are least alike with {least}: median |cosine| {middle[least]:.2f}"
+    text = f"Two deep features are least similar with {least}: median |cosine| {middle[least]:.2f}"
     return text + (f" ({rest})" if rest else "")

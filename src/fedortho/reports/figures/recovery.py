@@ -33,7 +33,7 @@ def reached(curve: Curve, target: float) -> float | None:
 
 
 def relearn_figure(curves: Mapping[str, Curve], target: float | None = None) -> "Figure":
-    """Forget accuracy over the steps of learning it again, by role: original, forgot, reference."""
+    """Forget accuracy over the steps of relearning, by role: original, unlearned, reference."""
     figure, ((ax,),) = new_figure(6.2, 3.4)
     _role_lines(ax, {role: ([s for s, _ in c], [v for _, v in c]) for role, c in curves.items()})
     ax.set_xlabel("steps of training on a few of the forgotten images", fontsize=9)
@@ -43,17 +43,17 @@ def relearn_figure(curves: Mapping[str, Curve], target: float | None = None) -> 
         entitle(figure, "Forget accuracy at the end of relearning: " + ", ".join(ends))
         return figure
     ax.axhline(target, color=BLACK, linestyle=":", linewidth=1)
-    ax.text(ax.get_xlim()[1], target, "learnt again ", fontsize=8, ha="right", va="bottom")
-    told = []
+    ax.text(ax.get_xlim()[1], target, "relearned ", fontsize=8, ha="right", va="bottom")
+    parts = []
     for role, curve in curves.items():
         step = reached(curve, target)
-        told.append(f"{ROLE_NAMES[role]} {f'over {curve[-1][0]:g}' if step is None else f'{step:g}'}")
-    entitle(figure, "Steps until the class is learnt again: " + ", ".join(told))
+        parts.append(f"{ROLE_NAMES[role]} {f'over {curve[-1][0]:g}' if step is None else f'{step:g}'}")
+    entitle(figure, "Steps until the class is relearned: " + ", ".join(parts))
     return figure
 
 
 def relearn_steps_figure(steps: Mapping[str, Mapping[str, float | None]], most: int) -> "Figure":
-    """Steps until what had to go is learnt again from so many of its images, by role; None: not within `most`."""
+    """Steps until the forget set is relearned, by number of its images and by role; None: not within `most`."""
     figure, ((ax,),) = new_figure(6.2, 3.4)
     roles = [role for role in ROLES if any(role in found for found in steps.values())]
     wide = 0.8 / max(len(roles), 1)
@@ -74,19 +74,19 @@ def relearn_steps_figure(steps: Mapping[str, Mapping[str, float | None]], most: 
     grid_lines(ax)
     ax.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, 1.14), ncols=len(roles))
     key, found = list(steps.items())[-1]
-    told = [
+    parts = [
         f"{ROLE_NAMES[r]} {f'over {most}' if found.get(r) is None else f'{found[r]:g}'}" for r in roles if r in found
     ]
-    entitle(figure, f"Steps until it is learnt again from {key} images: {', '.join(told)}")
+    entitle(figure, f"Steps until the forget set is relearned from {key} images: {', '.join(parts)}")
     return figure
 
 
 def probe_figure(recall: Mapping[str, Mapping[str, float]]) -> "Figure":
-    """How well a linear probe finds the forgotten class in the features of each layer, by role."""
+    """Recall of a linear probe for the forgotten class on the features of each layer, by role."""
     figure, ((ax,),) = new_figure(6.2, 3.4)
     _role_lines(ax, {role: (list(layers), list(layers.values())) for role, layers in recall.items()})
     ax.set_xlabel("layer, first to last", fontsize=9)
-    ax.set_ylabel("recall of what had to go", fontsize=9)
+    ax.set_ylabel("recall on the forget set", fontsize=9)
     ax.tick_params(axis="x", labelrotation=30)
     last = [f"{ROLE_NAMES[role]} {percent(list(layers.values())[-1])}" for role, layers in recall.items()]
     entitle(figure, "A linear probe on the last layer still finds: " + ", ".join(last))

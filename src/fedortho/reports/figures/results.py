@@ -1,4 +1,4 @@
-"""What forgetting came to: frontier, classes, confusion, confidence, relearning, probes, costs and training."""
+"""Accuracies before and after forgetting: trials, classes, confusion and confidence."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fedortho.data.images import Batches, Images, evaluation_batches
-from fedortho.models.predictions import Evaluation, answers_of
+from fedortho.models.predictions import Evaluation, answers_of, evaluating
 from fedortho.reports.figures.style import (
     AFTER,
     BEFORE,
@@ -31,7 +31,7 @@ MOST_CLASSES = 20  # shown one by one; of more, those that changed most
 
 
 class Point(NamedTuple):
-    """What an edit of so many kernels came to."""
+    """An edit of a share of the kernels, and its accuracies."""
 
     ratio: float
     forget: float
@@ -43,7 +43,7 @@ def frontier_figure(
 ) -> "Figure":
     """Forget and retain accuracy over the share of kernels edited, with the point that was chosen.
 
-    `target` is the forget accuracy asked for, `least` the retain accuracy that the budget allows.
+    `target` is the wanted forget accuracy, `least` the retain accuracy that the budget allows.
     """
     figure, ((ax,),) = new_figure(6.4, 3.7)
     line = sorted(points)
@@ -76,27 +76,27 @@ def _frontier_finding(line: Sequence[Point], chosen: Point | None) -> str:
         text = f"Editing {percent(chosen.ratio)} of the kernels leaves {percent(chosen.forget)} forget accuracy"
         return f"{text} and {percent(chosen.retain)} retain accuracy"
     best = max(line, key=lambda point: point.retain - point.forget)
-    text = f"Forgetting and keeping are furthest apart at {percent(best.ratio)} of the kernels"
+    text = f"Forget and retain accuracy differ most at {percent(best.ratio)} of the kernels"
     return f"{text}: {percent(best.forget)} against {percent(best.retain)}"
 
 
-def most_changed(before: Evaluation, after: Evaluation, gone: Sequence[int], most: int = MOST_CLASSES) -> list[int]:
-    """The labels to show: what had to go, then those whose accuracy changed most, in the order of labels."""
+def most_changed(before: Evaluation, after: Evaluation, forget: Sequence[int], most: int = MOST_CLASSES) -> list[int]:
+    """The labels to show: forgotten classes and those whose accuracy changed most, in the order of labels."""
     known = [label for label, share in enumerate(before.per_class) if share is not None]
     change = {label: abs((after.per_class[label] or 0) - (before.per_class[label] or 0)) for label in known}
-    kept = sorted((label for label in known if label not in gone), key=lambda label: -change[label])
-    return sorted([*(label for label in gone if label in change), *kept[: max(most - len(gone), 1)]])
+    retain = sorted((label for label in known if label not in forget), key=lambda label: -change[label])
+    return sorted([*(label for label in forget if label in change), *retain[: max(most - len(forget), 1)]])
 
 
 def class_accuracy_figure(
     before: Evaluation,
     after: Evaluation,
     names: Sequence[str],
-    gone: Sequence[int],
+    forget: Sequence[int],
     reference: Evaluation | None = None,
 ) -> "Figure":
-    """Accuracy on each class before and after, and of a model that never saw what had to go."""
-    labels = most_changed(before, after, gone)
+    """Accuracy on each class before and after, and of a reference model."""
+    labels = most_changed(before, after, forget)
     figure, ((ax,),) = new_figure(max(6.4, 0.42 * len(labels) + 2), 3.6)
     series = [("before", before, BEFORE, None), ("after forgetting", after, AFTER, HATCH)]
     series += [("retrained without it", reference, REFERENCE, "..")] if reference is not None else []
@@ -108,7 +108,7 @@ def class_accuracy_figure(
         ax.bar(places, heights, wide, facecolor=face, edgecolor=colour, hatch=hatch, label=name)
     ax.set_xticks(range(len(labels)), [names[label] for label in labels], rotation=45, ha="right")
     for place, label in enumerate(labels):
-        if label in gone:
+        if label in forget:
             ax.axvspan(place - 0.5, place + 0.5, color="#eeeeee", zorder=-1)
             ax.get_xticklabels()[place].set_fontweight("bold")
     percent_axis(ax)
@@ -116,11 +116,11 @@ def class_accuracy_figure(
     ax.set_ylabel("accuracy on test images", fontsize=9)
     grid_lines(ax)
     ax.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, 1.14), ncols=len(series))
-    entitle(figure, _classes_finding(before, after, names, gone))
+    entitle(figure, _classes_finding(before, after, names, forget))
     return figure
 
 
-def _classes_finding(before: Evaluation, after: Evaluation, names: Sequence[str], gone: Sequence[int]) -> str:
+def _classes_finding(before: Evaluation, after: Evaluation, names: Sequence[str], forget: Sequence[int]) -> str:
     change = {
         label: new - old
         for label, (old, new) in enumerate(zip(before.per_class, after.per_class, strict=True))
@@ -128,19 +128,19 @@ def _classes_finding(before: Evaluation, after: Evaluation, names: Sequence[str]
     }
     parts = [
         f"{names[label]} falls from {percent(before.per_class[label] or 0)} to {percent(after.per_class[label] or 0)}"
-        for label in gone
+        for label in forget
         if label in change
     ]
-    kept = {label: value for label, value in change.items() if label not in gone}
-    if kept:
-        worst = min(kept, key=lambda label: kept[label])
-        lost = f"loses {-100 * kept[worst]:.1f} points" if kept[worst] < 0 else f"gains {100 * kept[worst]:.1f} points"
-        parts.append(f"of the classes kept, {names[worst]} fares worst and {lost}")
+    retain = {label: value for label, value in change.items() if label not in forget}
+    if retain:
+        worst = min(retain, key=lambda label: retain[label])
+        verb = "loses most" if retain[worst] < 0 else "gains least"
+        parts.append(f"of the retained classes {names[worst]} {verb}, {abs(100 * retain[worst]):.1f} points")
     return "; ".join(parts)
 
 
 def confusion_change(before: Evaluation, after: Evaluation) -> Tensor:
-    """Of each true label, the share of answers that moved to each label (positive) or away from it, (labels, labels).
+    """Change of the share of each prediction (column) on the images of each label (row), (labels, labels).
 
     >>> old, new = (Evaluation(4, 0, 0, rows) for rows in (((2, 0), (0, 2)), ((1, 1), (0, 2))))
     >>> confusion_change(old, new).tolist()
@@ -151,64 +151,59 @@ def confusion_change(before: Evaluation, after: Evaluation) -> Tensor:
     return (new - old).float()
 
 
-def confusion_figure(before: Evaluation, after: Evaluation, names: Sequence[str], gone: Sequence[int]) -> "Figure":
-    """Which answers moved where: shares of each true class, after less before."""
+def confusion_figure(before: Evaluation, after: Evaluation, names: Sequence[str], forget: Sequence[int]) -> "Figure":
+    """Change of predictions: shares of each true class, after minus before."""
     change = confusion_change(before, after)
-    few = len(names) <= MOST_CLASSES
+    are_few = len(names) <= MOST_CLASSES
     figure, ((ax,),) = new_figure(6.2, 5.2)
     most = max(float(change.abs().max()), 0.01)
     shown = ax.imshow(100 * change.numpy(), cmap="PuOr", vmin=-100 * most, vmax=100 * most)
-    for true, answer in ((t, a) for t in range(len(names)) for a in range(len(names)) if few):
+    for true, answer in ((t, a) for t in range(len(names)) for a in range(len(names)) if are_few):
         if abs(value := float(change[true, answer])) >= 0.005:
             colour = "white" if abs(value) > 0.6 * most else "black"
             ax.text(answer, true, f"{100 * value:+.0f}", ha="center", va="center", fontsize=7, color=colour)
-    ticks = range(len(names)) if few else range(0, len(names), 10)
+    ticks = range(len(names)) if are_few else range(0, len(names), 10)
     ax.set_xticks(ticks, [names[label] for label in ticks], rotation=60, ha="right")
     ax.set_yticks(ticks, [names[label] for label in ticks])
-    for label in gone if few else ():
+    for label in forget if are_few else ():
         ax.get_yticklabels()[label].set_fontweight("bold")
-    ax.set_xlabel("answer", fontsize=9)
+    ax.set_xlabel("prediction", fontsize=9)
     ax.set_ylabel("true class", fontsize=9)
     bar = figure.colorbar(shown, ax=ax, shrink=0.8)
     bar.set_label("change in percentage points", fontsize=8)
     bar.ax.tick_params(labelsize=8)
-    entitle(figure, _confusion_finding(change, names, gone))
+    entitle(figure, _confusion_finding(change, names, forget))
     return figure
 
 
-def _confusion_finding(change: Tensor, names: Sequence[str], gone: Sequence[int]) -> str:
-    told = []
-    for label in gone:
+def _confusion_finding(change: Tensor, names: Sequence[str], forget: Sequence[int]) -> str:
+    parts = []
+    for label in forget:
         moved = change[label].clone()
         moved[label] = 0
         new = int(moved.argmax())
         if moved[new] > 0:
-            told.append(
+            parts.append(
                 f"images of {names[label]} are now most often called {names[new]} ({100 * moved[new]:+.0f} points)"
             )
-    kept = [label for label in range(len(names)) if label not in gone]
-    stays = float(change[kept].clamp_min(0).sum(1).mean()) if kept else 0.0
-    told.append(f"of the other images {percent(stays)} got another answer on balance")
-    return "; ".join(told)
+    retain = [label for label in range(len(names)) if label not in forget]
+    changed = float(change[retain].clamp_min(0).sum(1).mean()) if retain else 0.0
+    parts.append(f"the shares of predictions on the other images change by {percent(changed)}")
+    return "; ".join(parts)
 
 
 def own_confidence(model: nn.Module, images: Images | Batches, *, device: torch.device | str = "cpu") -> Tensor:
     """The probability that a model gives to each image's own class, (images,)."""
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            parts = [
-                answers_of(model, inputs).float().softmax(1).gather(1, labels.unsqueeze(1)).squeeze(1).cpu()
-                for inputs, labels in evaluation_batches(images, device=device)
-            ]
-    finally:
-        model.train(was_training)
+    with evaluating(model):
+        parts = [
+            answers_of(model, inputs).float().softmax(1).gather(1, labels.unsqueeze(1)).squeeze(1).cpu()
+            for inputs, labels in evaluation_batches(images, device=device)
+        ]
     return torch.cat(parts)
 
 
 def confidence_figure(confidence: Mapping[str, Tensor], what: str, bins: int = 20) -> "Figure":
-    """Histograms of `own_confidence` on what had to go, by role: original, forgot, reference."""
+    """Histograms of `own_confidence` on the forget set, by role: original, unlearned, reference."""
     figure, ((ax,),) = new_figure(6.2, 3.3)
     for role, values in confidence.items():
         colour, _, dash = ROLES[role]

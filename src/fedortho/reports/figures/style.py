@@ -1,4 +1,4 @@
-"""How every figure looks: colours that colour-blind readers tell apart, a title that states the finding, PNG bytes."""
+"""The look of every figure: colours for colour-blind readers, a title that states the finding, PNG bytes."""
 
 import io
 import textwrap
@@ -29,7 +29,7 @@ ROLES = {
 ROLE_NAMES = {
     "original": "before",
     "unlearned": "after forgetting",
-    "erased": "after --preset erase",
+    "erased": "after directions",
     "reference": "retrained without it",
 }
 HATCHES = {"original": None, "unlearned": HATCH, "erased": "xx", "reference": ".."}  # of bars
@@ -43,7 +43,7 @@ class NoLibrary(FedOrthoError):
 def new_figure(
     width: float, height: float, rows: int = 1, columns: int = 1, *, share_y: bool = False
 ) -> "tuple[Figure, list[list[Axes]]]":
-    """A figure of inches with a grid of axes; it belongs to nobody, so no window and no global state is touched."""
+    """A figure of inches with a grid of axes; no window is opened and no global state is touched."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -81,7 +81,7 @@ def png(figure: "Figure", dpi: int = 110) -> bytes:
 
 
 def percent(share: float) -> str:
-    """A share as people read it; what is neither none nor all is not rounded to it.
+    """A share for people; only 0 and 1 are written as 0 % and 100 %.
 
     >>> percent(0.512), percent(0.034), percent(0.0), percent(1.0), percent(0.0004), percent(0.9999)
     ('51 %', '3.4 %', '0 %', '100 %', 'below 0.1 %', 'above 99.9 %')
@@ -95,7 +95,7 @@ def percent(share: float) -> str:
 
 
 def times(ratio: float) -> str:
-    """A ratio as people read it.
+    """A ratio for people.
 
     >>> times(152.3), times(3.27), times(1.0)
     ('152 times', '3.3 times', '1.0 times')
