@@ -22,7 +22,7 @@ def test_a_place_that_cannot_be_written_is_told_before_the_work(tmp_path: Path) 
     check_writable(tmp_path)
     assert os.listdir(tmp_path) == [], "trying leaves nothing behind"
     for place in (tmp_path / "none", Path("/proc")):  # not even root writes there
-        with pytest.raises(FedOrthoError, match=f"{place} cannot be written: .*; copy it to where you may write"):
+        with pytest.raises(FedOrthoError, match=f"{place} cannot be written"):
             check_writable(place)
 
 
@@ -81,12 +81,12 @@ def test_a_place_that_cannot_be_written_is_told_in_one_line(tmp_path: Path) -> N
 
 
 def test_damaged_and_missing_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadCheckpoint, match="there is no file"):
+    with pytest.raises(BadCheckpoint, match="does not exist"):
         read_tensors(tmp_path / "none")
     write_tensors(tmp_path / "x", {"a": torch.zeros(100)})
     whole = (tmp_path / "x").read_bytes()
     (tmp_path / "x").write_bytes(whole[:-1])
-    with pytest.raises(BadCheckpoint, match="not a whole safetensors file"):
+    with pytest.raises(BadCheckpoint, match="not a complete safetensors file"):
         read_tensors(tmp_path / "x")
     (tmp_path / "x.json").write_text("{")
     with pytest.raises(BadCheckpoint, match="not JSON"):

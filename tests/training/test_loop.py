@@ -102,7 +102,7 @@ def test_a_checkpoint_of_other_settings_or_data_is_refused(tiny: TinyNet, toy: I
     with pytest.raises(BadCheckpoint, match="belongs to other settings, data"):
         fit(tiny, replace(toy, pixels=toy.pixels.flip(0)), QUICK, checkpoint=file)
     file.write_bytes(file.read_bytes()[:-9])
-    with pytest.raises(BadCheckpoint, match="not a whole safetensors file"):
+    with pytest.raises(BadCheckpoint, match="not a complete safetensors file"):
         fit(tiny, toy, QUICK, checkpoint=file)
 
 

@@ -1,4 +1,4 @@
-"""A job for a federation that runs elsewhere than in this process: on Ray, or on a SuperLink."""
+"""Jobs of a federation outside this process: on Ray, or on a SuperLink."""
 
 import importlib.util
 import json
@@ -24,12 +24,12 @@ JOB = {  # keys besides the settings
 
 
 def app_config(settings: FederateSettings | None = None) -> dict[str, Any]:
-    """Every key that a run's configuration may have, with its value or default."""
+    """Every key of a run configuration, with its value or default."""
     return {**JOB, **as_mapping(settings or FederateSettings())}
 
 
 def check_engine(engine: str, deployment: Path | None) -> None:
-    """Refuse an engine that there is not, and a SuperLink that is not named."""
+    """Refuse an unknown engine, and a SuperLink without its deployment."""
     if engine not in ENGINES:
         raise unknown("engine", engine, ENGINES)
     if (engine == "superlink") != (deployment is not None):
@@ -39,10 +39,10 @@ def check_engine(engine: str, deployment: Path | None) -> None:
 def train_elsewhere(
     path: Path, settings: FederateSettings, deployment: Path | None, say: Callable[[str], None]
 ) -> None:
-    """Train into `path`, which lies on this machine (Ray) or on the SuperLink's."""
+    """Train into `path` on this machine (Ray) or on the SuperLink's."""
     config = {**app_config(settings), "do": "train", "out": str(path.absolute())}
     if settings.start:
-        config["start"] = str(Path(settings.start).absolute())  # the server's app stands elsewhere
+        config["start"] = str(Path(settings.start).absolute())  # the server app has another working directory
     if deployment is not None:
         submit(deployment, config, say=say)
     else:
@@ -76,7 +76,7 @@ def forget_elsewhere(
 
 
 def sync_elsewhere(run: Run, deployment: Path, say: Callable[[str], None]) -> None:
-    """Send a SuperLink's clients what they missed."""
+    """Send the clients of a SuperLink the patches that they missed."""
     assert isinstance(run.settings, FederateSettings), "the caller looked"
     submit(deployment, {**app_config(run.settings), "do": "sync", "run": str(run.path.absolute())}, say=say)
 
@@ -86,7 +86,7 @@ def _on_ray(config: dict[str, Any], settings: FederateSettings, store: Path) -> 
 
 
 def run_ray(config: Mapping[str, Scalar], *, clients: int, store: Path, threads: int, workers: int = 2) -> None:
-    """Run both apps in Flower's Ray simulation until the server's main returns; what it raises is raised here."""
+    """Run both apps in Flower's Ray simulation until the server app returns; its errors are raised here."""
     need_flower()
     if importlib.util.find_spec("ray") is None:
         raise FedOrthoError("Ray is not installed; run: pip install 'fedortho[simulation]', or use another --engine")

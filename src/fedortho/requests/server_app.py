@@ -1,4 +1,4 @@
-"""The Flower server app: one job, as a flat configuration describes it."""
+"""The Flower server app: it does one job, which a flat configuration describes."""
 
 import json
 import logging
@@ -26,7 +26,7 @@ remote = logging.getLogger("flwr")  # the log that a SuperLink hands to whoever 
 
 
 def server_app(config: Mapping[str, Any] | None = None) -> "ServerApp":
-    """The app; its job comes from `config`, or from the run's configuration: `do` (train, forget or sync), `out`, …"""
+    """The server app; `config`, or the run configuration, describes its job: `do` (train, forget, sync), `out`, …"""
     from flwr.serverapp import ServerApp
 
     app = ServerApp()
@@ -39,12 +39,12 @@ def server_app(config: Mapping[str, Any] | None = None) -> "ServerApp":
 
 
 def do_job(grid: "Grid", config: Mapping[str, Any]) -> None:
-    """One job, as a flat configuration describes it."""
+    """Do the job that a flat configuration describes."""
     out = Path(str(config.get("out") or "")) if config.get("out") else None
     job = config.get("do")
     if job == "train":
         if out is None:
-            raise FedOrthoError("the job needs out, the run directory to write")
+            raise FedOrthoError("the job has no out; give the run directory to write")
         train_federation(out, federate_settings(config), grid, watch=_tell)
     elif job in ("forget", "sync"):
         run = open_run(Path(str(config["run"])))

@@ -1,4 +1,4 @@
-"""Files that survive a crash: atomic writes, digests, safetensors and JSON; pickle is never read."""
+"""Atomic writes, locks, digests, safetensors and JSON; pickle is never read."""
 
 import errno
 import hashlib
@@ -21,9 +21,9 @@ from fedortho.errors import BadCheckpoint, Busy, FedOrthoError
 
 @contextmanager
 def replacing(path: Path, mode: int = 0o644) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; on success it takes the place of `path` in one step.
+    """Yield a temporary path in the same directory; on success it replaces `path` in one step.
 
-    Readers see the old file or the new one, never half of either; a failure leaves the old one.
+    Readers see the old file or the new one, never a part; after a failure the old one remains.
     """
     temporary = None
     try:
@@ -38,7 +38,7 @@ def replacing(path: Path, mode: int = 0o644) -> Iterator[Path]:
         temporary.replace(path)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise FedOrthoError(f"the disk is full: {path} was not written; free some space and run again") from error
+            raise FedOrthoError(f"the disk is full: {path} was not written; free some space and try again") from error
         raise FedOrthoError(f"{path} cannot be written: {error.strerror or error}") from error
     except SafetensorError as error:  # safetensors wraps the system's error in its own
         raise FedOrthoError(f"{path} was not written: {error}; is the disk full?") from error
@@ -49,7 +49,7 @@ def replacing(path: Path, mode: int = 0o644) -> Iterator[Path]:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a path for this process; a second one on this machine is refused. A killed process lets go."""
+    """Lock a path for this process; another process on this machine is refused. The lock ends with the process."""
     name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:32]
     try:
         with FileLock(Path(tempfile.gettempdir()) / f"fedortho-{name}.lock", timeout=0):
@@ -59,13 +59,13 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def check_writable(directory: Path) -> None:
-    """Refuse a directory that cannot be written to, before long work whose outcome belongs there."""
+    """Refuse a directory that cannot be written to, before long work whose result is written there."""
     try:
         with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:
         reason = error.strerror or error
-        raise FedOrthoError(f"{directory} cannot be written: {reason}; copy it to where you may write") from error
+        raise FedOrthoError(f"{directory} cannot be written: {reason}; copy it to a writable directory") from error
 
 
 def write_text(path: Path, text: str) -> None:
@@ -78,7 +78,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def canonical_json(value: Any) -> str:
-    """The one spelling of a value, for digests: sorted keys, no spaces, ASCII; NaN has none and is refused.
+    """The canonical JSON of a value, for digests: sorted keys, no spaces, ASCII; NaN is refused.
 
     >>> canonical_json({"b": 1.0, "a": ["é", None]})
     '{"a":["\\\\u00e9",null],"b":1.0}'
@@ -90,7 +90,7 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise BadCheckpoint(f"there is no {path}") from error
+        raise BadCheckpoint(f"{path} does not exist") from error
     except OSError as error:
         raise BadCheckpoint(f"{path} cannot be read: {error.strerror}") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -98,7 +98,7 @@ def read_json(path: Path) -> Any:
 
 
 def savable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same as safetensors takes them: here, contiguous, and none in the memory of another (tied weights)."""
+    """The tensors as safetensors takes them: on the CPU, contiguous, and without shared memory (tied weights)."""
     plain = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
     owned: dict[int, str] = {}
     for name, tensor in plain.items():
@@ -108,7 +108,7 @@ def savable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], note: Mapping[str, Any] | None = None) -> None:
-    """Write tensors as safetensors; `note` (JSON) travels in the same file, so the two cannot disagree.
+    """Write tensors as safetensors, with a `note` (JSON) in the same file, so that the two cannot disagree.
 
     The same tensors and note give the same bytes.
     """
@@ -118,15 +118,15 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], note: Mapping[str, 
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of a safetensors file, memory-mapped, and its note (empty if others wrote the file)."""
+    """The tensors of a safetensors file, memory-mapped, and its note (empty in files of other software)."""
     if not path.is_file():
-        raise BadCheckpoint(f"there is no file {path}")
+        raise BadCheckpoint(f"{path} does not exist")
     try:
         with safe_open(path, framework="pt") as stream:
             note = json.loads((stream.metadata() or {}).get("note", "{}"))
             return {name: stream.get_tensor(name) for name in stream.keys()}, note  # noqa: SIM118  # no mapping
     except (SafetensorError, OSError, json.JSONDecodeError) as error:
-        raise BadCheckpoint(f"{path} is not a whole safetensors file ({error})") from error
+        raise BadCheckpoint(f"{path} is not a complete safetensors file ({error})") from error
 
 
 def file_digest(path: Path) -> str:
@@ -136,7 +136,7 @@ def file_digest(path: Path) -> str:
 
 
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 over names, types, shapes and bytes: equal exactly when the tensors are, bit for bit.
+    """SHA-256 over names, types, shapes and bytes: equal if and only if the tensors are equal bit for bit.
 
     >>> tensors_digest({"a": torch.zeros(2)}) == tensors_digest({"a": torch.zeros(2)})
     True

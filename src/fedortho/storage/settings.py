@@ -1,4 +1,4 @@
-"""Flat frozen dataclasses of scalars, read from TOML and flags; a wrong key is refused by name."""
+"""Settings: flat frozen dataclasses of scalars, read from TOML and flags; an unknown key is refused by name."""
 
 import dataclasses
 import tomllib
@@ -12,7 +12,7 @@ S = TypeVar("S")
 
 
 def kebab(name: str) -> str:
-    """How a field is written outside Python.
+    """The name of a field in TOML, JSON and flags.
 
     >>> kebab("ortho_every")
     'ortho-every'
@@ -27,7 +27,7 @@ def field_types(kind: type[Any]) -> dict[str, type[Any]]:
 
 
 def field_help(kind: type[Any]) -> dict[str, str]:
-    """What each field means: the text in its `Annotated` type."""
+    """The help text of each field, from its `Annotated` type."""
     hints = get_type_hints(kind, include_extras=True)
     return {field.name: " ".join(getattr(hints[field.name], "__metadata__", ())) for field in dataclasses.fields(kind)}
 
@@ -45,7 +45,7 @@ def make_settings(kind: type[S], *sources: Mapping[str, Any]) -> S:
         for key, value in source.items():
             name = key.replace("-", "_")
             if name not in types and isinstance(value, dict):
-                raise BadSetting(f"[{key}] is a table; settings are flat: write its keys at the top of the file")
+                raise BadSetting(f"[{key}] is a table; settings are flat: move its keys to the top of the file")
             if name not in types:
                 raise unknown("setting", key, map(kebab, types))
             values[name] = _as(types[name], key, value)
@@ -59,7 +59,7 @@ def _as(wanted: type[Any], key: str, value: Any) -> Any:
     if wanted is float and type(value) is int:
         return float(value)
     if type(value) is not wanted:
-        raise BadSetting(f"{key} must be {wanted.__name__}, not {type(value).__name__} ({value!r})")
+        raise BadSetting(f"{key} is {value!r} ({type(value).__name__}); expected {wanted.__name__}")
     return value
 
 
@@ -68,7 +68,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise BadSetting(f"there is no settings file {path}") from error
+        raise BadSetting(f"{path} does not exist; give a settings file") from error
     except OSError as error:
         raise BadSetting(f"{path} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
