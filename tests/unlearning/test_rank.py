@@ -37,6 +37,23 @@ def test_a_stale_ledger_entry_is_refused() -> None:
         rank_kernels(stale, stale, {"a": "conv:a"})
 
 
+def test_rank_correlation_is_that_of_the_places_averaged_over_sites() -> None:
+    generator = torch.Generator().manual_seed(0)
+    first, second = (
+        Ranking(
+            {name: torch.randn(size, generator=generator).round(decimals=1) for name, size in (("a", 30), ("b", 7))}
+        )
+        for _ in range(2)
+    )
+    slow = []
+    for site in ("a", "b"):
+        places = [{int(kernel): n for n, kernel in enumerate(ranking.order(site))} for ranking in (first, second)]
+        size = len(places[0])
+        squares = sum((places[0][kernel] - places[1][kernel]) ** 2 for kernel in range(size))
+        slow.append(1 - 6 * squares / (size * (size**2 - 1)))
+    assert rank_correlation(first, second) == pytest.approx(sum(slow) / 2, abs=1e-9)
+
+
 def test_rank_correlation_is_one_for_the_same_order_and_minus_one_for_the_opposite() -> None:
     first = Ranking({"a": torch.tensor([1.0, 2.0, 3.0, 4.0])})
     assert rank_correlation(first, Ranking({"a": torch.tensor([10.0, 20.0, 30.0, 99.0])})) == pytest.approx(1)

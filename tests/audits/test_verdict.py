@@ -1,0 +1,108 @@
+"""The verdict as a record, and what it says in words."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from verdicts import RECORD
+
+from fedortho.audits import AUDITS
+from fedortho.audits.result import AuditResult, Outcome
+from fedortho.audits.sentences import subject_of
+from fedortho.audits.verdict import DERIVED, NEVER_TESTED, Verdict, read_verdict, write_verdict
+from fedortho.data.request import ForgetRequest
+from fedortho.errors import BadRecord
+from fedortho.evaluation.metrics import Metric
+from fedortho.storage.files import write_json
+
+NAMES = ("C1", "C2", "C3", "C4", "C5", "C6")
+
+
+def test_a_verdict_is_read_as_it_was_written(tmp_path: Path) -> None:
+    assert read_verdict(tmp_path) is None
+    write_verdict(tmp_path, RECORD)
+    assert read_verdict(tmp_path) == RECORD
+    written = json.loads((tmp_path / "verdict.json").read_text())
+    assert written["schema"] == 2
+    assert {key: written[key] for key in ("label", "passes")} == {"label": RECORD.label, "passes": False}
+    assert "title" in written["metrics"][0], "no number goes out without what is needed to read it"
+
+
+@pytest.mark.parametrize(
+    ("change", "token"),
+    [
+        ({"schema": 1}, "schema 1"),
+        ({"has-reference": "yes"}, "has-reference"),
+        ({"sentance": "x"}, "sentance"),
+        ({"audits": [{"outcome": "MAYBE", "finding": ""}]}, "outcome"),
+        ({"metrics": [{"name": "test-accuracy", "value": 2.0}]}, "outside 0 to 1"),
+        ({"metrics": 3}, "metrics"),
+    ],
+)
+def test_a_file_that_is_no_verdict_is_refused_by_name(tmp_path: Path, change: dict[str, object], token: str) -> None:
+    write_json(tmp_path / "verdict.json", RECORD.to_json() | change)
+    with pytest.raises(BadRecord, match=token) as error:
+        read_verdict(tmp_path)
+    assert "judge again" in str(error.value)
+
+
+def test_derived_sentences_are_computed_anew_and_not_believed(tmp_path: Path) -> None:
+    lies = dict.fromkeys(DERIVED, "all is well")
+    write_json(tmp_path / "verdict.json", RECORD.to_json() | lies)
+    assert read_verdict(tmp_path) == RECORD
+
+
+def verdict(
+    unlearned: float = 0.0, probe: tuple[float, float, float] = (0.9, 0.95, 0.5), **outcomes: Outcome
+) -> Verdict:
+    """A verdict as it might be: probe of (unlearned, original, reference)."""
+    audits = [AuditResult(outcomes.get(name, "PASS"), "finding", name=name, title=AUDITS[name].title) for name in NAMES]
+    audits[0] = replace(audits[0], unlearned=probe[0], original=probe[1], reference=probe[2])
+    metrics = (Metric("forget-accuracy", unlearned, 0.0, 100),)
+    retention = AuditResult(outcomes.get("retention", "PASS"), "finding", name="retention")
+    return Verdict("class:1", "class cat", "hide", metrics, tuple(audits), retention, True, retrain_seconds=600.0)
+
+
+def test_the_sentence_says_hidden_and_how_far_erased() -> None:
+    assert verdict(C1="FAIL").sentence == (
+        "Class cat is no longer predicted (0.0% of its test images are). A linear probe still finds it in 90% of "
+        "images, in a retrained model in 50%: hidden, not erased (failed: C1). Retraining takes about 10 minutes here."
+    )
+    assert "hidden, partly erased (failed: C1, C3)" in verdict(probe=(0.7, 0.95, 0.5), C1="FAIL", C3="FAIL").sentence
+    assert "recoverable (failed: C2)" in verdict(C2="FAIL").sentence
+    assert "no more readable than in a retrained model, but the features differ" in verdict(C5="FAIL").sentence
+    assert "still predicted for 40.0%" in verdict(0.4).sentence
+    assert "accuracy on the retain set has suffered" in verdict(retention="FAIL").sentence
+    assert "6 audits find no more of it" in verdict().sentence
+
+
+def test_only_a_verdict_with_everything_run_and_passed_passes() -> None:
+    assert verdict().passes
+    for outcome in ("FAIL", "ERROR", "NOT RUN", "NO REFERENCE"):
+        for name in (*NAMES, "retention"):
+            one = verdict(**{name: outcome})
+            assert not one.passes
+            assert one.label != verdict().label
+    assert "retrain without the forget set (about 10 minutes here)" in verdict(C1="FAIL").advice
+    assert "--max-retain-drop" in verdict(retention="FAIL").advice
+    assert "--audit full" in verdict(C4="NOT RUN").advice
+    assert verdict().advice == ""
+
+
+def test_what_was_not_tested_is_always_told() -> None:
+    assert verdict().not_tested == list(NEVER_TESTED)
+    assert verdict(C4="NOT RUN").not_tested[0].startswith("C4, membership (U-LiRA-lite): ")
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        ("class:0,1", "classes a, b"),
+        ("client:3", "client 3"),
+        ("samples:1,2", "2 samples"),
+        ("class:b client:1", "class b and client 1"),
+    ],
+)
+def test_a_request_in_words(request_: str, words: str) -> None:
+    assert subject_of(ForgetRequest.parse(request_), ["a", "b"]) == words
