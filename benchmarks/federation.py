@@ -22,7 +22,7 @@ from fedortho.data.request import ForgetRequest
 from fedortho.errors import FedOrthoError
 from fedortho.evaluation.accuracies import accuracies_of
 from fedortho.federated.engine import RoundProgress
-from fedortho.federated.server import federated_engine, local_grid, silenced, train_federation
+from fedortho.federated.server import federated_engine, local_grid, train_federation, trainable_masks
 from fedortho.federated.transport import read_wire_log, total_bytes
 from fedortho.methods.hide import Hide
 from fedortho.methods.paper import Paper
@@ -208,7 +208,7 @@ def recovery(name: str, run: Run, data: Dataset, runs: Path) -> dict[str, Any]:
         forget_federated_run(run, request, (Hide if name == "hide" else Paper)(**changes), out=out, data=data)
     forgot = open_run(out)
     model = forgot.load_model()
-    mask = silenced(forgot, model)
+    mask = trainable_masks(forgot, model)
     further, _, _ = more_rounds(forgot, model, request, data, FURTHER_ROUNDS, mask or None, passes=1)
     row: dict[str, Any] = {"what": "recovery", "method": name, "rounds": FURTHER_ROUNDS, "masked_tensors": len(mask)}
     return row | {

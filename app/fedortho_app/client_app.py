@@ -1,4 +1,4 @@
-"""What Flower loads on a client; everything it does is in fedortho.federated.client."""
+"""The app that Flower loads on a client; its code is in fedortho.federated.client."""
 
 from fedortho.federated.client import client_app
 

@@ -1,4 +1,4 @@
-"""What Flower loads beside the SuperLink; everything it does is in fedortho.requests.server_app."""
+"""The app that Flower loads beside the SuperLink; its code is in fedortho.requests.server_app."""
 
 from fedortho.requests.server_app import server_app
 

@@ -137,14 +137,14 @@ def test_writing_the_same_again_changes_nothing_even_after_keys_were_moved(folde
 def test_another_deployment_is_never_written_over(folder: Path, change: dict[str, object]) -> None:
     before = contents(folder)
     given = {"nodes": 2, "address": "fl.example.org", "port": 8443, "config": CONFIG} | change
-    with pytest.raises(FedOrthoError, match=r"is something else already .* choose another --out"):
+    with pytest.raises(FedOrthoError, match="--out"):
         write_deployment(folder, **given)
     assert contents(folder) == before
 
 
 def test_a_folder_with_other_things_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(FedOrthoError, match="is something else already"):
+    with pytest.raises(FedOrthoError, match="--out"):
         write_deployment(tmp_path, nodes=1, address="localhost", config=CONFIG)
     assert contents(tmp_path) == {"notes.txt": b"mine"}
 
@@ -153,7 +153,7 @@ def test_a_folder_with_other_things_is_left_alone(tmp_path: Path) -> None:
     "given", [{"nodes": 0}, {"port": 0}, {"address": "host:8000"}, {"address": "a b"}, {"address": ""}]
 )
 def test_what_cannot_be_deployed_is_refused_by_name(tmp_path: Path, given: dict[str, object]) -> None:
-    with pytest.raises(BadSetting, match=f"--{next(iter(given))} must be"):
+    with pytest.raises(BadSetting, match=f"--{next(iter(given))} is"):
         write_deployment(tmp_path / "link", **{"nodes": 1, "address": "localhost", "config": CONFIG} | given)
     assert not (tmp_path / "link").exists()
 
@@ -178,10 +178,10 @@ def test_the_app_in_the_repository_is_the_one_that_deployments_get() -> None:
 
 
 def test_a_setting_that_the_deployed_app_does_not_know_is_named(folder: Path) -> None:
-    with pytest.raises(FedOrthoError, match="has no setting 'ratio': another version of fedortho wrote it"):
+    with pytest.raises(FedOrthoError, match="'ratio'"):
         submit(folder, {"ratio": 0.1})
 
 
 def test_what_is_no_deployment_is_refused_with_the_fix(tmp_path: Path) -> None:
-    with pytest.raises(FedOrthoError, match=r"is not a deployment .* write one with fedortho deploy"):
+    with pytest.raises(FedOrthoError, match="fedortho deploy"):
         submit(tmp_path, {})

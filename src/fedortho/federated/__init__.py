@@ -1,7 +1,7 @@
 """The federation on Flower: one client app, one server app, three engines.
 
-Unless they are told not to, Flower and Ray look for updates, report their use and install packages; so
-`switch_off` is called before either is imported or started.
+By default Flower and Ray look for updates, send telemetry and install packages; `switch_off` disables that and is
+called before either is imported or started.
 """
 
 from collections.abc import MutableMapping
@@ -15,5 +15,5 @@ SWITCHES = {
 
 
 def switch_off(environ: MutableMapping[str, str]) -> None:
-    """Tell Flower and Ray to send nothing and to install nothing; before either is imported or started."""
+    """Disable telemetry, update checks and installations of Flower and Ray in this environment."""
     environ.update(SWITCHES)

@@ -17,7 +17,7 @@ from fedortho.federated.launch import CONNECTION, Scalar, connection_toml, need_
 
 FIRST_NODE_PORT = 9094  # where a node talks to its own client app, on its own machine only
 VALID_FOR = datetime.timedelta(days=730)
-SHIM = '''"""What Flower loads {where}; everything it does is in fedortho.{package}."""
+SHIM = '''"""The app that Flower loads {where}; its code is in fedortho.{package}."""
 
 from fedortho.{package} import {module}_app
 
@@ -36,8 +36,8 @@ mkdir -p "$FLWR_HOME"
 exec flower-superlink --host {bind} --port {port} --database "$FLWR_HOME/state.db" {security}
 """
 NODE = """export FLWR_HOME="$here/node-{node}"
-store=${{FEDORTHO_STORE:-$FLWR_HOME/store}}  # what this client keeps: its model, its ledger, what it has forgotten
-data=${{FEDORTHO_DATA:-}}                    # this client's own images; empty: its share of the run's dataset
+store=${{FEDORTHO_STORE:-$FLWR_HOME/store}}  # its model, its ledger, and the record of what it has forgotten
+data=${{FEDORTHO_DATA:-}}                    # directory of its own images; empty: its share of the run's dataset
 case "$store$data" in *\\'*) echo "FEDORTHO_STORE and FEDORTHO_DATA must be without quotes" >&2; exit 2 ;; esac
 mkdir -p "$store"
 config="partition-id={node} num-partitions={nodes} store='$store'"
@@ -60,17 +60,15 @@ README = """{warning}Copy into one directory on each machine, with modes kept (r
 
 Every machine needs the same version of fedortho[federated]. Start superlink.sh, {register}start each
 node-N.sh; then, on the SuperLink's machine: fedortho federate --engine superlink --deployment THIS_DIRECTORY --out RUN
-Whoever reaches the SuperLink's port can run code there and on every client: let only the clients' machines reach it.
+Anyone who reaches the SuperLink's port can run code there and on every client: let only the clients' machines reach it.
 {secret}"""
-SECRET = (
-    "server.key belongs on the SuperLink's machine alone, keys/node-N on client N's alone: remove the copies here.\n"
-)
+SECRET = "Keep server.key only on the SuperLink's machine and keys/node-N only on client N's; remove the copies here.\n"
 
 
 def write_deployment(
     out: Path, *, nodes: int, address: str, port: int = 8000, insecure: bool = False, config: Mapping[str, Scalar]
 ) -> None:
-    """Write all that a SuperLink and `nodes` nodes need, whole or not at all; a second call changes nothing.
+    """Write the files for a SuperLink and `nodes` nodes, all or none; a second call changes nothing.
 
     Certificates and keys are new in each folder. The key that signs the certificates is never written.
     """
@@ -92,7 +90,7 @@ def write_deployment(
 
 
 def app_pyproject(config: Mapping[str, Scalar]) -> str:
-    """The app's project file; its config lists every key that a run may set, with its default."""
+    """The app's pyproject.toml; its config lists every key that a run may set, with its default."""
     import tomli_w  # comes with flwr
 
     about = {
@@ -100,7 +98,7 @@ def app_pyproject(config: Mapping[str, Scalar]) -> str:
         "version": version("fedortho"),
         "description": "Federated training and forgetting with fedortho, which every machine has installed",
         "license": "Apache-2.0",
-        "dependencies": [],  # so that Flower, if it is allowed to, finds nothing to install
+        "dependencies": [],  # so that Flower has nothing to install
     }
     parts = {"serverapp": "fedortho_app.server_app:app", "clientapp": "fedortho_app.client_app:app"}
     flower = {"publisher": "fedortho", "components": parts, "config": dict(config)}
@@ -108,7 +106,7 @@ def app_pyproject(config: Mapping[str, Scalar]) -> str:
 
 
 def app_files(config: Mapping[str, Scalar]) -> dict[str, str]:
-    """The Flower app, file by file: the checked-in app/ and that of every deployment come from here."""
+    """The files of the Flower app by name; app/ in the repository and in every deployment is written from them."""
     return {
         "pyproject.toml": app_pyproject(config),
         "fedortho_app/__init__.py": '"""The Flower app: two shims, no logic."""\n',
@@ -120,13 +118,13 @@ def app_files(config: Mapping[str, Scalar]) -> dict[str, str]:
 
 
 def _link(nodes: int, address: str, port: int) -> str:
-    """Where nodes find the SuperLink, host and port, after a look at all three numbers."""
+    """The SuperLink's host and port as nodes dial it; impossible values are refused."""
     if nodes < 1:
-        raise BadSetting(f"--nodes must be 1 or more, not {nodes}")
+        raise BadSetting(f"--nodes is {nodes}; it must be at least 1")
     if not 1 <= port <= 65535:
-        raise BadSetting(f"--port must be 1 to 65535, not {port}")
+        raise BadSetting(f"--port is {port}; it must be 1 to 65535")
     if not _is_ip(address) and not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?", address):
-        raise BadSetting(f"--address must be a host name or an IP address without a port, not {address!r}")
+        raise BadSetting(f"--address is {address!r}; it must be a host name or an IP address without a port")
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
@@ -141,7 +139,7 @@ def _texts(out: Path, nodes: int, address: str, link: str, insecure: bool) -> di
     bind = ("127.0.0.1" if address == "localhost" else address) if local else "::" if ":" in address else "0.0.0.0"
     guard = '--ssl-ca-certfile "$here/ca.crt" --ssl-certfile "$here/server.crt" --ssl-keyfile "$here/server.key"'
     guard = "--insecure" if insecure else guard + " --enable-supernode-auth"
-    start = _script("flower-superlink", "The SuperLink: start it first, on the machine that the nodes can reach.")
+    start = _script("flower-superlink", "The SuperLink: start it first, on a machine that the nodes can reach.")
     texts = {
         "superlink.sh": start + SUPERLINK.format(bind=bind, port=link.rpartition(":")[2], security=guard),
         "config.toml": connection_toml(link, None if insecure else out / "ca.crt"),
@@ -152,7 +150,7 @@ def _texts(out: Path, nodes: int, address: str, link: str, insecure: bool) -> di
         text = NODE.format(**slots, security="--insecure" if insecure else proof)
         texts[f"node-{node}.sh"] = _script("flower-supernode", f"Client {node} of {nodes}, counted from 0.") + text
     if not insecure:
-        about = "Tell the SuperLink the nodes' public keys: run it once, when superlink.sh is running."
+        about = "Registers the nodes' public keys: run it once, while superlink.sh is running."
         texts["register.sh"] = _script("flwr", about) + REGISTER.format(connection=CONNECTION)
     return texts | {"README.txt": _readme(nodes, insecure)}
 
@@ -175,7 +173,7 @@ def _readme(nodes: int, insecure: bool) -> str:
 
 
 def _fill(folder: Path, texts: Mapping[str, str], secrets: Mapping[str, bytes]) -> None:
-    """Write both kinds of files; what is secret is never readable by others, not even for a moment."""
+    """Write all files; secrets are never readable by others, not even for a moment."""
     for name, content in ({name: text.encode() for name, text in texts.items()} | dict(secrets)).items():
         path = folder / name
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -187,13 +185,13 @@ def _fill(folder: Path, texts: Mapping[str, str], secrets: Mapping[str, bytes]) 
 
 
 def _refuse_unless_same(out: Path, texts: Mapping[str, str]) -> None:
-    """Keys are not looked at: the private ones may have been moved to their machines."""
+    """Refuse a folder with other files; keys are not compared, because they may have been moved to their machines."""
     for name, text in texts.items():
         path = out / name
         if not path.is_file() or path.read_text(encoding="utf-8", errors="replace") != text:
             raise FedOrthoError(
-                f"{out} is something else already ({name} differs or is missing) and was not changed; "
-                "choose another --out, or remove it, and its keys with it"
+                f"{out} is not this deployment ({name} differs or is missing) and was not changed; "
+                "choose another --out, or remove the folder with its keys"
             )
 
 

@@ -1,4 +1,4 @@
-"""The apps on Flower's own engines: a Ray simulation on this machine, or a run on a SuperLink."""
+"""Run the apps on Flower's own engines: a Ray simulation on this machine, or a SuperLink."""
 
 import functools
 import importlib.util
@@ -26,49 +26,49 @@ from fedortho.federated import SWITCHES, switch_off
 
 logger = logging.getLogger(__name__)
 Scalar = bool | int | float | str
-CONNECTION = "fedortho"  # what a deployment's config.toml calls its SuperLink
+CONNECTION = "fedortho"  # name of the SuperLink in a deployment's config.toml
 POLL_SECONDS = 3.0
-SHORT = "/tmp" if os.path.isdir("/tmp") else None  # Ray's sockets need a short path
+SHORT_PATH = "/tmp" if os.path.isdir("/tmp") else None  # Ray's sockets need a short path
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def need_flower() -> None:
-    """Refuse to go on without Flower, and say how to get it."""
+    """Raise an error that names the command to install Flower, unless it is installed."""
     if importlib.util.find_spec("flwr") is None:
         raise FedOrthoError("Flower is not installed; run: pip install 'fedortho[federated]'")
 
 
 def simulate(server: Any, client: Any, *, clients: int, threads: int, workers: int) -> None:
-    """Run two Flower apps on Ray, `workers` clients at a time, and leave no process and no file behind."""
+    """Run a server app and a client app on Ray, `workers` clients at a time; no process and no file remains."""
     switch_off(os.environ)
-    # Deprecated in favour of `flwr run`; but that leaves a SuperLink running, which takes code from whoever reaches
-    # its port. In 1.41 this is the only call that ends when the server does.
+    # deprecated in favour of `flwr run`, which leaves a SuperLink running that accepts code from anyone who reaches
+    # its port; in 1.41 this is the only call that ends with the server
     from flwr.simulation import run_simulation
 
-    over = threading.Event()
+    stopped = threading.Event()
     outcome: list[BaseException | None] = []
-    with _ray_settings(threads) as scratch, _gentle_interrupt(over):
-        start = {"address": "local", "num_cpus": workers, "_temp_dir": scratch}
-        shares = {"num_cpus": 1, "num_gpus": 0.0}  # Flower's 2 makes one worker of two cores
-        resources: dict[str, Any] = {"init_args": start, "client_resources": shares}
+    with _ray_settings(threads) as scratch, _gentle_interrupt(stopped):
+        init = {"address": "local", "num_cpus": workers, "_temp_dir": scratch}
+        per_client = {"num_cpus": 1, "num_gpus": 0.0}  # with Flower's default of 2 CPUs, two cores run one worker
+        resources: dict[str, Any] = {"init_args": init, "client_resources": per_client}
         try:
-            run_simulation(_guarded(server, over, outcome), client, clients, backend_config=resources)
+            run_simulation(_guarded(server, stopped, outcome), client, clients, backend_config=resources)
         except RuntimeError as error:
             if not outcome:
-                raise FedOrthoError("Ray broke down, see the log above; use another --engine") from error
+                raise FedOrthoError("Ray failed; see the log above, or use another --engine") from error
         finally:
-            interrupted = over.is_set()
-            over.set()
+            interrupted = stopped.is_set()
+            stopped.set()
     if interrupted:
         raise KeyboardInterrupt
     if not outcome:
-        raise FedOrthoError("the simulation ended before its server did; see the log above")
+        raise FedOrthoError("the simulation ended before its server; see the log above")
     if outcome[0] is not None:
         raise outcome[0]
 
 
-def _guarded(server: Any, over: threading.Event, outcome: list[BaseException | None]) -> Any:
-    """The server's app, telling how it ended; Flower runs it in a thread, which must not outlive Ray."""
+def _guarded(server: Any, stopped: threading.Event, outcome: list[BaseException | None]) -> Any:
+    """The server app, which appends its exception or None to `outcome`; its thread must not outlive Ray."""
     from flwr.serverapp import ServerApp
 
     guarded = ServerApp()
@@ -76,7 +76,7 @@ def _guarded(server: Any, over: threading.Event, outcome: list[BaseException | N
     @guarded.main()
     def main(grid: Any, context: Any) -> None:
         for name in ("pull_messages", "get_node_ids"):  # a server that waits for clients calls one of these
-            setattr(grid, name, _unless(over, getattr(grid, name)))
+            setattr(grid, name, _unless(stopped, getattr(grid, name)))
         try:
             server(grid, context)
             outcome.append(None)
@@ -86,9 +86,9 @@ def _guarded(server: Any, over: threading.Event, outcome: list[BaseException | N
     return guarded
 
 
-def _unless(over: threading.Event, call: Callable[..., Any]) -> Callable[..., Any]:
+def _unless(stopped: threading.Event, call: Callable[..., Any]) -> Callable[..., Any]:
     def checked(*given: Any) -> Any:
-        if over.is_set():
+        if stopped.is_set():
             raise FedOrthoError("the simulation was stopped")
         return call(*given)
 
@@ -96,14 +96,14 @@ def _unless(over: threading.Event, call: Callable[..., Any]) -> Callable[..., An
 
 
 @contextmanager
-def _gentle_interrupt(over: threading.Event) -> Iterator[None]:
-    """The first ctrl-C waits for the clients at work: Ray would hang without them. The second one kills."""
+def _gentle_interrupt(stopped: threading.Event) -> Iterator[None]:
+    """The first ctrl-C waits for busy clients, because Ray hangs otherwise; the second one kills."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def stop(*_: object) -> None:
-        over.set()
+        stopped.set()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     before = signal.signal(signal.SIGINT, stop)
@@ -115,7 +115,7 @@ def _gentle_interrupt(over: threading.Event) -> Iterator[None]:
 
 @contextmanager
 def _ray_settings(threads: int) -> Iterator[str]:
-    """A directory for Ray, with logs that may quote clients' errors, and its environment; all gone at the end."""
+    """Ray's environment and a directory for its logs, which may quote clients' errors; both are removed at the end."""
     before, log = dict(os.environ), logging.getLogger("flwr")
     level = log.level
     os.environ.update(
@@ -127,7 +127,7 @@ def _ray_settings(threads: int) -> Iterator[str]:
     )
     log.setLevel(logging.ERROR)
     try:
-        with tempfile.TemporaryDirectory(prefix="fo-ray-", dir=SHORT, ignore_cleanup_errors=True) as scratch:
+        with tempfile.TemporaryDirectory(prefix="fo-ray-", dir=SHORT_PATH, ignore_cleanup_errors=True) as scratch:
             yield scratch
     finally:
         log.setLevel(level)
@@ -137,21 +137,21 @@ def _ray_settings(threads: int) -> Iterator[str]:
 
 @functools.cache
 def _ray_token() -> str:
-    """The same for all simulations of this process: Ray reads it once."""
+    """One token for all simulations of this process, because Ray reads it once."""
     return secrets.token_hex(32)
 
 
 def connection_toml(link: str, certificate: Path | None) -> str:
-    """What `flwr` reads from FLWR_HOME: where the SuperLink is and who vouches for it."""
+    """The config.toml that `flwr` reads from FLWR_HOME: address and certificate of the SuperLink."""
     path = json.dumps(str(certificate), ensure_ascii=False)  # quoted as TOML wants it
     trust = "insecure = true" if certificate is None else f"root-certificates = {path}"
     return f"[superlink]\ndefault = '{CONNECTION}'\n\n[superlink.{CONNECTION}]\naddress = '{link}'\n{trust}\n"
 
 
 def submit(deployment: Path, config: Mapping[str, Scalar], *, say: Callable[[str], None] = logger.info) -> None:
-    """Run the apps on a deployment's SuperLink, hand its log to `say` line by line, and wait for the end.
+    """Run the apps on a deployment's SuperLink, pass its log to `say` line by line, and wait for the end.
 
-    Interrupted, it stops the run as well.
+    An interrupt stops the run, too.
     """
     need_flower()
     link, certificate = _read_deployment(deployment, config)
@@ -166,25 +166,27 @@ def submit(deployment: Path, config: Mapping[str, Scalar], *, say: Callable[[str
             flower.call("stop", run, CONNECTION)
             raise
     if status != "finished:completed":
-        said = details.removeprefix("ServerApp failed with exception: ")
-        raise FedOrthoError(f"{said} (run {run} on the SuperLink at {link}, {status.replace(':', ', ')})")
+        reason = details.removeprefix("ServerApp failed with exception: ")
+        raise FedOrthoError(f"{reason} (run {run} on the SuperLink at {link}, {status.replace(':', ', ')})")
 
 
 def _read_deployment(folder: Path, config: Mapping[str, Scalar]) -> tuple[str, Path | None]:
-    """Where its SuperLink is and which certificate it trusts; refused if its app cannot take `config`."""
+    """The address of a deployment's SuperLink and its certificate; refused if the app lacks a key of `config`."""
     try:
         connection = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))["superlink"][CONNECTION]
         project = tomllib.loads((folder / "app" / "pyproject.toml").read_text(encoding="utf-8"))
         known = project["tool"]["flwr"]["app"]["config"]
-        certificate = None if connection.get("insecure") else folder.absolute() / "ca.crt"  # wherever it now lies
+        certificate = (
+            None if connection.get("insecure") else folder.absolute() / "ca.crt"
+        )  # the folder may have been moved
         link = str(connection["address"])
     except (OSError, KeyError, tomllib.TOMLDecodeError) as error:
         raise FedOrthoError(f"{folder} is not a deployment ({error}); write one with fedortho deploy") from error
     if certificate is not None and not certificate.is_file():
         raise FedOrthoError(f"there is no {certificate}: copy it from the folder that fedortho deploy wrote")
-    if strange := sorted(set(config) - set(known)):
+    if unknown := sorted(set(config) - set(known)):
         raise FedOrthoError(
-            f"the app in {folder / 'app'} has no setting {strange[0]!r}: another version of fedortho wrote it; "
+            f"the app in {folder / 'app'} has no setting {unknown[0]!r}: another version of fedortho wrote it; "
             "write a new deployment and copy its app/ over this one"
         )
     return link, certificate
@@ -192,7 +194,7 @@ def _read_deployment(folder: Path, config: Mapping[str, Scalar]) -> tuple[str, P
 
 @dataclass(frozen=True)
 class _Flower:
-    """The `flwr` command with a home of its own, so that nobody's ~/.flwr is read or written."""
+    """The `flwr` command with its own FLWR_HOME, so that the user's ~/.flwr is neither read nor written."""
 
     home: Path
     link: str
@@ -211,7 +213,7 @@ class _Flower:
         return str(answer["run-id"])
 
     def follow(self, run: str, say: Callable[[str], None]) -> None:
-        """Hand on the run's log until it ends, or the connection does."""
+        """Pass on the run's log until it ends or the connection breaks."""
         process = self._process("log", run, CONNECTION, "--stream")
         try:
             for line in process.stdout or ():
@@ -223,19 +225,19 @@ class _Flower:
             process.communicate()
 
     def wait(self, run: str, patience: int = 20) -> tuple[str, str]:
-        """How the run ended, as `flwr run` never tells; the SuperLink may be away for `patience` questions in a row."""
+        """The final status of a run and its details; the SuperLink may fail to answer `patience` times in a row."""
         silent = 0
         while silent < patience:
             answer = self.call("list", CONNECTION, "--run-id", run)
             silent = 0 if answer.get("success") else silent + 1
-            found = answer["runs"][0] if not silent else {"status": "unknown"}
-            if found["status"].startswith("finished"):
-                return str(found["status"]), str(found["status-details"])
+            run_info = answer["runs"][0] if not silent else {"status": "unknown"}
+            if run_info["status"].startswith("finished"):
+                return str(run_info["status"]), str(run_info["status-details"])
             time.sleep(POLL_SECONDS)
         raise FedOrthoError(f"the SuperLink at {self.link} no longer answers; run {run} cannot be followed")
 
     def call(self, *arguments: str) -> dict[str, Any]:
-        """What `flwr` answers, as JSON."""
+        """The JSON output of a `flwr` command."""
         output, _ = (process := self._process(*arguments, "--format", "json")).communicate()
         try:
             return dict(json.loads(output[output.index("{") :]))

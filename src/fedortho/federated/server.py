@@ -1,4 +1,4 @@
-"""Training a federation over any grid, and bringing its clients up to date."""
+"""Train a federation over any Flower grid, and bring its clients up to date."""
 
 import os
 import shutil
@@ -39,12 +39,13 @@ if TYPE_CHECKING:
 
 
 Watch = Callable[[RoundProgress], None]
-LASTING = ("data", "image-size", "valid", "seed", "split-seed", "model", "clients", "split", "least-images")
+# settings that a federation shares with the run that it continues: its data, model and client partition
+FIXED_SETTINGS = ("data", "image-size", "valid", "seed", "split-seed", "model", "clients", "split", "least-images")
 
 
 @contextmanager
 def local_grid(settings: FederateSettings, store: Path, workers: int = 1) -> "Iterator[Grid]":
-    """A grid whose clients run here, or in so many further processes, with what they keep under `store`."""
+    """A grid whose clients run in this process, or in `workers` further ones, and keep their files under `store`."""
     switch_off(os.environ)
     from fedortho.federated.local_grid import LocalGrid, WorkerGrid
 
@@ -59,7 +60,7 @@ def local_grid(settings: FederateSettings, store: Path, workers: int = 1) -> "It
 def federated_engine(
     grid: "Grid", settings: FederateSettings, data: Dataset, requests: Sequence[ForgetRequest] = ()
 ) -> FederatedEngine:
-    """The federation that settings describe, without the clients that left by these requests."""
+    """The engine of a federation, after greeting its clients; those that these requests forgot are not expected."""
     train, left = data.train, [client for request in requests for client in request.clients]
     task = TaskInfo(train.names, train.shape, train.mean, train.std)
     build = partial(build_model, settings.model, num_classes=train.classes, channels=train.shape[0])
@@ -85,52 +86,56 @@ def train_federation(
     updates: Path | None = None,
     workers: int = 1,
 ) -> Run:
-    """Train a federation into a run directory; a killed one goes on after its last whole round.
+    """The run of a federation trained into `path`; a killed training goes on after its last finished round.
 
-    Clients take turns, or run in so many `workers` at once: processes, with the same bytes in the end. `updates` is
-    where to keep every update of every client, for FedEraser; without it nobody keeps them.
+    Without a grid, clients run in this process, or in `workers` processes, to the same bytes. `updates` is a directory
+    that keeps every client's model of every round, which FedEraser needs.
     """
     if grid is None:
-        _check(settings)
-        with local_grid(settings, path / "clients", workers) as here:
-            return train_federation(path, settings, here, watch=watch, updates=updates)
-    start = _start(settings)
+        _check_settings(settings)
+        with local_grid(settings, path / "clients", workers) as own_grid:
+            return train_federation(path, settings, own_grid, watch=watch, updates=updates)
+    start = _start_run(settings)
     updates = updates or (path / "updates" if settings.keep_updates else None)
     trainer = _Trainer(path, settings, grid, watch, start, updates)
     return train_run(path, settings, trainer=trainer, requests=start.record.requests if start else ())
 
 
 def train_on(run: Run, rounds: int) -> Run:
-    """A federation some ordinary rounds later, in a run beside it: at a tenth of its first rate, held to its masks."""
-    assert isinstance(run.settings, FederateSettings), "the caller looked"
+    """The run after `rounds` more rounds, beside the original: a tenth of the learning rate, silenced weights fixed."""
+    assert isinstance(run.settings, FederateSettings), "callers check this"
     lr = run.settings.lr / 10
     settings = replace(run.settings, start=str(run.path), rounds=rounds, without="", lr=lr, schedule="constant")
     return train_federation(run.path.with_name(f"{run.path.name}-after-{rounds}"), settings)
 
 
-def _check(settings: FederateSettings) -> None:
-    """Refuse a partition or a request that cannot be, before anything is written or any client asked."""
+def _check_settings(settings: FederateSettings) -> None:
+    """Refuse an impossible partition, request or start before anything is written and any client is asked."""
     data = load_run_data(settings)
     rows = held_rows(data, settings, settings.partition_seed)
     if settings.without:
         ForgetRequest.parse(settings.without).split(data.train, rows)
-    _start(settings)
+    _start_run(settings)
 
 
-def _start(settings: FederateSettings) -> Run | None:
-    """The run to go on from; other clients, or another share set aside, would mix up what was forgotten or unseen."""
+def _start_run(settings: FederateSettings) -> Run | None:
+    """The run to continue; another partition or validation split would return forgotten or held-out images."""
     if not settings.start:
         return None
     run = open_run(settings.start)
-    mine, theirs = as_mapping(settings), as_mapping(run.settings)
-    if other := [key for key in LASTING if key in theirs and theirs[key] != mine[key]]:
-        there, here = theirs[other[0]], mine[other[0]]
-        raise FedOrthoError(f"--start {settings.start} has --{other[0]} {there}, not {here}; give --{other[0]} {there}")
+    given, expected = as_mapping(settings), as_mapping(run.settings)
+    for key in FIXED_SETTINGS:
+        if key in expected and given[key] != expected[key]:
+            raise FedOrthoError(
+                f"--{key} is {given[key]}; --start {settings.start} needs {expected[key]}: give --{key} {expected[key]}"
+            )
     return run
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Trainer:
+    """How `train_run` trains a federation."""
+
     path: Path
     settings: FederateSettings
     grid: "Grid"
@@ -140,15 +145,15 @@ class _Trainer:
 
     def __call__(self, model: nn.Module, data: Dataset, checkpoint: Path) -> tuple[nn.Module, Sequence[Epoch]]:
         settings, start = self.settings, self.start
-        gone = [] if start is None else served_requests(start)
-        engine = federated_engine(self.grid, settings, data, gone)
+        served = [] if start is None else served_requests(start)
+        engine = federated_engine(self.grid, settings, data, served)
         without = union_of([ForgetRequest.parse(text) for text in [settings.without] if text])
         trainable: Mask = {}
         if start is not None:
             model = start.load_model()
-            trainable = silenced(start, model)
+            trainable = trainable_masks(start, model)
             without = union_of([request for request in (excluded_by(start), without) if request is not None])
-            copy_patches(start, self.path, len(gone))
+            copy_patches(start, self.path, len(served))
         if settings.without:
             engine.check(ForgetRequest.parse(settings.without), None)
         trained = engine.fit(
@@ -161,13 +166,13 @@ class _Trainer:
             watch=self.watch,
             updates=self.updates,
         )
-        engine.send_model(trained, forgotten=union_of(gone))
+        engine.send_model(trained, forgotten=union_of(served))
         append_wire_log(self.path / "wire.json", engine.transport.log)
         return trained, engine.history
 
 
-def silenced(run: Run, model: nn.Module) -> dict[str, Tensor]:
-    """Which coordinates may be trained after all requests that a run has served: not what they silenced."""
+def trainable_masks(run: Run, model: nn.Module) -> dict[str, Tensor]:
+    """The coordinates that later training may change: all but those that the run's patches have silenced."""
     masks: dict[str, Tensor] = {}
     for patch, _ in patches_of(run):
         for name, mask in patch.trainable(model).items():
@@ -177,16 +182,16 @@ def silenced(run: Run, model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def copied_clients(run: Run, out: Path | None) -> Iterator[tuple[Path, Path | None]]:
-    """A copy of what the clients of a simulation keep, and where to write the run that goes with it.
+    """A copy of the files of simulated clients, and the path at which to write the new run.
 
-    Both become `out` in one step, and only if all went well; the old run stays whole.
+    Both become `out` in one step at the end of a successful block; the original run does not change.
     """
     check_output_paths(out, None)
-    _need_clients(run, "--engine superlink --deployment DIR")
+    _require_clients(run, "--engine superlink --deployment DIR")
     with locked(out or run.path):
         place = Path(tempfile.mkdtemp()) if out is None else out.parent / f".{out.name}.clients"
         try:
-            shutil.rmtree(place, ignore_errors=True)  # of a process that was killed
+            shutil.rmtree(place, ignore_errors=True)  # left by a killed process
             shutil.copytree(run.path / "clients", place / "clients")
             fresh = None if out is None else place / out.name
             yield place / "clients", fresh
@@ -199,19 +204,19 @@ def copied_clients(run: Run, out: Path | None) -> Iterator[tuple[Path, Path | No
             shutil.rmtree(place, ignore_errors=True)
 
 
-def _need_clients(run: Run, flags: str) -> None:
+def _require_clients(run: Run, flags: str) -> None:
     if not (run.path / "clients").is_dir():
         raise FedOrthoError(f"{run.path} has no clients/: its clients are not simulated here; give {flags}")
 
 
 def sync(run: Run, grid: "Grid | None" = None) -> list[int]:
-    """Bring every client that is there to the run's model; returns the clients that have it."""
+    """Bring every connected client to the run's model; returns the clients that have it."""
     settings = run.settings
-    assert isinstance(settings, FederateSettings), "the caller looked"
+    assert isinstance(settings, FederateSettings), "callers check this"
     if grid is None:
-        _need_clients(run, "--deployment DIR")
-        with local_grid(settings, run.path / "clients") as here:
-            return sync(run, here)
+        _require_clients(run, "--deployment DIR")
+        with local_grid(settings, run.path / "clients") as own_grid:
+            return sync(run, own_grid)
     engine = federated_engine(grid, settings, load_run_data(settings), served_requests(run))
     engine.bring_up_to_date(run.load_model(), patches_of(run))
     return [client for client in engine.present() if engine.clients[client].model == run.record.model.digest]
@@ -221,5 +226,7 @@ def patches_of(run: Run) -> list[tuple[Patch, ForgetRequest | None]]:
     """The patches that led to a run, oldest first, each with its request."""
     files, requests = sorted((run.path / "patches").glob("*.safetensors")), served_requests(run)
     if len(files) != len(requests):
-        raise FedOrthoError(f"{run.path} has no patch for each of its requests: clients cannot follow it")
+        raise FedOrthoError(
+            f"{run.path} has {len(files)} patches for {len(requests)} requests: clients cannot be brought up to date"
+        )
     return list(zip(map(load_patch, files), requests, strict=True))
