@@ -141,14 +141,14 @@ def test_without_kept_updates_or_a_federation_it_is_refused(
 ) -> None:
     with pytest.raises(CannotServe, match="federaser serves client requests only, not class:3; retrain, "):
         unlearn(small_net, engine, "class:3", "federaser")
-    with pytest.raises(CannotServe, match="and no directory has none; train with updates kept, or retrain"):
+    with pytest.raises(CannotServe, match=r"no directory holds none.*--keep-updates"):
         unlearn(small_net, engine, LEAVING, "federaser")
     rows = held_rows(digits, FEDERATION, 0)
-    with pytest.raises(CannotServe, match="replays the updates that a federation kept"):
+    with pytest.raises(CannotServe, match="stored updates"):
         unlearn(small_net, CentralEngine(digits, clients=rows), LEAVING, "federaser")
 
 
 def test_updates_of_another_network_are_refused(engine: FederatedEngine, trained: nn.Module, tmp_path: Path) -> None:
     other = build_model("small:TinyNet", num_classes=10, channels=1)
-    with pytest.raises(BadCheckpoint, match="keeps the updates of another network"):
+    with pytest.raises(BadCheckpoint, match="another network"):
         make_method("federaser", {"updates": str(tmp_path / "kept")})(other, engine, LEAVING)

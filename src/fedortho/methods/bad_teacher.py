@@ -1,4 +1,4 @@
-"""Bad Teacher: imitate a network that knows nothing on what must go (Chundawat et al., AAAI 2023)."""
+"""Bad Teacher: imitate a randomly initialised network on the forget set (Chundawat et al., AAAI 2023)."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -15,12 +15,12 @@ from fedortho.training.objectives import FitOptions, Target
 
 @dataclass(frozen=True)
 class BadTeacher(Schedule):
-    """Two teachers (arXiv:2205.08096; BTF in the FedOrtho paper), both in evaluation mode.
+    """Distillation from two teachers in evaluation mode (arXiv:2205.08096; BTF in the FedOrtho paper).
 
-    On images to forget the pupil learns the softened answers of a network with new weights, on a share of the
-    retained ones those of the original: KL(teacher ‖ pupil) at temperature T, averaged over images and without
-    a factor T². The published code also divides by the number of classes (`per_element`); to Adam that is nearly
-    the same. The pupil trains in training mode.
+    On the forget set the student imitates a randomly initialised network, on a share of the retain set the original
+    model. The loss is KL(teacher ‖ student) at temperature T, averaged over images, without the factor T². The
+    published code also divides by the number of classes (`per_element`), which hardly matters to Adam. The student is
+    in training mode.
     """
 
     name: ClassVar[str] = "bad-teacher"
@@ -28,21 +28,21 @@ class BadTeacher(Schedule):
     roles: ClassVar[str] = "forget: all epochs; retain: a share of them, all epochs; two more forward passes"
     norms: ClassVar[str] = "updated by training"
     epochs: Annotated[int, "passes over the images; in a federation rounds"] = 1
-    lr: Annotated[float, "Adam's rate"] = 1e-4
+    lr: Annotated[float, "learning rate of Adam"] = 1e-4
     batch_size: Annotated[int, "images per step"] = 256
     weight_decay: Annotated[float, "weight decay"] = 0.0
-    temperature: Annotated[float, "by which logits are divided"] = 1.0
-    fraction: Annotated[float, "share of the retained images that is used"] = 0.3
+    temperature: Annotated[float, "divides the logits"] = 1.0
+    fraction: Annotated[float, "share of the retain set that is used"] = 0.3
     per_element: Annotated[bool, "divide the loss by the number of classes, as the published code does"] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self._manner
+        _ = self._options
         if not 0 < self.fraction <= 1:
             raise BadSetting(f"fraction must be above 0 and at most 1, not {self.fraction}")
 
     @property
-    def _manner(self) -> FitOptions:
+    def _options(self) -> FitOptions:
         objective = "imitate-elements" if self.per_element else "imitate"
         return FitOptions(optimiser="adam", objective=objective, temperature=self.temperature)
 
@@ -50,4 +50,4 @@ class BadTeacher(Schedule):
         forget, retain = forget_and_retain(self, engine, request)
         parts = (PlanPart(forget, Target(teacher="bad")), PlanPart(retain, Target(teacher="good"), self.fraction))
         teachers = {"good": model, "bad": engine.fresh(self.seed + 1)}
-        return engine.fit(model, TrainingPlan(parts, self._manner, teachers), self.recipe)
+        return engine.fit(model, TrainingPlan(parts, self._options, teachers), self.recipe)

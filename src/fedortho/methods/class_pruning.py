@@ -1,4 +1,4 @@
-"""Class-discriminative pruning by TF-IDF: silence the channels that speak for a class (Wang et al., WWW 2022)."""
+"""Class-discriminative pruning: prune channels by their TF-IDF score for a class (Wang et al., WWW 2022)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ from fedortho.unlearning.select import kernel_count, plan_edit
 
 @dataclass(frozen=True)
 class ClassPruning(Schedule):
-    """Prune the channels with the highest TF-IDF of the class, over all layers at once, then fine-tune.
+    """Prune the channels with the highest TF-IDF of class u over all layers, then fine-tune (arXiv:2110.11794).
 
-    From arXiv:2110.11794. With a_{j,c} the mean over images of class c and over the map of what channel j says after
-    ReLU, TF_j = a_{j,u} / Σ_j a_{j,u} within the layer and IDF_j = log(C / (1 + number of classes whose a_{j,c} is at
-    least the mean over classes)). Public copies prune the least discriminative channels; the idea, and this,
-    prune the most. A pruned channel stays silent while the rest is fine-tuned.
+    a_{j,c} is the activation of channel j after ReLU, averaged over its map and over the images of class c.
+    TF_j = a_{j,u} / Σ_j a_{j,u} within the layer, and IDF_j = log(C / (1 + number of classes whose a_{j,c} is at least
+    the mean over classes)). Public re-implementations prune the least discriminative channels; the paper, and this
+    method, prune the most discriminative ones. A pruned channel stays 0 during fine-tuning.
     """
 
     name: ClassVar[str] = "class-pruning"
@@ -34,8 +34,8 @@ class ClassPruning(Schedule):
     lr: Annotated[float, "learning rate"] = 0.005
     ratio: Annotated[float, "share of all channels that is pruned"] = 0.05
     layers: Annotated[str, "which convolutions: a depth, names, patterns"] = "all"
-    tap: Annotated[str, "where responses are read: relu (behind the norm) or conv (before it)"] = "relu"
-    images: Annotated[int, "at most so many images per class for the scores; 0: all"] = 0
+    tap: Annotated[str, "where activations are read: relu (after the batch norm) or conv (before it)"] = "relu"
+    images: Annotated[int, "images per class for the scores, at most; 0: all"] = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,30 +49,32 @@ class ClassPruning(Schedule):
             Selection("train", ForgetRequest((name,)), None, self.images, self.seed) for name in engine.names
         )
         statistic = Statistic("averages", self.layers, "channel", self.tap)
-        (found,) = engine.measure(model, [Query(groups, statistic)])
-        if not all(observation.images for observation in found):
-            empty = [name for name, seen in zip(engine.names, found, strict=True) if not seen.images]
-            few = withheld_hint(engine)
-            raise BadData(f"no training image shows class {empty[0]}{few}; TF-IDF compares all classes")
-        means = {site.name: torch.stack([o.mean(site.name) for o in found]) for site in sites}  # (classes, kernels)
-        chosen = most_telling(tf_idf(means, request.labels(engine.names)), self.ratio)
+        (observations,) = engine.measure(model, [Query(groups, statistic)])
+        if not all(observation.images for observation in observations):
+            empty = [name for name, seen in zip(engine.names, observations, strict=True) if not seen.images]
+            hint = withheld_hint(engine)
+            raise BadData(f"class {empty[0]} has no training images{hint}; TF-IDF needs images of every class")
+        means = {
+            site.name: torch.stack([o.mean(site.name) for o in observations]) for site in sites
+        }  # (classes, kernels)
+        chosen = highest_channels(tf_idf(means, request.labels(engine.names)), self.ratio)
         patch = plan_edit(model, sites, {s: (k, torch.ones(len(k)).double()) for s, k in chosen.items()}, "channel")
         return engine.fit(edit_model(model, patch), retain, self.recipe, trainable=patch.trainable(model))
 
 
 def tf_idf(means: Mapping[str, Tensor], labels: Sequence[int]) -> dict[str, Tensor]:
-    """Per layer a score for each channel; of several labels the highest."""
+    """TF-IDF of each channel, per layer; with several labels the highest of them."""
     scores = {}
     for layer, mean in means.items():
-        wide = (mean >= mean.mean(0)).sum(0)  # in how many classes a channel is more active than on average
+        wide = (mean >= mean.mean(0)).sum(0)  # number of classes with at least average activation
         idf = torch.log(len(mean) / (1.0 + wide.double()))
         per_label = [mean[label] / mean[label].sum().clamp_min(1e-12) * idf for label in labels]
         scores[layer] = torch.stack(per_label).amax(0)
     return scores
 
 
-def most_telling(scores: Mapping[str, Tensor], ratio: float) -> dict[str, Tensor]:
-    """The channels above one threshold over all layers; a layer keeps at least one."""
+def highest_channels(scores: Mapping[str, Tensor], ratio: float) -> dict[str, Tensor]:
+    """The share `ratio` of channels with the highest scores over all layers; each layer keeps at least one."""
     whole = torch.cat(list(scores.values()))
     order = torch.argsort(whole, descending=True, stable=True)
     rank = torch.empty_like(order)

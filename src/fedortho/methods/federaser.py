@@ -1,4 +1,4 @@
-"""FedEraser: replay the stored training without a client, in fresh directions (Liu et al., IWQoS 2021)."""
+"""FedEraser: replay stored rounds without a client, with calibrated updates (Liu et al., IWQoS 2021)."""
 
 import copy
 from collections.abc import Mapping
@@ -24,44 +24,44 @@ State = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A round as it was: the model that it began with, and what clients made of it."""
+class StoredRound:
+    """One stored round: the model at its start, and each client's model and number of images at its end."""
 
     begin: State
     clients: Mapping[int, State]
     images: Mapping[int, int]
-    epochs: int
-    turn: int
+    epochs: int  # of local training
+    number: int
 
 
 @dataclass(frozen=True)
 class FedEraser(Recipe):
-    """Calibrated replay of a federation's rounds without the clients that leave.
+    """Calibrated replay of a federation's stored rounds without the forgotten clients.
 
-    The first stored round is the plain mean of the retained updates. In each later one every retained client
-    trains `ratio` of its former epochs (at least one) from the new model; its stored update gives the length, the
-    fresh one the direction: Σ_k w_k ‖U_k‖ Û_k / ‖Û_k‖, tensor by tensor, as the paper has it. The published code
-    averages before it normalises (`average_first`, one exchange a round instead of one a client). Batch-norm
-    statistics and counters are those of the fresh training. Needs a federation that kept its updates.
+    The first round is the weighted mean of the remaining clients' updates. In each later round every remaining client
+    trains `ratio` of its former epochs (at least one) from the new model. Its stored update U_k gives the length and
+    the calibrating update Û_k the direction: Σ_k w_k ‖U_k‖ Û_k / ‖Û_k‖ per tensor, as in the paper. The published code
+    averages before it normalises (`average_first`: one exchange a round instead of one a client). Batch-norm
+    statistics are those of the calibrating training. It needs a federation that stored its updates.
 
-    Directions are those of the training that is replayed: `compare` gives it the recipe of the run, penalties and
-    schedule by rounds. Without it the rate is the published one, and there is no penalty.
+    `compare` passes the recipe of the run (penalties, schedule by rounds); otherwise lr is the published one and there
+    is no penalty.
     """
 
     name: ClassVar[str] = "federaser"
     kinds: ClassVar[tuple[str, ...]] = ("client",)
     roles: ClassVar[str] = "retain: a calibrating epoch for each stored round; every client's stored updates"
     norms: ClassVar[str] = "updated by the calibrating training"
-    epochs: Annotated[int, "rounds of the training that is replayed, for the schedule of its rate"] = 100
+    epochs: Annotated[int, "rounds of the replayed training, for the schedule of lr"] = 100
     lr: Annotated[float, "learning rate at the start"] = 0.005
-    schedule: Annotated[str, "of the rate, by rounds"] = "constant"
+    schedule: Annotated[str, "schedule of lr, by rounds"] = "constant"
     ortho: Annotated[float, "weight of the orthogonality penalty; 0: off"] = 0.0
-    align: Annotated[float, "not used: each calibration is a client's first contact"] = 0.0
-    most: Annotated[int, "stored rounds to replay at most, from the first; 0: all"] = 0
-    ratio: Annotated[float, "share of the former local epochs that calibrates"] = 0.5
-    interval: Annotated[int, "use every so many of the stored rounds"] = 1
+    align: Annotated[float, "not used: in a calibration each client has no earlier model"] = 0.0
+    most: Annotated[int, "stored rounds to replay, at most, from the first; 0: all"] = 0
+    ratio: Annotated[float, "share of the former local epochs used for calibration"] = 0.5
+    interval: Annotated[int, "replay every n-th stored round"] = 1
     average_first: Annotated[bool, "normalise the mean update, as the published code does, not each client's"] = False
-    updates: Annotated[str, "the directory in which training kept its updates"] = ""
+    updates: Annotated[str, "directory of the stored updates"] = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,8 +73,8 @@ class FedEraser(Recipe):
         places = sorted(Path(self.updates).glob("round-*")) if self.updates else []
         if not engine.is_federated or not places:
             raise CannotServe(
-                f"federaser replays the updates that a federation kept, and {self.updates or 'no directory'} has none; "
-                "train with updates kept, or retrain"
+                f"federaser replays a federation's stored updates, and {self.updates or 'no directory'} holds none; "
+                "train with --keep-updates, or retrain"
             )
         places = places[:: self.interval]
         new = copy.deepcopy(model).cpu().eval()
@@ -85,22 +85,24 @@ class FedEraser(Recipe):
             elif stored.clients:
                 new.load_state_dict(self._calibrated(new, stored, engine, request))
         retained = Selection("train", None, request)
-        return engine.fit(new, retained, self._recipe(0, epochs=0))  # pools statistics, where that is the policy
+        return engine.fit(
+            new, retained, self._recipe(0, epochs=0)
+        )  # no training: pools batch-norm statistics if the settings say so
 
-    def _recipe(self, turn: int, epochs: int) -> Recipe:
-        """Of one stored round; with the same seed for all, clients would shuffle alike in every one of them."""
+    def _recipe(self, number: int, epochs: int) -> Recipe:
+        """The recipe of one stored round; its own seed, so that clients do not shuffle alike in every round."""
         whole = Recipe(**{field.name: getattr(self, field.name) for field in fields(Recipe)})
-        lr, seed = learning_rate(whole, turn), step_seed(self.seed, turn, 0)
+        lr, seed = learning_rate(whole, number), step_seed(self.seed, number, 0)
         return replace(whole, epochs=epochs, lr=lr, schedule="constant", warmup=0.0, seed=seed)
 
-    def _calibrated(self, new: nn.Module, stored: Stored, engine: Engine, request: ForgetRequest) -> State:
+    def _calibrated(self, new: nn.Module, stored: StoredRound, engine: Engine, request: ForgetRequest) -> State:
         teams = [tuple(stored.clients)] if self.average_first else [(client,) for client in stored.clients]
         options = FitOptions(local_epochs=max(round(self.ratio * stored.epochs), 1))
         total = sum(stored.images.values())
         steps: dict[str, Tensor] = {}
         fresh: dict[str, Tensor] = {}
         begin_state = {name: value.clone() for name, value in new.state_dict().items()}
-        recipe = self._recipe(stored.turn, epochs=1)
+        recipe = self._recipe(stored.number, epochs=1)
         for team in teams:
             group = Selection("train", ForgetRequest(clients=team), request)
             trained = engine.fit(new, TrainingPlan((PlanPart(group),), options), recipe).state_dict()
@@ -117,29 +119,29 @@ class FedEraser(Recipe):
         return {name: fresh[name] if name in fresh else value + steps[name] for name, value in begin_state.items()}
 
 
-def read_round(place: Path, model: nn.Module, request: ForgetRequest) -> Stored:
-    """A stored round without the clients that leave; one of another network is refused."""
+def read_round(place: Path, model: nn.Module, request: ForgetRequest) -> StoredRound:
+    """A stored round without the forgotten clients; raises BadCheckpoint for one of another network."""
     state, note = read_tensors(place / "global.safetensors")
     if {name: tensor.shape for name, tensor in state.items()} != {n: t.shape for n, t in model.state_dict().items()}:
-        raise BadCheckpoint(f"{place} keeps the updates of another network")
+        raise BadCheckpoint(f"{place} holds the updates of another network; choose another directory")
     clients, images = {}, {}
     for path in sorted(place.glob("client-*.safetensors")):
         client = int(path.stem.partition("-")[2])
         if client not in request.clients:
             clients[client], about = read_tensors(path)
             images[client] = int(about["images"])
-    return Stored(state, clients, images, int(note["epochs"]), int(place.name.partition("-")[2]))
+    return StoredRound(state, clients, images, int(note["epochs"]), int(place.name.partition("-")[2]))
 
 
-def _mean(stored: Stored, team: tuple[int, ...], name: str) -> Tensor:
+def _mean(stored: StoredRound, team: tuple[int, ...], name: str) -> Tensor:
     whole = sum(stored.images[client] for client in team)
     return torch.stack([stored.clients[c][name] * (stored.images[c] / whole) for c in team]).sum(0)
 
 
-def _first(stored: Stored) -> State:
+def _first(stored: StoredRound) -> State:
     if not stored.clients:
         return stored.begin
     team = tuple(stored.clients)
-    sent = stored.clients[team[0]]  # without running statistics, if they are local
+    sent = stored.clients[team[0]]  # lacks running statistics where those stay local
     means = {name: _mean(stored, team, name) if value.is_floating_point() else value for name, value in sent.items()}
     return {**stored.begin, **means}

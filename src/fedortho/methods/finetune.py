@@ -1,4 +1,4 @@
-"""Go on training on what stays, and hope that the rest fades."""
+"""Fine-tuning: continue training on the retain set."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -12,10 +12,9 @@ from fedortho.statistics.engine import Engine
 
 @dataclass(frozen=True)
 class FineTune(Schedule):
-    """FT: the trained model, trained further on retained images (the paper: rate 0.001; its rounds are not told).
+    """FT: train the original model further on the retain set (FedOrtho's appendix: lr 0.001, rounds not stated).
 
-    It forgets little by design; of a class mostly through the classifier's bias. Results need the number of
-    passes beside them.
+    It forgets little by design, and a class mostly through the classifier's bias; report the number of epochs.
     """
 
     name: ClassVar[str] = "finetune"

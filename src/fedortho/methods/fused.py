@@ -1,4 +1,4 @@
-"""FUSED: train small adapters over frozen weights on what stays; it can be reversed (Zhong et al., CVPR 2025)."""
+"""FUSED: train sparse adapters over frozen weights on the retain set; reversible (Zhong et al., CVPR 2025)."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -22,14 +22,14 @@ SIZES = ("sum", "mean")
 
 @dataclass(frozen=True)
 class FUSED(Schedule):
-    """Adapters in the layers that local training moves most (arXiv:2502.20709).
+    """Adapters in the layers that local training changes most (arXiv:2502.20709).
 
-    Layers are ranked by Σ_k |D_k| ‖p_l^k − p_l‖₁ over clients k after one local epoch; centrally there is one
-    client. The paper's adapters are a fixed random set of coordinates (`sparse`); the released code has low-rank
-    ones in layers named in advance (`low-rank`; its dropout of 0.1 is left out). Only what stays is learnt
-    (`exclude`, the paper); the released code instead relabels images of a class at random, once (`relabel`).
-    Everything but the adapters is frozen, batch-norm statistics too, so that taking them off (`take_off`) gives
-    the original back bit for bit: what was forgotten is still stored, and this is not erasure.
+    Layers are ranked by Σ_k |D_k| ‖p_l^k − p_l‖₁ over clients k after one local epoch; centrally there is one client.
+    The paper's adapters are a fixed random subset of the weights (`sparse`); the released code has low-rank adapters in
+    layers named in advance (`low-rank`; its dropout of 0.1 is omitted). The paper trains on the retain set only
+    (`exclude`); the released code also trains on the forget set with random labels, drawn once (`relabel`). Everything
+    but the adapters is frozen, batch-norm statistics included, so removing the adapters (`take_off`) restores the
+    original bit for bit: the forgotten information remains stored.
     """
 
     name: ClassVar[str] = "fused"
@@ -39,13 +39,13 @@ class FUSED(Schedule):
     epochs: Annotated[int, "passes over the images; in a federation rounds"] = 10
     lr: Annotated[float, "learning rate of the adapters"] = 0.005
     adapter: Annotated[str, "sparse (paper) or low-rank (released code)"] = "sparse"
-    layers: Annotated[str, "names of the layers, with commas between; empty: those that move most"] = ""
-    number: Annotated[int, "how many layers, if they are not named"] = 4
-    size: Annotated[str, "of a layer's move: sum (paper, favours big layers) or mean over its weights"] = "sum"
-    density: Annotated[float, "share of a layer's coordinates in a sparse adapter"] = 0.05
+    layers: Annotated[str, "comma-separated layer names; empty: the layers that change most"] = ""
+    number: Annotated[int, "number of layers, if they are not named"] = 4
+    size: Annotated[str, "change of a layer: sum over its weights (paper, favours large layers) or mean"] = "sum"
+    density: Annotated[float, "share of a layer's weights in a sparse adapter"] = 0.05
     rank: Annotated[int, "of a low-rank adapter"] = 16
     scale: Annotated[float, "of a low-rank adapter (released code: 32 / 16)"] = 2.0
-    class_mode: Annotated[str, "images of what must go: exclude (paper) or relabel (released code)"] = "exclude"
+    class_mode: Annotated[str, "forget set: exclude (paper) or relabel (released code)"] = "exclude"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,23 +58,23 @@ class FUSED(Schedule):
         return merge(model, adapted, adapters)
 
     def adapt(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> tuple[nn.Module, Adapters]:
-        """The model with its trained adapters still apart."""
+        """The model with its trained adapters, not merged, and their description."""
         forget, retain = forget_and_retain(self, engine, request)
         layers = tuple(word.strip() for word in self.layers.split(",") if word.strip())
         adapters = Adapters(
             layers or self.critical_layers(model, engine), self.adapter, self.density, self.rank, self.scale, self.seed
         )
-        wrong = PlanPart(forget, Target("other", once=True, seed=self.seed))
-        parts = (PlanPart(retain), wrong) if self.class_mode == "relabel" else (PlanPart(retain),)
+        relabelled = PlanPart(forget, Target("other", once=True, seed=self.seed))
+        parts = (PlanPart(retain), relabelled) if self.class_mode == "relabel" else (PlanPart(retain),)
         plan = TrainingPlan(parts, FitOptions(norms="frozen"), adapters=adapters)
         return engine.fit(attach(model, adapters), plan, self.recipe), adapters
 
     def critical_layers(self, model: nn.Module, engine: Engine) -> tuple[str, ...]:
-        """Convolutions and linear layers whose weights one local epoch moves most, the most moved first."""
+        """The convolutions and linear layers that one local epoch changes most, in descending order."""
         statistic = Statistic("drift", batch_size=self.batch_size, lr=self.lr)
-        ((moved,),) = engine.measure(model, [Query((Selection("train"),), statistic)])
+        ((drift,),) = engine.measure(model, [Query((Selection("train"),), statistic)])
         known = [n for n, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.Linear)]
-        sizes = torch.stack([moved.mean(f"{name}.weight").sum() for name in known])
+        sizes = torch.stack([drift.mean(f"{name}.weight").sum() for name in known])
         if self.size == "mean":
             sizes /= torch.tensor([model.get_parameter(f"{name}.weight").numel() for name in known])
         order = torch.argsort(sizes, descending=True, stable=True)[: self.number]

@@ -1,4 +1,4 @@
-"""The honesty control: never answer with the class, and forget nothing."""
+"""Logit mask, a control: the class is never predicted, and nothing is forgotten."""
 
 import copy
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from fedortho.methods.method import forget_and_retain
 from fedortho.models.classifier import find_classifier
 from fedortho.statistics.engine import Engine
 
-NEVER = -1e4  # a logit that no other is below
+NEVER = -1e4  # a logit below all others
 
 
 @dataclass(frozen=True)
 class LogitMask:
-    """The classifier's row of the class becomes 0 and its bias hopeless; all features stay.
+    """Set the classifier's row of the class to 0 and its bias to −10⁴; all features stay unchanged.
 
-    Whatever a metric says in favour of this edit, it says nothing about forgetting.
+    A metric that this edit satisfies does not measure forgetting.
     """
 
     name: ClassVar[str] = "logit-mask"

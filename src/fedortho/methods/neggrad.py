@@ -1,4 +1,4 @@
-"""NegGrad+: down the loss on what stays and up the loss on what must go, in the same steps (Kurmanji et al., 2023)."""
+"""NegGrad+: descend the loss on the retain set and ascend it on the forget set (Kurmanji et al., NeurIPS 2023)."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -15,19 +15,19 @@ from fedortho.training.objectives import FitOptions, Target
 
 @dataclass(frozen=True)
 class NegGrad(Schedule):
-    """β · mean loss on a retain batch − (1 − β) · mean loss on a forget batch (arXiv:2302.09880).
+    """Minimise β · mean loss on a retain batch − (1 − β) · mean loss on a forget batch (arXiv:2302.09880).
 
-    An epoch is a pass over the retained images; those to forget begin anew as often as needed. Both batches go
-    through the network together. Nothing bounds the ascent: rate, passes and β decide between too little and
-    ruin, so tune them. In a federation a client that has only images to forget does nothing but ascend.
+    An epoch is one pass over the retain set; batches of the forget set repeat as often as needed. Both batches go
+    through the network together. The ascent is unbounded, so lr, epochs and β need tuning. In a federation a client
+    that holds only forget images only ascends.
     """
 
     name: ClassVar[str] = "neggrad"
     kinds: ClassVar[tuple[str, ...]] = KINDS
     roles: ClassVar[str] = "forget and retain: all epochs"
     norms: ClassVar[str] = "updated by training"
-    epochs: Annotated[int, "passes over the retained images; in a federation rounds"] = 2
-    beta: Annotated[float, "weight of what stays, against 1 − beta for what must go"] = 0.95
+    epochs: Annotated[int, "epochs over the retain set; in a federation rounds"] = 2
+    beta: Annotated[float, "weight of the retain loss; the forget loss has weight beta − 1"] = 0.95
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""NoT: negate a layer, then repair what is to be kept (Khalil et al., CVPR 2025, arXiv:2503.05657)."""
+"""NoT: negate the weights of a layer, then fine-tune on the retain set (Khalil et al., CVPR 2025)."""
 
 import copy
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ from fedortho.statistics.engine import Engine
 
 @dataclass(frozen=True)
 class NoT(Schedule):
-    """Negate the first convolution that a forward pass reaches, then fine-tune on what stays.
+    """Negate the first convolution of the forward pass, then fine-tune on the retain set (arXiv:2503.05657).
 
-    Weight and bias of the convolution are negated; scale and shift of the batch norm behind it are not, because
-    negating both would cancel. Running statistics right after the negation are stale: fine-tuning renews them.
+    Weight and bias of the convolution are negated; scale and shift of the following batch norm are not, because
+    negating both would cancel. Running statistics are stale after the negation; fine-tuning updates them.
     """
 
     name: ClassVar[str] = "not"
@@ -37,19 +37,19 @@ class NoT(Schedule):
 
 
 def negated(model: nn.Module, names: Sequence[str], shape: tuple[int, int, int]) -> nn.Module:
-    """A copy on the CPU with these layers negated; refused if that changes no answer."""
+    """A copy on the CPU with these layers negated; raises BadSetting if no output changes."""
     twin = copy.deepcopy(model).cpu()
     with torch.no_grad():
         for name in names:
             for weight in twin.get_submodule(name).parameters(recurse=False):
                 weight.neg_()
-    if torch.allclose(_answers(model, shape), _answers(twin, shape), atol=1e-6):
-        raise BadSetting(f"negating {', '.join(names)} changes no answer of this network; choose other layers")
+    if torch.allclose(_outputs_on_noise(model, shape), _outputs_on_noise(twin, shape), atol=1e-6):
+        raise BadSetting(f"negating {', '.join(names)} changes no output of this network; choose other layers")
     return twin
 
 
-def _answers(model: nn.Module, shape: tuple[int, int, int]) -> Tensor:
-    """What it says to noise, with the statistics of that batch: stale running ones would always differ."""
+def _outputs_on_noise(model: nn.Module, shape: tuple[int, int, int]) -> Tensor:
+    """Logits of a noise batch, normalised by that batch: stale running statistics would always differ."""
     twin = copy.deepcopy(model).cpu().eval()
     for module in twin.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):

@@ -1,4 +1,4 @@
-"""The standard that forgetting is measured by: new weights that never met what must go."""
+"""Retraining from scratch on the retain set: the reference for every other method."""
 
 from dataclasses import dataclass, fields
 from typing import Annotated, ClassVar
@@ -13,12 +13,11 @@ from fedortho.training.recipe import Recipe
 
 @dataclass(frozen=True)
 class Retrain(Recipe):
-    """A fresh network, trained on what stays by the recipe that these settings are, penalties and all.
+    """Train freshly initialised weights on the retain set with this recipe, penalties included.
 
-    With the recipe of the original, which `compare` gives it, the gap to it tells what forgetting does, and not what
-    a penalty does; left out, they are a recipe's defaults, whatever the original was. The classifier keeps its outputs:
-    that of a forgotten class just never has an image. A federation averages over all clients, each with the
-    images that it may keep.
+    `compare` passes the recipe of the original, so that the gap to this reference shows the effect of unlearning and
+    not that of a penalty; otherwise the recipe's defaults apply. The classifier keeps all its outputs; a forgotten
+    class has no training images. A federation averages over all clients, each with its part of the retain set.
     """
 
     name: ClassVar[str] = "retrain"
@@ -34,7 +33,7 @@ class Retrain(Recipe):
 
 @dataclass(frozen=True)
 class RetrainPlain(Retrain):
-    """The same without orthogonality and alignment: what the penalties do is seen beside it."""
+    """Retraining without orthogonality and alignment; the difference to `retrain` is the effect of the penalties."""
 
     name: ClassVar[str] = "retrain-plain"
     ortho: Annotated[float, "weight of the orthogonality penalty; 0: off"] = 0.0

@@ -1,4 +1,4 @@
-"""SalUn: random labels, learnt only where the weights matter to what must go (Fan et al., ICLR 2024)."""
+"""SalUn: train the forget set on random labels, only where weights are salient to it (Fan et al., ICLR 2024)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,10 +20,10 @@ from fedortho.training.objectives import FitOptions, Target
 class SalUn(Schedule):
     """Saliency unlearning (arXiv:2310.12508).
 
-    The mask takes the share `ratio` of all coordinates with the largest |Σ_b ∇ mean loss of batch b| on the images
-    to forget. Only these move; momentum and weight decay cannot reach the others, which in the authors' code they
-    did until 2026. Random labels exclude the true one, as the paper's objective has it; the published code draws
-    from all classes (`exclude_true` off). Batch-norm statistics are no coordinates: they follow the training.
+    The mask selects the share `ratio` of all weights with the largest |Σ_b ∇ mean loss of batch b| on the forget set.
+    Only these change; momentum and weight decay do not reach the others (in the authors' code they did until 2026).
+    Random labels exclude the true one, as in the paper's objective; the published code draws from all classes
+    (`exclude_true` off). Batch-norm statistics are not masked: training updates them.
     """
 
     name: ClassVar[str] = "salun"
@@ -33,7 +33,7 @@ class SalUn(Schedule):
     epochs: Annotated[int, "passes over the images; in a federation rounds"] = 10
     lr: Annotated[float, "learning rate"] = 0.013
     batch_size: Annotated[int, "images per step, and per gradient of the mask"] = 256
-    ratio: Annotated[float, "share of the coordinates that may move"] = 0.5
+    ratio: Annotated[float, "share of the weights that may change"] = 0.5
     exclude_true: Annotated[bool, "random labels are never the true ones"] = True
     order: Annotated[str, "turns (forget first, then retain), or mixed in one pass (CIFAR-100 in the code)"] = "turns"
 
@@ -47,14 +47,14 @@ class SalUn(Schedule):
         forget, retain = forget_and_retain(self, engine, request)
         ((gradient,),) = engine.measure(model, [Query((forget,), Statistic("gradient", batch_size=self.batch_size))])
         mask = salient(dict(model.named_parameters()), gradient.sums, self.ratio)
-        wrong = PlanPart(forget, Target("other" if self.exclude_true else "any"))
+        relabelled = PlanPart(forget, Target("other" if self.exclude_true else "any"))
         return engine.fit(
-            model, TrainingPlan((wrong, PlanPart(retain)), FitOptions(self.order)), self.recipe, trainable=mask
+            model, TrainingPlan((relabelled, PlanPart(retain)), FitOptions(self.order)), self.recipe, trainable=mask
         )
 
 
 def salient(weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], ratio: float) -> dict[str, Tensor]:
-    """The ⌊ratio · n⌋ coordinates with the largest gradients, over all parameters at once; ties by order."""
+    """A mask of the ⌊ratio · n⌋ weights with the largest gradients over all parameters; ties by order."""
     size = torch.cat([gradients[name].abs().flatten() for name in weights])
     chosen = torch.zeros(len(size), dtype=torch.bool)
     chosen[torch.argsort(size, descending=True, stable=True)[: int(ratio * len(size))]] = True

@@ -1,4 +1,4 @@
-"""UNSIR: noise that maximises the error of a class, learnt as that class, then a repair (Tarun et al., TNNLS 2023)."""
+"""UNSIR: train on error-maximising noise labelled as the class, then repair (Tarun et al., TNNLS 2023)."""
 
 import copy
 from dataclasses import dataclass, replace
@@ -19,29 +19,28 @@ from fedortho.training.objectives import FitOptions
 
 @dataclass(frozen=True)
 class UNSIR(Schedule):
-    """Impair and repair without an image of the class (arXiv:2111.08947; EMNI in the FedOrtho paper).
+    """Impair and repair without images of the class (arXiv:2111.08947; EMNI in the FedOrtho paper).
 
-    Noise images minimise −CE(f(N), c) + 0.1 · mean Σ N² by Adam; they are labelled with the class they were made
-    for and mixed with retained images for the impairing epochs; repairing epochs have retained images only.
-    All noise images are distinct, as the paper means it: a slip of indices leaves the published code with 3
-    (`noise_images=3`). The network is in evaluation mode while noise is made, so its running statistics stay out
-    of it. Retained images are drawn at random, `retain_images` per class on average.
+    Noise images minimise −CE(f(N), c) + 0.1 · mean Σ N² with Adam. Impairing epochs train on the noise, labelled as
+    class c, mixed with retain images; repairing epochs train on retain images only. All noise images are distinct, as
+    in the paper; an indexing error leaves the published code with 3 (`noise_images=3`). The network is in evaluation
+    mode while the noise is optimised. Retain images are drawn at random, `retain_images` per class on average.
     """
 
     name: ClassVar[str] = "unsir"
     kinds: ClassVar[tuple[str, ...]] = ("class",)
     roles: ClassVar[str] = "retain: a few thousand images, two short trainings"
-    norms: ClassVar[str] = "untouched by the noise's making, then updated by training, noise among it"
+    norms: ClassVar[str] = "unchanged while noise is optimised, then updated by training, noise included"
     epochs: Annotated[int, "impairing and repairing epochs each; in a federation rounds"] = 1
-    lr: Annotated[float, "Adam's rate while impairing"] = 0.02
-    repair_lr: Annotated[float, "Adam's rate while repairing"] = 0.01
+    lr: Annotated[float, "learning rate of Adam while impairing"] = 0.02
+    repair_lr: Annotated[float, "learning rate of Adam while repairing"] = 0.01
     batch_size: Annotated[int, "images per step"] = 256
     weight_decay: Annotated[float, "weight decay"] = 0.0
     noise_images: Annotated[int, "distinct noise images per class"] = 256
-    noise_copies: Annotated[int, "how often each is shown in an impairing epoch"] = 20
-    noise_steps: Annotated[int, "steps of making noise"] = 40
-    noise_lr: Annotated[float, "Adam's rate for the noise"] = 0.1
-    retain_images: Annotated[int, "retained images used, per class on average"] = 1000
+    noise_copies: Annotated[int, "repetitions of each noise image in an impairing epoch"] = 20
+    noise_steps: Annotated[int, "optimisation steps of the noise"] = 40
+    noise_lr: Annotated[float, "learning rate of Adam for the noise"] = 0.1
+    retain_images: Annotated[int, "retain images used, per class on average"] = 1000
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,14 +54,15 @@ class UNSIR(Schedule):
         noise = torch.cat([self.make_noise(model, label, engine.shape) for label in labels])
         engine.add_work(trained=self.noise_steps * len(noise))
         plan = TrainingPlan(
-            (PlanPart(given=self._shown(noise, labels, engine.names)), PlanPart(retain)), FitOptions(optimiser="adam")
+            (PlanPart(given=self._noise_images(noise, labels, engine.names)), PlanPart(retain)),
+            FitOptions(optimiser="adam"),
         )
         impaired = engine.fit(model, plan, self.recipe)
         repairing = replace(self.recipe, lr=self.repair_lr)
         return engine.fit(impaired, TrainingPlan((PlanPart(retain),), FitOptions(optimiser="adam")), repairing)
 
     def make_noise(self, model: nn.Module, label: int, shape: tuple[int, int, int]) -> Tensor:
-        """Images in the normalised space of the network's inputs on which it errs most if they are of this class."""
+        """Noise images, in the normalised input space, that maximise the model's loss for this label."""
         twin = copy.deepcopy(model).cpu().eval().requires_grad_(False)
         generator = torch.Generator().manual_seed(self.seed + label)
         noise = torch.randn(self.noise_images, *shape, generator=generator).requires_grad_()
@@ -75,6 +75,6 @@ class UNSIR(Schedule):
             optimiser.step()
         return noise.detach()
 
-    def _shown(self, noise: Tensor, labels: list[int], names: tuple[str, ...]) -> Images:
+    def _noise_images(self, noise: Tensor, labels: list[int], names: tuple[str, ...]) -> Images:
         made = made_images(noise, torch.tensor(labels).repeat_interleave(self.noise_images), names)
         return replace(made, rows=made.rows.repeat(self.noise_copies))
