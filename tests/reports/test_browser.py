@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from verdicts import EVIL, VERDICT
+from verdicts import EVIL, RECORD
 
 from fedortho.data.request import ForgetRequest
 from fedortho.reports.gallery import audit_pictures
@@ -67,9 +67,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Image.new("L", (8, 8), 200).save(out, "PNG")
     examples = tuple(Example(out.getvalue(), EVIL, EVIL, str(number)) for number in range(5))
     gallery = Gallery((), examples, examples, ("something is missing",))
-    text = render(
-        Report(run, ForgetRequest.parse("class:9"), VERDICT, gallery, tuple(audit_pictures(VERDICT["audits"])))
-    )
+    text = render(Report(run, ForgetRequest.parse("class:9"), RECORD, gallery, tuple(audit_pictures(RECORD.audits))))
     (place / "report.html").write_text(text, encoding="utf-8")
     return place / "report.html"
 

@@ -1,6 +1,10 @@
 """Tables as values: what a cell is sorted by, which columns hold numbers, numbers for people."""
 
+from dataclasses import asdict
+
+from fedortho.evaluation.metrics import Metric
 from fedortho.reports.tables import Cell, build_table, costs_table, metrics_table, number, settings_table
+from fedortho.statistics.cost import Cost
 
 
 def test_a_number_is_sorted_by_its_value_and_an_unknown_one_by_nothing() -> None:
@@ -17,16 +21,16 @@ def test_a_column_holds_numbers_if_all_its_cells_do() -> None:
 
 
 def test_a_metric_that_failed_shows_its_error() -> None:
-    failed = {"name": "mia", "title": "membership", "value": None, "error": "too few images"}
-    ((title, value, *_),) = metrics_table([failed]).rows
-    assert (title.text, value.text, value.badge) == ("membership: too few images", "! ERROR", "ERROR")
+    ((title, value, *_),) = metrics_table([Metric("forget-accuracy", None, error="too few images")]).rows
+    assert (title.text, value.text, value.badge) == ("forget accuracy: too few images", "! ERROR", "ERROR")
 
 
-def test_costs_come_in_a_fixed_order_and_unknown_ones_last() -> None:
-    rows = costs_table({"other-thing": 3.0, "bytes-up": 7.0, "flops": 1e9, "seconds": 2.0}).rows
-    assert [row[0].text for row in rows] == [
-        *("seconds", "floating-point operations", "bytes from all clients", "other thing")
-    ]
+def test_every_part_of_a_cost_has_a_row_and_no_cost_has_none() -> None:
+    cost = Cost(2.0, 1, 3, 1e9, 4, 7, 5)
+    rows = costs_table(cost).rows
+    assert [row[1].value for row in rows] == [float(value) for value in asdict(cost).values()]
+    assert rows[3][0].text == "floating-point operations"
+    assert costs_table(None).rows == ()
 
 
 def test_settings_without_a_value_are_a_dash() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fedortho.audits.result import AuditResult
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import FedOrthoError
@@ -135,11 +136,11 @@ def _cam_picture(models: Mapping[str, nn.Module], case: Case, name: str) -> Pict
     return replace(picture_of("grad-cam", figure, about), shows_images=True)
 
 
-def audit_pictures(audits: Sequence[Mapping[str, Any]]) -> list[Picture]:
+def audit_pictures(audits: Sequence[AuditResult]) -> list[Picture]:
     """Figures of audits whose details hold values by layer (probe) or by number of samples (relearning)."""
     pictures = []
     for audit in audits:
-        details = audit.get("details") or {}
+        details = audit.details
         if stages := _by_role(details.get("stages")):
             about = "Recall of a linear probe on the features, from the first stage to the classifier."
             pictures.append(picture_of("probe", recovery.probe_figure(stages), about))

@@ -2,14 +2,14 @@
 
 import base64
 import hashlib
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fedortho.audits.sentences import subject_of
-from fedortho.audits.verdict import read_verdict
+from fedortho.audits.verdict import Verdict, read_verdict
 from fedortho.data.request import ForgetRequest
 from fedortho.devices import choose_device
 from fedortho.errors import BadCheckpoint, BadData, FedOrthoError
@@ -20,6 +20,7 @@ from fedortho.reports.tables import (
     Table,
     accuracy_table,
     audits_table,
+    build_table,
     costs_table,
     metrics_table,
     settings_table,
@@ -29,8 +30,8 @@ from fedortho.requests.references import check_reference, find_original, find_re
 from fedortho.runs.record import ServedRecord
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.served import last_request, served_record, served_requests
+from fedortho.statistics.cost import Cost
 from fedortho.storage.files import write_text
-from fedortho.storage.provenance import judgements
 from fedortho.storage.records import to_json
 from fedortho.storage.settings import as_mapping
 
@@ -54,7 +55,7 @@ class Report:
 
     run: Run
     request: ForgetRequest
-    verdict: Mapping[str, Any] | None
+    verdict: Verdict | None
     gallery: Gallery = field(default_factory=Gallery)
     audit_pictures: tuple[Picture, ...] = ()
 
@@ -81,14 +82,14 @@ def write_report(
     The runs to compare with, `original` and `reference`, are found beside the run unless they are given. Without
     `images` the page shows no image of the data. `on_remark` receives each remark on what the page lacks.
     """
-    run = _opened(run)
+    run = open_run(run)
     path = run.path / "report.html" if out is None else Path(out)
     if path.is_dir():
         raise FedOrthoError(f"{path} is a directory; give the file to write, such as --out {path / 'report.html'}")
     request, verdict = _subject(run, ForgetRequest.parse(request) if isinstance(request, str) else request)
-    before = original_for(run, request) if original is None else _opened(original)
+    before = original_for(run, request) if original is None else open_run(original)
     found = find_references(before, request) if before is not None and reference is None else []
-    never = next(iter(found), None) if reference is None else _opened(reference)
+    never = next(iter(found), None) if reference is None else open_run(reference)
     if never is not None:
         check_reference(run, never, request)
     try:
@@ -101,19 +102,15 @@ def write_report(
     if on_remark is not None:
         for remark in gallery.remarks:
             on_remark(remark)
-    pictures = tuple(audit_pictures((verdict or {}).get("audits", [])))
+    pictures = tuple(audit_pictures(verdict.audits)) if verdict is not None else ()
     write_text(path, render(Report(run, request, verdict, gallery, pictures)))
     return path
 
 
-def _opened(run: Run | Path | str) -> Run:
-    return run if isinstance(run, Run) else open_run(run)
-
-
-def _subject(run: Run, request: ForgetRequest | None) -> tuple[ForgetRequest, dict[str, Any] | None]:
+def _subject(run: Run, request: ForgetRequest | None) -> tuple[ForgetRequest, Verdict | None]:
     """The request of the report and the verdict on it; a verdict on another request is left aside."""
     verdict, names = verdict_of(run), run.record.data.class_names
-    judged = None if verdict is None else ForgetRequest.parse(verdict["request"])
+    judged = None if verdict is None else ForgetRequest.parse(verdict.request)
     request = request or judged or last_request(run)
     is_judged = judged is not None and judged.settled(names) == request.settled(names)
     return request, verdict if is_judged else None
@@ -128,13 +125,13 @@ def original_for(run: Run, request: ForgetRequest) -> Run | None:
     return before
 
 
-def verdict_of(run: Run) -> dict[str, Any] | None:
+def verdict_of(run: Run) -> Verdict | None:
     """The verdict on a run, if there is one; a verdict on another model is refused."""
     verdict, mine = read_verdict(run.path), run.record.model.digest
     if verdict is not None and verdict.digests.get("after", mine) != mine:
         path = run.path / "verdict.json"
         raise BadCheckpoint(f"{path} is about another model than the one in {run.path}; judge it again: fedortho judge")
-    return None if verdict is None else verdict.to_json()
+    return verdict
 
 
 def render(report: Report) -> str:
@@ -142,8 +139,7 @@ def render(report: Report) -> str:
     from markupsafe import Markup
 
     style, script = (_resource(name) for name in ("report.css", "report.js"))
-    verdict, served = report.verdict or {}, report.served
-    is_measured = bool(verdict.get("metrics"))
+    verdict = report.verdict
     return _template().render(
         marked=Markup(MARKED),
         images_start=Markup(IMAGES_START),
@@ -156,18 +152,14 @@ def render(report: Report) -> str:
         subject=subject_of(report.request, report.run.record.data.class_names),
         name=report.run.path.name,
         verdict=_summary(report),
-        is_measured=is_measured,
-        numbers=(
-            metrics_table(verdict["metrics"])
-            if is_measured
-            else accuracy_table(*((asdict(served.before), asdict(served.after)) if served else ({}, {})))
-        ),
+        is_measured=verdict is not None and bool(verdict.metrics),
+        numbers=_numbers(report),
         gallery=report.gallery,
         is_class=report.request.kind == "class",
-        audits=audits_table(judgements(report.verdict)),
+        audits=audits_table(verdict.results if verdict is not None else ()),
         audit_pictures=report.audit_pictures,
-        costs=costs_table(verdict.get("cost") or (to_json(served.cost) if served and served.cost else {})),
-        not_tested=_not_tested(report.verdict),
+        costs=costs_table(_cost(report)),
+        not_tested=_not_tested(verdict),
         settings=_settings(report),
     )
 
@@ -200,6 +192,19 @@ def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
+def _numbers(report: Report) -> Table:
+    """The metrics of the verdict, or the accuracies that the run recorded."""
+    if report.verdict is not None and report.verdict.metrics:
+        return metrics_table(report.verdict.metrics)
+    served = report.served
+    return build_table("Accuracy", [], []) if served is None else accuracy_table(served.before, served.after)
+
+
+def _cost(report: Report) -> Cost | None:
+    measured = report.verdict.cost if report.verdict is not None else None
+    return measured or (report.served.cost if report.served is not None else None)
+
+
 def _summary(report: Report) -> dict[str, str]:
     """The verdict's box: sentence, label, advice, and its kind (good, bad, open), which colours it."""
     verdict = report.verdict
@@ -210,34 +215,30 @@ def _summary(report: Report) -> dict[str, str]:
         sentence += f"retain accuracy from {before.retain:.1%} to {after.retain:.1%}."
         label = "No audit was run: whether the forget set can be recovered is not known."
         return {"kind": "open", "sentence": sentence, "label": label, "advice": ""}
-    outcomes = {audit["outcome"] for audit in judgements(verdict)}
+    outcomes = {result.outcome for result in verdict.results}
     return {
         "kind": "bad" if {"FAIL", "ERROR"} & outcomes else "good" if outcomes == {"PASS"} else "open",
-        "sentence": str(verdict.get("sentence", "")),
-        "label": f"Audits: {verdict.get('label', 'none')}",
-        "advice": str(verdict.get("advice") or ""),
+        "sentence": verdict.sentence,
+        "label": f"Audits: {verdict.label}",
+        "advice": verdict.advice,
     }
 
 
-def _not_tested(verdict: Mapping[str, Any] | None) -> list[str]:
+def _not_tested(verdict: Verdict | None) -> list[str]:
     if verdict is None:
         return ["all audits: there is no verdict.json in the run"]
-    listed = [str(text) for text in verdict.get("not-tested", [])]
-    listed += [
-        f"{audit['name']} has no result: {audit.get('finding', '')}"
-        for audit in verdict.get("audits", [])
-        if audit["outcome"] not in ("PASS", "FAIL") and not any(t.startswith(f"{audit['name']},") for t in listed)
-    ]
-    return list(dict.fromkeys(listed))
+    without_result = [audit for audit in verdict.audits if audit.outcome in ("NO REFERENCE", "ERROR")]
+    return [*(f"{audit.name} has no result: {audit.finding}" for audit in without_result), *verdict.not_tested]
 
 
 def _settings(report: Report) -> list[Table]:
-    verdict, record, served = report.verdict or {}, report.run.record, report.served
+    verdict, record, served = report.verdict, report.run.record, report.served
+    judged = verdict or served
     before = (served.model_before if served else None) or record.parent
     about = {
         "run": str(report.run.path),
         "request": str(report.request),
-        "method": str(verdict.get("method") or (served.method if served else "–")),
+        "method": judged.method if judged is not None else "–",
         "model digest": record.model.digest,
         "digest of the model before": str(before or "–"),
         "data digest": record.data.digest,
@@ -245,8 +246,8 @@ def _settings(report: Report) -> list[Table]:
     }
     groups = {
         "Run and request": about,
-        "Settings of the method": verdict.get("settings") or (served.settings if served else {}),
+        "Settings of the method": judged.settings if judged is not None else {},
         "Settings of the training": as_mapping(report.run.settings),
-        "Environment": verdict.get("environment") or to_json(record.environment),
+        "Environment": to_json((verdict.environment if verdict is not None else None) or record.environment),
     }
     return [settings_table(caption, group) for caption, group in groups.items() if group]

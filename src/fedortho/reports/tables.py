@@ -5,16 +5,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fedortho.audits.result import AuditResult
+from fedortho.evaluation.metrics import Metric
+from fedortho.runs.record import Accuracies
+from fedortho.statistics.cost import Cost
+
 LONG = 40  # letters; a cell with more gets a least width
 SIGNS = {"PASS": "✓", "FAIL": "✗", "ERROR": "!", "NOT RUN": "–", "NO REFERENCE": "?"}
 UNITS = {
     "seconds": "seconds",
-    "images-read": "images read (forward passes)",
-    "images-trained": "images trained on (forward and backward passes)",
+    "images_read": "images read (forward passes)",
+    "images_trained": "images trained on (forward and backward passes)",
     "flops": "floating-point operations",
     "exchanges": "exchanges with clients",
-    "bytes-up": "bytes from all clients",
-    "bytes-down": "bytes to all clients",
+    "bytes_up": "bytes from all clients",
+    "bytes_down": "bytes to all clients",
 }
 
 
@@ -85,55 +90,51 @@ def unbroken(text: str) -> str:
     return text.replace(" %", "\N{NO-BREAK SPACE}%")
 
 
-def accuracy_table(before: Mapping[str, float], after: Mapping[str, float]) -> Table:
+def accuracy_table(before: Accuracies, after: Accuracies) -> Table:
     """Accuracies that a run recorded, where no metrics were measured."""
     rows: list[list[str | Cell]] = [
-        [f"{key} accuracy", number_cell(before[key], 0, 1), number_cell(after[key], 0, 1)] for key in before
+        [f"{name} accuracy", number_cell(getattr(before, name), 0, 1), number_cell(getattr(after, name), 0, 1)]
+        for name in ("forget", "retain", "test")
     ]
     return build_table("Accuracy before and after", ["accuracy", "before", "after"], rows)
 
 
-def metrics_table(metrics: Sequence[Mapping[str, Any]]) -> Table:
+def metrics_table(metrics: Sequence[Metric]) -> Table:
     header = ["metric", "value", "retrained", "ideal", "better is", "images", "source"]
     return build_table("Metrics and their ideal values", header, [_metric_row(metric) for metric in metrics])
 
 
-def _metric_row(metric: Mapping[str, Any]) -> list[str | Cell]:
-    low, high, ideal = metric.get("low"), metric.get("high"), metric.get("ideal")
-    title, value = str(metric.get("title") or metric["name"]), number_cell(metric.get("value"), low, high)
-    if metric.get("value") is None and metric.get("error"):
-        title, value = f"{title}: {metric['error']}", Cell("! ERROR", is_number=True, badge="ERROR")
-    is_number = isinstance(ideal, int | float)
+def _metric_row(metric: Metric) -> list[str | Cell]:
+    info, bounds = metric.info, (metric.info.low, metric.info.high)
+    title, value = info.title, number_cell(metric.value, *bounds)
+    if metric.error is not None:
+        title, value = f"{title}: {metric.error}", Cell("! ERROR", is_number=True, badge="ERROR")
     return [
         title,
         value,
-        number_cell(metric.get("reference"), low, high),
-        number_cell(ideal, low, high) if is_number else Cell(str(ideal or "as retrained"), is_number=True),
-        str(metric.get("direction") or "–"),
-        number_cell(metric.get("images")),
-        str(metric.get("source") or "–"),
+        number_cell(metric.reference, *bounds),
+        Cell("as retrained", is_number=True) if info.ideal is None else number_cell(info.ideal, *bounds),
+        info.direction,
+        number_cell(metric.images),
+        info.source,
     ]
 
 
-def audits_table(audits: Sequence[Mapping[str, Any]]) -> Table:
+def audits_table(audits: Sequence[AuditResult]) -> Table:
     header = ["audit", "outcome", "finding", "value", "limit", "forgot", "original", "retrained", "seconds"]
     return build_table("Audits", header, [_audit_row(audit) for audit in audits])
 
 
-def _audit_row(audit: Mapping[str, Any]) -> list[str | Cell]:
-    outcome = str(audit["outcome"])
-    badge = Cell(f"{SIGNS.get(outcome, '')} {outcome}".strip(), badge=outcome.replace(" ", "-"))
-    numbers = ("value", "limit", "unlearned", "original", "reference", "seconds")
-    name = f"{audit['name']} {audit.get('title') or ''}".strip()
-    return [name, badge, unbroken(str(audit.get("finding", ""))), *(number_cell(audit.get(key)) for key in numbers)]
+def _audit_row(audit: AuditResult) -> list[str | Cell]:
+    badge = Cell(f"{SIGNS[audit.outcome]} {audit.outcome}", badge=audit.outcome.replace(" ", "-"))
+    numbers = (audit.value, audit.limit, audit.unlearned, audit.original, audit.reference, audit.seconds)
+    return [f"{audit.name} {audit.title}".strip(), badge, unbroken(audit.finding), *map(number_cell, numbers)]
 
 
-def costs_table(cost: Mapping[str, float]) -> Table:
-    names = [*(key for key in UNITS if key in cost), *(key for key in cost if key not in UNITS)]
+def costs_table(cost: Cost | None) -> Table:
+    """The cost by quantity; without a recorded cost it has no rows."""
     rows: list[list[str | Cell]] = [
-        [UNITS.get(name, name.replace("-", " ")), number_cell(float(cost[name]))]
-        for name in names
-        if cost[name] is not None
+        [unit, number_cell(float(getattr(cost, name)))] for name, unit in UNITS.items() if cost is not None
     ]
     return build_table("Cost of forgetting", ["quantity", "amount"], rows)
 

@@ -98,9 +98,3 @@ def add_row(
         rows = read_results(path).rows if path.exists() else ()
         others = [other for other in rows if any(other[name] != row[name] for name in key)]
         write_results(path, what, command, sorted([*others, row], key=order))
-
-
-def judgements(verdict: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    """The audits, and retention beside them where it was measured: a ruined model has forgotten, and is not good."""
-    told = verdict or {}
-    return [*told.get("audits", []), *([told["retention"]] if told.get("retention") else [])]
