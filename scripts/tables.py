@@ -122,7 +122,7 @@ def recovery() -> str:
         if row["what"] == "recovery":
             cells = [f"{100 * row[when][key]:.1f}" for when in ("before", "after") for key in ("forget", "retain")]
             rows.append([row["method"], str(row["rounds"]), "yes" if row["masked_tensors"] else "no", *cells])
-    header = ["preset", "rounds", "kernels held", "forget before", "retain before", "forget after", "retain after"]
+    header = ["method", "rounds", "kernels held", "forget before", "retain before", "forget after", "retain after"]
     return grid(header, rows)
 
 
@@ -234,10 +234,10 @@ def verdicts_each() -> str:
             value = found["unlearned"] if name not in ("C5",) else found["value"]
             shown = "–" if value is None or not mark else f"{100 * value:.1f}" if name != "C5" else f"{value:.2f}"
             cells.append(f"{mark}{shown}")
-        forget, kept = row["forget-accuracy"]["value"], audits["retention"]
-        kept_cell = f"{'✓' if kept['outcome'] == 'PASS' else '**✗**'} {100 * kept['forgot']:.1f}"
+        forget, retention = row["forget-accuracy"]["value"], audits["retention"]
+        retention_cell = f"{'✓' if retention['outcome'] == 'PASS' else '**✗**'} {100 * retention['unlearned']:.1f}"
         rows.append(
-            [row["model"], str(row["seed"]), row["method"], f"{100 * forget:.1f}", *cells, kept_cell, row["label"]]
+            [row["model"], str(row["seed"]), row["method"], f"{100 * forget:.1f}", *cells, retention_cell, row["label"]]
         )
     return grid(["model", "seed", "method", *AUDITED, "audits"], rows) + origin(result)
 
