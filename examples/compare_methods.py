@@ -2,7 +2,7 @@
 
 import copy
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ class Deafen:
     norms: ClassVar[str] = "untouched"
     factor: float = 0.0
 
-    def __call__(self, model: nn.Module, engine: fo.Engine, request: fo.ForgetRequest) -> nn.Module:
+    def __call__(self, model: nn.Module, engine: Any, request: fo.ForgetRequest) -> nn.Module:
         edited = copy.deepcopy(model)
         weight, bias = list(edited.parameters())[-2:]
         with torch.no_grad():

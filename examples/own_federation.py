@@ -36,8 +36,9 @@ def main() -> None:
     served = fo.forget_run(run, f"client:{given.clients - 1}", method, out=given.directory / "left")
     for name, found in (("before", served.record.before), ("after", served.record.after)):
         print(f"{name:7} forget {found.forget:.1%}  retain {found.retain:.1%}")
-    for exchange in json.loads((given.directory / "left" / "wire.json").read_text()):  # bytes per client
-        down, up = (sum(exchange[way].values()) / 1000 for way in ("down", "up"))
+    log = json.loads((given.directory / "left" / "wire.json").read_text())  # bytes per client
+    for exchange in log["exchanges"]:
+        down, up = (sum(exchange[way].values()) / 1000 for way in ("bytes-down", "bytes-up"))
         print(f"{exchange['kind']:14} {down:9,.1f} kB down  {up:7,.1f} kB up")
 
 

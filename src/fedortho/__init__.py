@@ -1,4 +1,9 @@
-"""FedOrtho: make trained convolutional networks forget a class, a client or samples, and prove it."""
+"""FedOrtho: make trained convolutional networks forget a class, a client or samples, and prove it.
+
+Models and data in memory: `load_images`, `build_model`, `fit`, `forget`, `judge`. Run directories, as the command line
+writes them: `train_run`, `federate_run`, `import_run`, `forget_run`, `judge_run`, `audit_run`, `compare`, `tune`,
+`write_report`, `make_bundle`, `undo_run`; each takes a `Run` or its path, and a `ForgetRequest` or its text.
+"""
 
 from importlib.metadata import version
 
@@ -10,16 +15,25 @@ from fedortho.data.request import ForgetRequest
 from fedortho.data.sources import load_images
 from fedortho.errors import FedOrthoError
 from fedortho.evaluation.accuracies import accuracies_of
-from fedortho.methods import ForgetResult, Method, find_method, forget, known_methods, make_method, plan, unlearn
-from fedortho.models.predictions import accuracy, evaluate
+from fedortho.evidence.bundle import make_bundle
+from fedortho.evidence.recheck import check_bundle
+from fedortho.methods import ForgetResult, forget, make_method, plan
+from fedortho.models.patch import Patch
+from fedortho.models.predictions import evaluate
+from fedortho.models.sites import check_model
 from fedortho.models.zoo import build_model
+from fedortho.reports.page import write_report
+from fedortho.requests.comparing import compare
+from fedortho.requests.dispatch import federate_run, forget_run
+from fedortho.requests.forgetting import undo_run
+from fedortho.requests.judging import JudgeOptions, audit_run, judge_run
+from fedortho.requests.tuning import tune
 from fedortho.runs.record import Accuracies
 from fedortho.runs.run import Run, open_run
-from fedortho.runs.settings import TrainSettings
-from fedortho.runs.training import train_run
+from fedortho.runs.settings import FederateSettings, ImportSettings, TrainSettings
+from fedortho.runs.training import import_run, train_run
 from fedortho.training.loop import fit
 from fedortho.training.recipe import Recipe
-from fedortho.unlearning.plan import ForgetPlan
 
 __version__ = version("fedortho")
 
@@ -27,31 +41,41 @@ __all__ = [
     "Accuracies",
     "Dataset",
     "FedOrthoError",
-    "ForgetPlan",
+    "FederateSettings",
     "ForgetRequest",
     "ForgetResult",
     "Images",
-    "Method",
+    "ImportSettings",
+    "JudgeOptions",
+    "Patch",
     "Recipe",
     "Run",
     "TrainSettings",
     "Verdict",
     "accuracies_of",
-    "accuracy",
+    "audit_run",
     "build_model",
+    "check_bundle",
+    "check_model",
+    "compare",
     "evaluate",
-    "find_method",
+    "federate_run",
     "fit",
     "forget",
+    "forget_run",
     "images_from_tensors",
+    "import_run",
     "judge",
-    "known_methods",
+    "judge_run",
     "load_images",
+    "make_bundle",
     "make_dataset",
     "make_method",
     "open_run",
     "partition",
     "plan",
     "train_run",
-    "unlearn",
+    "tune",
+    "undo_run",
+    "write_report",
 ]

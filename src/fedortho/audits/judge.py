@@ -29,17 +29,19 @@ def judge(
     clients: Clients | None = None,
     device: torch.device | str = "cpu",
     audit: str = "quick",
+    only: Sequence[str] = (),
 ) -> Verdict:
     """Measure a model that is said to have forgotten, and try to recover the forget set.
 
     `data` is the original model's training data: a dataset or its name, images, or a re-iterable `DataLoader` of
     (images, labels). Without a `reference`, a model retrained without the forget set, the verdict cannot pass. Audits
-    need the `original` model; without it none is run.
+    need the `original` model; without it none is run. `audit` is their budget (`quick`, `full` or `none`), `only` the
+    names of those to run.
     """
     request = ForgetRequest.parse(request) if isinstance(request, str) else request
     before = model if original is None else original
     case = Case(model, before, reference, second_reference, as_dataset(data), request, None, clients, device)
-    return judge_case(case, "none" if original is None else audit)
+    return judge_case(case, "none" if original is None else audit, only=only)
 
 
 def judge_case(

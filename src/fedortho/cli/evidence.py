@@ -1,4 +1,4 @@
-"""The commands about evidence: the journal of requests, and bundles for an auditor."""
+"""The commands journal and bundle: the record of all requests, and evidence for an auditor."""
 
 import json
 from dataclasses import asdict
@@ -10,35 +10,34 @@ from rich.markup import escape
 
 from fedortho.cli.console import out, say, words_table
 from fedortho.cli.flags import AsJson, DataDir
-from fedortho.data.request import ForgetRequest
-from fedortho.errors import FedOrthoError
-from fedortho.evidence.bundle import make_bundle, open_bundle
-from fedortho.evidence.recheck import reapply_patch, rerun_decision
+from fedortho.evidence.bundle import make_bundle
+from fedortho.evidence.recheck import check_bundle
 from fedortho.evidence.signature import make_key
-from fedortho.runs.run import open_run
 from fedortho.storage.files import file_digest
 from fedortho.storage.journal import check_journal
 
-journal_app = typer.Typer(no_args_is_help=True, help="The record of all requests, beside the runs.")
-bundle_app = typer.Typer(no_args_is_help=True, help="Evidence of one request in one file.")
+journal_app = typer.Typer(no_args_is_help=True, help="Check or show the record of all requests.")
+bundle_app = typer.Typer(no_args_is_help=True, help="Make or check the evidence of a request, in one file.")
 
 Place = Annotated[Path, typer.Argument(metavar="DIR", help="the directory that holds the runs, or one of them")]
 
 
 def journal_check(
     place: Place = Path("runs"),
-    head: Annotated[str, typer.Option(help="a hash that was noted earlier: it must still be in the journal")] = "",
+    head: Annotated[str, typer.Option(help="a hash noted earlier, which must still be in the journal")] = "",
 ) -> None:
-    """Find any change, removal, insertion or reordering; prints the head's hash, to be noted elsewhere."""
+    """Check that no entry was changed, removed, inserted or reordered; prints the hash of the last one."""
     directory = _journal_place(place)
     journal = check_journal(directory, head.strip().lower())
     say(escape(f"{directory / 'journal.jsonl'}: {len(journal.entries)} entries, each following from the one before"))
     if journal.torn:
-        say("half a line after the last entry: a crash left it; the next entry moves it to journal.torn")
+        say(
+            "there is an incomplete line after the last entry, left by a crash; the next entry moves it to journal.torn"
+        )
     if head:
         say(f"the entry {head.strip().lower()[:16]} is in it: nothing up to there was changed since it was noted")
     else:
-        say("whoever can rewrite the journal and its head can hide it: note this hash elsewhere, for --head")
+        say("note this hash elsewhere, for --head: whoever can write both files can also rewrite all hashes")
     say(f"head: {journal.last.number} {journal.last.hash}")
 
 
@@ -67,54 +66,56 @@ def bundle_make(
     sign: Annotated[Path | None, typer.Option(help="sign with this Ed25519 private key (PEM)")] = None,
     journal: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="where the journal lies, if not beside RUN: beside the run before"),
+        typer.Option(metavar="DIR", help="directory of the journal, if it is not beside RUN"),
     ] = None,
 ) -> None:
-    """Put the evidence of a served request into one file: no images of data, no weights that were removed."""
-    bundle = make_bundle(open_run(run_path), ForgetRequest.parse(request), out_path, sign=sign, journal=journal)
+    """Write the evidence of a served request into one file, without images and without removed weights."""
+    bundle = make_bundle(run_path, request, out_path, sign=sign, journal=journal)
     say(escape(f"{out_path}: {bundle.request.request}, {len(bundle.files)} files"))
     for name, command in (("journal.jsonl", ""), ("verdict.json", "judge"), ("report.html", "report")):
         if name not in bundle.files:
-            fix = f"fedortho {command} {run_path} writes one" if command else "--journal DIR says where one lies"
-            say(escape(f"without {name}, of which there was none about it: {fix}"))
+            fix = f"fedortho {command} {run_path} writes one" if command else "--journal DIR names its directory"
+            say(escape(f"without {name}: there is none for this request; {fix}"))
     if bundle.manifest.signer:
-        say(f"signed by the key {bundle.manifest.signer}; a signature proves who, not that it is true")
+        say(f"signed by the key {bundle.manifest.signer}; a signature proves who made it, not that it is true")
     say(f"SHA-256 of the file: {file_digest(out_path)}")
-    say(f"digest, to be told by another way, for check --digest: {bundle.manifest.digest}")
+    say(f"digest, to be sent separately, for check --digest: {bundle.manifest.digest}")
 
 
 def bundle_check(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="what fedortho bundle make wrote")],
-    model: Annotated[Path | None, typer.Option(help="the model before, safetensors: apply the patch to it")] = None,
-    run_path: Annotated[Path | None, typer.Option("--run", help="the run before, with its data: decide again")] = None,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="a file that fedortho bundle make wrote")],
+    model: Annotated[
+        Path | None, typer.Option(help="weights before the request (safetensors), to apply the patch to")
+    ] = None,
+    run_path: Annotated[
+        Path | None, typer.Option("--run", help="the run before the request, to find the patch again on its data")
+    ] = None,
     data_dir: DataDir = "",
     public: Annotated[Path | None, typer.Option(help="the public key (PEM) that must have signed it")] = None,
     digest: Annotated[str, typer.Option(help="the digest that bundle make printed")] = "",
 ) -> None:
-    """Check evidence without the data, or do again what it tells of; a changed byte fails and names the file."""
-    if data_dir and run_path is None:
-        raise FedOrthoError("--data-dir needs --run, the run before the request")
-    bundle = open_bundle(file, digest=digest.strip().lower(), public=public)
+    """Check a bundle without the data or, with --model and --run, repeat its steps; exit code 2 if it was changed."""
+    bundle = check_bundle(file, model=model, run=run_path, data_dir=data_dir, public=public, digest=digest)
     say(escape(f"{file}: {bundle.request.request}, run {bundle.request.run}"))
     say(f"model before {bundle.patch.before}")
     say(f"model after  {bundle.patch.after}")
     say(f"checked: every digest of {len(bundle.files)} files, every byte of the archive, and that the files agree")
-    _tell(digest, "the digest is the one given", f"--digest, compare {bundle.manifest.digest} with what its maker says")
+    _tell(digest, "the digest is the given one", f"--digest, compare {bundle.manifest.digest} with what its maker says")
     if bundle.manifest.signer:
         whose = "the one given" if public else f"{bundle.manifest.signer}; --public compares it with one you know"
-        say(escape(f"checked: signed by a key that proves who, not that it is true: {whose}"))
+        say(escape(f"checked: signed, which proves who made it and not that it is true: {whose}"))
     else:
         say("not signed")
-    if model:
-        reapply_patch(bundle, model)
     _tell(
         model,
-        "the patch makes the model after of the model before, bit for bit",
-        "--model, whether the patch gives the model after",
+        "applying the patch to the model before reproduces the model after bit for bit",
+        "--model, whether the patch reproduces the model after",
     )
-    if run_path:
-        rerun_decision(bundle, open_run(run_path), data_dir)
-    _tell(run_path, "decided again with the data: the same patch", "--run, whether the data lead to this patch")
+    _tell(
+        run_path,
+        "the method finds the same patch on the data again",
+        "--run, whether the method finds this patch on the data",
+    )
 
 
 def _tell(given: object, done: str, missing: str) -> None:

@@ -39,7 +39,7 @@ from fedortho.evidence.redaction import without_images
 from fedortho.evidence.signature import BadSignature, check_signature, load_key, load_public, public_half
 from fedortho.models.patch import Patch, load_patch
 from fedortho.runs.record import ServedRecord
-from fedortho.runs.run import Run
+from fedortho.runs.run import Run, open_run
 from fedortho.runs.served import index_of_request
 from fedortho.storage.files import canonical_json, file_digest, replacing
 from fedortho.storage.journal import parse_entry, read_journal
@@ -55,13 +55,20 @@ R = TypeVar("R")
 
 
 def make_bundle(
-    run: Run, request: ForgetRequest, out: Path, *, sign: Path | None = None, journal: Path | None = None
+    run: Run | Path | str,
+    request: ForgetRequest | str,
+    out: Path | str,
+    *,
+    sign: Path | None = None,
+    journal: Path | None = None,
 ) -> Bundle:
     """Write the evidence of a request that a run has served; the same run gives the same bytes on the same machine.
 
     `sign` is the file of a private key. `journal` is the directory of the journal that has the request; default: the
     run's parent directory.
     """
+    run, out = open_run(run), Path(out)
+    request = ForgetRequest.parse(request) if isinstance(request, str) else request
     if out.exists():
         raise FedOrthoError(f"{out} exists already; evidence is never overwritten: choose another -o")
     files = _collect(run, index_of_request(run, request), journal or run.path.resolve().parent)

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from fedortho.data.request import ForgetRequest
 from fedortho.devices import choose_device, using_threads
 from fedortho.errors import FedOrthoError
-from fedortho.evidence.bundle import BadBundle
+from fedortho.evidence.bundle import BadBundle, open_bundle
 from fedortho.evidence.contents import Bundle
 from fedortho.methods import make_method
 from fedortho.models.patch import Patch
 from fedortho.models.zoo import MODELS, build_model
 from fedortho.requests.federated_forgetting import forget_federated_run
 from fedortho.requests.forgetting import serve_request
-from fedortho.runs.run import Run
+from fedortho.runs.run import Run, open_run
 from fedortho.runs.served import served_requests
 from fedortho.runs.settings import FederateSettings
 from fedortho.statistics.ledger import load_ledger
@@ -34,6 +34,31 @@ class _Weights(nn.Module):
 
     def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:  # type: ignore[override]  # called without arguments
         return self.tensors
+
+
+def check_bundle(
+    path: Path | str,
+    *,
+    model: Path | str | None = None,
+    run: Run | Path | str | None = None,
+    data_dir: str = "",
+    public: Path | str | None = None,
+    digest: str = "",
+) -> Bundle:
+    """Check a bundle and return it: every byte of it and, with more at hand, what it says.
+
+    With `model`, the weights before the request, the patch must reproduce the model after it bit for bit. With `run`,
+    the run before the request, the method must find the same patch on the run's data again. `public` is the key that
+    must have signed the bundle, `digest` the digest that its maker gives. Anything else raises an error.
+    """
+    if data_dir and run is None:
+        raise FedOrthoError("--data-dir is given without --run; expected the run before the request")
+    bundle = open_bundle(Path(path), digest=digest.strip().lower(), public=None if public is None else Path(public))
+    if model is not None:
+        reapply_patch(bundle, Path(model))
+    if run is not None:
+        rerun_decision(bundle, open_run(run), data_dir)
+    return bundle
 
 
 def reapply_patch(bundle: Bundle, model: Path) -> None:
