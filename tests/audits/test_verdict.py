@@ -88,6 +88,7 @@ def test_only_a_verdict_with_everything_run_and_passed_passes() -> None:
     assert "--max-retain-drop" in verdict(retention="FAIL").advice
     assert "--audit full" in verdict(C4="NOT RUN").advice
     assert verdict().advice == ""
+    assert "--reference RUN" in replace(verdict(C1="NO REFERENCE"), has_reference=False).advice
 
 
 def test_what_was_not_tested_is_always_told() -> None:

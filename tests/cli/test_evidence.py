@@ -98,9 +98,9 @@ def test_verified_means_that_every_audit_passed(
     for name in ("first", "second"):
         shutil.copytree(place / name, tmp_path / name)
     digests = {"before": "a" * 64, "after": "b" * 64}
-    verdict = SimpleNamespace(digests=digests, label="as it came out", passes=passes, as_mapping=dict)
+    verdict = SimpleNamespace(digests=digests, label="as it came out", passes=passes)
     monkeypatch.setattr(judging, "judge_case", lambda *_, **__: verdict)
-    monkeypatch.setattr(judging, "write_json", lambda *_: None)
+    monkeypatch.setattr(judging, "write_verdict", lambda *_: None)
     first, second = open_run(tmp_path / "first"), open_run(tmp_path / "second")
     judge_run(second, "class:3", original=first)
     (entry,) = check_journal(tmp_path).entries
@@ -120,7 +120,7 @@ def test_where_no_verdict_can_be_written_none_is_worked_out(place: Path, monkeyp
     monkeypatch.setattr(judging, "judge_case", too_late)
     monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
     first, second = open_run(place / "first"), open_run(place / "second")
-    with pytest.raises(FedOrthoError, match="second cannot be written: Read-only file system; copy it to where"):
+    with pytest.raises(FedOrthoError, match="second cannot be written: Read-only file system"):
         judge_run(second, "class:3", original=first)
 
 
