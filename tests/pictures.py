@@ -1,4 +1,4 @@
-"""Small files of images, for the tests that read them."""
+"""Small image files for tests."""
 
 import io
 import json
@@ -60,7 +60,7 @@ def forbid_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("decoded again")
 
-    monkeypatch.setattr(sources, "decode_store", refuse)
+    monkeypatch.setattr(sources, "decode_files", refuse)
 
 
 def folder_of(root: Path, classes: Sequence[str], number: int = 5) -> None:

@@ -43,7 +43,7 @@ def test_samples_come_from_a_file_or_inline_and_may_name_a_client(toy: Images, t
 
 def test_a_sample_of_a_client_that_was_set_aside_is_refused_with_that_reason(toy: Images) -> None:
     rest = toy.subset(torch.arange(240) != 102)
-    with pytest.raises(EmptyGroup, match="id 1/2: that image was set aside for validation, or is forgotten already"):
+    with pytest.raises(EmptyGroup, match="id 1/2: that image is in the validation set"):
         ForgetRequest.parse("samples:1/2").split(rest, CLIENTS)
 
 

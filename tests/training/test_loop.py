@@ -187,7 +187,7 @@ def test_nothing_to_train_on_and_unknown_layers_are_refused(tiny: TinyNet, toy: 
 
 
 def test_a_model_or_reference_that_does_not_fit_is_refused(tiny: TinyNet, toy: Images) -> None:
-    with pytest.raises(BadData, match="label 3 but the model knows only 2 classes"):
+    with pytest.raises(BadData, match="label 3 but the model has only 2 classes"):
         fit(TinyNet(classes=2), toy, QUICK)
     with pytest.raises(BadSetting, match="cannot read images of 1x8x8"):
         fit(TinyNet(channels=3), toy, replace(QUICK, ortho=0.0, align=0.0))
@@ -253,7 +253,7 @@ def test_evaluation_counts_answers_by_true_label_and_keeps_the_mode() -> None:
 
 
 def test_evaluation_refuses_labels_that_the_model_does_not_know_and_no_images(toy: Images) -> None:
-    with pytest.raises(BadData, match="label 3 but the model knows only 2 classes"):
+    with pytest.raises(BadData, match="label 3 but the model has only 2 classes"):
         evaluate(TinyNet(classes=2), toy)
     with pytest.raises(BadData, match=r"normalised as in training, not torch\.uint8"):
         evaluate(TinyNet(), [(toy.pixels, toy.labels)])

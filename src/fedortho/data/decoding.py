@@ -1,4 +1,4 @@
-"""From encoded images in Parquet files or folders to uint8 tensors: labels checked first, then pixels in threads."""
+"""Decode images of Parquet files or folders into uint8 tensors: check labels first, then decode in threads."""
 
 import io
 import json
@@ -23,43 +23,43 @@ from fedortho.errors import BadData, first_line
 
 Report = Callable[[int, int], None]  # images decoded so far, images in this split
 
-DECODER = 1  # part of every cache key: raise it when the same bytes decode to other pixels
-TEST_SHARE, TEST_SEED = 0.2, 0  # set aside when a source has no test split; not the user's seed, so it never moves
+DECODER = 1  # part of every cache key: increase it when the same bytes decode to other pixels
+TEST_SHARE, TEST_SEED = 0.2, 0  # for sources without a test split; a fixed seed, so the test set is always the same
 IMAGE_COLUMNS, LABEL_COLUMNS = ("image", "img"), ("label", "fine_label", "labels", "target")
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
-BATCH, CHUNK = 1024, 64  # rows read at once, and rows one thread decodes at once
+BATCH, CHUNK = 1024, 64  # rows read at a time, and rows per task of a thread
 THREADS = min(8, max(2, os.cpu_count() or 2))
 
 
 @dataclass(frozen=True)
-class DataFiles:
-    """The files of one split (`role`: train or test), or of a whole dataset that has to be split (`role` empty)."""
+class SplitFiles:
+    """The files of one split (`role`: train or test), or of a dataset that is not split yet (empty `role`)."""
 
     files: tuple[Path, ...]
     role: str = ""
-    folders: tuple[str, ...] = ()  # the class of each file, if these are single images
-    image: str = ""
+    folders: tuple[str, ...] = ()  # class of each file, if every file is one image
+    image: str = ""  # names of the columns; empty: the usual names are tried
     label: str = ""
 
 
 @dataclass(frozen=True)
-class Store:
-    """Decoded images, and which rows of them are for training and which for testing."""
+class DecodedImages:
+    """Decoded images with their labels, and the rows of the training and of the test split."""
 
     pixels: Tensor  # (n, channels, height, width), uint8
     labels: Tensor  # (n,), int64
     train: Tensor  # rows, ascending
     test: Tensor
-    cut: bool  # the source has no test split: some of its training images became one
-    names: tuple[str, ...]  # empty if the source only numbers its classes
+    test_from_train: bool  # the source has no test split; a share of its images is used as one
+    names: tuple[str, ...]  # empty if the source has numbered classes only
     mean: tuple[float, ...]  # of the training rows
     std: tuple[float, ...]
     digest: str  # of the source's content
 
 
 @dataclass(frozen=True)
-class Encoded:
-    """What is known before any image is decoded; `images` yields batches of (where it is, its bytes)."""
+class EncodedImages:
+    """Labels and splits of images that are not decoded yet; `images` yields batches of (location, bytes)."""
 
     labels: Tensor
     names: tuple[str, ...]
@@ -67,18 +67,18 @@ class Encoded:
     images: Callable[[], Iterator[list[tuple[str, bytes | None]]]]
 
 
-def decode_store(place: DataFiles, size: int, digest: str, progress: Report | None) -> Store:
-    encoded = _open_folder(place) if place.folders else _open_parquet(place)
+def decode_files(source: SplitFiles, size: int, digest: str, progress: Report | None) -> DecodedImages:
+    encoded = _open_folder(source) if source.folders else _open_parquet(source)
     if not len(encoded.labels):
-        raise BadData(f"{place.files[0]} holds no images")
-    train, test, cut = _split_rows(encoded, place.role)
+        raise BadData(f"{source.files[0]} holds no images")
+    train, test, test_from_train = _split_rows(encoded, source.role)
     pixels = torch.from_numpy(_decode(encoded, size, progress))
     mean, std = channel_statistics(pixels[train]) if len(train) else ((), ())
-    return Store(pixels, encoded.labels, train, test, cut, encoded.names, mean, std, digest)
+    return DecodedImages(pixels, encoded.labels, train, test, test_from_train, encoded.names, mean, std, digest)
 
 
-def _split_rows(encoded: Encoded, role: str) -> tuple[Tensor, Tensor, bool]:
-    """Rows for training, rows for testing, and whether the source left that choice to us."""
+def _split_rows(encoded: EncodedImages, role: str) -> tuple[Tensor, Tensor, bool]:
+    """Rows of the training split and of the test split, and whether the latter was taken from the former."""
     rows, none = torch.arange(len(encoded.labels)), torch.arange(0)
     if role:
         return (rows, none, False) if role == "train" else (none, rows, False)
@@ -88,49 +88,52 @@ def _split_rows(encoded: Encoded, role: str) -> tuple[Tensor, Tensor, bool]:
         rows = rows[torch.tensor([split == "train" for split in encoded.splits])]
         if len(test):
             return rows, test, False
-    kept, aside = split_stratified(encoded.labels[rows], TEST_SHARE, TEST_SEED)
-    return rows[kept], rows[aside], True
+    train, test = split_stratified(encoded.labels[rows], TEST_SHARE, TEST_SEED)
+    return rows[train], rows[test], True
 
 
-def _open_folder(place: DataFiles) -> Encoded:
-    names = tuple(sorted(set(place.folders)))
+def _open_folder(source: SplitFiles) -> EncodedImages:
+    names = tuple(sorted(set(source.folders)))
     number = {name: label for label, name in enumerate(names)}
 
     def images() -> Iterator[list[tuple[str, bytes | None]]]:
-        for start in range(0, len(place.files), BATCH):
-            yield [(str(file), file.read_bytes()) for file in place.files[start : start + BATCH]]
+        for start in range(0, len(source.files), BATCH):
+            yield [(str(file), file.read_bytes()) for file in source.files[start : start + BATCH]]
 
-    return Encoded(torch.tensor([number[name] for name in place.folders]), names, (), images)
+    return EncodedImages(torch.tensor([number[name] for name in source.folders]), names, (), images)
 
 
-def _open_parquet(place: DataFiles) -> Encoded:
+def _open_parquet(source: SplitFiles) -> EncodedImages:
     labels: list[Tensor] = []
     splits: list[str] = []
     names: tuple[str, ...] | None = None
-    for file in place.files:
+    for file in source.files:
         with _parquet(file) as parquet:
             schema = parquet.schema_arrow
-            label = _column(file, schema, "label", place.label, LABEL_COLUMNS)
-            _column(file, schema, "image", place.image, IMAGE_COLUMNS)
-            with_split = not place.role and "split" in schema.names
+            label = _column(file, schema, "label", source.label, LABEL_COLUMNS)
+            _column(file, schema, "image", source.image, IMAGE_COLUMNS)
+            with_split = not source.role and "split" in schema.names
             table = parquet.read(columns=[label, "split"] if with_split else [label])
         own = _class_names(schema, label)
         if names not in (None, own):
-            raise BadData(f"{file} names other classes than {place.files[0]}; load them as separate datasets")
+            raise BadData(f"{file} has other class names than {source.files[0]}; load them as separate datasets")
         names = own
         labels.append(_labels(file, table[label], own))
         splits += _splits(file, table["split"].to_pylist()) if with_split else []
     whole = torch.cat(labels)
     if len(splits) not in (0, len(whole)):
-        raise BadData(f"some of the files beside {place.files[0]} have a column 'split' and some have none")
+        raise BadData(f"some of the files beside {source.files[0]} lack the column 'split'; add it to all or to none")
     if not names and len(whole) and int(whole.max()) >= len(whole):
-        raise BadData(f"{place.files[0]}: label {int(whole.max())} is out of range: there are only {len(whole)} images")
+        raise BadData(
+            f"{source.files[0]}: label {int(whole.max())} is out of range for {len(whole)} images; "
+            "number the classes from 0"
+        )
 
     def images() -> Iterator[list[tuple[str, bytes | None]]]:
-        for file in place.files:
-            yield from _encoded_images(file, place.image)
+        for file in source.files:
+            yield from _encoded_images(file, source.image)
 
-    return Encoded(whole, names or (), tuple(splits), images)
+    return EncodedImages(whole, names or (), tuple(splits), images)
 
 
 @contextmanager
@@ -157,7 +160,7 @@ def _column(file: Path, schema: Any, kind: str, wanted: str, usual: Sequence[str
 
 
 def _class_names(schema: Any, label: str) -> tuple[str, ...]:
-    """The hub's class names, which travel in the schema; empty if there are none."""
+    """Class names from the metadata that the hub writes into the schema; empty if there are none."""
     try:
         note = json.loads(schema.metadata[b"huggingface"])
         return tuple(note["info"]["features"][label]["names"])
@@ -207,8 +210,8 @@ def _encoded_images(file: Path, wanted: str) -> Iterator[list[tuple[str, bytes |
             first += len(column)
 
 
-def _decode(encoded: Encoded, size: int, progress: Report | None) -> NDArray[np.uint8]:
-    """All images as one array; one channel if every image is grey, else three."""
+def _decode(encoded: EncodedImages, size: int, progress: Report | None) -> NDArray[np.uint8]:
+    """All images as one array, with one channel if every image is grey and with three otherwise."""
     pixels, done, total, origin = np.empty((0, 1, 0, 0), np.uint8), 0, len(encoded.labels), ""
     with ThreadPoolExecutor(THREADS) as pool:
         for batch in encoded.images():
@@ -227,10 +230,10 @@ def _decode(encoded: Encoded, size: int, progress: Report | None) -> NDArray[np.
     return pixels
 
 
-def _other_size(where: str, found: tuple[int, ...], origin: str, usual: tuple[int, ...]) -> BadData:
+def _other_size(where: str, size: tuple[int, ...], first: str, first_size: tuple[int, ...]) -> BadData:
     return BadData(
-        f"{where}: the image is {found[1]}x{found[0]} pixels, the first one ({origin}) is {usual[1]}x{usual[0]}; "
-        "pass --image-size N to resize them all"
+        f"{where}: the image is {size[1]}x{size[0]} pixels, "
+        f"the first one ({first}) is {first_size[1]}x{first_size[0]}; pass --image-size N to resize them all"
     )
 
 
@@ -239,11 +242,11 @@ def _decode_chunk(size: int, chunk: Sequence[tuple[str, bytes | None]]) -> list[
 
 
 def _decode_image(where: str, blob: bytes | None, size: int) -> NDArray[np.uint8]:
-    """One image as (1 or 3, height, width), by what its bytes say and not by a file name."""
+    """One image as (1 or 3, height, width); its bytes, not its file name, decide the format."""
     from PIL import Image
 
     if not blob:
-        raise BadData(f"{where}: there are no image bytes")
+        raise BadData(f"{where}: the image is empty; drop the row or write it again")
     try:
         with Image.open(io.BytesIO(blob), formats=FORMATS) as image:
             mode = image.mode
@@ -252,7 +255,7 @@ def _decode_image(where: str, blob: bytes | None, size: int) -> NDArray[np.uint8
         raise BadData(
             f"{where}: the image cannot be decoded ({first_line(error).partition(' <')[0]}); use {', '.join(FORMATS)}"
         ) from error
-    if mode[0] in "IF":  # converting would clip these without a word
+    if mode[0] in "IF":  # conversion would silently clip these
         raise BadData(f"{where}: a {mode} image has more than 8 bits per channel; save it with 8")
     if size and plain.size != (size, size):
         plain = plain.resize((size, size), Image.Resampling.BILINEAR)
@@ -261,6 +264,6 @@ def _decode_image(where: str, blob: bytes | None, size: int) -> NDArray[np.uint8
 
 
 def split_of(name: str) -> str:
-    """The split that a name begins with: train, test, valid, or nothing."""
+    """The split that a name begins with: train, test or valid; empty if none."""
     match = re.match(r"train|test|valid|val(?![a-z])", name.lower())
     return "" if match is None else {"val": "valid"}.get(match[0], match[0])

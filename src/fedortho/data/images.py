@@ -50,7 +50,7 @@ class Images:
         return replace(self, rows=self.rows[chosen.to(torch.int64)])
 
     def normalise(self, pixels: Tensor) -> Tensor:
-        """uint8 pixels to floats of mean 0 and deviation 1 per channel; floats were made ready by their owner."""
+        """uint8 pixels as floats of mean 0 and deviation 1 per channel; floats are returned unchanged."""
         if pixels.is_floating_point():
             return pixels
         mean = torch.tensor(self.mean, device=pixels.device).view(-1, 1, 1)
@@ -60,7 +60,7 @@ class Images:
 
 @dataclass(frozen=True)
 class Dataset:
-    """What `load_images` returns: train and validation rows of one store, and a test set for reporting only."""
+    """Training, validation and test images; the test set is for reporting only."""
 
     name: str
     train: Images
@@ -104,13 +104,13 @@ def images_from_tensors(
 
 
 def made_images(pixels: Tensor, labels: Tensor, names: Sequence[str]) -> Images:
-    """Float images that somebody made, as a model reads them: nothing is scaled."""
+    """Generated float images in the model's input space; they are not normalised."""
     channels = pixels.shape[1]
     return Images(pixels, labels, torch.arange(len(pixels)), tuple(names), (0.0,) * channels, (1.0,) * channels)
 
 
 def collect_images(loader: "Batches", names: Sequence[str] | None = None) -> Images:
-    """Keep the batches of a re-iterable `DataLoader` of (images, labels) in memory, as the model reads them.
+    """The batches of a re-iterable `DataLoader` of (images, labels) in memory, as the model reads them.
 
     A row is a position in the loader's order, so requests for single samples need a loader that does not shuffle.
     """
@@ -129,13 +129,13 @@ def collect_images(loader: "Batches", names: Sequence[str] | None = None) -> Ima
 def make_dataset(
     train: "Images | Batches", test: "Images | Batches | None" = None, *, valid: float = 0.1, seed: int = 0
 ) -> Dataset:
-    """A dataset of your own images or loaders; `valid` of the training images is set aside for later choices."""
+    """A dataset of your own images or loaders; the validation set is a share `valid` of the training images."""
     whole = train if isinstance(train, Images) else collect_images(train)
     tested = (
         whole.subset([]) if test is None else test if isinstance(test, Images) else collect_images(test, whole.names)
     )
-    kept, aside = split_stratified(whole.labels, valid, seed)
-    return Dataset("own images", whole.subset(kept), whole.subset(aside), tested, "")
+    train_rows, valid_rows = split_stratified(whole.labels, valid, seed)
+    return Dataset("own images", whole.subset(train_rows), whole.subset(valid_rows), tested, "")
 
 
 def channel_statistics(pixels: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -204,8 +204,8 @@ def evaluation_batches(
 
 
 def check_labels(labels: Tensor, classes: int) -> None:
-    """Refuse labels that a model with so many answers cannot give."""
+    """Raise BadData for labels outside the range of a model with this number of classes."""
     if len(labels) and int(labels.max()) >= classes:
-        raise BadData(f"label {int(labels.max())} but the model knows only {classes} classes")
+        raise BadData(f"label {int(labels.max())} but the model has only {classes} classes")
     if len(labels) and int(labels.min()) < 0:
         raise BadData(f"label {int(labels.min())} is negative; labels run 0 to {classes - 1}")

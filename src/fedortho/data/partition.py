@@ -1,4 +1,4 @@
-"""Which images each client of a federation holds: equal mixtures, Dirichlet mixtures, or shards by label."""
+"""Partition images among clients: IID, Dirichlet over labels, or shards by label."""
 
 import heapq
 from collections.abc import Callable
@@ -17,10 +17,10 @@ REDRAWS = 20
 
 
 def partition(labels: Tensor, clients: int, scheme: str, *, seed: int, minimum: int = 1) -> list[Tensor]:
-    """Deal every position of `labels` to exactly one client; the positions of a client ascend.
+    """The positions of `labels` that each client holds, ascending; every position belongs to exactly one client.
 
     `scheme` is `iid`, `dirichlet:BETA` or `shards:NUMBER`.  A draw that leaves a client fewer than `minimum` images
-    is repeated; after `REDRAWS` draws the last one is mended with images from whichever client holds most.
+    is repeated; after `REDRAWS` draws images move from the largest client to those below the minimum.
 
     >>> [len(part) for part in partition(torch.tensor([0, 0, 0, 1, 1, 1]), 3, "iid", seed=0)]
     [2, 2, 2]
@@ -74,7 +74,7 @@ def _mend(owners: Ints, clients: int, minimum: int, random: np.random.Generator)
 
 
 def _iid(number: str) -> Deal:
-    """Shuffle and deal one by one: sizes differ by at most one image."""
+    """A random partition of equal sizes, up to one image."""
     if number:
         raise ValueError("iid takes no number")
 

@@ -1,4 +1,4 @@
-"""Who must be forgotten: classes, clients, samples; as a value, as text, and as sets of images."""
+"""A request to forget classes, clients or samples: its text form, and its forget and retain set."""
 
 import re
 import shlex
@@ -20,12 +20,12 @@ Clients = Mapping[int, Tensor]  # the rows that each client holds
 
 
 class EmptyGroup(FedOrthoError):
-    """A request that leaves nothing to forget, or nothing to keep."""
+    """A request whose forget set or retain set is empty."""
 
 
 @dataclass(frozen=True)
 class ForgetRequest:
-    """A request to forget; several kinds may be asked for at once.
+    """A request to forget; it may name classes, clients and samples together.
 
     >>> request = ForgetRequest.parse("class:3,cat client:12")
     >>> request.classes, request.clients
@@ -81,7 +81,7 @@ class ForgetRequest:
 
     @property
     def kinds(self) -> list[str]:
-        """All kinds that it is made of.
+        """The kinds that the request names.
 
         >>> ForgetRequest.parse("class:3 client:1").kinds
         ['class', 'client']
@@ -96,7 +96,7 @@ class ForgetRequest:
         return ForgetRequest(classes, clients, samples)  # type: ignore[arg-type]  # words, numbers, words
 
     def settled(self, names: Sequence[str]) -> "ForgetRequest":
-        """The same in one spelling: labels as numbers, and everything in order.
+        """The same request in canonical form: labels as numbers, everything sorted.
 
         >>> str(ForgetRequest.parse("class:cat,0 client:2,1").settled(["dog", "cat"]))
         'class:0,1 client:1,2'
@@ -105,22 +105,22 @@ class ForgetRequest:
         return ForgetRequest(labels, tuple(sorted(self.clients)), tuple(sorted(self.samples)))
 
     def covers(self, other: "ForgetRequest") -> bool:
-        """Whether all that the other names, in the same spelling, is named here."""
+        """Whether this request names everything that `other` names; both in canonical form."""
         pairs = ((self.classes, other.classes), (self.clients, other.clients), (self.samples, other.samples))
         return all(set(theirs) <= set(mine) for mine, theirs in pairs)
 
     def parts(self) -> list["ForgetRequest"]:
-        """What is ranked on its own: each class, and all clients and samples together."""
+        """The parts that are ranked separately: each class, and all clients and samples together."""
         single = ForgetRequest(clients=self.clients, samples=self.samples)
         return [ForgetRequest((word,)) for word in self.classes] + [single] * bool(self.clients or self.samples)
 
     def on_client(self, client: int) -> "ForgetRequest":
-        """What of it concerns this client: classes, the client itself, its samples and those named by row alone."""
+        """The part that concerns this client: classes, the client itself, its samples and samples named by row only."""
         mine = tuple(word for word in self.samples if "/" not in word or word.startswith(f"{client}/"))
         return ForgetRequest(self.classes, (client,) if client in self.clients else (), mine)
 
     def holders(self) -> int | None:
-        """How many clients can hold something of it; None: any of them."""
+        """How many clients can hold forget images; None: any number."""
         if self.classes or any("/" not in word for word in self.samples):
             return None
         return len({*self.clients, *(int(word.partition("/")[0]) for word in self.samples)})
@@ -130,7 +130,7 @@ class ForgetRequest:
         return [_label(word, names) for word in self.classes]
 
     def mask(self, images: Images, clients: Clients | None = None) -> Tensor:
-        """Which of these images must be forgotten, (n,) bool; `clients` are the rows that each client holds."""
+        """A mask of the forget set, (n,) bool; `clients` are the rows that each client holds."""
         chosen = torch.zeros(len(images), dtype=torch.bool)
         if self.classes:
             chosen |= torch.isin(images.labels, torch.tensor(self.labels(images.names)))
@@ -141,23 +141,24 @@ class ForgetRequest:
         return chosen
 
     def split(self, images: Images, clients: Clients | None = None) -> tuple[Images, Images]:
-        """The images to forget and those to keep; neither may be empty, and every sample must be there."""
+        """The forget set and the retain set; raises EmptyGroup if one is empty or a sample is missing."""
         if self.samples:
-            there = set(images.rows.tolist())
-            missing = [word for word in self.samples if _row(word, clients) not in there]
+            known = set(images.rows.tolist())
+            missing = [word for word in self.samples if _row(word, clients) not in known]
             if missing:
                 more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
                 what = f"no training image has the id {', '.join(missing[:3])}{more}"
                 if "/" in missing[0]:
-                    raise EmptyGroup(f"{what}: that image was set aside for validation, or is forgotten already")
+                    raise EmptyGroup(f"{what}: that image is in the validation set, or was forgotten before")
                 raise EmptyGroup(
-                    f"{what}; ids are rows {int(images.rows.min())} to {int(images.rows.max())}, less those set aside"
+                    f"{what}; ids are rows {int(images.rows.min())} to {int(images.rows.max())} "
+                    "without the validation set"
                 )
         chosen = self.mask(images, clients)
         if not chosen.any():
-            raise EmptyGroup(f"{_short(self)} selects none of the {len(images)} images; there is nothing to forget")
+            raise EmptyGroup(f"{_short(self)} selects none of the {len(images)} images; the forget set is empty")
         if chosen.all():
-            raise EmptyGroup(f"{_short(self)} selects all {len(images)} images; nothing would be left to keep: retrain")
+            raise EmptyGroup(f"{_short(self)} selects all {len(images)} images; the retain set is empty")
         return images.subset(chosen.nonzero().flatten()), images.subset((~chosen).nonzero().flatten())
 
 
@@ -212,7 +213,7 @@ def _row(word: str, clients: Clients | None) -> int:
 
 
 def union_of(requests: Sequence[ForgetRequest]) -> ForgetRequest | None:
-    """All of them as one; None if there are none."""
+    """One request that names everything these requests name; None if there are none."""
     total = None
     for request in requests:
         total = request if total is None else total + request

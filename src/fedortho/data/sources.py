@@ -1,4 +1,4 @@
-"""Where images come from: Parquet files, image folders, the hub; decoded once, then memory-mapped from a cache."""
+"""Load datasets from Parquet files, image folders or the hub; decoded once, then memory-mapped from a cache."""
 
 import hashlib
 import logging
@@ -16,10 +16,10 @@ from fedortho.data.decoding import (
     TEST_SEED,
     TEST_SHARE,
     THREADS,
-    DataFiles,
+    DecodedImages,
     Report,
-    Store,
-    decode_store,
+    SplitFiles,
+    decode_files,
     split_of,
 )
 from fedortho.data.images import Dataset, Images, channel_statistics, split_stratified
@@ -33,15 +33,15 @@ SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
 
 @dataclass(frozen=True)
 class Source:
-    """A dataset known by name: the package holds it (`asset`, `build`), or it is found in `folders` or on the `hub`."""
+    """A dataset known by name: part of the package (`asset`, `build`), or read from `folders` or the `hub`."""
 
     licence: str
-    image: str = ""  # the columns; empty: looked for
+    image: str = ""  # names of the columns; empty: the usual names are tried
     label: str = ""
     hub: str = ""
     folders: tuple[str, ...] = ()
     asset: str = ""
-    build: Callable[[int], Store] | None = None
+    build: Callable[[int], DecodedImages] | None = None
 
 
 def load_images(
@@ -55,40 +55,41 @@ def load_images(
 ) -> Dataset:
     """A dataset of `DATASETS`, or the Parquet file, directory of Parquet files or image folder at the path `name`.
 
-    Validation images are cut from the training split; a row id is the image's row in its file (shards count on).
-    Statistics of the training split normalise all three.  `size` resizes every image to a square.
+    The validation set is a share `valid` of the training split. A row id is the row in the source's file; rows of
+    several files are numbered on. Channel statistics of the training split normalise all three sets. `size` resizes
+    every image to a square.
     """
     if size < 0:
-        raise BadSetting(f"the image size must be 0 (as it is) or a number of pixels, not {size}")
+        raise BadSetting(f"image-size must be 0 (unchanged) or a number of pixels, not {size}")
     name = str(name)
     source = DATASETS.get(name)
     if source and source.build:
         store, test = source.build(size), None
     else:
         try:
-            places = _locate(name, source, None if data_dir is None else Path(data_dir).expanduser())
-        except OSError as error:  # a device, or a directory that is closed to us
+            splits = _locate(name, source, None if data_dir is None else Path(data_dir).expanduser())
+        except OSError as error:  # such as a device, or a directory without permission
             raise BadData(f"{error.filename} cannot be read: {error.strerror}") from error
-        store = _load_store(places[0], size, progress)
-        test = _load_store(places[1], size, progress) if len(places) > 1 else None
-    if store.cut:
-        logger.info("%s has no test split: %.0f %% of each class was set aside as one", name, 100 * TEST_SHARE)
+        store = _load_decoded(splits[0], size, progress)
+        test = _load_decoded(splits[1], size, progress) if len(splits) > 1 else None
+    if store.test_from_train:
+        logger.info("%s has no test split: %.0f %% of each class is used as one", name, 100 * TEST_SHARE)
     if not len(store.train):
         raise BadData(f"{name}: the training split is empty")
     names = store.names or tuple(map(str, range(int(store.labels[store.train].max()) + 1)))
     whole = Images(store.pixels, store.labels, store.train, names, store.mean, store.std)
     tested = _test_images(name, whole, store, test or store)
-    kept, aside = split_stratified(whole.labels, valid, seed)
+    train_rows, valid_rows = split_stratified(whole.labels, valid, seed)
     digest = store.digest if test is None else _joined([store.digest, test.digest])
-    return Dataset(name, whole.subset(kept), whole.subset(aside), tested, digest)
+    return Dataset(name, whole.subset(train_rows), whole.subset(valid_rows), tested, digest)
 
 
-def _test_images(name: str, whole: Images, train: Store, test: Store) -> Images:
+def _test_images(name: str, whole: Images, train: DecodedImages, test: DecodedImages) -> Images:
     """The test split with the training split's class numbers, channels and statistics."""
     if not len(test.test):
         raise BadData(f"{name}: the test split is empty")
     pixels, labels = test.pixels, test.labels
-    if train.names and test.names and train.names != test.names:  # the same classes may be numbered in another order
+    if train.names and test.names and train.names != test.names:  # the same classes may have other numbers
         number = {known: label for label, known in enumerate(train.names)}
         labels = torch.tensor([number.get(known, whole.classes) for known in test.names])[labels]
     foreign = (labels[test.test] >= whole.classes).nonzero().flatten()
@@ -105,7 +106,7 @@ def _test_images(name: str, whole: Images, train: Store, test: Store) -> Images:
             f"{name}: training images are {_shape(whole.pixels)}, test images {_shape(pixels)}; "
             "save both alike, or pass --image-size N if only the size differs"
         )
-    if test is train:  # one file: its training rows keep their numbers, the test set gets a store of its own
+    if test is train:  # one source: training rows keep their numbers, the test set gets its own tensors
         pixels, labels = pixels[test.test], labels[test.test]
     return replace(whole, pixels=pixels, store_labels=labels, rows=torch.arange(len(labels)))
 
@@ -115,23 +116,23 @@ def _shape(pixels: Tensor) -> str:
 
 
 def cache_dir() -> Path:
-    """Decoded images and hub downloads live here; deleting it only costs time."""
+    """The directory of decoded images and downloads; it may be deleted at any time."""
     if own := os.environ.get("FEDORTHO_CACHE"):
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fedortho"
 
 
-def _locate(name: str, source: Source | None, data_dir: Path | None) -> tuple[DataFiles, ...]:
+def _locate(name: str, source: Source | None, data_dir: Path | None) -> tuple[SplitFiles, ...]:
     if source is None:
         path = Path(name).expanduser()
         if not path.exists():
             hint = f", or give a path: there is no file or directory {path}" if _looks_like_path(name) else ""
             raise UnknownName(f"{unknown('dataset', name, DATASETS)}{hint}")
-        return (DataFiles((path,)),) if path.is_file() else _places(path)
+        return (SplitFiles((path,)),) if path.is_file() else _split_files(path)
     if source.asset:
-        return (DataFiles((Path(__file__).parent / source.asset,), image=source.image, label=source.label),)
+        return (SplitFiles((Path(__file__).parent / source.asset,), image=source.image, label=source.label),)
     directory = _from_hub(name, source) if data_dir is None else _within(name, source, data_dir)
-    return tuple(replace(place, image=source.image, label=source.label) for place in _places(directory))
+    return tuple(replace(split, image=source.image, label=source.label) for split in _split_files(directory))
 
 
 def _looks_like_path(name: str) -> bool:
@@ -139,7 +140,7 @@ def _looks_like_path(name: str) -> bool:
 
 
 def _within(name: str, source: Source, data_dir: Path) -> Path:
-    """The dataset's own folder in `data_dir`, or `data_dir` if that is the folder itself."""
+    """The dataset's folder in `data_dir`, or `data_dir` itself if that has the dataset's name."""
     choices = [data_dir / folder for folder in source.folders]
     choices += [data_dir] * (data_dir.resolve().name in source.folders)
     for directory in choices:
@@ -151,15 +152,15 @@ def _within(name: str, source: Source, data_dir: Path) -> Path:
     )
 
 
-def _places(directory: Path) -> tuple[DataFiles, ...]:
-    """The training and test split of a directory, or all of it as one place that has to be split."""
+def _split_files(directory: Path) -> tuple[SplitFiles, ...]:
+    """The files of the training and the test split of a directory, or all files if it has no splits."""
     found = _parquet_splits(directory) or _folder_splits(directory)
     if not found:
         raise BadData(f"{directory} holds neither Parquet files nor images in CLASS/*.png or train/CLASS/*.png")
     if set(found) == {""}:
         return (found[""],)
     if "train" not in found:
-        names = ", ".join(file.name for place in found.values() for file in place.files)
+        names = ", ".join(file.name for split in found.values() for file in split.files)
         raise BadData(f"{directory} has no training split: looked for train*.parquet, found {names}")
     test = found.get("test") or found.get("valid")
     unused = [role or "unnamed" for role in found if found[role] not in (found["train"], test)]
@@ -168,24 +169,24 @@ def _places(directory: Path) -> tuple[DataFiles, ...]:
     return (replace(found["train"], role="train"), replace(test, role="test")) if test else (found["train"],)
 
 
-def _parquet_splits(directory: Path) -> dict[str, DataFiles]:
+def _parquet_splits(directory: Path) -> dict[str, SplitFiles]:
     splits: dict[str, list[Path]] = {}
     for file in sorted(directory.glob("*.parquet")) or sorted(directory.glob("*/*.parquet")):
         parts = reversed(file.relative_to(directory).parts)  # the file's own name first, then its folder's
         splits.setdefault(next(filter(None, map(split_of, parts)), ""), []).append(file)
-    return {role: DataFiles(tuple(files)) for role, files in splits.items()}
+    return {role: SplitFiles(tuple(files)) for role, files in splits.items()}
 
 
-def _folder_splits(directory: Path) -> dict[str, DataFiles]:
-    """Splits of an image folder; a split holds class folders, so a class may be called `train`."""
+def _folder_splits(directory: Path) -> dict[str, SplitFiles]:
+    """The splits of an image folder; a split contains class folders, so a class may be named `train`."""
     folders = {split_of(child.name): child for child in _subfolders(directory) if _subfolders(child)}
     if "train" not in folders:
         folders = {"": directory}
     splits = {}
     for role, folder in folders.items():
         files = [(file, child.name) for child in _subfolders(folder) for file in _pictures(child)]
-        if files and (role or folder is directory):  # beside train and test, a folder of another name is no split
-            splits[role] = DataFiles(tuple(file for file, _ in files), folders=tuple(name for _, name in files))
+        if files and (role or folder is directory):  # beside train and test, folders with other names are ignored
+            splits[role] = SplitFiles(tuple(file for file, _ in files), folders=tuple(name for _, name in files))
     return splits
 
 
@@ -199,7 +200,7 @@ def _pictures(folder: Path) -> list[Path]:
 
 
 def _from_hub(name: str, source: Source) -> Path:
-    """Fetch a dataset once and keep it as Parquet files, so the next load needs no network."""
+    """Download a dataset once as Parquet files into the cache."""
     directory = cache_dir() / "hub" / name
     if (directory / "train.parquet").is_file():
         return directory
@@ -218,7 +219,7 @@ def _from_hub(name: str, source: Source) -> Path:
             "check the network or pass --data-dir DIR"
         ) from error
     try:
-        for split in sorted(splits, key="train".__eq__):  # train last: it marks the download as complete
+        for split in sorted(splits, key="train".__eq__):  # train last: its file marks a complete download
             with replacing(directory / f"{split}.parquet") as temporary:
                 splits[split].to_parquet(temporary)
     except FedOrthoError as error:
@@ -226,16 +227,16 @@ def _from_hub(name: str, source: Source) -> Path:
     return directory
 
 
-def _load_store(place: DataFiles, size: int, progress: Report | None) -> Store:
-    """The decoded images of a place: from the cache, or decoded now and cached."""
-    digest = _content_digest(place)
-    key = _joined([digest, str(DECODER), str(size), place.role, place.image, place.label])
+def _load_decoded(files: SplitFiles, size: int, progress: Report | None) -> DecodedImages:
+    """The decoded images of these files: from the cache, or decoded now and cached."""
+    digest = _content_digest(files)
+    key = _joined([digest, str(DECODER), str(size), files.role, files.image, files.label])
     try:
-        return _read_store(_cache_file(key), digest)
+        return _read_cache(_cache_file(key), digest)
     except (BadCheckpoint, KeyError, ValueError, OSError, RuntimeError) as error:
         logger.debug("no decoded images in the cache: %s", error)
-    store = decode_store(place, size, digest, progress)
-    note = {"cut": store.cut, "names": store.names, "mean": store.mean, "std": store.std}
+    store = decode_files(files, size, digest, progress)
+    note = {"test-from-train": store.test_from_train, "names": store.names, "mean": store.mean, "std": store.std}
     tensors = {"pixels": store.pixels, "labels": store.labels, "train": store.train, "test": store.test}
     try:
         write_tensors(_cache_file(key), tensors, note)
@@ -248,29 +249,31 @@ def _cache_file(key: str) -> Path:
     return cache_dir() / f"{key[:40]}.safetensors"
 
 
-def _read_store(file: Path, digest: str) -> Store:
+def _read_cache(file: Path, digest: str) -> DecodedImages:
     tensors, note = read_tensors(file)
     pixels, labels = tensors["pixels"], tensors["labels"]
     if pixels.dtype != torch.uint8 or pixels.dim() != 4 or len(pixels) != len(labels):
         raise ValueError(f"{file} does not hold images")
     names, mean, std = (tuple(note[key]) for key in ("names", "mean", "std"))
-    return Store(pixels, labels, tensors["train"], tensors["test"], note["cut"], names, mean, std, digest)
+    return DecodedImages(
+        pixels, labels, tensors["train"], tensors["test"], note["test-from-train"], names, mean, std, digest
+    )
 
 
-def _content_digest(place: DataFiles) -> str:
+def _content_digest(files: SplitFiles) -> str:
     with ThreadPoolExecutor(THREADS) as pool:
         try:
-            digests = list(pool.map(file_digest, place.files))
+            digests = list(pool.map(file_digest, files.files))
         except OSError as error:
             raise BadData(f"{error.filename} cannot be read: {error.strerror}") from error
-    return _joined([*digests, *place.folders])
+    return _joined([*digests, *files.folders])
 
 
 def _joined(words: Sequence[str]) -> str:
     return hashlib.sha256("\0".join(words).encode()).hexdigest()
 
 
-def _digits(size: int) -> Store:
+def _digits(size: int) -> DecodedImages:
     """Scikit-learn's 1,797 digits of 8x8 pixels in 17 shades; a fifth is the test split."""
     from sklearn.datasets import load_digits
 
@@ -282,7 +285,7 @@ def _digits(size: int) -> Store:
     train, test = split_stratified(labels, TEST_SHARE, TEST_SEED)
     mean, std = channel_statistics(pixels[train])
     digest = tensors_digest({"pixels": pixels, "labels": labels})
-    return Store(pixels, labels, train, test, False, tuple("0123456789"), mean, std, digest)
+    return DecodedImages(pixels, labels, train, test, False, tuple("0123456789"), mean, std, digest)
 
 
 _CIFAR = "no licence stated; cite A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009"
