@@ -6,6 +6,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from fedortho.audits.verdict import Verdict
 from fedortho.data.request import ForgetRequest
 from fedortho.evidence.bundle import _spelled, open_bundle
 from fedortho.evidence.canonical_zip import pack_files
@@ -17,6 +18,11 @@ from fedortho.storage.records import to_json
 HOW = Hide(ratio=0.25, statistics_images=200, trial_images=200, repair_images=200)
 REQUEST = ForgetRequest.parse("class:3")
 Runs = dict[str, Run]
+
+
+def no_audits(request: str, after: str) -> Verdict:
+    """A verdict without metrics and audits on a model, about a class whose name has to be escaped in HTML."""
+    return Verdict(request, 'class "3"', "hide", (), (), None, has_reference=False, digests={"after": after})
 
 
 def forge(made: Path, files: Mapping[str, bytes]) -> bytes:

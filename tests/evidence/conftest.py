@@ -1,13 +1,13 @@
 """Runs that forgot, and bundles of them."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
-from bundles import HOW, REQUEST, Runs
+from bundles import HOW, REQUEST, Runs, no_audits
 from once import made_once
 
+from fedortho.audits.verdict import write_verdict
 from fedortho.cli.report import report_command
 from fedortho.data.request import ForgetRequest
 from fedortho.evidence.bundle import make_bundle
@@ -37,9 +37,8 @@ def _write_runs(place: Path) -> None:
         )
         assert forgot.run is not None
         run = forgot.run
-    verdict = {"schema": 1, "request": "class:3", "sentence": '3 is "gone".', "label": "none run"}
-    verdict["digests"] = {"after": open_run(place / "second").record.model.digest}
-    (place / "second" / "verdict.json").write_text(json.dumps(verdict))
+    after = open_run(place / "second").record.model.digest
+    write_verdict(place / "second", no_audits("class:3", after))
     report_command(place / "second", device="cpu")
 
 

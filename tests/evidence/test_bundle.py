@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from bundles import HOW, REQUEST, Runs, edited, forge, manifest
+from bundles import HOW, REQUEST, Runs, edited, forge, manifest, no_audits
 from pages import data_pngs, embedded
 
+from fedortho.audits.verdict import write_verdict
 from fedortho.cli.report import report_command
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import FedOrthoError
@@ -116,7 +117,7 @@ def test_a_report_of_something_else_or_with_images_that_cannot_be_found_is_no_ev
     page = (copy / "report.html").read_text()
     for wrong, told in (
         (page.replace(MARKED, ""), "images of data are not marked in it"),
-        (page.replace("3 is &#34;gone&#34;.", "3 is not gone."), "about another model or an older verdict"),
+        (page.replace("Class &#34;3&#34;: its accuracy", "Its accuracy"), "about another model or an older verdict"),
         (page.replace(runs["second"].record.model.digest, "0" * 64), "about another model or an older verdict"),
     ):
         assert wrong != page
@@ -234,11 +235,11 @@ def test_a_digest_told_by_another_way_finds_a_forged_bundle(made: Path, tmp_path
 
 
 def test_a_verdict_on_another_request_or_model_is_no_evidence(made: Path, runs: Runs, tmp_path: Path) -> None:
-    for change in ({"request": "class:5"}, {"digests": {"after": "0" * 64}}, {"digests": None}):
+    for change in ({"request": "class:5"}, {"digests": {"after": "0" * 64}}, {"digests": {}}):
         verdict = edited(made, "verdict.json", lambda told, change=change: told | change)
         with pytest.raises(BadBundle, match="disagree about the verdict's"):
             read_bundle(forge(made, {"verdict.json": verdict}), "x")
-    (runs["third"].path / "verdict.json").write_text('{"schema": 1, "request": "class:5"}')
+    write_verdict(runs["third"].path, no_audits("class:5", runs["third"].record.model.digest))
     try:
         earlier = make_bundle(runs["third"], REQUEST, tmp_path / "x.zip")
     finally:

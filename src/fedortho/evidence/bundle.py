@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fedortho.audits.verdict import read_verdict
+from fedortho.audits.verdict import Verdict, read_verdict
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadRecord, FedOrthoError
 from fedortho.evidence.canonical_zip import LARGEST, BadArchive, check_form, pack_files, unpack_files
@@ -180,9 +180,9 @@ def _agreeing(files: Mapping[str, bytes], manifest: Manifest, source: str) -> Bu
         "patch": (digests.patch, _digest(files["patch.safetensors"])),
     }
     if "verdict.json" in files:
-        verdict = _json(files, "verdict.json", source)
-        claims["the verdict's request"] = (entry.request, verdict.get("request"))
-        claims["the verdict's model"] = (digests.after, (verdict.get("digests") or {}).get("after"))
+        verdict = _verdict(files, source)
+        claims["the verdict's request"] = (entry.request, verdict.request)
+        claims["the verdict's model"] = (digests.after, verdict.digests.get("after"))
     for what, values in claims.items():
         if any(value != values[0] for value in values) or values[0] in (None, ""):
             raise BadBundle(f"{source}: its files disagree about {what}: {', '.join(map(str, values))}"[:300])
@@ -284,6 +284,13 @@ def _patch(data: bytes, source: str) -> Patch:
 def _record(kind: type[R], files: Mapping[str, bytes], name: str, source: str) -> R:
     try:
         return from_json(kind, _json(files, name, source), name)
+    except BadRecord as error:
+        raise BadBundle(f"{source}: {error}") from error
+
+
+def _verdict(files: Mapping[str, bytes], source: str) -> Verdict:
+    try:
+        return Verdict.from_json(_json(files, "verdict.json", source), "verdict.json")
     except BadRecord as error:
         raise BadBundle(f"{source}: {error}") from error
 

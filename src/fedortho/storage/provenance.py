@@ -13,7 +13,6 @@ import torch
 from fedortho.storage.files import locked, read_json, write_json
 from fedortho.storage.records import from_json, to_json
 
-SCHEMA = 1  # of rows of comparisons and benchmarks
 LIBRARIES = ("fedortho", "torch", "numpy", "safetensors", "torch-pruning")
 
 
