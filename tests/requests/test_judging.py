@@ -82,12 +82,13 @@ def test_references_are_found_and_a_second_one_serves_the_distance(runs: Path) -
 
 
 def test_python_judges_and_audits_without_the_command_line(runs: Path) -> None:
-    run, steps = open_run(runs / "forgot"), []
+    steps: list[str] = []
+    run = open_run(runs / "forgot")
     found = judge_run(run, "class:3", JudgeOptions(references=runs / "references"), on_step=steps.append)
     assert found.has_reference
     assert steps[:2] == ["metrics", "linear probe"]
     assert found.label == read_json(run.path / "verdict.json")["label"]
-    only = audit_run(run, options=JudgeOptions(only=("C2",)))
+    only = audit_run(run.path, options=JudgeOptions(only=("C2",)), original=str(runs / "original"))
     assert [audit.name for audit in only.audits if audit.outcome != "NOT RUN"] == ["C2"]
     with pytest.raises(BadSetting, match="federation"):
         audit_run(run, after_rounds=1)

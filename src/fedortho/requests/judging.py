@@ -59,11 +59,11 @@ class JudgeOptions:
 
 
 def judge_run(
-    run: Run,
+    run: Run | Path | str,
     request: ForgetRequest | str | None = None,
     options: JudgeOptions | None = None,
     *,
-    original: Run | Path | None = None,
+    original: Run | Path | str | None = None,
     data: Dataset | None = None,
     on_training: Watch | None = None,
     on_step: Callable[[str], None] | None = None,
@@ -74,10 +74,10 @@ def judge_run(
     before forgetting, `data` the run's data if it is already loaded. `on_training` receives the progress of a reference
     model's training, `on_step` the title of each measurement that begins.
     """
-    options = options or JudgeOptions()
+    run, options = open_run(run), options or JudgeOptions()
     served = served_record(run, _parsed(run, request))
     request = ForgetRequest.parse(served.request)  # one spelling: verdicts are found by it
-    original = original if isinstance(original, Run) else original_of(run, original)
+    original = original_of(run, original)
     check_judge_options(original, request, options)
     journal = original.path.absolute().parent  # the journal that recorded the request
     for directory in [journal, *([] if options.only else [run.path])]:
@@ -101,12 +101,12 @@ def judge_run(
 
 
 def audit_run(
-    run: Run,
+    run: Run | Path | str,
     request: ForgetRequest | str | None = None,
     options: JudgeOptions | None = None,
     *,
     after_rounds: int = 0,
-    original: Run | Path | None = None,
+    original: Run | Path | str | None = None,
     on_training: Watch | None = None,
     on_step: Callable[[str], None] | None = None,
 ) -> Verdict:
@@ -114,9 +114,9 @@ def audit_run(
 
     A simulated federation is first trained for `after_rounds` more rounds without the forget set.
     """
-    options = replace(options or JudgeOptions(), audit="full")
+    run, options = open_run(run), replace(options or JudgeOptions(), audit="full")
     request, data, audited = _parsed(run, request), run.load_data(options.data_dir), run
-    original = original if isinstance(original, Run) else original_of(run, original)
+    original = original_of(run, original)
     if after_rounds:
         check_rounds(run)
         check_judge_options(original, request, options)

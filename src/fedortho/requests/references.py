@@ -175,7 +175,7 @@ def find_original(run: Run) -> Run | None:
     return min(found, key=lambda other: as_mapping(other.settings) != as_mapping(run.settings), default=None)
 
 
-def original_of(run: Run, given: Path | None = None) -> Run:
+def original_of(run: Run, given: Run | Path | str | None = None) -> Run:
     """The run before forgetting: the given one, or the one that this run was derived from."""
     found = open_run(given) if given is not None else find_original(run)
     if found is None:
