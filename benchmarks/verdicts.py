@@ -45,6 +45,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--seeds", default="0,1,2", help="seeds of the originals")
     parser.add_argument("--audit", default="quick", help="quick or full")
     parser.add_argument("--shadows", type=int, default=0, help="shadow models for the membership audit (full)")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "verdicts.json", help="result file")
     arguments = parser.parse_args(words)
     torch.set_num_threads(1)
     for model in arguments.models.split(",") if arguments.models else []:
@@ -81,25 +82,25 @@ def judge_original(model: str, seed: int, arguments: Any) -> None:
         if suite is None or method == "retrain":
             suite = MetricSuite(case)
         only = ["C1", "C2", "C3", "C5", "C6"] if arguments.audit == "quick" and len(others) > 1 else []
-        told = about(original, forgot, others[0], method, data)
+        facts = about(original, forgot, others[0], method, data)
         if arguments.shadows and method != "retrain":
             entry = served_record(forgot, request)
             place = MODELS.parent / "shadows"
             shadows = shadow_plan(original, entry, place, arguments.shadows, torch.device("cpu"))
             case = replace(case, shadows=shadows)
-        verdict = judge_case(case, arguments.audit, only=only, suite=suite, cache=cache, **told)
+        verdict = judge_case(case, arguments.audit, only=only, suite=suite, cache=cache, **facts)
         write(page, verdict)
-        add(page, verdict)
+        add(arguments.out, page, verdict)
 
 
 def is_current(page: Path, forgot: Run, references: list[Run], *, shadows: bool) -> bool:
     """Whether the file has the verdict on this model by this reference, with every audit that can run."""
     if not page.exists():
         return False
-    found = read(page)
-    same = found.digests["after"] == forgot.record.model.digest
-    same &= found.digests["reference"] == references[0].record.model.digest
-    ran = {audit.name for audit in found.audits if audit.outcome != "NOT RUN"}
+    verdict = read(page)
+    same = verdict.digests["after"] == forgot.record.model.digest
+    same &= verdict.digests["reference"] == references[0].record.model.digest
+    ran = {audit.name for audit in verdict.audits if audit.outcome != "NOT RUN"}
     return same and ("C5" in ran or len(references) < 2) and ("C4" in ran or not shadows)
 
 
@@ -114,14 +115,14 @@ def outcome(original: Run, method: str, references: list[Run]) -> Run | None:
 def about(original: Run, forgot: Run, reference: Run, method: str, data: Any) -> dict[str, Any]:
     digests = {"before": original.record.model.digest, "after": forgot.record.model.digest}
     digests["reference"] = reference.record.model.digest
-    told: dict[str, Any] = {"method": method, "digests": digests}
+    facts: dict[str, Any] = {"method": method, "digests": digests}
     record = original.record
-    told["origin"] = {"run": forgot.path.name, "data": to_json(record.data), "settings": dict(record.settings)}
-    told["retrain_seconds"] = sum(epoch.seconds for epoch in reference.history())
+    facts["origin"] = {"run": forgot.path.name, "data": to_json(record.data), "settings": dict(record.settings)}
+    facts["retrain_seconds"] = sum(epoch.seconds for epoch in reference.history())
     if method == "retrain":
-        return told | {"cost": reference_cost(forgot, data)}
+        return facts | {"cost": reference_cost(forgot, data)}
     entry = served_record(forgot, ForgetRequest.parse(REPORTED))
-    return told | {"settings": entry.settings, "cost": entry.cost}
+    return facts | {"settings": entry.settings, "cost": entry.cost}
 
 
 def read(page: Path) -> Verdict:
@@ -138,7 +139,7 @@ def write(page: Path, verdict: Verdict) -> None:
     print(page.name, verdict.label, flush=True)
 
 
-def add(page: Path, verdict: Verdict) -> None:
+def add(results: Path, page: Path, verdict: Verdict) -> None:
     """Add the verdict's row to the results, or replace the one of the same network, method and audits."""
     metrics = {metric.name: metric for metric in verdict.metrics}
     settings = verdict.origin["settings"]
@@ -151,7 +152,7 @@ def add(page: Path, verdict: Verdict) -> None:
         row["details"] = {audit.name: dict(audit.details) for audit in verdict.audits}
     command = "python benchmarks/verdicts.py --data-dir ../shared/data"
     what = "audits of methods, CIFAR-10, class 1, against retrained models"
-    add_row(HERE / "results" / "verdicts.json", row, ("page",), lambda other: other["page"], what, command)
+    add_row(results, row, ("page",), lambda other: other["page"], what, command)
 
 
 if __name__ == "__main__":
