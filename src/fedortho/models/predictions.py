@@ -1,4 +1,4 @@
-"""A model's answers on some images, counted."""
+"""Predictions of a model: logits, accuracy, loss and the confusion matrix."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,21 +14,21 @@ from fedortho.errors import BadData, BadSetting
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A model's answers on some images, counted."""
+    """Loss, accuracy and confusion matrix of a model on some images."""
 
     images: int
     loss: float
     accuracy: float
-    confusion: tuple[tuple[int, ...], ...]  # [true label][answer]
+    confusion: tuple[tuple[int, ...], ...]  # [true label][predicted label]
 
     @property
     def per_class(self) -> tuple[float | None, ...]:
-        """Accuracy on each label; None where there is no image of it."""
+        """Accuracy of each class; None for a class without images."""
         return tuple(row[label] / sum(row) if sum(row) else None for label, row in enumerate(self.confusion))
 
 
 def evaluate(model: nn.Module, images: Images | Batches, *, device: torch.device | str = "cpu") -> Evaluation:
-    """Count a model's answers, in eval mode and without augmentation; the model keeps its mode."""
+    """Loss, accuracy and confusion matrix, in evaluation mode and without augmentation; the model keeps its mode."""
     loss, counts = 0.0, None
     with evaluating(model):
         for outputs, labels in _answered(model, images, device):
@@ -47,7 +47,7 @@ def evaluate(model: nn.Module, images: Images | Batches, *, device: torch.device
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode and no gradients meanwhile; afterwards the mode is as it was."""
+    """Evaluation mode without gradients; the former mode is restored afterwards."""
     was_training = model.training
     model.eval()
     try:
@@ -67,7 +67,7 @@ def _answered(
 
 
 def logits_of(model: nn.Module, images: Images, *, device: torch.device | str = "cpu") -> Tensor:
-    """What a model answers to each image, (n, classes), float64 on the CPU, in the order of the images."""
+    """The logits of each image, (n, classes), float64 on the CPU, in the order of the images."""
     if not len(images):
         raise BadData("there are no images to answer to")
     with evaluating(model):
@@ -75,7 +75,7 @@ def logits_of(model: nn.Module, images: Images, *, device: torch.device | str = 
 
 
 def refuse_broken(logits: Tensor, what: str) -> None:
-    """Refuse answers that are no finite numbers, naming whose they are."""
+    """Raise BadData if a logit is not finite; `what` names the model."""
     bad = (~torch.isfinite(logits)).any(1)
     if bool(bad.any()):
         first = int(bad.nonzero()[0])
@@ -86,7 +86,7 @@ def refuse_broken(logits: Tensor, what: str) -> None:
 
 
 def answers_of(model: nn.Module, inputs: Tensor) -> Tensor:
-    """A row of numbers for each image; a model that answers otherwise is refused."""
+    """The logits of a batch, (images, classes); raises BadSetting if the model returns anything else."""
     outputs = model(inputs)
     if not isinstance(outputs, Tensor) or outputs.dim() != 2 or len(outputs) != len(inputs):
         got = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
@@ -96,5 +96,5 @@ def answers_of(model: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def accuracy(model: nn.Module, images: Images | Batches, *, device: torch.device | str = "cpu") -> float:
-    """The share of images that the model names rightly."""
+    """The share of images whose class is predicted correctly."""
     return evaluate(model, images, device=device).accuracy

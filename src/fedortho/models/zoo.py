@@ -1,4 +1,4 @@
-"""The paper's networks for small images, two small ones for small machines, and any network of your own."""
+"""The paper's networks for small images, two small networks, and networks of your own."""
 
 import importlib
 import inspect
@@ -164,7 +164,7 @@ def build_model(name: str, *, num_classes: int, channels: int = 3, seed: int = 0
     """A fresh model: one of ours, `timm:NAME`, or your own factory as `package.module:function`.
 
     The same seed gives the same weights; the caller's random state stays as it was. Your factory gets
-    those of `num_classes`, `num_classes`, `channels`, `in_channels`, `in_chans` that it has parameters for.
+    those of `classes`, `num_classes`, `channels`, `in_channels`, `in_chans` that it has parameters for.
 
     >>> sum(p.numel() for p in build_model("resnet18", num_classes=10).parameters())
     11173962
@@ -186,7 +186,7 @@ def _own_model(name: str, num_classes: int, channels: int) -> nn.Module:
     sizes |= {"channels": channels, "in_channels": channels, "in_chans": channels}
     try:
         module = importlib.import_module(place)
-    except (ImportError, TypeError, ValueError) as error:  # the last two: no name, or a relative one
+    except (ImportError, TypeError, ValueError) as error:  # TypeError, ValueError: an empty or a relative name
         raise UnknownName(f"cannot import {place!r} for the model {name!r}: {error}") from error
     if place == "timm":
         try:
@@ -208,13 +208,13 @@ def _own_model(name: str, num_classes: int, channels: int) -> nn.Module:
 def _checked(name: str, model: Any) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise BadSetting(f"{name} returned {type(model).__name__}, not a torch.nn.Module")
-    if any(map(is_lazy, [*model.parameters(), *model.buffers()])):  # their weights would not come from the seed
+    if any(map(is_lazy, [*model.parameters(), *model.buffers()])):  # the seed would not decide their weights
         raise BadSetting(f"{name} has lazy layers, whose sizes are not known yet; give them their input sizes")
     return model
 
 
 def check_output(model: nn.Module, shape: tuple[int, int, int], num_classes: int) -> None:
-    """Refuse a model that cannot read such images or does not answer with one number per class."""
+    """Raise BadSetting for a model that cannot read images of this shape or lacks one output per class."""
     answers = count_answers(model, shape)
     if answers != num_classes:
         raise BadSetting(
@@ -223,14 +223,14 @@ def check_output(model: nn.Module, shape: tuple[int, int, int], num_classes: int
 
 
 def count_answers(model: nn.Module, shape: tuple[int, int, int]) -> int:
-    """How many classes the model tells apart; refused if it cannot read such images or gives no row of numbers."""
+    """The number of outputs of a classifier; raises BadSetting if it cannot read images of this shape."""
     was_training = model.training
     model.eval()
     try:
         with torch.no_grad():
             device = next((p.device for p in model.parameters()), torch.device("cpu"))
             answer = model(torch.zeros(1, *shape, device=device))
-    except Exception as error:  # a foreign model: it may fail in any way
+    except Exception as error:  # code of others may raise anything
         sizes = "x".join(map(str, shape))
         raise BadSetting(f"the model cannot read images of {sizes}: {first_line(error)}") from error
     finally:

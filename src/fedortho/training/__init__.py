@@ -1,1 +1,1 @@
-"""The recipe, the penalties, the objectives and the only SGD loop."""
+"""Recipe, penalties, objectives, batches and the only SGD loop."""

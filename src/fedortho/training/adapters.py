@@ -1,4 +1,4 @@
-"""Small trainable additions to chosen layers over frozen weights, which can be taken off again, bit for bit."""
+"""Small trainable additions to frozen weights of chosen layers; removing them restores the model bit for bit."""
 
 import copy
 import math
@@ -17,13 +17,13 @@ MARK = ".parametrizations.weight"
 
 @dataclass(frozen=True)
 class Adapters:
-    """Which layers get an adapter, and of what kind; a plain value, from which everybody builds the same ones."""
+    """Which layers get which kind of adapter; server and clients build the same adapters from it."""
 
     layers: tuple[str, ...]
     kind: str = "sparse"
-    density: float = 0.05  # sparse: share of the coordinates that may move, drawn by the seed
-    rank: int = 16  # low-rank: of the two factors
-    scale: float = 2.0  # low-rank: by which their product is multiplied
+    density: float = 0.05  # sparse: share of the weights that are trained, drawn with the seed
+    rank: int = 16  # low-rank: rank of the two factors
+    scale: float = 2.0  # low-rank: factor of their product
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -34,7 +34,7 @@ class Adapters:
 
 
 class Sparse(nn.Module):
-    """W + m ⊙ a: a fixed random set of coordinates gets a value each, 0 at first."""
+    """W + m ⊙ a: a fixed random subset of the weights has a trainable addition, 0 at first."""
 
     def __init__(self, weight: Tensor, adapters: Adapters, seed: int) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class LowRank(nn.Module):
 
 
 def attach(model: nn.Module, adapters: Adapters) -> nn.Module:
-    """A copy on the CPU with adapters; everything else in it is frozen."""
+    """A copy of the model on the CPU with adapters; all other weights are frozen."""
     twin = copy.deepcopy(model).cpu().requires_grad_(False)
     for number, name in enumerate(adapters.layers):
         layer = twin.get_submodule(name)
@@ -78,7 +78,7 @@ def attach(model: nn.Module, adapters: Adapters) -> nn.Module:
 
 
 def base_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state without its adapters, by the names that it had before."""
+    """The tensors of a state without adapters, under their original names."""
     return {name.replace(f"{MARK}.original", ".weight"): t for name, t in state.items() if not is_adapter(name)}
 
 
@@ -88,12 +88,12 @@ def is_adapter(name: str) -> bool:
 
 
 def take_off(model: nn.Module, adapted: nn.Module) -> nn.Module:
-    """What the adapted model was before: a copy of `model`, any network of that kind, with the frozen weights."""
+    """The model without adapters: a copy of `model`, of the same architecture, with the frozen weights."""
     return _loaded(model, base_tensors(adapted.state_dict()))
 
 
 def merge(model: nn.Module, adapted: nn.Module, adapters: Adapters) -> nn.Module:
-    """A plain network that answers as the adapted one does."""
+    """A model without adapters that computes the same outputs as the adapted one."""
     state = base_tensors(adapted.state_dict())
     with torch.no_grad():
         for name in adapters.layers:

@@ -1,4 +1,4 @@
-"""How to train, as one flat value, and the learning rate that follows from it."""
+"""The hyper-parameters of training as one flat value, and the learning rate schedules."""
 
 import math
 from collections.abc import Callable
@@ -14,7 +14,7 @@ PRECISIONS = ("float32", "bfloat16")
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to train; every field is a plain number or word, so it fits a TOML line, a flag, a run config."""
+    """Hyper-parameters of training; every field is a number or a string, as TOML, flags and run configs need."""
 
     epochs: Annotated[int, "passes over the training images"] = 6
     batch_size: Annotated[int, "images per step"] = 64
@@ -22,9 +22,9 @@ class Recipe:
     schedule: Annotated[str, "cosine to 0, steps at the milestones, geometric (by gamma each epoch), or constant"] = (
         "cosine"
     )
-    milestones: Annotated[str, "epochs after which steps multiplies the rate by gamma"] = "30,60"
+    milestones: Annotated[str, "epochs after which the schedule steps multiplies lr by gamma"] = "30,60"
     gamma: Annotated[float, "factor of the schedules steps and geometric (the paper: 0.1, and 0.998 a round)"] = 0.1
-    warmup: Annotated[float, "epochs over which the rate rises from 0"] = 0.0
+    warmup: Annotated[float, "epochs over which lr rises from 0"] = 0.0
     momentum: Annotated[float, "momentum of SGD"] = 0.9
     weight_decay: Annotated[float, "weight decay"] = 5e-4
     crop: Annotated[int, "pixels of padding before a random crop; 0: none"] = 2
@@ -32,14 +32,14 @@ class Recipe:
     erase: Annotated[float, "probability of erasing a rectangle"] = 0.0
     ortho: Annotated[float, "weight of the orthogonality penalty; 0: off"] = 0.1
     ortho_layers: Annotated[str, "its layers: shallow, mid, deep, all, names, patterns, re:EXPRESSION"] = "deep"
-    ortho_every: Annotated[int, "apply it every so many steps, so many times as strong; 1: at each step"] = 4
+    ortho_every: Annotated[int, "apply it at every n-th step with n times the weight; 1: at each step"] = 4
     tall: Annotated[str, "layers with more kernels than inputs: columns or rows (one step, two values), or skip"] = (
         "columns"
     )
     align: Annotated[float, "weight of the distance to the received model, where there is one"] = 0.1
     align_layers: Annotated[str, "the layers of ortho-layers (ortho) or all weights (all)"] = "ortho"
     precision: Annotated[str, "float32, or bfloat16 for mixed precision"] = "float32"
-    seed: Annotated[int, "of the weights, the order of images and the augmentation"] = 0
+    seed: Annotated[int, "seed of the weights, the batch order and the augmentation"] = 0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -96,7 +96,7 @@ def _milestones(recipe: Recipe) -> list[float]:
 
 
 def learning_rate(recipe: Recipe, clock: float) -> float:
-    """The rate after `clock` epochs (a federation counts rounds: `geometric`, gamma 0.998, is the paper's).
+    """The learning rate after `clock` epochs, or rounds of a federation (the paper: `geometric`, gamma 0.998).
 
     >>> [round(learning_rate(Recipe(epochs=10, lr=0.1), e), 3) for e in (0, 5, 10)]
     [0.1, 0.05, 0.0]
