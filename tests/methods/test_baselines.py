@@ -22,6 +22,7 @@ from fedortho.methods.not_ import NoT, negated
 from fedortho.methods.retrain import Retrain
 from fedortho.methods.salun import SalUn, salient
 from fedortho.methods.unsir import UNSIR
+from fedortho.statistics.engine import fresh_model
 from fedortho.storage.files import tensors_digest
 from fedortho.training.adapters import take_off
 
@@ -121,7 +122,7 @@ def test_unsirs_noise_is_all_distinct_errs_and_leaves_running_statistics_alone(s
 
 def test_unsir_labels_noise_with_the_class_it_was_made_for(small_net: nn.Module, engine: CentralEngine) -> None:
     method = UNSIR(noise_images=4, noise_copies=3)
-    shown = method._noise_images(torch.randn(8, *SHAPE), [2, 7], engine.names)
+    shown = method._noise_images(torch.randn(8, *SHAPE), [2, 7], engine.info.class_names)
     assert len(shown) == 24
     assert shown.store_labels.tolist() == [2] * 4 + [7] * 4
 
@@ -141,7 +142,7 @@ def test_a_bad_teacher_needs_new_weights_and_makes_answers_vague(
 
 def test_retraining_starts_from_new_weights_everywhere(small_net: nn.Module, engine: CentralEngine) -> None:
     blank = Retrain(epochs=0, seed=5)(small_net, engine, REQUEST)
-    assert tensors_digest(blank.state_dict()) == tensors_digest(engine.fresh(5).state_dict())
+    assert tensors_digest(blank.state_dict()) == tensors_digest(fresh_model(engine, 5).state_dict())
     for name, weight in small_net.named_parameters():
         if weight.dim() > 1:
             assert not torch.equal(blank.get_parameter(name), weight), name

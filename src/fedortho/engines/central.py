@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import nn
@@ -11,9 +11,9 @@ from torch import nn
 from fedortho.data.images import Dataset, Images
 from fedortho.data.request import Clients, ForgetRequest
 from fedortho.engines.answer import AnswerCache, answer
-from fedortho.errors import BadData, FedOrthoError
+from fedortho.errors import BadData
 from fedortho.models.reinitialise import reinitialised
-from fedortho.statistics.engine import Tally
+from fedortho.statistics.engine import EngineInfo, Tally
 from fedortho.statistics.observe import Observation
 from fedortho.statistics.query import Query, Selection
 from fedortho.statistics.training_plan import TrainingPlan, as_training_plan
@@ -33,24 +33,16 @@ class CentralEngine:
     device: torch.device | str = "cpu"
     tally: Tally = field(default_factory=Tally)
     build: Callable[[int], nn.Module] | None = None  # from a seed to a network with new weights
-    parallel_trials = 1
-    is_federated = False
 
     def __post_init__(self) -> None:
         self._digest, self._memory = "", AnswerCache()
         self._model: nn.Module | None = None
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.data.train.names
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        return self.data.train.shape
-
-    @property
-    def has_ledger(self) -> bool:
-        return self.ledger is not None
+    @cached_property
+    def info(self) -> EngineInfo:
+        train = self.data.train
+        digest = f"{self.data.digest}:{tensors_digest({'rows': train.rows, 'labels': train.labels})}"
+        return EngineInfo(train.names, train.shape, digest, has_ledger=self.ledger is not None, build=self.build)
 
     def fit(
         self, model: nn.Module, what: Selection | TrainingPlan, recipe: Recipe, *, trainable: Mask | None = None
@@ -67,15 +59,9 @@ class CentralEngine:
             teachers=plan.teachers,
         )
         seen, taught = count_images(training_sets, recipe.batch_size, recipe.epochs, plan.options)
-        self.add_work(read=taught, trained=seen)
+        self.tally.images_read += taught
+        self.tally.images_trained += seen
         return trained
-
-    def fresh(self, seed: int) -> nn.Module:
-        return fresh_model(self.build, seed)
-
-    def add_work(self, *, read: int = 0, trained: int = 0) -> None:
-        self.tally.images_read += read
-        self.tally.images_trained += trained
 
     def measure(self, model: nn.Module, queries: Sequence[Query]) -> list[list[Observation]]:
         model, cache = self._remembered(model)
@@ -87,16 +73,13 @@ class CentralEngine:
                 query.statistic, by_label=query.statistic.by_label or query.statistic.kind == "peaks"
             )  # nobody to protect
             found.append(answer(model, self.data.train, groups, statistic, cache=cache, device=self.device))
-        self.add_work(read=cache.images_read - read, trained=cache.images_trained - trained)
+        self.tally.images_read += cache.images_read - read
+        self.tally.images_trained += cache.images_trained - trained
         self.tally.tail_flops += cache.tail_flops - tried
         return found
 
     def check(self, request: ForgetRequest, forgotten: ForgetRequest | None) -> None:
         request.split(Selection(exclude=forgotten).select(self.data.train, self.clients), self.clients)
-
-    def identify(self, group: Selection) -> str:
-        images = self._images(group)
-        return f"{self.data.digest}:{tensors_digest({'rows': images.rows, 'labels': images.labels})}"
 
     def _images(self, group: Selection) -> Images:
         images: Images = getattr(self.data, group.split)
@@ -110,15 +93,6 @@ class CentralEngine:
             self._digest, self._memory = digest, AnswerCache(ledger, {}, {})
             self._model = copy.deepcopy(model).to(self.device).eval()
         return self._model, self._memory
-
-
-def fresh_model(build: Callable[[int], nn.Module] | None, seed: int) -> nn.Module:
-    """A new network, where the engine knows how to make one."""
-    if build is None:
-        raise FedOrthoError(
-            "this method needs networks with new weights; give the engine build=, a function from a seed to a network"
-        )
-    return build(seed)
 
 
 def central_engine(

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import nn
 
-from fedortho.engines.central import fresh_model
 from fedortho.errors import BadCheckpoint, FedOrthoError, first_line
 from fedortho.federated.aggregation import RunningMean, TrainingJob, check_state, round_history
 from fedortho.federated.messages import LocalResult, Observe, ObserveReply, TaskInfo, TrainLocal, TrainReply
@@ -35,7 +34,7 @@ from fedortho.federated.wire import (
 )
 from fedortho.models.norms import batch_norms
 from fedortho.runs.federation import Federation, sample_clients
-from fedortho.statistics.engine import Tally
+from fedortho.statistics.engine import EngineInfo, Tally
 from fedortho.statistics.observe import Observation
 from fedortho.statistics.query import Query, Selection, Statistic
 from fedortho.statistics.training_plan import TrainingPlan, as_training_plan
@@ -89,10 +88,6 @@ Watch = Callable[[RoundProgress], None]
 class FederatedEngine(Roster):
     """An engine whose images lie with clients."""
 
-    parallel_trials = PARALLEL_TRIALS
-    is_federated = True
-    has_ledger = False  # ledgers stay with the clients
-
     def __init__(
         self,
         grid: "Grid",
@@ -106,35 +101,29 @@ class FederatedEngine(Roster):
     ) -> None:
         super().__init__(grid, federation, task, left)
         self.seed, self.build, self.local_epochs = seed, build, local_epochs
-        self._read = self._trained = self._withheld = 0
-        self._tail_flops = 0.0
+        self._spent = Tally()
         self.contacts = dict.fromkeys(range(federation.clients), 0)
         self.history: list[Epoch] = []  # of the last training
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return self.task.names
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        return self.task.shape
+    def info(self) -> EngineInfo:
+        """Which images there are, only the clients know: the digest is over how many each of them has."""
+        images = {client: self.clients[client].images for client in self.present()}
+        known = json.dumps([to_json(Selection()), to_json(self.task), images])
+        return EngineInfo(
+            self.task.names,
+            self.task.shape,
+            hashlib.sha256(known.encode()).hexdigest(),
+            is_federated=True,  # ledgers stay with the clients
+            parallel_trials=PARALLEL_TRIALS,
+            build=self.build,
+        )
 
     @property
     def tally(self) -> Tally:
-        up, down = total_bytes(self.transport.log)
-        return Tally(self._read, self._trained, len(self.transport.log), up, down, self._tail_flops, self._withheld)
-
-    def fresh(self, seed: int) -> nn.Module:
-        return fresh_model(self.build, seed)
-
-    def add_work(self, *, read: int = 0, trained: int = 0) -> None:
-        self._read += read
-        self._trained += trained
-
-    def identify(self, group: Selection) -> str:
-        """A digest of the selection and of how many images each client has; which images, only the client knows."""
-        images = {client: self.clients[client].images for client in self.present()}
-        return hashlib.sha256(json.dumps([to_json(group), to_json(self.task), images]).encode()).hexdigest()
+        self._spent.exchanges = len(self.transport.log)
+        self._spent.bytes_up, self._spent.bytes_down = total_bytes(self.transport.log)
+        return self._spent
 
     def fit(
         self,
@@ -237,7 +226,8 @@ class FederatedEngine(Roster):
                 continue
             mean.add(sent, result.images)
             job.save_update(number, reply.client, sent, result.images)
-            self.add_work(read=result.images_read, trained=result.images_trained)
+            self._spent.images_read += result.images_read
+            self._spent.images_trained += result.images_trained
             results.append(result)
         return results
 
@@ -344,9 +334,10 @@ class FederatedEngine(Roster):
         except (FedOrthoError, KeyError, TypeError, ValueError, RuntimeError) as error:
             exchange.reject(reply.client, f"its sums do not match ({first_line(error)})")
             return total
-        self._withheld += message.withheld
-        self._tail_flops += message.tail_flops
-        self.add_work(read=message.images_read, trained=message.images_trained)
+        self._spent.withheld += message.withheld
+        self._spent.tail_flops += message.tail_flops
+        self._spent.images_read += message.images_read
+        self._spent.images_trained += message.images_trained
         return total
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from fedortho.data.request import KINDS, ForgetRequest
 from fedortho.errors import BadSetting
 from fedortho.methods.method import Schedule, forget_and_retain
-from fedortho.statistics.engine import Engine
+from fedortho.statistics.engine import Engine, fresh_model
 from fedortho.statistics.training_plan import PlanPart, TrainingPlan
 from fedortho.training.objectives import FitOptions, Target
 
@@ -49,5 +49,5 @@ class BadTeacher(Schedule):
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
         forget, retain = forget_and_retain(self, engine, request)
         parts = (PlanPart(forget, Target(teacher="bad")), PlanPart(retain, Target(teacher="good"), self.fraction))
-        teachers = {"good": model, "bad": engine.fresh(self.seed + 1)}
+        teachers = {"good": model, "bad": fresh_model(engine, self.seed + 1)}
         return engine.fit(model, TrainingPlan(parts, self._options, teachers), self.recipe)

@@ -44,20 +44,20 @@ class ClassPruning(Schedule):
 
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
         _, retain = forget_and_retain(self, engine, request)
-        sites = find_sites(model, engine.shape, self.layers, "channel", self.tap)
+        sites = find_sites(model, engine.info.image_shape, self.layers, "channel", self.tap)
         groups = tuple(
-            Selection("train", ForgetRequest((name,)), None, self.images, self.seed) for name in engine.names
+            Selection("train", ForgetRequest((name,)), None, self.images, self.seed) for name in engine.info.class_names
         )
         statistic = Statistic("averages", self.layers, "channel", self.tap)
         (observations,) = engine.measure(model, [Query(groups, statistic)])
         if not all(observation.images for observation in observations):
-            empty = [name for name, seen in zip(engine.names, observations, strict=True) if not seen.images]
+            empty = [name for name, seen in zip(engine.info.class_names, observations, strict=True) if not seen.images]
             hint = withheld_hint(engine)
             raise BadData(f"class {empty[0]} has no training images{hint}; TF-IDF needs images of every class")
         means = {
             site.name: torch.stack([o.mean(site.name) for o in observations]) for site in sites
         }  # (classes, kernels)
-        chosen = highest_channels(tf_idf(means, request.labels(engine.names)), self.ratio)
+        chosen = highest_channels(tf_idf(means, request.labels(engine.info.class_names)), self.ratio)
         patch = plan_edit(model, sites, {s: (k, torch.ones(len(k)).double()) for s, k in chosen.items()}, "channel")
         return engine.fit(edit_model(model, patch), retain, self.recipe, trainable=patch.trainable(model))
 

@@ -47,7 +47,7 @@ class Directions(CalibrationSettings):
         ((*forget, retain),), baseline = measure_statistics(task, [query], self)
         task.check_measured(forget, retain)
         phases.end("statistics")
-        names = engine.names
+        names = engine.info.class_names
         removed = task.removed.labels(names)
         labels = [label for label in range(len(names)) if label not in removed]
 

@@ -71,7 +71,7 @@ class FedEraser(Recipe):
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
         forget_and_retain(self, engine, request)
         places = sorted(Path(self.updates).glob("round-*")) if self.updates else []
-        if not engine.is_federated or not places:
+        if not engine.info.is_federated or not places:
             raise CannotServe(
                 f"federaser replays a federation's stored updates, and {self.updates or 'no directory'} holds none; "
                 "train with --keep-updates, or retrain"

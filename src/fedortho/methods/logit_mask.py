@@ -31,13 +31,13 @@ class LogitMask:
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
         forget_and_retain(self, engine, request)
         twin = copy.deepcopy(model).cpu().eval()
-        example = torch.rand(2, *engine.shape, generator=torch.Generator().manual_seed(0))
-        name = find_classifier(twin, len(engine.names), example)
+        example = torch.rand(2, *engine.info.image_shape, generator=torch.Generator().manual_seed(0))
+        name = find_classifier(twin, len(engine.info.class_names), example)
         classifier = None if name is None else twin.get_submodule(name)
         if not isinstance(classifier, nn.Linear) or classifier.bias is None:
             raise BadSetting("the logit mask needs a linear classifier with a bias as the last layer")
         with torch.no_grad():
-            for label in request.labels(engine.names):
+            for label in request.labels(engine.info.class_names):
                 classifier.weight[label] = 0.0
                 classifier.bias[label] = NEVER
         return twin

@@ -31,9 +31,9 @@ class NoT(Schedule):
 
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
         _, retain = forget_and_retain(self, engine, request)
-        known = trace_layers(model, engine.shape)
+        known = trace_layers(model, engine.info.image_shape)
         names = [layer.name for layer in select_layers(known, self.layers)] if self.layers else [known[0].name]
-        return engine.fit(negated(model, names, engine.shape), retain, self.recipe)
+        return engine.fit(negated(model, names, engine.info.image_shape), retain, self.recipe)
 
 
 def negated(model: nn.Module, names: Sequence[str], shape: tuple[int, int, int]) -> nn.Module:

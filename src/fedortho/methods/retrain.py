@@ -7,7 +7,7 @@ from torch import nn
 
 from fedortho.data.request import KINDS, ForgetRequest
 from fedortho.methods.method import forget_and_retain
-from fedortho.statistics.engine import Engine
+from fedortho.statistics.engine import Engine, fresh_model
 from fedortho.training.recipe import Recipe
 
 
@@ -28,7 +28,7 @@ class Retrain(Recipe):
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
         _, retain = forget_and_retain(self, engine, request)
         recipe = Recipe(**{field.name: getattr(self, field.name) for field in fields(Recipe)})
-        return engine.fit(engine.fresh(self.seed), retain, recipe)
+        return engine.fit(fresh_model(engine, self.seed), retain, recipe)
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ class SSD:
         return dampened(model, of_forget, importance, self.alpha, self.lam)
 
     def _cache_note(self, model: nn.Module, engine: Engine) -> dict[str, object]:
-        source = {"model": tensors_digest(model.state_dict()), "images": engine.identify(Selection())}
+        source = {"model": tensors_digest(model.state_dict()), "images": engine.info.data_digest}
         return source | {"batch_size": self.batch_size, "label-free": self.label_free}
 
     def _read_cache(self, expected: Mapping[str, object]) -> Importance | None:

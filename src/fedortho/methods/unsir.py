@@ -49,12 +49,12 @@ class UNSIR(Schedule):
 
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
         _, retain = forget_and_retain(self, engine, request)
-        labels = request.labels(engine.names)
-        retain = replace(retain, limit=self.retain_images * (len(engine.names) - len(labels)))
-        noise = torch.cat([self.make_noise(model, label, engine.shape) for label in labels])
-        engine.add_work(trained=self.noise_steps * len(noise))
+        labels = request.labels(engine.info.class_names)
+        retain = replace(retain, limit=self.retain_images * (len(engine.info.class_names) - len(labels)))
+        noise = torch.cat([self.make_noise(model, label, engine.info.image_shape) for label in labels])
+        engine.tally.images_trained += self.noise_steps * len(noise)  # made here, without anybody's images
         plan = TrainingPlan(
-            (PlanPart(given=self._noise_images(noise, labels, engine.names)), PlanPart(retain)),
+            (PlanPart(given=self._noise_images(noise, labels, engine.info.class_names)), PlanPart(retain)),
             FitOptions(optimiser="adam"),
         )
         impaired = engine.fit(model, plan, self.recipe)

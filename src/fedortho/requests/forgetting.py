@@ -141,7 +141,7 @@ def _measure(
 ) -> tuple[Accuracies, Accuracies, dict[str, float]]:
     """Accuracies before and after, and the forget accuracy of every request that the run has served so far."""
     request, forgotten = result.request, excluded_by(run)
-    is_remote = engine.is_federated and clients is None  # training images lie with the clients only
+    is_remote = engine.info.is_federated and clients is None  # training images lie with the clients only
     counted: tuple[float | None, float | None] = (None, None)
     if is_remote and request.kind != "class":
         counted = _counted_by_clients(engine, model, result.patch, request, forgotten)

@@ -11,7 +11,7 @@ from torch import nn
 from fedortho.data.request import ForgetRequest
 from fedortho.devices import flops_of, work_clock
 from fedortho.errors import FedOrthoError
-from fedortho.statistics.engine import Engine, Tally
+from fedortho.statistics.engine import Engine, EngineInfo, Tally
 from fedortho.statistics.observe import Observation
 from fedortho.statistics.query import Query, Selection
 from fedortho.statistics.training_plan import TrainingPlan
@@ -69,28 +69,16 @@ class Meter:
     def __init__(self, engine: Engine, model: nn.Module, forgotten: ForgetRequest | None = None) -> None:
         self.engine, self.model, self.forgotten = engine, model, forgotten
         self.flops = 0.0
+        self._read = self._trained = 0  # images that were counted in the FLOPs
         self._known: dict[tuple[object, ...], tuple[int, int]] = {}
         self._before, self._started = replace(engine.tally), work_clock()
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return self.engine.names
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        return self.engine.shape
-
-    @property
-    def parallel_trials(self) -> int:
-        return self.engine.parallel_trials
-
-    @property
-    def is_federated(self) -> bool:
-        return self.engine.is_federated
-
-    @property
-    def has_ledger(self) -> bool:
-        return self.engine.has_ledger
+    def info(self) -> EngineInfo:
+        info = self.engine.info
+        if self.forgotten is None:
+            return info
+        return replace(info, data_digest=f"{info.data_digest} without {self.forgotten}")
 
     @property
     def tally(self) -> Tally:
@@ -110,42 +98,30 @@ class Meter:
         self._count(model, before)
         return found
 
-    def fresh(self, seed: int) -> nn.Module:
-        return self.engine.fresh(seed)
-
-    def add_work(self, *, read: int = 0, trained: int = 0) -> None:
-        before = replace(self.engine.tally)
-        self.engine.add_work(read=read, trained=trained)
-        self._count(self.model, before)
-
     def check(self, request: ForgetRequest, forgotten: ForgetRequest | None) -> None:
         self.engine.check(request, forgotten or self.forgotten)
 
-    def identify(self, group: Selection) -> str:
-        return self.engine.identify(group.without(self.forgotten))
-
     def _count(self, model: nn.Module, before: Tally) -> None:
         spent = self.engine.tally.since(before)
+        self._read += spent.images_read
+        self._trained += spent.images_trained
+        self.flops += self._flops(model, spent.images_read, spent.images_trained) + spent.tail_flops
+
+    def _flops(self, model: nn.Module, read: int, trained: int) -> float:
         with work_clock.stopped():
             key = _build_of(model)
             if key not in self._known:
-                self._known[key] = flops_per_image(model, self.shape)
+                self._known[key] = flops_per_image(model, self.info.image_shape)
             forward, step = self._known[key]
-        self.flops += forward * spent.images_read + step * spent.images_trained + spent.tail_flops
+        return float(forward * read + step * trained)
 
     def cost(self) -> Cost:
-        """What it came to since the meter was made."""
+        """The cost since the meter was made; what the method computed by itself counts as work on the model."""
         seconds = work_clock() - self._started
         spent = self.engine.tally.since(self._before)
-        return Cost(
-            seconds,
-            spent.images_read,
-            spent.images_trained,
-            self.flops,
-            spent.exchanges,
-            spent.bytes_up,
-            spent.bytes_down,
-        )
+        read, trained = spent.images_read, spent.images_trained
+        flops = self.flops + self._flops(self.model, read - self._read, trained - self._trained)
+        return Cost(seconds, read, trained, flops, spent.exchanges, spent.bytes_up, spent.bytes_down)
 
 
 def training_cost(history: Sequence[Epoch], model: nn.Module, shape: tuple[int, int, int], tally: Tally) -> Cost:

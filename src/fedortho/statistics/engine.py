@@ -1,12 +1,13 @@
 """The engine protocol: a method sees models and sums, never an image."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from torch import nn
 
 from fedortho.data.request import ForgetRequest
+from fedortho.errors import FedOrthoError
 from fedortho.statistics.observe import Observation
 from fedortho.statistics.query import Query, Selection
 from fedortho.statistics.training_plan import TrainingPlan
@@ -16,74 +17,73 @@ from fedortho.training.recipe import Recipe
 
 @dataclass
 class Tally:
-    """What an engine has spent so far; bytes and exchanges stay 0 where nothing travels."""
+    """What an engine has spent so far; exchanges and bytes stay 0 on one machine."""
 
     images_read: int = 0  # forward passes
     images_trained: int = 0  # forward and backward passes
     exchanges: int = 0
     bytes_up: int = 0  # from all clients together
     bytes_down: int = 0
-    tail_flops: float = 0.0  # of candidates, which run only the tail of a network
-    withheld: int = 0  # groups that clients did not tell of, because they are too small
+    tail_flops: float = 0.0  # of candidates, which run the tail of a network only
+    withheld: int = 0  # selections that clients did not answer, because they are too small
 
     def since(self, before: "Tally") -> "Tally":
         return Tally(**{name: value - getattr(before, name) for name, value in asdict(self).items()})
 
 
+@dataclass(frozen=True)
+class EngineInfo:
+    """What a method may know of the images before it queries them, and how to query them best."""
+
+    class_names: tuple[str, ...]
+    image_shape: tuple[int, int, int]  # channels, height, width
+    data_digest: str = ""  # of which training images there are, for what is kept beyond the engine
+    is_federated: bool = False
+    has_ledger: bool = False  # sums over all training images are known and cost nothing
+    parallel_trials: int = 1  # how many candidates are best tried in one query
+    build: Callable[[int], nn.Module] | None = None  # from a seed to a network with new weights
+
+
 class Engine(Protocol):
-    """The two things that may be done with private data: train on it and add up what it says."""
+    """Where the data lives.  A method sees models and sums, never an image.
+
+    The two things that may be done with private data are `fit` and `measure`; `info` says what else is known. `tally`
+    stands beside `info` because it grows. `check` is a method because only who holds the images, or knows the clients,
+    can say whether a request names any; it needs no model and costs nothing.
+    """
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Of the classes."""
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def tally(self) -> Tally:
+        """What was spent so far; a method that computes by itself, without anybody's images, adds to it."""
         ...
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Of an image."""
-        ...
-
-    @property
-    def parallel_trials(self) -> int:
-        """How many candidates are best tried together."""
-        ...
-
-    @property
-    def is_federated(self) -> bool: ...
-
-    @property
-    def has_ledger(self) -> bool: ...
-
-    @property
-    def tally(self) -> Tally: ...
 
     def fit(
         self, model: nn.Module, what: Selection | TrainingPlan, recipe: Recipe, *, trainable: Mask | None = None
     ) -> nn.Module:
-        """Train a copy of the model on a group, or as a course says; only `trainable` coordinates move."""
-        ...
-
-    def fresh(self, seed: int) -> nn.Module:
-        """A network of the kind that is served, with new weights."""
-        ...
-
-    def add_work(self, *, read: int = 0, trained: int = 0) -> None:
-        """Count what a method computes by itself, without anybody's images."""
+        """Train a copy of the model on a selection or by a plan; only `trainable` coordinates move."""
         ...
 
     def measure(self, model: nn.Module, queries: Sequence[Query]) -> list[list[Observation]]:
-        """Per ask an observation of each of its groups, over all holders of images; one exchange."""
+        """For each query an observation of each of its selections, over all who hold images; one exchange."""
         ...
 
     def check(self, request: ForgetRequest, forgotten: ForgetRequest | None) -> None:
-        """Refuse a request that names nothing, everything, or what is not there."""
+        """Refuse a request that names no image, all images, or images that do not exist."""
         ...
 
-    def identify(self, group: Selection) -> str:
-        """A digest of which images a group is, for what is kept of them beyond the engine."""
-        ...
+
+def fresh_model(engine: Engine, seed: int) -> nn.Module:
+    """A network of the same architecture with new weights, where the engine can build one."""
+    if engine.info.build is None:
+        raise FedOrthoError(
+            "this method needs networks with new weights; give the engine build=, a function from a seed to a network"
+        )
+    return engine.info.build(seed)
 
 
 def withheld_hint(engine: Engine) -> str:
     """What an error about missing images adds in a federation, whose clients may have withheld them."""
-    return ", or no client has --least-group of them" if engine.is_federated else ""
+    return ", or no client has --least-group of them" if engine.info.is_federated else ""

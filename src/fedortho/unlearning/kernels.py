@@ -56,7 +56,7 @@ class KernelEdit:
 
 def choose_weighting(task: Task, weighting: str, contrast: str) -> str:
     """Pooled or the paper's; the latter is undefined for a client, whose images are all in the forget set."""
-    if not task.engine.is_federated:
+    if not task.engine.info.is_federated:
         return "pooled"
     if contrast == "same-class":
         raise BadSetting("contrast same-class needs sums by label, which never leave a client; use retain")
@@ -93,7 +93,7 @@ def sample_correlation(
     task: Task, rankings: Sequence[Ranking], weighting: str, contrast: str, limit: int
 ) -> float | None:
     """Rank correlation of a subsample's rankings with those of all images, where a ledger gives them at no cost."""
-    if not limit or not task.engine.has_ledger:
+    if not limit or not task.engine.info.has_ledger:
         return None
     measured = task.engine.measure(task.model, peak_queries(task, weighting, 0))
     known = rank_parts(task, measured, weighting, contrast)

@@ -47,7 +47,7 @@ class Task:
     @property
     def example(self) -> Tensor:
         """Two random images, to find out how the network is built."""
-        return torch.rand(2, *self.engine.shape, generator=torch.Generator().manual_seed(0))
+        return torch.rand(2, *self.engine.info.image_shape, generator=torch.Generator().manual_seed(0))
 
     def check_measured(self, forget: Sequence[Observation], retain: Observation) -> None:
         """Refuse to go on where a forget set or the retain set turned out to be empty."""
@@ -70,5 +70,5 @@ def start_task(
     engine.check(request, forgotten)
     model = copy.deepcopy(model).cpu().eval()
     layers, edit, tap = settings.layers, settings.edit, settings.tap
-    sites = find_sites(model, engine.shape, layers, edit, tap)
+    sites = find_sites(model, engine.info.image_shape, layers, edit, tap)
     return Task(model, engine, request, forgotten, sites, Statistic("peaks", layers, edit, tap), settings.seed)

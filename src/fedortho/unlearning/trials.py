@@ -97,7 +97,7 @@ def measure_statistics(
     task: Task, queries: Sequence[Query], settings: CalibrationSettings
 ) -> tuple[list[list[Observation]], Baseline | None]:
     """Answers to the queries; a federation counts what is right before any edit in the same exchange."""
-    together = baseline_queries(task, settings) if task.engine.is_federated and not settings.ratio else []
+    together = baseline_queries(task, settings) if task.engine.info.is_federated and not settings.ratio else []
     measured = task.engine.measure(task.model, [*queries, *together])
     number = len(queries)
     return measured[:number], read_baseline(task, settings, measured[number:]) if together else None
@@ -118,7 +118,7 @@ class TrialRunner:
 
     @property
     def parallel_trials(self) -> int:
-        return self.task.engine.parallel_trials
+        return self.task.engine.info.parallel_trials
 
     def attempt(self, candidates: Sequence[Candidate]) -> list[Trial]:
         """Repair where there are norms, scrub where a strength is given, measure."""
@@ -178,7 +178,7 @@ def make_runner(
     """A runner for this task; without a baseline (a fixed ratio) any accuracy counts as forgotten."""
     forget, retain = trial_sets(task, settings.trial_images)
     limits = (1.0,) * len(forget) if baseline is None else baseline.limits
-    classes, example = len(task.engine.names), task.example
+    classes, example = len(task.engine.info.class_names), task.example
     return TrialRunner(
         task,
         forget=list(zip(forget, limits, strict=True)),
