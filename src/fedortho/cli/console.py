@@ -1,4 +1,4 @@
-"""What the command line shows: tables, lines and progress bars."""
+"""Tables, sentences and progress bars of the command line."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ from fedortho.runs.run import Run
 from fedortho.training.loop import Epoch, Progress
 from fedortho.unlearning.trials import Trial
 
-out = Console(emoji=False)  # class:Dress: is no picture
+out = Console(emoji=False)  # class:Dress: is not an emoji
 err = Console(stderr=True, emoji=False)
 
 
@@ -95,7 +95,7 @@ def frontier_table(frontier: Sequence[Trial]) -> Table:
 
 
 def words_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
-    """Words as they are, the first column to the left and the others to the right; narrow, for many columns."""
+    """A narrow table of words: the first column left-aligned, the others right-aligned."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for place, name in enumerate(header):
         table.add_column(name, justify="right" if place else "left", no_wrap=not place)
@@ -161,16 +161,16 @@ def bar(bars: Bars, text: str) -> Callable[[int, int], None]:
 
 def training_bar(bars: Bars) -> Callable[[Progress], None]:
     task = bars.add_task("training", total=None, visible=False, news="")
-    told = 0
+    printed = 0
 
     def show(now: Progress) -> None:
-        nonlocal told
+        nonlocal printed
         news = f"loss {now.loss:.3f}  accuracy {now.accuracy:.1%}  {now.images_per_second:,.0f} images/s"
         news += "" if now.ortho is None else f"  orthogonality {now.ortho:.3g}"
         text = f"epoch {now.epoch + 1}/{now.epochs}"
         bars.update(task, description=text, completed=now.step, total=now.steps, visible=True, news=news)
-        if len(now.history) > max(told, now.epoch):
-            told, entry = len(now.history), now.history[-1]
+        if len(now.history) > max(printed, now.epoch):
+            printed, entry = len(now.history), now.history[-1]
             valid = "" if entry.valid is None else f"  validation {entry.valid:.1%}"
             line = f"epoch {entry.epoch + 1}/{now.epochs}  loss {entry.loss:.3f}  accuracy {entry.accuracy:.1%}{valid}"
             line += "" if entry.ortho is None else f"  orthogonality {entry.ortho:.3g}"
@@ -181,18 +181,18 @@ def training_bar(bars: Bars) -> Callable[[Progress], None]:
 
 
 def federation_bar(bars: Bars) -> Callable[[Any], None]:
-    """For the news of a federation: round, clients that have answered, bytes; a line for each round."""
+    """Show the progress of a federation: round, clients that have answered, bytes; a line for each round."""
     task = bars.add_task("federation", total=None, visible=False, news="")
-    told = 0
+    printed = 0
 
     def show(now: Any) -> None:
-        nonlocal told
+        nonlocal printed
         up, down = now.bytes_up / 1e6, now.bytes_down / 1e6
         text = f"round {min(now.round + 1, now.rounds)}/{now.rounds}"
         news = f"clients  {down:,.1f} MB down, {up:,.1f} MB up"
         bars.update(task, description=text, completed=now.answered, total=now.asked or None, visible=True, news=news)
-        if len(now.history) > told and not now.asked:
-            told = len(now.history)
+        if len(now.history) > printed and not now.asked:
+            printed = len(now.history)
             line = f"{round_line(now.history[-1], now.rounds)}  {down:,.1f} MB down, {up:,.1f} MB up"
             bars.console.print(line, highlight=False, soft_wrap=True)
 

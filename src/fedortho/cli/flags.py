@@ -58,15 +58,16 @@ def takes_settings(*kinds: type[Any]) -> Callable[[Callable[..., None]], Callabl
 
 
 def _flag_help(name: str, kinds: Sequence[type[Any]]) -> str:
-    """The field's text and its default; where dataclasses differ, the default of each."""
+    """The field's text, the dataclasses that have it unless all do, and its default in each where they differ."""
     having = [kind for kind in kinds if name in field_types(kind)]
-    text = field_help(having[0])[name]
-    defaults = {kind: getattr(kind(), name) for kind in having}
-    if len(having) == len(kinds) and len(set(defaults.values())) == 1:
-        default = defaults[having[0]]
-        return text if default in NO_DEFAULT else f"{text} (default: {default})"
-    told = ", ".join(f"{kind.name} {default}" for kind, default in defaults.items() if default not in NO_DEFAULT)
-    return f"{text} (default: {told})" if told else text
+    text, defaults = field_help(having[0])[name], [getattr(kind(), name) for kind in having]
+    owners = "" if len(having) == len(kinds) else ", ".join(kind.name for kind in having)
+    if len(set(defaults)) == 1:
+        shown = "" if defaults[0] in NO_DEFAULT else f"default: {defaults[0]}"
+    else:
+        shown = "default: " + ", ".join(f"{kind.name} {value}" for kind, value in zip(having, defaults, strict=True))
+    notes = "; ".join(note for note in (owners, shown) if note)
+    return f"{text} ({notes})" if notes else text
 
 
 def method_changes(kind: type[Any], given: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
