@@ -241,7 +241,7 @@ def test_the_runs_to_compare_with_are_found_beside_or_named(forgot: Run, tmp_pat
         before = original_for(later, asked)
         assert before is not None
         assert before.path.name == name, "the run that still knew what this request names"
-    with pytest.raises(FedOrthoError, match="was trained with what class:3 names"):
+    with pytest.raises(FedOrthoError, match="was trained with class:3"):
         write_report(forgot.path, reference=original.path, out=tmp_path / "r.html")
 
 
