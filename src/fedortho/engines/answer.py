@@ -26,10 +26,10 @@ from fedortho.training.recipe import Recipe
 
 @dataclass
 class AnswerCache:
-    """What a holder has computed for one model and need not compute again."""
+    """What was computed for one model and is used again."""
 
     ledger: Observation | None = None
-    tails: dict[tuple[object, ...], "CachedTail"] | None = None  # None: nothing is remembered
+    tails: dict[tuple[object, ...], "CachedTail"] | None = None  # None: nothing is cached
     observed: dict[tuple[object, ...], Observation] | None = None
     images_read: int = 0  # forward passes
     images_trained: int = 0  # forward and backward passes

@@ -1,4 +1,4 @@
-"""The ledger of a trained model: what its kernels answered to each label, kept so that requests need not look again."""
+"""The ledger of a trained model: sums of its kernels' peaks by label, so that requests need no forward pass."""
 
 import logging
 from collections.abc import Callable
@@ -54,7 +54,7 @@ def rebind_ledger(ledger: Observation, before: nn.Module, after: nn.Module, imag
 
 
 def forget_lines(ledger: Observation, stays: Images) -> Observation:
-    """The ledger without the lines of labels to which an image that does not stay has added."""
+    """The ledger without the labels of forgotten images: their sums include those images."""
     whole = torch.bincount(stays.labels, minlength=len(ledger.counts)) == ledger.counts
     return ledger.only(whole.nonzero().flatten().tolist())
 

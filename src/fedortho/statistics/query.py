@@ -22,7 +22,7 @@ class Selection:
     seed: int = 0
 
     def select(self, images: Images, clients: Clients | None = None) -> Images:
-        """The images of this group among those of its split."""
+        """The selected images, among those of the split."""
         chosen = (
             torch.ones(len(images), dtype=torch.bool) if self.include is None else self.include.mask(images, clients)
         )
@@ -37,7 +37,7 @@ class Selection:
         return replace(self, exclude=forgotten if self.exclude is None else self.exclude + forgotten)
 
     def on_client(self, client: int, share: int, least: int = 1) -> "Selection":
-        """The same group as one of `share` clients sees it; of fewer than `least` images it would tell nothing."""
+        """The same selection on one of `share` clients; a client sends nothing about fewer than `least` images."""
         include, exclude = (
             None if request is None else request.on_client(client) for request in (self.include, self.exclude)
         )
@@ -47,7 +47,7 @@ class Selection:
 
 
 def draw(images: Images, most: int, seed: int) -> Images:
-    """At most so many of the images, the same ones for the same seed; 0: all."""
+    """At most `most` of the images, the same ones for the same seed; 0: all."""
     if not most or len(images) <= most:
         return images
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
@@ -62,9 +62,9 @@ STATISTICS = (
 
 @dataclass(frozen=True)
 class Statistic:
-    """A question; `layers`, `edit` and `tap` say which kernels are meant, the rest belongs to single kinds."""
+    """What to compute; `layers`, `edit` and `tap` select kernels, the other fields belong to single kinds."""
 
-    kind: str  # one of KINDS
+    kind: str  # one of STATISTICS
     layers: str = "deep"
     edit: str = "channel"
     tap: str = "stream"
@@ -78,14 +78,14 @@ class Statistic:
 
     def __post_init__(self) -> None:
         if self.kind not in STATISTICS:
-            raise unknown("probe", self.kind, STATISTICS)
+            raise unknown("statistic", self.kind, STATISTICS)
         if self.loss not in LOSSES:
             raise unknown("loss", self.loss, LOSSES)
 
 
 @dataclass(frozen=True)
 class Query:
-    """A probe of some groups; several asks travel together."""
+    """A statistic of some selections; several queries travel together."""
 
     selections: tuple[Selection, ...]
     statistic: Statistic

@@ -14,7 +14,7 @@ from fedortho.training.objectives import FitOptions, Target, TrainingSet
 
 @dataclass(frozen=True)
 class PlanPart:
-    """Some images and what is to be learnt from them."""
+    """A selection of images and the target they are trained on."""
 
     group: Selection = field(default_factory=Selection)
     target: Target = field(default_factory=Target)
@@ -31,11 +31,11 @@ class PlanPart:
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """What a model is taught: parts of the images, how they are taken, and what else that needs."""
+    """Parts of the images with their targets, fit options, and the teachers or adapters that they need."""
 
     parts: tuple[PlanPart, ...]
     options: FitOptions = field(default_factory=FitOptions)
-    teachers: Mapping[str, nn.Module] = field(default_factory=dict)  # by the names that aims give
+    teachers: Mapping[str, nn.Module] = field(default_factory=dict)  # by the names in targets
     adapters: Adapters | None = None  # those that the model has
 
     def without(self, forgotten: ForgetRequest | None) -> "TrainingPlan":

@@ -1,4 +1,4 @@
-"""Which kernels answer more to what must go than to what must stay; no model, no data, no files."""
+"""Which kernels respond more strongly to the forget set than to the retain set; no model, no data, no files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,9 +30,9 @@ def rank_kernels(forget: Observation, retain: Observation, keys: Mapping[str, st
 
 
 def same_label_retain(forget: Observation, retain: Observation) -> Observation:
-    """Retained images weighted so that their labels occur as often as in the forgotten ones.
+    """The retain set, weighted so that its labels occur as often as in the forget set.
 
-    The contrast for single samples: against all retained images they would be taken for their class.
+    The contrast for single samples: against the whole retain set, the kernels of their class would rank first.
     """
     seen = forget.counts > 0
     if bool((retain.counts[seen] == 0).any()):
