@@ -229,7 +229,7 @@ def test_a_job_comes_from_a_flat_configuration(run: Run, tmp_path: Path) -> None
     do_job(grid, config)
     for changes, message in (
         ({"do": "dance"}, "no job 'dance'; choose from train, forget, sync"),
-        ({"do": "train"}, "needs out"),
+        ({"do": "train"}, "no out"),
         ({"forget": "{"}, "JSON"),
         ({"forget": "[]"}, "JSON"),
     ):

@@ -135,7 +135,7 @@ def test_noise_on_the_weights_fails_retention(runs: Path) -> None:
 def test_what_does_not_belong_together_is_refused(runs: Path, tmp_path: Path) -> None:
     with pytest.raises(FedOrthoError, match=r"has not forgotten .class:4.; choose from class:3"):
         told("judge", runs / "forgot", "class:4")
-    with pytest.raises(FedOrthoError, match="trained with what class:3 names"):
+    with pytest.raises(FedOrthoError, match="trained with class:3"):
         told("judge", runs / "forgot", "--reference", runs / "original")
     with pytest.raises(FedOrthoError, match="has forgotten nothing; first: fedortho forget"):
         told("judge", runs / "original")
