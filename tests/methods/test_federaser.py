@@ -1,5 +1,7 @@
 """FedEraser: a replay without the client that leaves, from updates that the training kept."""
 
+import copy
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,19 +36,32 @@ RECIPE = Recipe(epochs=4, lr=0.1, batch_size=32, schedule="constant", crop=0, fl
 ERASER = FedEraser(lr=0.05, batch_size=32, crop=0, flip=0.0)
 
 
-@pytest.fixture
-def engine(tmp_path: Path) -> FederatedEngine:
-    with local_grid(FEDERATION, tmp_path / "clients") as grid:
+def engine_in(place: Path) -> FederatedEngine:
+    with local_grid(FEDERATION, place / "clients") as grid:
         return federated_engine(grid, FEDERATION, load_run_data(FEDERATION))
 
 
-@pytest.fixture
-def trained(engine: FederatedEngine, tmp_path: Path) -> nn.Module:
-    """Four rounds, whose updates are kept."""
+@pytest.fixture(scope="module")
+def training(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Module]:
+    """Four rounds: what clients and server stored, and the model."""
+    place = tmp_path_factory.mktemp("training")
+    engine = engine_in(place)
     net = build_model("small:SmallNet", num_classes=10, channels=1)
-    model = engine.fit(net, Selection(), RECIPE, updates=tmp_path / "kept")
+    model = engine.fit(net, Selection(), RECIPE, updates=place / "kept")
     engine.send_model(model, ledger=False)
-    return model
+    return place, model
+
+
+@pytest.fixture
+def engine(training: tuple[Path, nn.Module], tmp_path: Path) -> FederatedEngine:
+    """The federation after its training, in a copy of what it stored."""
+    shutil.copytree(training[0], tmp_path, dirs_exist_ok=True)
+    return engine_in(tmp_path)
+
+
+@pytest.fixture
+def trained(training: tuple[Path, nn.Module]) -> nn.Module:
+    return copy.deepcopy(training[1])
 
 
 @pytest.fixture
