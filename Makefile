@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FEDERATION := --data fashion-mini --clients 10 --split dirichlet:0.3 --fraction 1 --rounds 6 --batch-size 32 --threads 1 --workers 2
 
-.PHONY: help demo test test-slow benchmark clean
+.PHONY: help demo test types pytest test-slow benchmark clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,7 +41,12 @@ demo: $(STAMP)  ## forget a class and prove it, then a class and a client in a f
 test: $(STAMP)  ## format, lint, types, tests and doctests: all that CI runs
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
+	@$(MAKE) --no-print-directory --jobs 2 types pytest
+
+types: $(STAMP)
 	$(BIN)/mypy
+
+pytest: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadscope
 
 test-slow: $(STAMP)  ## the same federation on Ray and on a loopback SuperLink with TLS and keys (about ten minutes)
