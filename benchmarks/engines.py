@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from fedortho.data.request import ForgetRequest
+from fedortho.engines.query import Query, Selection, Statistic
 from fedortho.federated.client import client_app
 from fedortho.federated.engine import FederatedEngine
 from fedortho.federated.launch import simulate
@@ -31,7 +32,6 @@ from fedortho.federated.wire import pack_json, prefixed, unpack_json
 from fedortho.models.zoo import build_model
 from fedortho.runs.run import load_run_data
 from fedortho.runs.settings import FederateSettings
-from fedortho.statistics.query import Query, Selection, Statistic
 from fedortho.storage.provenance import write_results
 from fedortho.storage.settings import as_mapping
 

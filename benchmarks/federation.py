@@ -19,6 +19,8 @@ from torch import nn
 
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
+from fedortho.engines.query import Selection
+from fedortho.engines.training_plan import PlanPart, TrainingPlan
 from fedortho.errors import FedOrthoError
 from fedortho.evaluation.accuracies import accuracies_of
 from fedortho.federated.engine import RoundProgress
@@ -30,8 +32,6 @@ from fedortho.requests.federated_forgetting import forget_federated_run
 from fedortho.runs.federation import held_rows
 from fedortho.runs.run import Run, load_run_data, open_run
 from fedortho.runs.settings import FederateSettings
-from fedortho.statistics.query import Selection
-from fedortho.statistics.training_plan import PlanPart, TrainingPlan
 from fedortho.storage.files import locked
 from fedortho.storage.provenance import read_results, write_results
 from fedortho.storage.records import to_json

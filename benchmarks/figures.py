@@ -22,6 +22,7 @@ from fedortho.audits.probe import recall
 from fedortho.data.images import Dataset, Images
 from fedortho.data.request import ForgetRequest
 from fedortho.engines.central import CentralEngine, central_engine
+from fedortho.engines.query import draw
 from fedortho.evaluation.case import Case
 from fedortho.federated.server import train_federation
 from fedortho.methods.directions import Directions
@@ -35,7 +36,6 @@ from fedortho.runs.settings import FederateSettings, TrainSettings
 from fedortho.runs.training import train_run
 from fedortho.statistics.ledger import load_ledger
 from fedortho.statistics.observe import Observation
-from fedortho.statistics.query import draw
 from fedortho.training.loop import fit
 from fedortho.training.recipe import Recipe
 

@@ -7,12 +7,12 @@ from small import SETTINGS
 from torch import nn
 
 from fedortho.data.request import ForgetRequest
+from fedortho.engines.query import Statistic
 from fedortho.federated.engine import FederatedEngine
 from fedortho.federated.local_grid import LocalGrid
 from fedortho.models.zoo import build_model
 from fedortho.runs.federation import held_rows
 from fedortho.runs.run import load_run_data
-from fedortho.statistics.query import Statistic
 from fedortho.training.recipe import Recipe
 
 RECIPE = Recipe(epochs=2, batch_size=32, crop=0, flip=0.0)

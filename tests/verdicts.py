@@ -4,8 +4,8 @@ from typing import Any
 
 from fedortho.audits.result import AuditResult
 from fedortho.audits.verdict import Verdict
+from fedortho.engines.cost import Cost
 from fedortho.evaluation.metrics import Metric
-from fedortho.statistics.cost import Cost
 from fedortho.storage.provenance import environment
 
 EVIL = "<script>alert('x')</script>"

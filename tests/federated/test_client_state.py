@@ -9,6 +9,8 @@ import torch
 from small import SETTINGS, write_images
 
 from fedortho.data.request import ForgetRequest
+from fedortho.engines.query import Query, Selection, Statistic
+from fedortho.engines.training_plan import as_training_plan
 from fedortho.errors import BadCheckpoint, BadData, FedOrthoError
 from fedortho.federated.client import federate_settings, find_client
 from fedortho.federated.client_handlers import apply_patch, hello, keep_model, observe_images, train_local
@@ -27,8 +29,6 @@ from fedortho.federated.wire import pack_patch, pack_queries, pack_training_plan
 from fedortho.models.patch import bind_patch
 from fedortho.models.sites import find_sites
 from fedortho.models.zoo import build_model
-from fedortho.statistics.query import Query, Selection, Statistic
-from fedortho.statistics.training_plan import as_training_plan
 from fedortho.storage.files import read_tensors, write_tensors
 from fedortho.storage.settings import as_mapping
 from fedortho.training.recipe import Recipe

@@ -15,6 +15,8 @@ from torch import nn
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.engines.central import CentralEngine
+from fedortho.engines.query import Query, Selection, Statistic
+from fedortho.engines.training_plan import PlanPart, TrainingPlan
 from fedortho.errors import BadCheckpoint
 from fedortho.federated.aggregation import RunningMean
 from fedortho.federated.messages import ObserveReply
@@ -24,8 +26,6 @@ from fedortho.methods.paper import Paper
 from fedortho.models.sites import find_sites
 from fedortho.models.zoo import build_model
 from fedortho.statistics.observe import Observation
-from fedortho.statistics.query import Query, Selection, Statistic
-from fedortho.statistics.training_plan import PlanPart, TrainingPlan
 from fedortho.storage.files import tensors_digest
 from fedortho.training.batches import step_seed
 from fedortho.training.loop import fit

@@ -12,6 +12,8 @@ from torch import nn
 
 from fedortho.data.images import Dataset
 from fedortho.data.request import EmptyGroup, ForgetRequest
+from fedortho.engines.query import Query, Selection
+from fedortho.engines.training_plan import PlanPart, TrainingPlan
 from fedortho.errors import FedOrthoError
 from fedortho.federated.engine import FederatedEngine
 from fedortho.federated.local_grid import FIRST_NODE, LocalGrid
@@ -21,8 +23,6 @@ from fedortho.models.patch import bind_patch
 from fedortho.models.sites import find_sites
 from fedortho.models.zoo import build_model
 from fedortho.runs.federation import sample_clients
-from fedortho.statistics.query import Query, Selection
-from fedortho.statistics.training_plan import PlanPart, TrainingPlan
 from fedortho.storage.files import read_json, tensors_digest
 from fedortho.training.objectives import FitOptions, Target
 from fedortho.unlearning.select import plan_edit

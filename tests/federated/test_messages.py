@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from fedortho.data.request import ForgetRequest
+from fedortho.engines.query import Selection, Statistic
 from fedortho.errors import BadRecord
 from fedortho.federated.messages import (
     ORDERS,
@@ -26,7 +27,6 @@ from fedortho.federated.messages import (
     TrainLocal,
     TrainReply,
 )
-from fedortho.statistics.query import Selection, Statistic
 from fedortho.storage.records import from_json, to_json
 from fedortho.training.adapters import Adapters
 from fedortho.training.objectives import FitOptions, Target

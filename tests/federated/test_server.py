@@ -10,6 +10,8 @@ from small import SETTINGS, write_images
 
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
+from fedortho.engines.query import Query, Selection, Statistic
+from fedortho.engines.training_plan import PlanPart, TrainingPlan
 from fedortho.errors import FedOrthoError
 from fedortho.evaluation.accuracies import accuracies_of
 from fedortho.federated.engine import FederatedEngine
@@ -24,8 +26,6 @@ from fedortho.requests.forgetting import undo_run
 from fedortho.requests.server_app import do_job
 from fedortho.runs.federation import held_rows
 from fedortho.runs.run import Run, open_run
-from fedortho.statistics.query import Query, Selection, Statistic
-from fedortho.statistics.training_plan import PlanPart, TrainingPlan
 from fedortho.storage.files import read_json
 from fedortho.training.objectives import FitOptions
 from fedortho.training.recipe import Recipe

@@ -10,6 +10,8 @@ from small import TinyNet
 
 from fedortho.data.images import made_images
 from fedortho.data.request import ForgetRequest
+from fedortho.engines.query import Query, Selection, Statistic
+from fedortho.engines.training_plan import PlanPart, TrainingPlan
 from fedortho.federated.messages import ModelReply, Observe, TaskInfo, TrainLocal
 from fedortho.federated.wire import (
     BadReply,
@@ -27,8 +29,6 @@ from fedortho.federated.wire import (
 )
 from fedortho.models.patch import Patch
 from fedortho.statistics.observe import Observation
-from fedortho.statistics.query import Query, Selection, Statistic
-from fedortho.statistics.training_plan import PlanPart, TrainingPlan
 from fedortho.storage.files import tensors_digest
 from fedortho.training.adapters import Adapters
 from fedortho.training.objectives import FitOptions, Target

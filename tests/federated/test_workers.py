@@ -11,13 +11,13 @@ from flwr.serverapp import Grid
 from small import SETTINGS
 from torch import nn
 
+from fedortho.engines.query import Query, Selection, Statistic
 from fedortho.federated.engine import FederatedEngine
 from fedortho.federated.local_grid import WorkerGrid
 from fedortho.federated.server import federated_engine, local_grid
 from fedortho.federated.workers import receive, send
 from fedortho.models.zoo import build_model
 from fedortho.runs.run import load_run_data
-from fedortho.statistics.query import Query, Selection, Statistic
 from fedortho.storage.files import tensors_digest
 
 CLIENTS = replace(SETTINGS, timeout=120.0)  # processes start slowly on a busy machine

@@ -12,6 +12,7 @@ from torch.nn import functional
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.engines.central import CentralEngine
+from fedortho.engines.engine import fresh_model
 from fedortho.errors import BadData, BadSetting, FedOrthoError
 from fedortho.federated.server import federated_engine, local_grid
 from fedortho.methods.bad_teacher import BadTeacher
@@ -22,7 +23,6 @@ from fedortho.methods.not_ import NoT, negated
 from fedortho.methods.retrain import Retrain
 from fedortho.methods.salun import SalUn, salient
 from fedortho.methods.unsir import UNSIR
-from fedortho.statistics.engine import fresh_model
 from fedortho.storage.files import tensors_digest
 from fedortho.training.adapters import take_off
 

@@ -14,6 +14,9 @@ from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.data.sources import load_images
 from fedortho.engines.central import CentralEngine
+from fedortho.engines.engine import Engine
+from fedortho.engines.query import Selection
+from fedortho.engines.training_plan import TrainingPlan
 from fedortho.federated.engine import FederatedEngine
 from fedortho.federated.server import federated_engine, local_grid
 from fedortho.methods import METHODS, make_method, unlearn
@@ -21,9 +24,6 @@ from fedortho.methods.method import CannotServe, Method
 from fedortho.models.predictions import evaluate
 from fedortho.models.zoo import build_model
 from fedortho.runs.run import load_run_data
-from fedortho.statistics.engine import Engine
-from fedortho.statistics.query import Selection
-from fedortho.statistics.training_plan import TrainingPlan
 from fedortho.storage.files import tensors_digest
 from fedortho.storage.settings import field_help
 from fedortho.training.batches import step_seed

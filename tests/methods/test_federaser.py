@@ -14,6 +14,7 @@ from torch import nn
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.engines.central import CentralEngine
+from fedortho.engines.query import Selection
 from fedortho.errors import BadCheckpoint
 from fedortho.federated.engine import FederatedEngine
 from fedortho.federated.messages import TrainLocal
@@ -26,7 +27,6 @@ from fedortho.models.predictions import accuracy
 from fedortho.models.zoo import build_model
 from fedortho.runs.federation import held_rows
 from fedortho.runs.run import load_run_data
-from fedortho.statistics.query import Selection
 from fedortho.storage.files import tensors_digest
 from fedortho.training.recipe import Recipe, learning_rate
 

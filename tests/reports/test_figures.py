@@ -13,13 +13,13 @@ from small import TinyNet
 from torch import Tensor, nn
 
 from fedortho.data.images import Images, images_from_tensors
+from fedortho.engines.cost import Cost
 from fedortho.errors import BadData, FedOrthoError, UnknownName
 from fedortho.models.predictions import Evaluation, evaluate
 from fedortho.models.zoo import build_model
 from fedortho.reports.figures import activations, attention, costs, kernels, recovery, results
 from fedortho.reports.figures.style import finding_of, png
 from fedortho.reports.pictures import as_pictures
-from fedortho.statistics.cost import Cost
 from fedortho.training.loop import Epoch
 
 LAYERS = ("features.0", "features.3", "features.6")

@@ -18,6 +18,7 @@ from verdicts import EVIL, RECORD, VERDICT
 
 from fedortho.audits.result import AuditResult, Outcome
 from fedortho.data.request import ForgetRequest
+from fedortho.engines.cost import Cost
 from fedortho.errors import BadCheckpoint, FedOrthoError
 from fedortho.evaluation.metrics import Metric
 from fedortho.evidence.redaction import LEFT_OUT, without_images
@@ -32,7 +33,6 @@ from fedortho.runs.run import Run
 from fedortho.runs.served import last_request
 from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
-from fedortho.statistics.cost import Cost
 from fedortho.storage.files import read_json, write_json
 
 

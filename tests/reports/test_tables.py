@@ -2,9 +2,9 @@
 
 from dataclasses import asdict
 
+from fedortho.engines.cost import Cost
 from fedortho.evaluation.metrics import Metric
 from fedortho.reports.tables import Cell, build_table, costs_table, metrics_table, number, settings_table
-from fedortho.statistics.cost import Cost
 
 
 def test_a_number_is_sorted_by_its_value_and_an_unknown_one_by_nothing() -> None:

@@ -14,6 +14,8 @@ import fedortho.requests.comparing as compare_module
 import fedortho.requests.run_context as context_module
 from fedortho.data.request import ForgetRequest
 from fedortho.engines.central import CentralEngine
+from fedortho.engines.cost import Cost
+from fedortho.engines.engine import Engine
 from fedortho.errors import FedOrthoError, UnknownName
 from fedortho.evaluation.accuracies import accuracies_of
 from fedortho.federated.server import patches_of, train_federation
@@ -25,8 +27,6 @@ from fedortho.runs.record import Accuracies
 from fedortho.runs.run import Run, load_run_data, open_run
 from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
-from fedortho.statistics.cost import Cost
-from fedortho.statistics.engine import Engine
 from fedortho.storage.files import read_json, write_json
 from fedortho.storage.records import read_record
 

@@ -11,6 +11,7 @@ import fedortho.requests.run_context as context_module
 import fedortho.requests.tuning as tune_module
 from fedortho.data.request import ForgetRequest
 from fedortho.engines.central import CentralEngine
+from fedortho.engines.engine import Engine
 from fedortho.errors import BadSetting, FedOrthoError, UnknownName
 from fedortho.methods import METHODS
 from fedortho.methods.hyperparameters import read_settings
@@ -19,7 +20,6 @@ from fedortho.requests.tuning import FIXED, Attempt, Budget, TuningTrials, candi
 from fedortho.runs.run import Run, load_run_data
 from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
-from fedortho.statistics.engine import Engine
 from fedortho.storage.records import read_record
 
 REQUEST = ForgetRequest.parse("class:3")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from fedortho.engines.cost import Cost
 from fedortho.errors import BadRecord
 from fedortho.methods import make_method
 from fedortho.runs.record import (
@@ -18,7 +19,6 @@ from fedortho.runs.record import (
     read_run_record,
 )
 from fedortho.runs.run import open_run
-from fedortho.statistics.cost import Cost
 from fedortho.storage.records import from_json, to_json, write_record
 
 OLD = Path(__file__).parent / "schema1"  # a run.json of fedortho 0.1.0, to which requests of every kind were added

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from fedortho.data.images import Images, evaluation_batches
+from fedortho.engines.query import draw
 from fedortho.errors import BadData, BadSetting
 from fedortho.evaluation.accuracies import share_correct
 from fedortho.evaluation.case import Case
 from fedortho.models.capture import capture
 from fedortho.models.classifier import find_classifier
 from fedortho.models.predictions import answers_of, refuse_broken
-from fedortho.statistics.query import draw
 
 T = TypeVar("T")
 PER_CLASS, MAX_SAMPLE = 250, 5000  # images of a class, and in all, whose features are used

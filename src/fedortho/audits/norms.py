@@ -11,10 +11,10 @@ from fedortho.audits.audit import Audit
 from fedortho.audits.measurements import MeasurementCache, accuracy_on, editable_copy, measure_models
 from fedortho.audits.result import AuditResult, decide, gap, shares_text
 from fedortho.audits.thresholds import Limit
+from fedortho.engines.query import draw
 from fedortho.evaluation.case import Case
 from fedortho.models.norms import batch_norms, estimate_norms, usable
 from fedortho.models.split import Split
-from fedortho.statistics.query import draw
 
 LIMIT = Limit("norms", 0.02)  # forget accuracy after the attack, above the reference model's
 IMAGES = 2000  # of the retain set, for batch-norm statistics

@@ -21,8 +21,8 @@ from fedortho.audits.measurements import (
 )
 from fedortho.audits.result import NO_POWER, AuditResult, decide, gap, original_exceeds, shares_text
 from fedortho.audits.thresholds import Limit
+from fedortho.engines.query import draw
 from fedortho.evaluation.case import Case
-from fedortho.statistics.query import draw
 from fedortho.training.loop import fit
 from fedortho.training.recipe import Recipe
 

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 from fedortho.audits.result import AuditResult, label
 from fedortho.audits.sentences import advice_on, sentence_on
+from fedortho.engines.cost import Cost
 from fedortho.errors import BadRecord
 from fedortho.evaluation.metrics import Metric
-from fedortho.statistics.cost import Cost
 from fedortho.storage.files import read_json, write_json
 from fedortho.storage.provenance import Environment
 from fedortho.storage.records import from_json, to_json

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fedortho.data.images import Images, evaluation_batches
 from fedortho.devices import flops_of, work_clock
+from fedortho.engines.query import Statistic
 from fedortho.errors import BadData
 from fedortho.models.capture import capture
 from fedortho.models.classifier import classifier_inputs
@@ -17,7 +18,6 @@ from fedortho.models.patch import edit_in_place
 from fedortho.models.sites import Site, Structure, trace_structure
 from fedortho.models.split import Split, entry_inputs, find_split, run_tail, tail_model
 from fedortho.statistics.observe import Observation, key_of, observe
-from fedortho.statistics.query import Statistic
 from fedortho.statistics.spread import spread_sums
 from fedortho.training.loop import fit
 from fedortho.training.objectives import LOSSES

@@ -11,12 +11,12 @@ from torch import nn
 from fedortho.data.images import Dataset, Images
 from fedortho.data.request import Clients, ForgetRequest
 from fedortho.engines.answer import AnswerCache, answer
+from fedortho.engines.engine import EngineInfo, Tally
+from fedortho.engines.query import Query, Selection
+from fedortho.engines.training_plan import TrainingPlan, as_training_plan
 from fedortho.errors import BadData
 from fedortho.models.reinitialise import reinitialised
-from fedortho.statistics.engine import EngineInfo, Tally
 from fedortho.statistics.observe import Observation
-from fedortho.statistics.query import Query, Selection
-from fedortho.statistics.training_plan import TrainingPlan, as_training_plan
 from fedortho.storage.files import tensors_digest
 from fedortho.training.batches import count_images
 from fedortho.training.loop import Mask, fit

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from fedortho.data.images import Dataset, Images
 from fedortho.data.request import Clients, ForgetRequest
+from fedortho.engines.query import draw
 from fedortho.errors import BadData
 from fedortho.evaluation.accuracies import forget_eval_images
 from fedortho.evaluation.shadows import ShadowPlan
-from fedortho.statistics.query import draw
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fedortho.data.images import Images
 from fedortho.data.request import ForgetRequest
+from fedortho.engines.query import draw
 from fedortho.errors import BadSetting
 from fedortho.evaluation.case import Case
 from fedortho.evaluation.membership_attacks import (
@@ -22,7 +23,6 @@ from fedortho.evaluation.membership_attacks import (
 from fedortho.models.capture import capture
 from fedortho.models.classifier import find_classifier
 from fedortho.models.predictions import evaluating, logits_of
-from fedortho.statistics.query import draw
 
 SAMPLE = 2500  # images of a set that is only sampled
 MIN_CLIENT_IMAGES = 20  # sampled images of each client, if it has that many

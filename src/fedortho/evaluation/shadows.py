@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from fedortho.data.images import Dataset, Images
 from fedortho.data.request import ForgetRequest
+from fedortho.engines.query import draw
 from fedortho.errors import BadCheckpoint, BadSetting
-from fedortho.statistics.query import draw
 from fedortho.storage.checkpoints import load_weights
 from fedortho.storage.files import read_tensors, tensors_digest, write_tensors
 from fedortho.training.loop import fit

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from fedortho.engines.query import Selection
+from fedortho.engines.training_plan import TrainingPlan
 from fedortho.federated.messages import LocalResult
 from fedortho.federated.wire import BadReply
-from fedortho.statistics.query import Selection
-from fedortho.statistics.training_plan import TrainingPlan
 from fedortho.storage.files import write_tensors
 from fedortho.training.loop import Epoch, Mask
 from fedortho.training.recipe import Recipe

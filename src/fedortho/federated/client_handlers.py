@@ -11,6 +11,8 @@ from torch import nn
 from fedortho.data.images import Images
 from fedortho.devices import choose_device, using_threads
 from fedortho.engines.answer import AnswerCache, answer
+from fedortho.engines.query import Query
+from fedortho.engines.training_plan import TrainingPlan
 from fedortho.errors import FedOrthoError
 from fedortho.federated.client_state import ClientImages, ClientState
 from fedortho.federated.messages import (
@@ -41,8 +43,6 @@ from fedortho.federated.wire import (
 from fedortho.models.zoo import build_model
 from fedortho.statistics.ledger import load_ledger, write_ledger
 from fedortho.statistics.observe import Observation
-from fedortho.statistics.query import Query
-from fedortho.statistics.training_plan import TrainingPlan
 from fedortho.storage.checkpoints import load_weights
 from fedortho.storage.files import read_tensors, tensors_digest
 from fedortho.storage.records import from_json

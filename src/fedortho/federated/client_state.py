@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fedortho.data.images import Dataset, Images
 from fedortho.data.request import ForgetRequest
+from fedortho.engines.query import Selection
 from fedortho.errors import BadCheckpoint, BadData, BadRecord, FedOrthoError
 from fedortho.federated.messages import TaskInfo
 from fedortho.models.patch import Patch
@@ -23,7 +24,6 @@ from fedortho.runs.federation import held_rows
 from fedortho.runs.run import load_run_data
 from fedortho.runs.settings import FederateSettings
 from fedortho.statistics.ledger import forget_lines, load_ledger, rebind_ledger
-from fedortho.statistics.query import Selection
 from fedortho.storage.checkpoints import load_weights
 from fedortho.storage.files import read_tensors, tensors_digest, write_tensors
 from fedortho.storage.records import read_record, write_record

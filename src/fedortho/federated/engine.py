@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import nn
 
+from fedortho.engines.engine import EngineInfo, Tally
+from fedortho.engines.query import Query, Selection, Statistic
+from fedortho.engines.training_plan import TrainingPlan, as_training_plan
 from fedortho.errors import BadCheckpoint, FedOrthoError, first_line
 from fedortho.federated.aggregation import RunningMean, TrainingJob, check_state, round_history
 from fedortho.federated.messages import LocalResult, Observe, ObserveReply, TaskInfo, TrainLocal, TrainReply
@@ -34,10 +37,7 @@ from fedortho.federated.wire import (
 )
 from fedortho.models.norms import batch_norms
 from fedortho.runs.federation import Federation, sample_clients
-from fedortho.statistics.engine import EngineInfo, Tally
 from fedortho.statistics.observe import Observation
-from fedortho.statistics.query import Query, Selection, Statistic
-from fedortho.statistics.training_plan import TrainingPlan, as_training_plan
 from fedortho.storage.files import read_tensors, tensors_digest, write_tensors
 from fedortho.storage.records import from_json, to_json
 from fedortho.training.adapters import base_tensors

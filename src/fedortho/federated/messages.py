@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from fedortho.data.request import ForgetRequest
+from fedortho.engines.query import Selection, Statistic
 from fedortho.models.patch import PATCH_SCHEMA
-from fedortho.statistics.query import Selection, Statistic
 from fedortho.storage.records import Scalar
 from fedortho.training.adapters import Adapters
 from fedortho.training.objectives import FitOptions, Target

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest, union_of
+from fedortho.engines.query import Selection
 from fedortho.errors import FedOrthoError
 from fedortho.federated import switch_off
 from fedortho.federated.client import client_app
@@ -29,7 +30,6 @@ from fedortho.runs.run import Run, load_run_data, open_run
 from fedortho.runs.served import excluded_by, served_requests
 from fedortho.runs.settings import FederateSettings
 from fedortho.runs.training import train_run
-from fedortho.statistics.query import Selection
 from fedortho.storage.files import locked
 from fedortho.storage.settings import as_mapping
 from fedortho.training.loop import Epoch, Mask

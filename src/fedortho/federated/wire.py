@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from fedortho.data.images import Images, made_images
 from fedortho.engines.answer import AnswerCache, answer
+from fedortho.engines.query import Query
+from fedortho.engines.training_plan import PlanPart, TrainingPlan
 from fedortho.errors import FedOrthoError
 from fedortho.federated.messages import Order, PartInfo, PatchInfo, PlanInfo, QueryInfo, Reply
 from fedortho.models.patch import Patch, unpack_patch
 from fedortho.statistics.observe import Observation
-from fedortho.statistics.query import Query
-from fedortho.statistics.training_plan import PlanPart, TrainingPlan
 from fedortho.storage.records import from_json, to_json
 
 if TYPE_CHECKING:

@@ -11,6 +11,8 @@ from fedortho.data.images import Batches, Dataset, Images, make_dataset
 from fedortho.data.request import Clients, ForgetRequest
 from fedortho.data.sources import load_images
 from fedortho.engines.central import central_engine
+from fedortho.engines.cost import Meter
+from fedortho.engines.engine import Engine
 from fedortho.errors import FedOrthoError, unknown
 from fedortho.methods.bad_teacher import BadTeacher
 from fedortho.methods.class_pruning import ClassPruning
@@ -29,8 +31,6 @@ from fedortho.methods.salun import SalUn
 from fedortho.methods.ssd import SSD
 from fedortho.methods.unsir import UNSIR
 from fedortho.models.patch import patch_between
-from fedortho.statistics.cost import Meter
-from fedortho.statistics.engine import Engine
 from fedortho.statistics.observe import Observation
 from fedortho.storage.settings import as_mapping, make_settings
 from fedortho.unlearning.plan import ForgetPlan

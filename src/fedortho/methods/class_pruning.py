@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from fedortho.data.request import ForgetRequest
+from fedortho.engines.engine import Engine, withheld_hint
+from fedortho.engines.query import Query, Selection, Statistic
 from fedortho.errors import BadData, BadSetting
 from fedortho.methods.method import Schedule, forget_and_retain
 from fedortho.models.patch import edit_model
 from fedortho.models.sites import find_sites
-from fedortho.statistics.engine import Engine, withheld_hint
-from fedortho.statistics.query import Query, Selection, Statistic
 from fedortho.unlearning.select import kernel_count, plan_edit
 
 

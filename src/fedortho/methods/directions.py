@@ -6,10 +6,10 @@ from typing import ClassVar
 from torch import nn
 
 from fedortho.data.request import ForgetRequest
+from fedortho.engines.engine import Engine
+from fedortho.engines.query import Query
 from fedortho.errors import BadSetting
 from fedortho.models.patch import Patch, bind_patch
-from fedortho.statistics.engine import Engine
-from fedortho.statistics.query import Query
 from fedortho.unlearning.calibrate import find_edit
 from fedortho.unlearning.directions import SHARES, check_erasable, plan_erasure
 from fedortho.unlearning.plan import ForgetPlan, Phases

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from fedortho.data.request import ForgetRequest
+from fedortho.engines.engine import Engine
+from fedortho.engines.query import Selection
+from fedortho.engines.training_plan import PlanPart, TrainingPlan
 from fedortho.errors import BadCheckpoint, BadSetting
 from fedortho.methods.method import CannotServe, forget_and_retain
-from fedortho.statistics.engine import Engine
-from fedortho.statistics.query import Selection
-from fedortho.statistics.training_plan import PlanPart, TrainingPlan
 from fedortho.storage.files import read_tensors
 from fedortho.training.batches import step_seed
 from fedortho.training.objectives import FitOptions

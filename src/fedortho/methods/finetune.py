@@ -6,8 +6,8 @@ from typing import Annotated, ClassVar
 from torch import nn
 
 from fedortho.data.request import KINDS, ForgetRequest
+from fedortho.engines.engine import Engine
 from fedortho.methods.method import Schedule, forget_and_retain
-from fedortho.statistics.engine import Engine
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from fedortho.data.request import KINDS, ForgetRequest
+from fedortho.engines.engine import Engine
+from fedortho.engines.query import Query, Selection, Statistic
+from fedortho.engines.training_plan import PlanPart, TrainingPlan
 from fedortho.errors import unknown
 from fedortho.methods.method import Schedule, forget_and_retain
-from fedortho.statistics.engine import Engine
-from fedortho.statistics.query import Query, Selection, Statistic
-from fedortho.statistics.training_plan import PlanPart, TrainingPlan
 from fedortho.storage.settings import kebab
 from fedortho.training.adapters import ADAPTERS, Adapters, attach, merge
 from fedortho.training.objectives import FitOptions, Target

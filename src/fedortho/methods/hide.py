@@ -8,9 +8,9 @@ from typing import Annotated, ClassVar
 from torch import nn
 
 from fedortho.data.request import KINDS, ForgetRequest
+from fedortho.engines.engine import Engine
 from fedortho.errors import BadSetting
 from fedortho.models.patch import Patch, bind_patch
-from fedortho.statistics.engine import Engine
 from fedortho.unlearning.calibrate import RATIOS, check_target, find_edit
 from fedortho.unlearning.kernels import (
     KernelEdit,

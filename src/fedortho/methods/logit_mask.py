@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from fedortho.data.request import ForgetRequest
+from fedortho.engines.engine import Engine
 from fedortho.errors import BadSetting
 from fedortho.methods.method import forget_and_retain
 from fedortho.models.classifier import find_classifier
-from fedortho.statistics.engine import Engine
 
 NEVER = -1e4  # a logit below all others
 

@@ -7,11 +7,11 @@ from typing import Annotated, Any, ClassVar, Protocol, runtime_checkable
 from torch import nn
 
 from fedortho.data.request import ForgetRequest
+from fedortho.engines.cost import Cost
+from fedortho.engines.engine import Engine
+from fedortho.engines.query import Selection
 from fedortho.errors import FedOrthoError
 from fedortho.models.patch import Patch
-from fedortho.statistics.cost import Cost
-from fedortho.statistics.engine import Engine
-from fedortho.statistics.query import Selection
 from fedortho.training.recipe import Recipe
 from fedortho.unlearning.plan import ForgetPlan
 from fedortho.unlearning.trials import Trial

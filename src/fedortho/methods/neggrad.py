@@ -6,10 +6,10 @@ from typing import Annotated, ClassVar
 from torch import nn
 
 from fedortho.data.request import KINDS, ForgetRequest
+from fedortho.engines.engine import Engine
+from fedortho.engines.training_plan import PlanPart, TrainingPlan
 from fedortho.errors import BadSetting
 from fedortho.methods.method import Schedule, forget_and_retain
-from fedortho.statistics.engine import Engine
-from fedortho.statistics.training_plan import PlanPart, TrainingPlan
 from fedortho.training.objectives import FitOptions, Target
 
 

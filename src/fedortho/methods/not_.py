@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from fedortho.data.request import KINDS, ForgetRequest
+from fedortho.engines.engine import Engine
 from fedortho.errors import BadSetting
 from fedortho.methods.method import Schedule, forget_and_retain
 from fedortho.models.graph import select_layers, trace_layers
-from fedortho.statistics.engine import Engine
 
 
 @dataclass(frozen=True)

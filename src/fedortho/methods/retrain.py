@@ -6,8 +6,8 @@ from typing import Annotated, ClassVar
 from torch import nn
 
 from fedortho.data.request import KINDS, ForgetRequest
+from fedortho.engines.engine import Engine, fresh_model
 from fedortho.methods.method import forget_and_retain
-from fedortho.statistics.engine import Engine, fresh_model
 from fedortho.training.recipe import Recipe
 
 

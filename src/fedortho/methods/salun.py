@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from fedortho.data.request import KINDS, ForgetRequest
+from fedortho.engines.engine import Engine
+from fedortho.engines.query import Query, Statistic
+from fedortho.engines.training_plan import PlanPart, TrainingPlan
 from fedortho.errors import BadSetting
 from fedortho.methods.method import Schedule, forget_and_retain
-from fedortho.statistics.engine import Engine
-from fedortho.statistics.query import Query, Statistic
-from fedortho.statistics.training_plan import PlanPart, TrainingPlan
 from fedortho.training.objectives import FitOptions, Target
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from fedortho.data.request import KINDS, ForgetRequest
+from fedortho.engines.engine import Engine
+from fedortho.engines.query import Query, Selection, Statistic
 from fedortho.errors import BadCheckpoint, BadSetting
 from fedortho.methods.method import forget_and_retain
-from fedortho.statistics.engine import Engine
-from fedortho.statistics.query import Query, Selection, Statistic
 from fedortho.storage.files import read_tensors, tensors_digest, write_tensors
 
 Importance = Mapping[str, Tensor]  # parameter → one number per coordinate, flat

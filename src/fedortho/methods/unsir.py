@@ -10,10 +10,10 @@ from torch.nn import functional
 
 from fedortho.data.images import Images, made_images
 from fedortho.data.request import ForgetRequest
+from fedortho.engines.engine import Engine
+from fedortho.engines.training_plan import PlanPart, TrainingPlan
 from fedortho.errors import BadSetting
 from fedortho.methods.method import Schedule, forget_and_retain
-from fedortho.statistics.engine import Engine
-from fedortho.statistics.training_plan import PlanPart, TrainingPlan
 from fedortho.training.objectives import FitOptions
 
 

@@ -12,6 +12,7 @@ from fedortho.audits.sentences import subject_of
 from fedortho.audits.verdict import Verdict, read_verdict
 from fedortho.data.request import ForgetRequest
 from fedortho.devices import choose_device
+from fedortho.engines.cost import Cost
 from fedortho.errors import BadCheckpoint, BadData, FedOrthoError
 from fedortho.evidence.redaction import IMAGES_END, IMAGES_START, LEFT_OUT, MARKED
 from fedortho.reports.gallery import audit_pictures, draw_gallery
@@ -30,7 +31,6 @@ from fedortho.requests.references import check_reference, find_original, find_re
 from fedortho.runs.record import ServedRecord
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.served import last_request, served_record, served_requests
-from fedortho.statistics.cost import Cost
 from fedortho.storage.files import write_text
 from fedortho.storage.records import to_json
 from fedortho.storage.settings import as_mapping

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedortho.audits.result import AuditResult
+from fedortho.engines.cost import Cost
 from fedortho.evaluation.metrics import Metric
 from fedortho.runs.record import Accuracies
-from fedortho.statistics.cost import Cost
 
 LONG = 40  # letters; a cell with more gets a least width
 SIGNS = {"PASS": "✓", "FAIL": "✗", "ERROR": "!", "NOT RUN": "–", "NO REFERENCE": "?"}

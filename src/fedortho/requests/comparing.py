@@ -11,6 +11,7 @@ from torch import nn
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.devices import using_threads
+from fedortho.engines.cost import Cost
 from fedortho.errors import BadRecord, FedOrthoError, unknown
 from fedortho.methods import find_method, known_methods, unlearn
 from fedortho.methods.hyperparameters import read_settings
@@ -27,7 +28,6 @@ from fedortho.requests.run_context import RunContext, method_for_run, open_conte
 from fedortho.runs.derived import write_derived
 from fedortho.runs.record import Accuracies, ResultRecord, ServedRecord
 from fedortho.runs.run import Run, open_run
-from fedortho.statistics.cost import Cost
 from fedortho.storage.files import tensors_digest
 from fedortho.storage.provenance import Environment, environment
 from fedortho.storage.records import Scalar, read_record, write_record

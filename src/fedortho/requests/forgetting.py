@@ -12,6 +12,8 @@ from torch import nn
 from fedortho.data.images import Dataset
 from fedortho.data.request import Clients, ForgetRequest
 from fedortho.engines.central import CentralEngine
+from fedortho.engines.engine import Engine
+from fedortho.engines.query import Query, Selection, Statistic
 from fedortho.errors import FedOrthoError
 from fedortho.evaluation.accuracies import accuracies_of
 from fedortho.methods import ForgetResult, Method, unlearn
@@ -21,10 +23,8 @@ from fedortho.runs.derived import check_output_paths, write_derived
 from fedortho.runs.record import Accuracies, ResultRecord, ServedRecord, TrialRecord
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.served import excluded_by, last_request, served_requests
-from fedortho.statistics.engine import Engine
 from fedortho.statistics.ledger import forget_lines, load_ledger, rebind_ledger
 from fedortho.statistics.observe import Observation
-from fedortho.statistics.query import Query, Selection, Statistic
 from fedortho.storage.files import tensors_digest
 from fedortho.storage.journal import append_entry
 from fedortho.unlearning.trials import Trial

@@ -9,6 +9,8 @@ import torch
 
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest, union_of
+from fedortho.engines.cost import Cost, training_cost
+from fedortho.engines.engine import Tally
 from fedortho.errors import BadCheckpoint, FedOrthoError
 from fedortho.evaluation.case import Case
 from fedortho.federated.messages import TrainLocal
@@ -19,8 +21,6 @@ from fedortho.runs.run import Run, open_run
 from fedortho.runs.served import excluded_besides, excluded_by
 from fedortho.runs.settings import FREE, FederateSettings, TrainSettings, relocated
 from fedortho.runs.training import train_run
-from fedortho.statistics.cost import Cost, training_cost
-from fedortho.statistics.engine import Tally
 from fedortho.storage.settings import as_mapping
 from fedortho.training.loop import Watch
 from fedortho.training.recipe import Recipe

@@ -16,6 +16,8 @@ from fedortho.data.images import Dataset
 from fedortho.data.request import Clients, ForgetRequest
 from fedortho.devices import choose_device
 from fedortho.engines.central import CentralEngine
+from fedortho.engines.engine import Engine
+from fedortho.engines.query import Selection
 from fedortho.errors import FedOrthoError
 from fedortho.evaluation.accuracies import accuracies_of
 from fedortho.federated.server import federated_engine, local_grid, patches_of
@@ -28,9 +30,7 @@ from fedortho.runs.record import Accuracies
 from fedortho.runs.run import Run
 from fedortho.runs.served import excluded_by, served_requests
 from fedortho.runs.settings import FederateSettings
-from fedortho.statistics.engine import Engine
 from fedortho.statistics.ledger import load_ledger
-from fedortho.statistics.query import Selection
 from fedortho.storage.settings import field_types
 from fedortho.training.recipe import Recipe
 

@@ -13,6 +13,7 @@ from torch import nn
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.devices import using_threads
+from fedortho.engines.query import Selection, draw
 from fedortho.errors import BadRecord, BadSetting, FedOrthoError
 from fedortho.methods import find_method, known_methods, unlearn
 from fedortho.methods.method import serves
@@ -20,7 +21,6 @@ from fedortho.models.predictions import accuracy, evaluate
 from fedortho.requests.comparing import Settings, chosen_methods, settings_by_method
 from fedortho.requests.run_context import RunContext, method_for_run, open_context
 from fedortho.runs.run import Run, open_run
-from fedortho.statistics.query import Selection, draw
 from fedortho.storage.files import check_writable, locked, write_json
 from fedortho.storage.provenance import Environment, environment
 from fedortho.storage.records import read_record, write_record

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from fedortho.engines.cost import Cost
 from fedortho.errors import BadCheckpoint
 from fedortho.runs.schema1 import from_schema_1
-from fedortho.statistics.cost import Cost
 from fedortho.storage.files import read_json
 from fedortho.storage.provenance import Environment
 from fedortho.storage.records import Migration, Scalar, from_json

@@ -29,7 +29,7 @@ def to_json(record: Any) -> dict[str, Any]:
 def from_json(kind: type[R], value: Any, source: Path | str) -> R:
     """The record of this kind in a JSON value; `source` names the file or message in errors.
 
-    >>> from fedortho.statistics.cost import Cost
+    >>> from fedortho.engines.cost import Cost
     >>> from_json(Cost, {"seconds": 1}, "cost.json")
     Traceback (most recent call last):
     ...

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from fedortho.data.request import EmptyGroup
+from fedortho.engines.query import Query
 from fedortho.errors import BadSetting
 from fedortho.models.patch import Patch
 from fedortho.models.sites import Site
 from fedortho.statistics.observe import Observation, key_of
-from fedortho.statistics.query import Query
 from fedortho.unlearning.rank import Ranking, rank_correlation, rank_kernels, same_label_retain
 from fedortho.unlearning.select import choose_kernels, merge_chosen, plan_edit, strengths
 from fedortho.unlearning.task import Task

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from fedortho.devices import work_clock
+from fedortho.engines.engine import Engine, Tally
 from fedortho.models.patch import Patch
-from fedortho.statistics.engine import Engine, Tally
 from fedortho.unlearning.trials import Trial
 
 

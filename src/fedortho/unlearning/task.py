@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from fedortho.data.request import EmptyGroup, ForgetRequest
+from fedortho.engines.engine import Engine, withheld_hint
+from fedortho.engines.query import Selection, Statistic
 from fedortho.models.sites import Site, find_sites
-from fedortho.statistics.engine import Engine, withheld_hint
 from fedortho.statistics.observe import Observation
-from fedortho.statistics.query import Selection, Statistic
 from fedortho.unlearning.settings import EditSettings
 
 

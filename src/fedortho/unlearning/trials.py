@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
+from fedortho.engines.engine import withheld_hint
+from fedortho.engines.query import Query, Selection
 from fedortho.errors import BadData
 from fedortho.models.classifier import find_classifier
 from fedortho.models.norms import norms_behind
 from fedortho.models.patch import NOTHING, Patch
-from fedortho.statistics.engine import withheld_hint
 from fedortho.statistics.observe import Observation
-from fedortho.statistics.query import Query, Selection
 from fedortho.unlearning.repair import repaired
 from fedortho.unlearning.scrub import scrubbed
 from fedortho.unlearning.settings import CalibrationSettings

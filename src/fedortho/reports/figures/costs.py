@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from fedortho.engines.cost import Cost
 from fedortho.reports.figures.style import (
     DASHES,
     GREEN,
@@ -17,7 +18,6 @@ from fedortho.reports.figures.style import (
     percent_axis,
     times,
 )
-from fedortho.statistics.cost import Cost
 from fedortho.training.loop import Epoch
 
 if TYPE_CHECKING:

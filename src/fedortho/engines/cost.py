@@ -10,11 +10,11 @@ from torch import nn
 
 from fedortho.data.request import ForgetRequest
 from fedortho.devices import flops_of, work_clock
+from fedortho.engines.engine import Engine, EngineInfo, Tally
+from fedortho.engines.query import Query, Selection
+from fedortho.engines.training_plan import TrainingPlan
 from fedortho.errors import FedOrthoError
-from fedortho.statistics.engine import Engine, EngineInfo, Tally
 from fedortho.statistics.observe import Observation
-from fedortho.statistics.query import Query, Selection
-from fedortho.statistics.training_plan import TrainingPlan
 from fedortho.training.loop import Epoch, Mask
 from fedortho.training.recipe import Recipe
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from fedortho.data.images import Images
 from fedortho.data.request import ForgetRequest
-from fedortho.statistics.query import Selection, draw
+from fedortho.engines.query import Selection, draw
 from fedortho.training.adapters import Adapters
 from fedortho.training.objectives import FitOptions, Target, TrainingSet
 

@@ -12,13 +12,13 @@ from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.devices import WorkClock, flops_of
 from fedortho.engines import answer as statistic
+from fedortho.engines import cost
 from fedortho.engines.central import CentralEngine
+from fedortho.engines.cost import Meter, flops_per_image
+from fedortho.engines.query import Query, Selection, Statistic
+from fedortho.engines.training_plan import PlanPart, TrainingPlan
 from fedortho.methods.unsir import UNSIR
 from fedortho.models.patch import NOTHING
-from fedortho.statistics import cost
-from fedortho.statistics.cost import Meter, flops_per_image
-from fedortho.statistics.query import Query, Selection, Statistic
-from fedortho.statistics.training_plan import PlanPart, TrainingPlan
 from fedortho.training.adapters import Adapters, attach
 from fedortho.training.objectives import FitOptions, Target
 from fedortho.training.recipe import Recipe

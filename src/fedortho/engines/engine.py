@@ -7,10 +7,10 @@ from typing import Protocol
 from torch import nn
 
 from fedortho.data.request import ForgetRequest
+from fedortho.engines.query import Query, Selection
+from fedortho.engines.training_plan import TrainingPlan
 from fedortho.errors import FedOrthoError
 from fedortho.statistics.observe import Observation
-from fedortho.statistics.query import Query, Selection
-from fedortho.statistics.training_plan import TrainingPlan
 from fedortho.training.loop import Mask
 from fedortho.training.recipe import Recipe
 
