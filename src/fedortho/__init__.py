@@ -1,4 +1,4 @@
-"""FedOrtho: make trained convolutional networks forget a class, a client or samples, and prove it.
+"""FedOrtho: make trained convolutional networks forget a class, a client or samples, and measure how far they did.
 
 Models and data in memory: `load_images`, `build_model`, `fit`, `forget`, `judge`. Run directories, as the command line
 writes them: `train_run`, `federate_run`, `import_run`, `forget_run`, `judge_run`, `audit_run`, `compare`, `tune`,

@@ -72,7 +72,7 @@ def common(
         bool, typer.Option("--debug", help="print the traceback of an error; allowed anywhere on the command line")
     ] = False,
 ) -> None:
-    """Make trained convolutional networks forget a class, a client or samples, and prove it."""
+    """Make trained convolutional networks forget a class, a client or samples, and measure how far they did."""
 
 
 app.command("train")(train_command)

@@ -1,1 +1,1 @@
-"""The engine with all images in one place, and how a holder of images answers a query."""
+"""What a method may ask of data: queries and training plans, the engine that answers them, and their cost."""

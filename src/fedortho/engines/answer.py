@@ -17,7 +17,7 @@ from fedortho.models.norms import estimate_norms, norm_sums
 from fedortho.models.patch import edit_in_place
 from fedortho.models.sites import Site, Structure, trace_structure
 from fedortho.models.split import Split, entry_inputs, find_split, run_tail, tail_model
-from fedortho.statistics.observe import Observation, key_of, observe
+from fedortho.statistics.observe import Observation, key_of, observe, weighted_difference
 from fedortho.statistics.spread import spread_sums
 from fedortho.training.loop import fit
 from fedortho.training.objectives import LOSSES
@@ -83,16 +83,6 @@ def answer(
         return [weighted_difference(forget, retain)]
     found = [ANSWERS[statistic.kind](context, images) for images in groups]
     return found if statistic.by_label else [observation.collapsed() for observation in found]
-
-
-def weighted_difference(forget: Observation, retain: Observation) -> Observation:
-    """One client's term in the paper: number of images times (forget mean − retain mean); 0 if it lacks either set."""
-    number = forget.images + retain.images if forget.images and retain.images else 0
-    sums = {}
-    for key, value in forget.sums.items():
-        empty = torch.zeros(1, value.shape[1], dtype=torch.float64)
-        sums[key] = number * (forget.mean(key) - retain.mean(key)).unsqueeze(0) if number else empty
-    return Observation(sums, torch.tensor([number]), forget.model)
 
 
 def _peaks(context: QueryContext, images: Images) -> Observation:

@@ -61,8 +61,8 @@ def _build_of(model: nn.Module) -> tuple[object, ...]:
 class Meter:
     """An engine that passes everything on to another, less what earlier requests have removed, and adds up the cost.
 
-    FLOPs are those of one step per network, times the images of the steps that ran; a candidate that is tried on what
-    the front of a network has computed before counts with the rest of it only. The time that counting takes is no part
+    FLOPs are those of one step per network, times the images of the steps that ran; a candidate that
+    starts from cached activations counts only the tail of the network. The time that counting takes is no part
     of the seconds, and it is done once for networks that are built alike.
     """
 

@@ -37,18 +37,18 @@ class EngineInfo:
 
     class_names: tuple[str, ...]
     image_shape: tuple[int, int, int]  # channels, height, width
-    data_digest: str = ""  # of which training images there are, for what is kept beyond the engine
+    data_digest: str = ""  # of the training images: the key of anything stored outside the engine, such as Fisher sums
     is_federated: bool = False
-    has_ledger: bool = False  # sums over all training images are known and cost nothing
+    has_ledger: bool = False  # sums over all training images are stored for the layers that it covers
     parallel_trials: int = 1  # how many candidates are best tried in one query
     build: Callable[[int], nn.Module] | None = None  # from a seed to a network with new weights
 
 
 class Engine(Protocol):
-    """Where the data lives.  A method sees models and sums, never an image.
+    """Access to images that a method never sees.
 
     The two things that may be done with private data are `fit` and `measure`; `info` says what else is known. `tally`
-    stands beside `info` because it grows. `check` is a method because only who holds the images, or knows the clients,
+    is apart from `info` because it grows. `check` is a method because only who holds the images, or knows the clients,
     can say whether a request names any; it needs no model and costs nothing.
     """
 

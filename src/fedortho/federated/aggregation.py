@@ -1,4 +1,4 @@
-"""What all rounds of a training share, and the weighted mean of the clients' models."""
+"""Aggregation over clients: sums of observations, the weighted mean of models, and what all rounds share."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,10 +7,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fedortho.engines.query import Selection
+from fedortho.data.images import Images
+from fedortho.engines.answer import AnswerCache, answer
+from fedortho.engines.query import Query, Selection
 from fedortho.engines.training_plan import TrainingPlan
 from fedortho.federated.messages import LocalResult
 from fedortho.federated.wire import BadReply
+from fedortho.statistics.observe import Observation
 from fedortho.storage.files import write_tensors
 from fedortho.training.loop import Epoch, Mask
 from fedortho.training.recipe import Recipe
@@ -115,3 +118,26 @@ def round_history(number: int, results: Sequence[LocalResult], seconds: float) -
         drift=sum(result.drift for result in results) / len(results),
         images=sum(result.images_trained for result in results),
     )
+
+
+def blank_observations(
+    model: nn.Module, shape: tuple[int, int, int], names: tuple[str, ...], queries: Sequence[Query]
+) -> list[list[Observation]]:
+    """The observations of a client without images: the layers, labels and shapes that every reply must have."""
+    no_labels, zeros = torch.zeros(0, dtype=torch.int64), (0.0,) * shape[0]
+    no_images = Images(torch.zeros(0, *shape, dtype=torch.uint8), no_labels, no_labels, names, zeros, zeros)
+    cache = AnswerCache()  # traces the network once
+    return [answer(model, no_images, [no_images] * len(q.selections), q.statistic, cache=cache) for q in queries]
+
+
+def add_observations(
+    total: Sequence[Sequence[Observation]], added: Sequence[Sequence[Observation]]
+) -> list[list[Observation]]:
+    """The sums with those of one more client; sums of other layers, labels or shapes are refused."""
+    for row, added_row in zip(total, added, strict=True):
+        for first, second in zip(row, added_row, strict=True):
+            if first.sums.keys() != second.sums.keys() or first.counts.shape != second.counts.shape:
+                raise BadReply("its sums are of other layers or labels")
+            if any(second.sums[key].shape != value.shape for key, value in first.sums.items()):
+                raise BadReply("its sums have other shapes")
+    return [[a + b for a, b in zip(row, added_row, strict=True)] for row, added_row in zip(total, added, strict=True)]

@@ -18,16 +18,21 @@ from fedortho.engines.engine import EngineInfo, Tally
 from fedortho.engines.query import Query, Selection, Statistic
 from fedortho.engines.training_plan import TrainingPlan, as_training_plan
 from fedortho.errors import BadCheckpoint, FedOrthoError, first_line
-from fedortho.federated.aggregation import RunningMean, TrainingJob, check_state, round_history
+from fedortho.federated.aggregation import (
+    RunningMean,
+    TrainingJob,
+    add_observations,
+    blank_observations,
+    check_state,
+    round_history,
+)
 from fedortho.federated.messages import LocalResult, Observe, ObserveReply, TaskInfo, TrainLocal, TrainReply
 from fedortho.federated.roster import Roster, first_few
 from fedortho.federated.transport import ClientReply, Exchange, total_bytes
 from fedortho.federated.wire import (
     BadReply,
     Tensors,
-    add_observations,
     below,
-    blank_observations,
     pack,
     pack_queries,
     pack_training_plan,

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fedortho.data.images import Images, made_images
-from fedortho.engines.answer import AnswerCache, answer
+from fedortho.data.images import made_images
 from fedortho.engines.query import Query
 from fedortho.engines.training_plan import PlanPart, TrainingPlan
 from fedortho.errors import FedOrthoError
@@ -170,26 +169,3 @@ def unpack_observations(tensors: Tensors, queries: Sequence[Query]) -> list[list
             row.append(Observation(sums, part["counts"].long()))
         observed.append(row)
     return observed
-
-
-def blank_observations(
-    model: nn.Module, shape: tuple[int, int, int], names: tuple[str, ...], queries: Sequence[Query]
-) -> list[list[Observation]]:
-    """The observations of a client without images: the layers, labels and shapes that every reply must have."""
-    no_labels, zeros = torch.zeros(0, dtype=torch.int64), (0.0,) * shape[0]
-    no_images = Images(torch.zeros(0, *shape, dtype=torch.uint8), no_labels, no_labels, names, zeros, zeros)
-    cache = AnswerCache()  # traces the network once
-    return [answer(model, no_images, [no_images] * len(q.selections), q.statistic, cache=cache) for q in queries]
-
-
-def add_observations(
-    total: Sequence[Sequence[Observation]], added: Sequence[Sequence[Observation]]
-) -> list[list[Observation]]:
-    """The sums with those of one more client; sums of other layers, labels or shapes are refused."""
-    for row, added_row in zip(total, added, strict=True):
-        for first, second in zip(row, added_row, strict=True):
-            if first.sums.keys() != second.sums.keys() or first.counts.shape != second.counts.shape:
-                raise BadReply("its sums are of other layers or labels")
-            if any(second.sums[key].shape != value.shape for key, value in first.sums.items()):
-                raise BadReply("its sums have other shapes")
-    return [[a + b for a, b in zip(row, added_row, strict=True)] for row, added_row in zip(total, added, strict=True)]

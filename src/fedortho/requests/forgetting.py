@@ -198,7 +198,7 @@ def _trial_record(trial: Trial) -> TrialRecord:
 def undo_run(run: Run | Path | str, undo: Path | str, out: Path | str) -> Run:
     """Restore the model that a run had before its last request, bit for bit, and write the run to `out`.
 
-    `undo` is the file that `serve_request(undo=…)` wrote.
+    `undo` is the file that `forget_run(undo=…)` wrote.
     """
     run, undo, out = open_run(run), Path(undo), Path(out)
     last_request(run)  # refuses a run that has none

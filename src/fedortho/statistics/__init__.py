@@ -1,1 +1,1 @@
-"""What may be asked of data (sums and counts), what it costs, and the protocol of an engine."""
+"""Sums over images that add up: observations, the ledger of a trained model, spreads of responses."""

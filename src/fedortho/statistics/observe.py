@@ -1,7 +1,7 @@
-"""One forward pass → how strongly each kernel answers to each label; the ledger that later requests read.
+"""Sums over images by label, and the forward pass that sums the peaks of kernels.
 
-For a kernel and an image the peak is the largest value of its response map (paper, section 4.2). An
-observation holds sums of peaks per label and counts of images: observations of disjoint images add up.
+For a kernel and an image the peak is the largest value of its response map (paper, section 4.2). Observations
+of disjoint images add up.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,9 +20,12 @@ from fedortho.storage.files import tensors_digest, write_tensors
 
 @dataclass(frozen=True)
 class Observation:
-    """Sums of peaks and counts of images; with a model's digest it is that model's ledger."""
+    """Sums by label and the counts that they are divided by; with a model's digest it is that model's ledger.
 
-    sums: Mapping[str, Tensor]  # "tap:site" → (labels, kernels), float64
+    Counts are numbers of images, except for gradients (batches) and batch-norm inputs (values).
+    """
+
+    sums: Mapping[str, Tensor]  # such as "tap:site" → (labels, kernels), float64
     counts: Tensor  # (labels,), int64
     model: str = ""  # digest of the model that was observed
     stale: tuple[str, ...] = ()  # entries that an edit has made untrue
@@ -61,7 +64,7 @@ class Observation:
         return replace(self, sums={key: self.sums[key] for key in keys})
 
     def mean(self, key: str) -> Tensor:
-        """Mean peak of each kernel over all images seen, (kernels,)."""
+        """The sum over all labels, divided by the count, (kernels,)."""
         if self.images <= 0:
             raise BadData("no image was observed; a mean needs at least one")
         return self.sums[key].sum(0) / self.images
@@ -76,6 +79,16 @@ class Observation:
 
     def _tensors(self) -> dict[str, Tensor]:
         return {f"sums.{key}": value for key, value in self.sums.items()} | {"counts": self.counts}
+
+
+def weighted_difference(forget: Observation, retain: Observation) -> Observation:
+    """One client's term in the paper: number of images times (forget mean − retain mean); 0 if it lacks either set."""
+    number = forget.images + retain.images if forget.images and retain.images else 0
+    sums = {}
+    for key, value in forget.sums.items():
+        empty = torch.zeros(1, value.shape[1], dtype=torch.float64)
+        sums[key] = number * (forget.mean(key) - retain.mean(key)).unsqueeze(0) if number else empty
+    return Observation(sums, torch.tensor([number]), forget.model)
 
 
 def key_of(site: Site, tap: str) -> str:

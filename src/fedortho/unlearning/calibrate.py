@@ -139,14 +139,14 @@ class _Trials:
         return self.several([(ratio, 0.0) for ratio in ratios])
 
 
-def _scrubbed(trials: _Trials, dearest_first: Sequence[float], least_retain: float) -> Trial | None:
-    """The first of these ratios that the least scrub which reaches the target leaves within the budget."""
+def _scrubbed(trials: _Trials, largest_first: Sequence[float], least_retain: float) -> Trial | None:
+    """For each ratio in turn, the weakest scrub that reaches the target; the first such trial within the budget."""
     parallel_trials = trials.runner.parallel_trials
     strengths = STRENGTHS if parallel_trials == 1 else STRENGTHS[3::4]
     together = max(parallel_trials // len(strengths), 1)
-    for place, ratio in enumerate(dearest_first):
-        if parallel_trials > 1 and place % together == 0:  # where exchanges cost, as many in one as it takes
-            batch = dearest_first[place : place + together]
+    for place, ratio in enumerate(largest_first):
+        if parallel_trials > 1 and place % together == 0:  # in a federation: several ratios in one exchange
+            batch = largest_first[place : place + together]
             trials.several([(each, strength) for each in batch for strength in strengths])
 
         def reach(tried: Sequence[float], ratio: float = ratio) -> list[bool]:
@@ -176,7 +176,7 @@ def smallest(
 ) -> float | None:
     """The first of ascending values for which a monotone condition holds; None if none does.
 
-    It is asked of `parallel_trials` values at a time: 1 is bisection, as many as there are is one question.
+    `holds` gets `parallel_trials` values per call: 1 is bisection, all values at once is a single call.
 
     >>> smallest([1, 2, 3, 4], lambda tried: [value * value > 8 for value in tried])
     3
@@ -194,7 +194,7 @@ def smallest(
 
 
 def thinned(values: Sequence[float], limit: int) -> list[float]:
-    """At most so many of the values, evenly by place, the first and the last among them.
+    """At most `limit` values, evenly spaced, with the first and the last; a limit of 1 (no parallel trials) keeps all.
 
     >>> thinned([1, 2, 3, 4, 5], 3)
     [1, 3, 5]

@@ -1,12 +1,13 @@
-"""Directions in which a class stands out, taken out of convolutions in closed form, by sums of forward passes.
+"""Removes from convolutions the directions in which a class has most energy, in closed form.
 
-Let y be the responses of a layer behind its norm and before its activation, m their mean at each position over retained
-images, Σ = S Sᵀ their covariance and F = E (y − m)(y − m)ᵀ the class's energy. In the coordinates S⁻¹ y the directions
-that separate the means of retained classes are spared; of the others those of most energy, V, are removed:
+Let y be the responses of a layer after its norm and before its activation, m their mean at each position over
+retained images, m̄ its mean over positions, Σ = S Sᵀ their covariance and F = E (y − m)(y − m)ᵀ the class's energy.
+In the coordinates S⁻¹ y the directions that separate the means of retained classes are spared; of the others those of
+most energy, V, are removed:
 
-    y' = m + P (y − m),  P = S (I − V Vᵀ) S⁻¹.
+    y' = P y + (I − P) m̄,  P = S (I − V Vᵀ) S⁻¹.
 
-The kernels absorb it, W' = P W, and have no part left in what was removed. Differences of retained means stay.
+The kernels absorb P (W' = P W), the bias or the norm absorbs the offset (I − P) m̄. Differences of retained means stay.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +31,7 @@ FLOOR = 1e-2  # of the mean variance, added to every variance: directions that n
 
 @dataclass(frozen=True)
 class Spread:
-    """How a group's responses at one place lie: all that is kept of them."""
+    """First and second moments of the responses of one site over a set of images."""
 
     mean: Tensor  # (kernels, positions)
     second: Tensor  # E y yᵀ over images and positions, (kernels, kernels)
@@ -46,14 +47,14 @@ def check_erasable(model: nn.Module, sites: Sequence[Site], example: Tensor) -> 
     for site in sites:
         for layer in site.layers:
             if problem := _problem(model, layer):
-                raise BadSetting(f"no direction can be taken out of {layer.name}: {problem}")
+                raise BadSetting(f"no direction can be removed from {layer.name}: {problem}")
         if site.is_stream:
             with capture(model, [site.name], lambda out: out) as seen:
                 total = responses(model, [site], example)[0][site.name]
             if total is None or not torch.allclose(seen[site.name][-1], total.relu(), rtol=1e-4, atol=1e-5):
                 raise BadSetting(
-                    f"no direction can be taken out of {site.name}: what enters it by an identity cannot be mixed; "
-                    "choose inner layers with --layers, or take the method hide"
+                    f"no direction can be removed from {site.name}: an identity shortcut enters it; "
+                    "choose inner layers with --layers, or --method hide"
                 )
 
 
@@ -69,33 +70,35 @@ def _problem(model: nn.Module, layer: Layer) -> str | None:
 
 
 def spread_of(group: Observation, name: str, kernels: int) -> Spread:
-    """What a group's sums say of one tap."""
+    """The moments of one site, from the sums of a query."""
     mean = group.mean(f"{name}:mean").view(kernels, -1)
     return Spread(mean, group.mean(f"{name}:second").view(kernels, kernels) / mean.shape[1])
 
 
 def answered_means(group: Observation, name: str, kernels: int, labels: Sequence[int]) -> Tensor:
-    """The mean pooled response of each of these classes, images counting as much as the model's answer says."""
+    """The mean pooled response of each of these classes; the model's probability of the class weights the images."""
     weights = group.mean("answers")[list(labels)]
     sums: Tensor = group.mean(f"{name}:answered").view(kernels, -1)[:, list(labels)]
     return sums / weights.clamp_min(1e-12)
 
 
-def projection(gone: Sequence[Spread], kept: Spread, means: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """P without so many directions, (kernels, kernels), and the class's energies in all that are not spared, falling.
+def projection(forget: Sequence[Spread], retain: Spread, means: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """The projector that removes `number` directions, and the energy in each direction that may be removed, falling.
 
     `means` are those of retained classes, (kernels, classes); their differences are spared. An energy of 1 is that of
     retained images.
     """
-    covariance = kept.around(kept.mean)
+    covariance = retain.around(retain.mean)
     unit = torch.eye(len(covariance), dtype=covariance.dtype)
     root = torch.linalg.cholesky(covariance + FLOOR * covariance.diagonal().mean() * unit)
     inverse = torch.linalg.inv(root)
-    apart = inverse @ (means - means.mean(1, keepdim=True))  # around the mean of all, they would tell of the class too
+    apart = inverse @ (
+        means - means.mean(1, keepdim=True)
+    )  # centred on their own mean: that of all images also holds the class
     basis, values, _ = torch.linalg.svd(apart, full_matrices=False)
     basis = basis[:, values > 1e-6 * values.max()]
     others = unit - basis @ basis.T
-    energy = torch.stack([spread.around(kept.mean) for spread in gone]).mean(0)
+    energy = torch.stack([spread.around(retain.mean) for spread in forget]).mean(0)
     white = others @ inverse @ energy @ inverse.T @ others
     energies, directions = torch.linalg.eigh((white + white.T) / 2)
     free = len(unit) - basis.shape[1]
@@ -106,14 +109,14 @@ def projection(gone: Sequence[Spread], kept: Spread, means: Tensor, number: int)
 def plan_erasure(
     model: nn.Module,
     sites: Sequence[Site],
-    gone: Sequence[Observation],
-    kept: Observation,
+    forget: Sequence[Observation],
+    retain: Observation,
     *,
     labels: Sequence[int],
     share: float,
     spread: str = "rising",
 ) -> Patch:
-    """The patch that takes this share of directions, on average, out of each site; not yet bound to digests.
+    """The patch that removes this share of directions, on average, from each site; not yet bound to digests.
 
     `labels` are those of retained classes. Norms get the statistics that retained images would have behind the
     original prefix; sites that follow another need a repair.
@@ -122,19 +125,19 @@ def plan_erasure(
     numbers = {}
     for site, part in zip(sites, SPREADS[spread](len(sites)), strict=True):
         number = kernel_count(min(share * part, 1.0), site.kernels)
-        whole = spread_of(kept, site.name, site.kernels)
-        means = answered_means(kept, site.name, site.kernels, labels)
-        taken, energies = projection([spread_of(o, site.name, site.kernels) for o in gone], whole, means, number)
+        whole = spread_of(retain, site.name, site.kernels)
+        means = answered_means(retain, site.name, site.kernels, labels)
+        projector, energies = projection([spread_of(o, site.name, site.kernels) for o in forget], whole, means, number)
         numbers[site.name] = min(number, len(energies))
         centre = whole.mean.mean(1)
-        rest = (centre - taken @ centre) / len(site.layers)  # what the removed part says on average
+        offset = (centre - projector @ centre) / len(site.layers)  # (I − P) m̄, shared by the layers of a stream
         for layer in site.layers:
-            replaced |= _absorbed(model, layer, spread_of(kept, layer.name, layer.kernels), taken, rest)
+            replaced |= _absorbed(model, layer, spread_of(retain, layer.name, layer.kernels), projector, offset)
     return Patch("", "", replaced=replaced, note={"edit": "directions", "sites": {}, "directions": numbers})
 
 
-def _absorbed(model: nn.Module, layer: Layer, own: Spread, taken: Tensor, rest: Tensor) -> Mapping[str, Tensor]:
-    """The layer's tensors such that it answers P y + rest in place of y."""
+def _absorbed(model: nn.Module, layer: Layer, own: Spread, projector: Tensor, offset: Tensor) -> Mapping[str, Tensor]:
+    """The layer's tensors with which it computes P y + offset instead of y."""
     conv = model.get_submodule(layer.name)
     weight = conv.get_parameter("weight").detach()
     bias = torch.zeros(len(weight)) if conv.bias is None else conv.get_parameter("bias").detach()
@@ -149,15 +152,15 @@ def _absorbed(model: nn.Module, layer: Layer, own: Spread, taken: Tensor, rest: 
         rows, shift = scale[:, None] * rows, scale * (shift - norm.running_mean.cpu().double())
         shift = shift + norm.bias.detach().cpu().double()
         mean = own.mean.mean(1)
-        variance = (taken @ (own.second - torch.outer(mean, mean)) @ taken.T).diagonal().clamp_min(0)
+        variance = (projector @ (own.second - torch.outer(mean, mean)) @ projector.T).diagonal().clamp_min(0)
         changed[f"{layer.norm}.weight"] = (variance + norm.eps).sqrt()
-        changed[f"{layer.norm}.bias"] = taken @ mean + rest
-        changed[f"{layer.norm}.running_mean"] = taken @ (mean - shift)
+        changed[f"{layer.norm}.bias"] = projector @ mean + offset
+        changed[f"{layer.norm}.running_mean"] = projector @ (mean - shift)
         changed[f"{layer.norm}.running_var"] = variance
         shift = torch.zeros_like(shift)
     else:
-        shift = taken @ shift + rest
-    changed[f"{layer.name}.weight"] = (taken @ rows).view_as(weight)
+        shift = projector @ shift + offset
+    changed[f"{layer.name}.weight"] = (projector @ rows).view_as(weight)
     if conv.bias is not None:
         changed[f"{layer.name}.bias"] = shift
     return {name: value.to(weight.dtype) for name, value in changed.items()}

@@ -92,7 +92,7 @@ def rank_parts(
 def sample_correlation(
     task: Task, rankings: Sequence[Ranking], weighting: str, contrast: str, limit: int
 ) -> float | None:
-    """Rank correlation of a subsample's rankings with those of all images, where a ledger gives them at no cost."""
+    """Rank correlation of a subsample's rankings with those of all images; only where the engine has a ledger."""
     if not limit or not task.engine.info.has_ledger:
         return None
     measured = task.engine.measure(task.model, peak_queries(task, weighting, 0))

@@ -10,7 +10,7 @@ from fedortho.statistics.observe import Observation
 
 
 def norm_buffers(pooled: Observation, number: int, norms: Sequence[str]) -> dict[str, Tensor]:
-    """The running statistics of batch norms that pooled moments (`moments`, `layer`) of a candidate give."""
+    """Running mean and variance of each norm, from the pooled moments of candidate `number`."""
     buffers = {}
     for norm in norms:
         mean, square = (pooled.mean(f"{number}:{norm}:{kind}") for kind in ("mean", "square"))

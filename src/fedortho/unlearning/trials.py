@@ -1,4 +1,6 @@
-"""Trials: an edit is repaired, scrubbed and measured, on validation images and never on test images.
+"""Trials: an edit is repaired, scrubbed and measured; test images are not used.
+
+Forget accuracy is measured on training images, retain accuracy on validation images.
 
 A central engine tries one candidate after the other; a federation tries many in one exchange.
 """
