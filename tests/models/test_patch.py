@@ -1,3 +1,4 @@
+import copy
 import math
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from fedortho.data.images import Images
 from fedortho.errors import BadCheckpoint, BadSetting
-from fedortho.models.patch import Patch, bind_patch, load_patch, undo_patch, write_undo
+from fedortho.models.patch import Patch, bind_patch, load_patch, patch_between, undo_patch, write_undo
 from fedortho.models.sites import find_sites
 from fedortho.models.zoo import build_model
 from fedortho.storage.files import tensors_digest, write_tensors
@@ -204,3 +205,17 @@ def test_factors_multiply_over_a_sequence_of_patches(tiny: TinyNet) -> None:
         model = patch_of(model, "conv/conv", "deep", {"features.6": [3]}, 0.5).apply(model)
     ratio = model.get_parameter("features.6.weight")[3] / tiny.features[6].weight[3]
     assert math.isclose(float(ratio.mean().detach()), 0.25, rel_tol=1e-5)
+
+
+def test_a_patch_between_two_models_replaces_what_differs_and_nothing_else(tiny: TinyNet, tmp_path: Path) -> None:
+    changed = copy.deepcopy(tiny)
+    with torch.no_grad():
+        changed.fc.weight[0, 0] += 1
+        changed.features[1].bias[0] = -0.0  # equal to 0.0, with other bytes
+    patch = patch_between(tiny, changed, method="mine")
+    assert set(patch.replaced) == {"fc.weight", "features.1.bias"}
+    patch.save(tmp_path / "patch")
+    applied = load_patch(tmp_path / "patch").apply(tiny)
+    assert tensors_digest(applied.state_dict()) == tensors_digest(changed.state_dict())
+    with pytest.raises(BadCheckpoint, match="architecture"):
+        patch_between(tiny, nn.Linear(2, 2))
