@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 
 from fedortho.errors import BadSetting, UnknownName
+from fedortho.methods import make_method
 from fedortho.runs.settings import TrainSettings
 from fedortho.storage.settings import as_mapping, field_help, make_settings, read_toml
 from fedortho.training.recipe import Recipe
@@ -47,3 +48,11 @@ def test_bad_toml_is_refused(tmp_path: Path) -> None:
         read_toml(tmp_path / "none.toml")
     with pytest.raises(BadSetting, match="cannot be read: Is a directory"):
         read_toml(tmp_path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_hyper_parameter_that_is_not_finite_is_refused_for_every_method(value: float) -> None:
+    """NaN compares false with every bound, so a method would run and change nothing."""
+    for name, key in (("ssd", "alpha"), ("hide", "min-difference"), ("salun", "ratio")):
+        with pytest.raises(BadSetting, match=f"{key} must be a finite number"):
+            make_method(name, {key: value})

@@ -1,6 +1,7 @@
 """Settings: flat frozen dataclasses of scalars, read from TOML and flags; an unknown key is refused by name."""
 
 import dataclasses
+import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -60,6 +61,8 @@ def _as(wanted: type[Any], key: str, value: Any) -> Any:
         return float(value)
     if type(value) is not wanted:
         raise BadSetting(f"{key} is {value!r} ({type(value).__name__}); expected {wanted.__name__}")
+    if wanted is float and not math.isfinite(value):
+        raise BadSetting(f"{key} must be a finite number, not {value}")
     return value
 
 
