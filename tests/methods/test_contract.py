@@ -48,10 +48,14 @@ SMALL = {  # for 20,000 weights and 1,150 images; published values are for milli
     "bad-teacher": {"epochs": 4, "lr": 0.01, "batch_size": 32} | PLAIN,
     "class-pruning": {"epochs": 4, "lr": 0.05, "ratio": 0.2} | PLAIN,
     "neggrad": {"epochs": 2, "lr": 0.02, "beta": 0.95, "batch_size": 32} | PLAIN,
+    "scrub": {"epochs": 3, "lr": 0.02, "batch_size": 32, "forget_batch_size": 32},
+    "eu-k": {"epochs": 5, "k": 2, "batch_size": 32} | PLAIN,
+    "cf-k": {"epochs": 8, "k": 2, "batch_size": 32} | PLAIN,
+    "subspace": {},
     "logit-mask": {},
 }
 FEW = 0.75  # as the validation share it leaves a quarter of the training images: enough to compare weights
-FALL = {"paper": 0.05, "finetune": 0.15, "fused": 0.15}  # weak by design; all others: by half
+FALL = {"paper": 0.05, "finetune": 0.15, "fused": 0.15, "cf-k": 0.3}  # weak by design; all others: by half
 OTHER_IN_A_FEDERATION = {
     "hide": "it tries twelve ratios in an exchange, where one machine bisects over all",
     "directions": "it tries four strengths of scrub in an exchange, where one machine bisects over sixteen",

@@ -17,6 +17,7 @@ from fedortho.models.norms import estimate_norms, norm_sums
 from fedortho.models.patch import edit_in_place
 from fedortho.models.sites import Site, Structure, trace_structure
 from fedortho.models.split import Split, entry_inputs, find_split, run_tail, tail_model
+from fedortho.statistics.gram import gram_sums
 from fedortho.statistics.observe import Observation, key_of, observe, weighted_difference
 from fedortho.statistics.spread import spread_sums
 from fedortho.training.loop import fit
@@ -296,6 +297,14 @@ def _spread(context: QueryContext, images: Images) -> Observation:
     return spread_sums(context.model, images, context.sites(), context.device)
 
 
+def _gram(context: QueryContext, images: Images) -> Observation:
+    """Sums of products of each layer's inputs."""
+    found, flops = gram_sums(context.model, images, context.device)
+    context.cache.images_read += len(images)
+    context.cache.tail_flops += flops
+    return found
+
+
 AnswerFunction = Callable[[QueryContext, Images], Observation]
 ANSWERS: Mapping[str, AnswerFunction] = {
     "peaks": _peaks,
@@ -306,6 +315,7 @@ ANSWERS: Mapping[str, AnswerFunction] = {
     "averages": _averages,
     "spread": _spread,
     "drift": _drift,
+    "gram": _gram,
     "fisher": _gradient_sums(Tensor.square),
     "fisher-abs": _gradient_sums(Tensor.abs),
     "gradient": _gradient_sums(lambda gradient: gradient),

@@ -56,7 +56,7 @@ def draw(images: Images, most: int, seed: int) -> Images:
 
 STATISTICS = (
     *("peaks", "difference", "right", "moments", "layer", "inputs", "averages", "spread", "drift"),
-    *("fisher", "fisher-abs", "gradient"),
+    *("fisher", "fisher-abs", "gradient", "gram"),
 )
 
 

@@ -13,6 +13,7 @@ from fedortho.engines.query import Query, Selection
 from fedortho.engines.training_plan import TrainingPlan
 from fedortho.federated.messages import LocalResult
 from fedortho.federated.wire import BadReply
+from fedortho.models.norms import frozen_norms
 from fedortho.statistics.observe import Observation
 from fedortho.storage.files import write_tensors
 from fedortho.training.loop import Epoch, Mask
@@ -54,7 +55,7 @@ class TrainingJob:
     @property
     def pools_norms(self) -> bool:
         """Whether running statistics are pooled after the last round."""
-        return self.norms != "fedavg" and self.plan.options.norms == "train"
+        return self.norms != "fedavg" and self.plan.options.norms != "frozen"
 
     def may_train(self, client: int) -> bool:
         """Whether this client may have images for the plan; a client that the plan excludes is not asked."""
@@ -80,7 +81,9 @@ class TrainingJob:
         frozen |= {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
         if self.plan.options.norms == "frozen":
             frozen |= {name for name, _ in model.named_buffers()}
-        elif self.norms == "local":
+        for norm in frozen_norms(model, self.plan.options.norms):
+            frozen |= {f"{norm}.{name}" for name, _ in model.get_submodule(norm).named_buffers()}
+        if self.norms == "local":
             frozen |= {name for name, _ in model.named_buffers() if name.endswith(("running_mean", "running_var"))}
         return tuple(name for name in model.state_dict() if name in frozen)
 

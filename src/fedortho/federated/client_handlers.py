@@ -1,6 +1,6 @@
 """What a client does for each message of the server: plain values in and out, nothing of Flower."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ from fedortho.storage.files import read_tensors, tensors_digest
 from fedortho.storage.records import from_json
 from fedortho.training.adapters import attach, base_tensors
 from fedortho.training.batches import count_images
-from fedortho.training.loop import Mask, Progress, fit
+from fedortho.training.loop import Progress, fit
 
 SERVER = Path("the server's model")  # named in errors about weights that were sent
 
@@ -79,7 +79,7 @@ def train_local(state: ClientState, tensors: Tensors, order: TrainLocal) -> tupl
         order.recipe,
         reference=model if order.align else None,
         device=choose_device(state.settings.device),
-        trainable=_mask(model, below("mask.", tensors), order.frozen),
+        trainable={name: mask.bool() for name, mask in below("mask.", tensors).items()},
         watch=progress.append,
         options=plan.options,
         teachers=plan.teachers,
@@ -184,13 +184,9 @@ def _received_model(state: ClientState, sent: Tensors, plan: TrainingPlan, order
     if plan.adapters is not None:
         model = attach(model, plan.adapters)
     load_weights(model, {**model.state_dict(), **sent}, SERVER)
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(name not in order.frozen)
     return model
-
-
-def _mask(model: nn.Module, masks: Tensors, frozen: Sequence[str]) -> Mask | None:
-    """The coordinates that may change: none of the frozen tensors, those of a mask, all of the others."""
-    none = {name: torch.zeros_like(p, dtype=torch.bool) for name, p in model.named_parameters() if name in frozen}
-    return none | {name: mask.bool() for name, mask in masks.items()} or None
 
 
 def _drift(received: nn.Module, trained: nn.Module) -> float:

@@ -40,7 +40,7 @@ from fedortho.federated.wire import (
     unpack_observations,
     with_message,
 )
-from fedortho.models.norms import batch_norms
+from fedortho.models.norms import batch_norms, frozen_norms
 from fedortho.runs.federation import Federation, sample_clients
 from fedortho.statistics.observe import Observation
 from fedortho.storage.files import read_tensors, tensors_digest, write_tensors
@@ -294,7 +294,8 @@ class FederatedEngine(Roster):
 
     def _pool_norms(self, current: nn.Module, job: TrainingJob, clients: Sequence[int]) -> None:
         """Replace, in place, the batch-norm statistics by those over all training images; one exchange."""
-        norms = tuple(batch_norms(current))
+        frozen = frozen_norms(current, job.plan.options.norms)
+        norms = tuple(name for name in batch_norms(current) if name not in frozen)
         if not norms:
             return
         selections = tuple(part.group for part in job.plan.parts if part.given is None)

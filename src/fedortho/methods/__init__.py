@@ -17,6 +17,7 @@ from fedortho.errors import FedOrthoError, unknown
 from fedortho.methods.bad_teacher import BadTeacher
 from fedortho.methods.class_pruning import ClassPruning
 from fedortho.methods.directions import Directions
+from fedortho.methods.eu_k import CFk, EUk
 from fedortho.methods.federaser import FedEraser
 from fedortho.methods.finetune import FineTune
 from fedortho.methods.fused import FUSED
@@ -28,7 +29,9 @@ from fedortho.methods.not_ import NoT
 from fedortho.methods.paper import Paper
 from fedortho.methods.retrain import Retrain, RetrainPlain
 from fedortho.methods.salun import SalUn
+from fedortho.methods.scrub import SCRUB
 from fedortho.methods.ssd import SSD
+from fedortho.methods.subspace import Subspace
 from fedortho.methods.unsir import UNSIR
 from fedortho.models.patch import patch_between
 from fedortho.statistics.observe import Observation
@@ -67,6 +70,10 @@ METHODS: Mapping[str, type[Method]] = {
     "class-pruning": ClassPruning,
     "federaser": FedEraser,
     "neggrad": NegGrad,
+    "scrub": SCRUB,
+    "eu-k": EUk,
+    "cf-k": CFk,
+    "subspace": Subspace,
     "logit-mask": LogitMask,
 }
 

@@ -37,6 +37,15 @@ def batch_norms(model: nn.Module) -> list[str]:
     return [name for name, norm in norms if norm.running_mean is not None]
 
 
+def frozen_norms(model: nn.Module, mode: str) -> list[str]:
+    """Batch norms that use and keep their running statistics in training, by the mode of `FitOptions.norms`."""
+    norms = {name: m for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
+    learning = {"train": norms, "frozen": {}}.get(
+        mode, {name for name, norm in norms.items() if any(weight.requires_grad for weight in norm.parameters())}
+    )
+    return [name for name in norms if name not in learning]
+
+
 @contextmanager
 def _estimating(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
     model.eval()

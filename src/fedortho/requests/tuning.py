@@ -32,6 +32,10 @@ GRIDS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {  # values to try; other m
     "ssd": {"alpha": (1.0, 3.0, 10.0, 30.0, 50.0, 100.0)},
     "neggrad": {"lr": (0.003, 0.01, 0.03), "beta": (0.9, 0.95)},
     "class-pruning": {"ratio": (0.02, 0.05, 0.1), "lr": (0.005, 0.02)},
+    "scrub": {"lr": (5e-4, 0.002, 0.01), "alpha": (0.001, 0.1)},
+    "eu-k": {"k": (1, 3, 5), "lr": (0.03, 0.1)},
+    "cf-k": {"k": (1, 3, 5), "lr": (0.03, 0.1)},
+    "subspace": {"alpha_retain": (10.0, 30.0, 100.0, 300.0, 1000.0)},  # the paper's search
 }
 # references, methods that search by themselves, a replay of updates, a control
 FIXED = ("retrain", "retrain-plain", "hide", "directions", "federaser", "logit-mask")

@@ -52,8 +52,8 @@ def _each(training_sets: Sequence[TrainingSet], batch_size: int, seed: int, epoc
     """The shuffled batches of each training set; an empty set has none."""
     first = step_seed(seed, epoch, 0)
     return [
-        _shuffled(training_set.images.rows, batch_size, first + number) if len(training_set.images) else []
-        for number, training_set in enumerate(training_sets)
+        _shuffled(own.images.rows, own.target.batch_size or batch_size, first + number) if len(own.images) else []
+        for number, own in enumerate(training_sets)
     ]
 
 

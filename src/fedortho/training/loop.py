@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fedortho.data.images import Images
 from fedortho.errors import BadCheckpoint, BadSetting, FedOrthoError
 from fedortho.models.graph import Layer, select_layers, trace_layers
+from fedortho.models.norms import frozen_norms
 from fedortho.models.predictions import accuracy, answers_of
 from fedortho.storage.files import read_tensors, tensors_digest, write_tensors
 from fedortho.training.augmentation import Augment
@@ -179,10 +180,8 @@ class _State:
     def set_mode(self) -> None:
         """Training mode; frozen batch norms stay in evaluation mode and keep their running statistics."""
         self.model.train()
-        if self.options.norms == "frozen":
-            for module in self.model.modules():
-                if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                    module.eval()
+        for name in frozen_norms(self.model, self.options.norms):
+            self.model.get_submodule(name).eval()
 
     def ortho(self, *, at_most_old: float = 0.0) -> float | None:
         """The orthogonality penalty, measured at most `at_most_old` seconds ago."""

@@ -13,7 +13,7 @@ from fedortho.models.zoo import count_answers
 
 LABELS = ("true", "other", "any")
 ORDERS = ("mixed", "paired", "turns")  # of batches from several training sets; see training/batches.py
-BATCH_NORM = ("train", "frozen")
+BATCH_NORM = ("train", "trainable", "frozen")
 
 Weights = Iterable[nn.Parameter]
 
@@ -39,6 +39,8 @@ class Target:
     labels: str = "true"  # true, other (random, never the true one) or any (random, any class)
     weight: float = 1.0  # of the loss; a negative weight ascends it
     teacher: str = ""  # name of the model whose outputs replace labels
+    label_weight: float = 0.0  # of the cross-entropy with labels, beside a teacher
+    batch_size: int = 0  # images of this set per step, where sets take turns or pairs; 0: the recipe's
     once: bool = False  # draw random labels once, with `seed`, and not anew at each step
     seed: int = 0
 
@@ -52,7 +54,7 @@ class FitOptions:
     """Batch order, optimiser, loss and batch-norm mode of a training; strings and numbers only."""
 
     order: str = "mixed"  # one of ORDERS
-    norms: str = "train"  # frozen: batch norm uses its running statistics and does not update them
+    norms: str = "train"  # batch norms that keep their statistics: none, those with fixed weights (trainable), or all
     optimiser: str = "sgd"  # sgd, or adam (which has its own momenta)
     objective: str = "cross-entropy"  # one of OBJECTIVES: compares outputs with labels or with a teacher
     temperature: float = 1.0  # divides the logits of teacher and student
@@ -169,6 +171,9 @@ def step_loss(
         share = 1.0 if options.order == "paired" else len(own) / len(inputs)
         if training_set.target.weight * share != 1.0:
             loss = loss * (training_set.target.weight * share)
+        if training_set.target.label_weight:
+            label_loss = functional.cross_entropy(outputs[part], labels[part])
+            loss = loss + training_set.target.label_weight * share * label_loss
         total = loss if total is None else total + loss
     assert total is not None, "every step has images"
     return total

@@ -1,0 +1,86 @@
+"""EU-k and CF-k: train the last k layers on the retain set, from new weights or from theirs (Goel et al., 2022)."""
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
+
+import torch
+from torch import nn
+
+from fedortho.data.request import KINDS, ForgetRequest
+from fedortho.engines.engine import Engine, fresh_model
+from fedortho.engines.training_plan import PlanPart, TrainingPlan
+from fedortho.errors import BadSetting
+from fedortho.methods.method import Schedule, forget_and_retain
+from fedortho.models.capture import capture
+from fedortho.models.graph import NORMS, WEIGHTED
+from fedortho.training.objectives import FitOptions
+from fedortho.training.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class EUk(Schedule):
+    """Exact-unlearning of the last k layers: reset them and train only them on the retain set (arXiv:2201.06640).
+
+    Layers are convolutions and linear layers, counted from the output in the order of a forward pass; a norm belongs to
+    the layer before it. The frozen part has no backward pass.
+
+    Published (`scripts/unlearn.sh` and the defaults of the released code): 62 epochs, as long as the original training,
+    lr 0.1, batches of 64, k from 1 to 3 by default and up to 7 of the 20 layers of a ResNet-20. Ours: k = 3; one cosine
+    to 0 in place of warm restarts between 0.1 and 0.005; norms of the last k layers are reset with them; norms of the
+    frozen layers keep their statistics, which the released code updates.
+    """
+
+    name: ClassVar[str] = "eu-k"
+    kinds: ClassVar[tuple[str, ...]] = KINDS
+    roles: ClassVar[str] = "retain: all epochs, backward through the last k layers only"
+    norms: ClassVar[str] = "new in the last k layers, frozen in the others"
+    resets: ClassVar[bool] = True
+    epochs: Annotated[int, "passes over the images; in a federation rounds"] = 62
+    lr: Annotated[float, "learning rate at the start; a cosine takes it to 0"] = 0.1
+    k: Annotated[int, "layers with weights that are trained, counted from the output"] = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.k < 1:
+            raise BadSetting(f"k must be at least 1, not {self.k}")
+
+    @property
+    def recipe(self) -> Recipe:
+        return replace(super().recipe, schedule="cosine")
+
+    def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
+        _, retain = forget_and_retain(self, engine, request)
+        student = copy.deepcopy(model).cpu().requires_grad_(False)
+        fresh = fresh_model(engine, self.seed) if self.resets else None
+        for name in last_layers(model, self.k, engine.info.image_shape):
+            student.get_submodule(name).requires_grad_(True)
+            if fresh is not None:
+                student.get_submodule(name).load_state_dict(fresh.get_submodule(name).state_dict())
+        plan = TrainingPlan((PlanPart(retain),), FitOptions(norms="trainable"))
+        return engine.fit(student, plan, self.recipe).requires_grad_(True)
+
+
+@dataclass(frozen=True)
+class CFk(EUk):
+    """Catastrophic forgetting of the last k layers: fine-tune only them on the retain set (arXiv:2201.06640).
+
+    The same as `eu-k` without the reset.
+    """
+
+    name: ClassVar[str] = "cf-k"
+    norms: ClassVar[str] = "updated by training in the last k layers, frozen in the others"
+    resets: ClassVar[bool] = False
+
+
+def last_layers(model: nn.Module, k: int, shape: tuple[int, int, int]) -> list[str]:
+    """The last k convolutions and linear layers that a forward pass reaches, each followed by its norms."""
+    modules = {name: m for name, m in model.named_modules() if isinstance(m, (*WEIGHTED, *NORMS))}
+    twin = copy.deepcopy(model).cpu().eval()
+    with torch.no_grad(), capture(twin, modules, lambda out: None) as calls:
+        twin(torch.zeros(2, *shape))
+    order = list(calls)
+    weighted = [place for place, name in enumerate(order) if isinstance(modules[name], WEIGHTED)]
+    if k > len(weighted):
+        raise BadSetting(f"k is {k} but the network has {len(weighted)} layers with weights; choose at most that")
+    return order[weighted[-k] :]

@@ -1,0 +1,57 @@
+"""Second moments of what each layer receives: R Rᵀ, where the columns of R are a layer's inputs or patches of them."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fedortho.data.images import Images, evaluation_batches
+from fedortho.models.capture import capture
+from fedortho.statistics.observe import Observation
+
+BATCH = 50  # images; the patches of a 3x3 convolution take nine times the memory of its inputs
+
+
+def gram_sums(model: nn.Module, images: Images, device: torch.device | str = "cpu") -> tuple[Observation, float]:
+    """Upper triangles of R Rᵀ for each convolution and linear layer, per group of channels, and the products' FLOPs."""
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.Linear)}
+    sums, flops = {name: _upper(_no_gram(layer)) for name, layer in layers.items()}, 0.0
+    with torch.no_grad():
+        for inputs, _ in evaluation_batches(images, BATCH, device):
+            with capture(model, layers, Tensor.clone, inputs=True) as seen:
+                model(inputs)
+            for name, given in seen.items():
+                columns = layer_columns(layers[name], torch.cat(given))
+                flops += 2.0 * columns.numel() * columns.shape[1]
+                sums[name] += _upper((columns @ columns.mT).cpu().double())
+    return Observation(sums, torch.tensor([len(images)])), flops
+
+
+def layer_columns(layer: nn.Conv2d | nn.Linear, inputs: Tensor) -> Tensor:
+    """R, (groups, inputs of a kernel, images times positions): what the weight's rows are multiplied by."""
+    if isinstance(layer, nn.Linear):
+        return inputs.flatten(0, -2).T.unsqueeze(0)
+    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+    padded = functional.pad(inputs, layer._reversed_padding_repeated_twice, mode)
+    patches = functional.unfold(padded, layer.kernel_size, layer.dilation, stride=layer.stride)
+    columns: Tensor = patches.unflatten(1, (layer.groups, -1)).permute(1, 2, 0, 3).flatten(2)
+    return columns
+
+
+def gram_matrices(sums: Tensor, size: int) -> Tensor:
+    """The symmetric matrices, (groups, size, size), whose upper triangles were summed."""
+    first, second = torch.triu_indices(size, size)
+    upper = sums.view(-1, len(first))
+    matrices = upper.new_zeros(len(upper), size, size)
+    matrices[:, first, second] = upper
+    matrices[:, second, first] = upper
+    return matrices
+
+
+def _no_gram(layer: nn.Conv2d | nn.Linear) -> Tensor:
+    size, groups = layer.weight[0].numel(), layer.groups if isinstance(layer, nn.Conv2d) else 1
+    return torch.zeros(groups, size, size, dtype=torch.float64)
+
+
+def _upper(matrices: Tensor) -> Tensor:
+    first, second = torch.triu_indices(matrices.shape[1], matrices.shape[1])
+    return matrices[:, first, second].reshape(1, -1)
