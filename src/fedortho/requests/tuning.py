@@ -35,7 +35,7 @@ GRIDS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {  # values to try; other m
     "scrub": {"lr": (5e-4, 0.002, 0.01), "alpha": (0.001, 0.1)},
     "eu-k": {"k": (1, 3, 5), "lr": (0.03, 0.1)},
     "cf-k": {"k": (1, 3, 5), "lr": (0.03, 0.1)},
-    "subspace": {"alpha_retain": (10.0, 30.0, 100.0, 300.0, 1000.0)},  # the paper's search
+    "subspace": {"alpha_retain": (10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)},  # the paper: up to 1000
 }
 # references, methods that search by themselves, a replay of updates, a control
 FIXED = ("retrain", "retrain-plain", "hide", "directions", "federaser", "logit-mask")
