@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from manifest import REPORTED, benchmark_parser, check_digest, open_network, original_name, reference_names
+from result_files import read_results, write_results
 
 from fedortho.audits import AUDITS, run_audits
 from fedortho.audits.measurements import MeasurementCache
@@ -26,7 +27,6 @@ from fedortho.errors import BadCheckpoint
 from fedortho.evaluation.case import Case
 from fedortho.requests.references import find_reference, reference_settings
 from fedortho.runs.run import Run
-from fedortho.storage.provenance import read_results, write_results
 
 OUT = Path(__file__).parent / "results" / "calibration.json"
 PROPOSED = {limit.name: limit.proposed for name in AUDITS if name != "C4" for limit in AUDITS[name].limits}

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from manifest import REPORTED, TUNED_ON, benchmark_parser, open_network, original_name, reference_names
+from result_files import add_row
 
 from fedortho.data.request import ForgetRequest
 from fedortho.methods import METHODS
@@ -27,7 +28,6 @@ from fedortho.methods.method import Schedule
 from fedortho.requests.comparing import chosen_methods, compare
 from fedortho.requests.tuning import Attempt, tune
 from fedortho.runs.run import open_run
-from fedortho.storage.provenance import add_row
 from fedortho.storage.records import to_json
 from fedortho.storage.settings import field_types
 

@@ -28,6 +28,7 @@ from typing import Any
 import safetensors.torch
 import torch
 from manifest import NETWORKS
+from result_files import write_results
 from torch import Tensor, nn
 
 from fedortho.data.request import ForgetRequest
@@ -46,7 +47,6 @@ from fedortho.runs.run import Run, load_run_data
 from fedortho.runs.settings import FederateSettings, TrainSettings
 from fedortho.runs.training import train_run
 from fedortho.storage.files import read_json, tensors_digest
-from fedortho.storage.provenance import write_results
 from fedortho.training.loop import fit
 from fedortho.training.recipe import Recipe
 

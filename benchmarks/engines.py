@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from result_files import write_results
 
 from fedortho.data.request import ForgetRequest
 from fedortho.engines.query import Query, Selection, Statistic
@@ -32,7 +33,6 @@ from fedortho.federated.wire import pack_json, prefixed, unpack_json
 from fedortho.models.zoo import build_model
 from fedortho.runs.run import load_run_data
 from fedortho.runs.settings import FederateSettings
-from fedortho.storage.provenance import write_results
 from fedortho.storage.settings import as_mapping
 
 HERE = Path(__file__).parent

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from result_files import read_results, write_results
 from rich.progress import Progress
 from torch import nn
 
@@ -33,7 +34,6 @@ from fedortho.runs.federation import held_rows
 from fedortho.runs.run import Run, load_run_data, open_run
 from fedortho.runs.settings import FederateSettings
 from fedortho.storage.files import locked
-from fedortho.storage.provenance import read_results, write_results
 from fedortho.storage.records import to_json
 from fedortho.training.objectives import FitOptions
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from manifest import REPORTED, benchmark_parser, open_network, original_name, reference_names
+from paper_figures import activations, costs, kernels, relearning
 from torch import Tensor, nn
 
 from fedortho.audits.measurements import balanced_sample, classifier_name, editable_copy, features
@@ -28,8 +29,8 @@ from fedortho.federated.server import train_federation
 from fedortho.methods.directions import Directions
 from fedortho.methods.hide import Hide
 from fedortho.models.predictions import accuracy, evaluate
-from fedortho.reports.figures import activations, attention, costs, kernels, recovery, results
-from fedortho.reports.figures.style import ROLES, finding_of, png
+from fedortho.reports.figures import attention, recovery, results
+from fedortho.reports.figures.style import ROLES, entitle, finding_of, percent, png
 from fedortho.requests.comparing import compare
 from fedortho.runs.run import Run
 from fedortho.runs.settings import FederateSettings, TrainSettings
@@ -47,6 +48,7 @@ RUNS = HERE.parent / "runs" / "figures"
 REQUEST = ForgetRequest.parse(REPORTED)
 PLACES = {"none": "deep", "shallow": "shallow", "mid": "mid", "deep": "deep"}
 METHODS = ["retrain", "hide", "paper", "finetune", "not", "fused", "ssd"]
+TARGET = 0.75  # validation accuracy while a network is trained
 RELEARN = Recipe(epochs=1, batch_size=50, lr=0.01, schedule="constant", ortho=0.0, crop=0, flip=0.0)
 
 
@@ -222,7 +224,8 @@ def frontier(shared: FigureData) -> "Figure":
     points = [results.Point(t.ratio, t.forget, t.retain) for t in trials if t.ratio]
     outcome = replace(settings, scrub=True).plan(model, central_engine(model, shared.data, ledger), REQUEST)
     least = None if outcome.retain_before is None else outcome.retain_before - settings.max_retain_drop
-    chosen = next((p for p in points if outcome.chosen is not None and p.ratio == outcome.chosen.ratio), None)
+    assert outcome.chosen is not None, "an edit met target and budget"
+    chosen = next(point for point in points if point.ratio == outcome.chosen.ratio)
     return results.frontier_figure(points, chosen, target=settings.target, least=least)
 
 
@@ -258,7 +261,7 @@ def relearn(shared: FigureData, forget: int = 50, retain: int = 450, epochs: int
             steps = (epoch + 1) * (forget + retain) // RELEARN.batch_size
             curve.append((steps, accuracy(student, shared.forget_test)))
         curves[role] = curve
-    return recovery.relearn_figure(curves, 0.8 * curves["original"][0][1])
+    return relearning.relearn_figure(curves, 0.8 * curves["original"][0][1])
 
 
 def probe(shared: FigureData) -> "Figure":
@@ -284,7 +287,13 @@ def training(shared: FigureData) -> "Figure":
         for model in ("vgg-mini", "resnet-mini")
         for name, variant in variants.items()
     }
-    return costs.training_figure(histories, target=0.75)
+    figure, counts = results.training_figure(histories), []
+    figure.axes[0].axhline(TARGET, color="#444444", linestyle=":", linewidth=1)
+    for name, history in histories.items():
+        reached = (entry.epoch + 1 for entry in history if entry.valid is not None and entry.valid >= TARGET)
+        counts.append(f"{name}: {next(reached, 'never')}")
+    entitle(figure, f"Epochs until {percent(TARGET)} validation accuracy; {'; '.join(counts)}")
+    return figure
 
 
 FIGURES = {

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from manifest import benchmark_parser, open_network, original_name
+from result_files import write_results
 from torch import nn
 
 from fedortho.data.images import Dataset, evaluation_batches
@@ -32,7 +33,6 @@ from fedortho.models.split import Split, entry_inputs, find_split, run_tail, tai
 from fedortho.runs.run import Run
 from fedortho.statistics.ledger import load_ledger, write_ledger
 from fedortho.statistics.observe import Observation
-from fedortho.storage.provenance import write_results
 from fedortho.unlearning.calibrate import Refused
 from fedortho.unlearning.plan import ForgetPlan
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from manifest import VARIANTS, benchmark_parser, check_digest, epoch_printer, original_name
+from result_files import add_row
 
 from fedortho.models.graph import select_layers, trace_layers
 from fedortho.runs.run import Run
 from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
-from fedortho.storage.provenance import add_row
 
 HERE = Path(__file__).parent
 

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from result_files import write_results
 from torch.nn import functional
 
 from fedortho.data.images import images_from_tensors
 from fedortho.models.zoo import build_model
-from fedortho.storage.provenance import write_results
 from fedortho.training.augmentation import Augment
 from fedortho.training.loop import _State, _take_step
 from fedortho.training.objectives import TrainingSet

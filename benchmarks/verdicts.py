@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from comparison import MODELS
 from manifest import REPORTED, SEEDS, benchmark_parser, open_network, original_name, reference_names
+from result_files import add_row
 
 from fedortho.audits.judge import judge_case
 from fedortho.audits.measurements import MeasurementCache
@@ -29,7 +30,6 @@ from fedortho.requests.references import case_of, find_references, reference_cos
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.served import served_record
 from fedortho.storage.files import read_json, write_json, write_text
-from fedortho.storage.provenance import add_row
 from fedortho.storage.records import to_json
 
 HERE = Path(__file__).parent

@@ -109,7 +109,7 @@ def test_heavy_libraries_load_only_when_used_and_unsafe_ones_never() -> None:
 
 ON_THE_CPU = {  # what these are given has left the device already: answers, sums, weights
     *("data.images", "evaluation.lira", "evaluation.membership_attacks", "unlearning.rank", "audits.distance"),
-    *("audits.probe", "federated.client_handlers", "federated.wire", "reports.figures.activations"),
+    *("audits.probe", "federated.client_handlers", "federated.wire"),
     *("methods.class_pruning", "methods.hide", "methods.directions", "methods.paper", "methods.ssd"),
 }
 

@@ -1,14 +1,18 @@
 import errno
 import os
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from fedortho.errors import BadCheckpoint, FedOrthoError
+from fedortho.errors import BadCheckpoint, Busy, FedOrthoError
 from fedortho.storage.files import (
     check_writable,
     file_digest,
+    locked,
     read_json,
     read_tensors,
     replacing,
@@ -103,3 +107,32 @@ def test_digests_see_names_types_shapes_and_every_bit(tmp_path: Path) -> None:
     assert len(digests) == 1 + len(others)
     (tmp_path / "x").write_bytes(b"abc")
     assert file_digest(tmp_path / "x").startswith("ba7816bf")
+
+
+def test_a_lock_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(KeyError), locked(tmp_path / "run"):
+        assert len(os.listdir(tmp_path)) == 1
+        with pytest.raises(Busy, match="run; wait for it"), locked(tmp_path / "run"):
+            pass
+        raise KeyError
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_lock_whose_file_is_removed_at_its_end_still_excludes_all_others(tmp_path: Path) -> None:
+    path = tmp_path / "count"
+    path.write_text("0")
+
+    def count(_: int) -> None:
+        for done in range(10_000):
+            try:
+                with locked(path):
+                    path.write_text(str(int(path.read_text() or "-1000") + 1))  # empty while another one writes
+                    return
+            except Busy:
+                assert done < 9_999, "the lock was never free"
+                time.sleep(0.0005)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(count, range(100)))
+    assert path.read_text() == "100"

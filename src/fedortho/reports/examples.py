@@ -5,9 +5,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from fedortho.data.images import Images, evaluation_batches
+from fedortho.data.images import Images
 from fedortho.evaluation.case import Case
-from fedortho.models.predictions import answers_of
+from fedortho.models.predictions import logits_of
 from fedortho.reports.pictures import Example, as_pictures, thumbnail
 
 EXAMPLES = 12  # on each side
@@ -35,9 +35,8 @@ def _examples(
 ) -> tuple[Example, ...]:
     if not len(images):
         return ()
-    predictions = {
-        role: _predictions(model, images, device) for role, model in models.items() if role in ("original", "unlearned")
-    }
+    shown = {role: model for role, model in models.items() if role in ("original", "unlearned")}
+    predictions = {role: logits_of(model, images, device=device).argmax(1) for role, model in shown.items()}
     chosen = (predictions["unlearned"] == images.labels) == recognised
     if "original" in predictions:
         chosen &= predictions["original"] == images.labels
@@ -53,13 +52,6 @@ def _examples(
         )
         for number, place in enumerate(places.tolist())
     )
-
-
-def _predictions(model: nn.Module, images: Images, device: torch.device | str) -> Tensor:
-    model.eval()
-    with torch.no_grad():
-        batches = evaluation_batches(images, device=device)
-        return torch.cat([answers_of(model, inputs).argmax(1).cpu() for inputs, _ in batches])
 
 
 def _interleaved(labels: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from fedortho.errors import FedOrthoError
 from fedortho.evaluation.case import Case
 from fedortho.models.predictions import evaluate
 from fedortho.reports.examples import kept_examples, lost_examples
-from fedortho.reports.figures import attention, costs, recovery, results
+from fedortho.reports.figures import attention, recovery, results
 from fedortho.reports.figures.style import ROLES
 from fedortho.reports.pictures import Gallery, Picture, picture_of
 from fedortho.runs.federation import held_rows
@@ -115,7 +115,7 @@ def _training_pictures(run: Run) -> list[Picture]:
     if all(epoch.valid is None for epoch in history):
         return []
     about = "Accuracy on validation images while the original model was trained."
-    return [picture_of("training", costs.training_figure({run.settings.model: history}), about)]
+    return [picture_of("training", results.training_figure({run.settings.model: history}), about)]
 
 
 def _cam_picture(models: Mapping[str, nn.Module], case: Case, name: str) -> Picture:

@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +51,14 @@ def replacing(path: Path, mode: int = 0o644) -> Iterator[Path]:
 def locked(path: Path) -> Iterator[None]:
     """Lock a path for this process; another process on this machine is refused. The lock ends with the process."""
     name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:32]
+    file = Path(tempfile.gettempdir()) / f"fedortho-{name}.lock"
     try:
-        with FileLock(Path(tempfile.gettempdir()) / f"fedortho-{name}.lock", timeout=0):
-            yield
+        with FileLock(file, timeout=0):
+            try:
+                yield
+            finally:
+                with suppress(OSError):  # removed while it is locked: filelock takes no lock on a removed file
+                    file.unlink()
     except Timeout as error:
         raise Busy(f"another process is working on {path}; wait for it or choose another directory") from error
 

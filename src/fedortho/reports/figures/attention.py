@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fedortho.data.images import Images, evaluation_batches
 from fedortho.errors import BadSetting
 from fedortho.models.graph import select_layers, trace_layers
-from fedortho.models.predictions import answers_of
+from fedortho.models.predictions import logits_of
 from fedortho.reports.figures.style import AFTER, NoLibrary, entitle, new_figure, percent
 from fedortho.reports.pictures import as_pictures
 
@@ -40,11 +40,7 @@ def grad_cam(model: nn.Module, images: Images, layer: str) -> Tensor:
 
 def recognised_examples(models: Sequence[nn.Module], images: Images) -> Images:
     """The first image of each class that all models recognise; a class without one is refused."""
-    right = torch.ones(len(images), dtype=torch.bool)
-    for model in models:
-        right &= torch.cat(
-            [answers_of(model, inputs).argmax(1) == labels for inputs, labels in evaluation_batches(images)]
-        )
+    right = torch.stack([logits_of(model, images).argmax(1) == images.labels for model in models]).all(0)
     chosen = []
     for label in images.labels.unique().tolist():
         found = (right & (images.labels == label)).nonzero().flatten()

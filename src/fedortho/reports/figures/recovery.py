@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fedortho.reports.figures.style import (
-    BLACK,
     HATCHES,
     ROLE_NAMES,
     ROLES,
@@ -20,36 +19,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ABOVE: Mapping[str, Any] = {"ha": "center", "va": "bottom", "fontsize": 8}  # a number over its bar
-Curve = Sequence[tuple[float, float]]  # step, accuracy
-
-
-def reached(curve: Curve, target: float) -> float | None:
-    """The first step at which a curve is at the target or above; None if never.
-
-    >>> reached([(0, 0.1), (5, 0.6), (10, 0.5)], 0.55)
-    5
-    """
-    return next((step for step, value in curve if value >= target), None)
-
-
-def relearn_figure(curves: Mapping[str, Curve], target: float | None = None) -> "Figure":
-    """Forget accuracy over the steps of relearning, by role: original, unlearned, reference."""
-    figure, ((ax,),) = new_figure(6.2, 3.4)
-    _role_lines(ax, {role: ([s for s, _ in c], [v for _, v in c]) for role, c in curves.items()})
-    ax.set_xlabel("steps of training on a few of the forgotten images", fontsize=9)
-    ax.set_ylabel("forget accuracy", fontsize=9)
-    if target is None:
-        ends = [f"{ROLE_NAMES[role]} {percent(curve[-1][1])}" for role, curve in curves.items()]
-        entitle(figure, "Forget accuracy at the end of relearning: " + ", ".join(ends))
-        return figure
-    ax.axhline(target, color=BLACK, linestyle=":", linewidth=1)
-    ax.text(ax.get_xlim()[1], target, "relearned ", fontsize=8, ha="right", va="bottom")
-    parts = []
-    for role, curve in curves.items():
-        step = reached(curve, target)
-        parts.append(f"{ROLE_NAMES[role]} {f'over {curve[-1][0]:g}' if step is None else f'{step:g}'}")
-    entitle(figure, "Steps until the class is relearned: " + ", ".join(parts))
-    return figure
 
 
 def relearn_steps_figure(steps: Mapping[str, Mapping[str, float | None]], most: int) -> "Figure":
@@ -84,7 +53,7 @@ def relearn_steps_figure(steps: Mapping[str, Mapping[str, float | None]], most: 
 def probe_figure(recall: Mapping[str, Mapping[str, float]]) -> "Figure":
     """Recall of a linear probe for the forgotten class on the features of each layer, by role."""
     figure, ((ax,),) = new_figure(6.2, 3.4)
-    _role_lines(ax, {role: (list(layers), list(layers.values())) for role, layers in recall.items()})
+    role_lines(ax, {role: (list(layers), list(layers.values())) for role, layers in recall.items()})
     ax.set_xlabel("layer, first to last", fontsize=9)
     ax.set_ylabel("recall on the forget set", fontsize=9)
     ax.tick_params(axis="x", labelrotation=30)
@@ -93,7 +62,7 @@ def probe_figure(recall: Mapping[str, Mapping[str, float]]) -> "Figure":
     return figure
 
 
-def _role_lines(ax: "Axes", lines: Mapping[str, tuple[Sequence[float] | Sequence[str], Sequence[float]]]) -> None:
+def role_lines(ax: "Axes", lines: Mapping[str, tuple[Sequence[float] | Sequence[str], Sequence[float]]]) -> None:
     for role, (places, values) in lines.items():
         colour, marker, dash = ROLES[role]
         ax.plot(places, values, color=colour, marker=marker, linestyle=dash, label=ROLE_NAMES[role])

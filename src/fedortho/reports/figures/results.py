@@ -1,4 +1,4 @@
-"""Accuracies before and after forgetting: trials, classes, confusion and confidence."""
+"""Accuracies in training, and before and after forgetting: trials, classes, confusion and confidence."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -6,26 +6,30 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fedortho.data.images import Batches, Images, evaluation_batches
-from fedortho.models.predictions import Evaluation, answers_of, evaluating
+from fedortho.data.images import Images
+from fedortho.models.predictions import Evaluation, logits_of
 from fedortho.reports.figures.style import (
     AFTER,
     BEFORE,
     BLACK,
+    DASHES,
     HATCH,
+    MARKERS,
     REFERENCE,
     ROLE_NAMES,
     ROLES,
+    SERIES,
     entitle,
     grid_lines,
+    name_axes,
     new_figure,
     percent,
     percent_axis,
 )
+from fedortho.training.loop import Epoch
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
 
 MOST_CLASSES = 20  # shown one by one; of more, those that changed most
 
@@ -39,7 +43,7 @@ class Point(NamedTuple):
 
 
 def frontier_figure(
-    points: Sequence[Point], chosen: Point | None = None, *, target: float | None = None, least: float | None = None
+    points: Sequence[Point], chosen: Point, *, target: float | None = None, least: float | None = None
 ) -> "Figure":
     """Forget and retain accuracy over the share of kernels edited, with the point that was chosen.
 
@@ -50,34 +54,40 @@ def frontier_figure(
     ratios = [point.ratio for point in line]
     ax.plot(ratios, [p.retain for p in line], color=BEFORE, marker="o", label="retain accuracy")
     ax.plot(ratios, [p.forget for p in line], color=AFTER, marker="s", linestyle="--", label="forget accuracy")
-    if target is not None:
-        ax.axhline(target, color=AFTER, linestyle=":", linewidth=1, label=f"target {percent(target)}")
-    if least is not None:
-        ax.axhline(least, color=BEFORE, linestyle=":", linewidth=1, label=f"least retain accuracy {percent(least)}")
-    if chosen is not None:
-        ax.axvline(chosen.ratio, color=BLACK, linewidth=1)
-        heights = [chosen.forget, chosen.retain]
-        ax.plot([chosen.ratio] * 2, heights, "*", color=BLACK, markersize=13, linestyle="none", label="chosen")
+    for bound, colour, name in ((target, AFTER, "target"), (least, BEFORE, "least retain accuracy")):
+        if bound is not None:
+            ax.axhline(bound, color=colour, linestyle=":", linewidth=1, label=f"{name} {percent(bound)}")
+    ax.axvline(chosen.ratio, color=BLACK, linewidth=1)
+    heights = [chosen.forget, chosen.retain]
+    ax.plot([chosen.ratio] * 2, heights, "*", color=BLACK, markersize=13, linestyle="none", label="chosen")
     if len(ratios) > 1 and min(ratios) > 0 and max(ratios) / min(ratios) > 5:
         ax.set_xscale("log")
     percent_axis(ax, "x")
     percent_axis(ax)
     ax.set_ylim(-0.03, 1.03)
-    ax.set_xlabel("kernels edited in each layer", fontsize=9)
-    ax.set_ylabel("accuracy", fontsize=9)
-    grid_lines(ax, "both")
+    name_axes(ax, "kernels edited in each layer", "accuracy", grid="both")
     ax.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    entitle(figure, _frontier_finding(line, chosen))
+    text = f"Editing {percent(chosen.ratio)} of the kernels leaves {percent(chosen.forget)} forget accuracy"
+    entitle(figure, f"{text} and {percent(chosen.retain)} retain accuracy")
     return figure
 
 
-def _frontier_finding(line: Sequence[Point], chosen: Point | None) -> str:
-    if chosen is not None:
-        text = f"Editing {percent(chosen.ratio)} of the kernels leaves {percent(chosen.forget)} forget accuracy"
-        return f"{text} and {percent(chosen.retain)} retain accuracy"
-    best = max(line, key=lambda point: point.retain - point.forget)
-    text = f"Forget and retain accuracy differ most at {percent(best.ratio)} of the kernels"
-    return f"{text}: {percent(best.forget)} against {percent(best.retain)}"
+def training_figure(histories: Mapping[str, Sequence[Epoch]]) -> "Figure":
+    """Validation accuracy over the epochs of training, or the rounds of a federation."""
+    figure, ((ax,),) = new_figure(6.2, 3.4)
+    last, unit = [], "epoch"
+    for number, (name, history) in enumerate(histories.items()):
+        seen = [(entry.epoch + 1, entry.valid) for entry in history if entry.valid is not None]
+        style = {"color": SERIES[number], "linestyle": DASHES[number], "marker": MARKERS[number], "markersize": 4}
+        ax.plot([place for place, _ in seen], [value for _, value in seen], label=name, **style)  # type: ignore[arg-type]  # of several types
+        last += [f"{name} {percent(value)}" for _, value in seen[-1:]]
+        unit = "round" if any(entry.clients is not None for entry in history) else unit
+    ax.xaxis.get_major_locator().set_params(integer=True)  # type: ignore[call-arg]  # of the automatic locator
+    percent_axis(ax)
+    name_axes(ax, f"{unit} of training", "validation accuracy")
+    ax.legend(fontsize=8, frameon=False)
+    entitle(figure, f"Validation accuracy after the last {unit}: {', '.join(last)}")
+    return figure
 
 
 def most_changed(before: Evaluation, after: Evaluation, forget: Sequence[int], most: int = MOST_CLASSES) -> list[int]:
@@ -192,14 +202,10 @@ def _confusion_finding(change: Tensor, names: Sequence[str], forget: Sequence[in
     return "; ".join(parts)
 
 
-def own_confidence(model: nn.Module, images: Images | Batches, *, device: torch.device | str = "cpu") -> Tensor:
+def own_confidence(model: nn.Module, images: Images, *, device: torch.device | str = "cpu") -> Tensor:
     """The probability that a model gives to each image's own class, (images,)."""
-    with evaluating(model):
-        parts = [
-            answers_of(model, inputs).float().softmax(1).gather(1, labels.unsqueeze(1)).squeeze(1).cpu()
-            for inputs, labels in evaluation_batches(images, device=device)
-        ]
-    return torch.cat(parts)
+    shares = logits_of(model, images, device=device).softmax(1)
+    return shares.gather(1, images.labels.unsqueeze(1)).squeeze(1).float()
 
 
 def confidence_figure(confidence: Mapping[str, Tensor], what: str, bins: int = 20) -> "Figure":
@@ -212,9 +218,7 @@ def confidence_figure(confidence: Mapping[str, Tensor], what: str, bins: int = 2
         ax.stairs(counts.tolist(), edges, color=colour, linewidth=1.8, linestyle=dash, label=ROLE_NAMES[role])
     percent_axis(ax)
     ax.set_ylim(bottom=0)
-    ax.set_xlabel("probability given to the image's own class", fontsize=9)
-    ax.set_ylabel("share of these images", fontsize=9)
-    grid_lines(ax)
+    name_axes(ax, "probability given to the image's own class", "share of these images")
     ax.legend(fontsize=8, frameon=False)
     means = [f"{ROLE_NAMES[role]} {percent(float(values.mean()))}" for role, values in confidence.items()]
     entitle(figure, f"Mean confidence in {what}: " + ", ".join(means))

@@ -107,6 +107,12 @@ def grid_lines(ax: "Axes", axis: str = "y") -> None:
     ax.grid(axis=axis, color="#dddddd", linewidth=0.6)  # type: ignore[arg-type]  # x, y or both
 
 
+def name_axes(ax: "Axes", across: str, up: str, *, grid: str = "y") -> None:
+    ax.set_xlabel(across, fontsize=9)
+    ax.set_ylabel(up, fontsize=9)
+    grid_lines(ax, grid)
+
+
 def percent_axis(ax: "Axes", axis: str = "y") -> None:
     """Shares, 0 to 1, written as percentages."""
     from matplotlib.ticker import PercentFormatter

@@ -1,24 +1,11 @@
-"""Costs of methods as bars on a log axis, and accuracy over training."""
+"""Costs of methods as bars on a log axis."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fedortho.engines.cost import Cost
-from fedortho.reports.figures.style import (
-    DASHES,
-    GREEN,
-    MARKERS,
-    SERIES,
-    SKY,
-    entitle,
-    grid_lines,
-    new_figure,
-    percent,
-    percent_axis,
-    times,
-)
-from fedortho.training.loop import Epoch
+from fedortho.reports.figures.style import GREEN, SKY, entitle, grid_lines, new_figure, times
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -78,40 +65,3 @@ def _cost_finding(panels: Mapping[str, Mapping[str, float]], ours: str, standard
     label, values = next(iter(panels.items()))
     least = min(values, key=lambda name: values[name])
     return f"{least} needs least {label.partition(' ')[0]}"
-
-
-def rounds_to(history: Sequence[Epoch], target: float) -> int | None:
-    """Epochs, or rounds of a federation, until validation accuracy reaches the target; None: never."""
-    return next((entry.epoch + 1 for entry in history if entry.valid is not None and entry.valid >= target), None)
-
-
-def training_figure(histories: Mapping[str, Sequence[Epoch]], target: float | None = None) -> "Figure":
-    """Validation accuracy over epochs or rounds, with the first at which the target is reached."""
-    figure, ((ax,),) = new_figure(6.2, 3.4)
-    unit = "round" if any(entry.clients is not None for h in histories.values() for entry in h) else "epoch"
-    for number, (name, history) in enumerate(histories.items()):
-        seen = [(entry.epoch + 1, entry.valid) for entry in history if entry.valid is not None]
-        style = {"color": SERIES[number], "linestyle": DASHES[number], "marker": MARKERS[number], "markersize": 4}
-        ax.plot([place for place, _ in seen], [value for _, value in seen], label=name, **style)  # type: ignore[arg-type]  # of several types
-    if target is not None:
-        ax.axhline(target, color="#444444", linestyle=":", linewidth=1)
-    ax.xaxis.get_major_locator().set_params(integer=True)  # type: ignore[call-arg]  # of the automatic locator
-    percent_axis(ax)
-    ax.set_xlabel(f"{unit} of training", fontsize=9)
-    ax.set_ylabel("validation accuracy", fontsize=9)
-    grid_lines(ax)
-    ax.legend(fontsize=8, frameon=False)
-    entitle(figure, _training_finding(histories, target, unit))
-    return figure
-
-
-def _training_finding(histories: Mapping[str, Sequence[Epoch]], target: float | None, unit: str) -> str:
-    if target is None:
-        last = {name: [e.valid for e in h if e.valid is not None][-1:] for name, h in histories.items()}
-        parts = [f"{name} {percent(value[0])}" for name, value in last.items() if value]
-        return f"Validation accuracy after the last {unit}: " + ", ".join(parts)
-    parts = []
-    for name, history in histories.items():
-        count = rounds_to(history, target)
-        parts.append(f"{name}: {'never' if count is None else count}")
-    return f"{unit}s until {percent(target)} validation accuracy; " + "; ".join(parts)

@@ -12,8 +12,8 @@ from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
 from fedortho.storage.settings import make_settings
 
-ROOT = Path(__file__).parent.parent
-SCRIPTS = sorted((ROOT / "benchmarks").glob("*.py"))
+ROOT = Path(__file__).parents[2]
+SCRIPTS = [path for path in sorted((ROOT / "benchmarks").glob("*.py")) if path.stem != "result_files"]
 MANIFEST = json.loads((ROOT / "benchmarks" / "manifest.json").read_text(encoding="utf-8"))
 SMALL = TrainSettings(data="digits", model="small:TinyNet", epochs=1, batch_size=64, threads=1, crop=0, flip=0.0)
 

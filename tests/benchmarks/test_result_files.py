@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from result_files import add_row, read_results, write_results
 
 from fedortho.errors import BadRecord
 from fedortho.storage.files import read_json, write_json
-from fedortho.storage.provenance import add_row, environment, read_results, write_results
+from fedortho.storage.provenance import environment
 
 RESULTS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*.json"))
 
