@@ -11,10 +11,10 @@ the networks in DIR, for instance after training on a processor that rounds diff
 The class of the comparison was drawn before any of its networks was trained, from the classes on which no choice of
 ours was made (0 and 3 served as examples): `random.Random("fedortho comparison 2026-11-16").sample([1, 2, 4, 5, 6, 7,
 8, 9], 2)` gave [1, 6]; 1 (automobile) is reported, hyper-parameters are tuned on 6 (frog) of seed 0. Automobile was
-seen during development since. Two further classes were therefore drawn, before any of their references was trained, from
-those on which nothing was chosen: `random.Random("fedortho comparison 2026-11-17").sample([0, 5, 7, 9], 2)` gave [0, 9]
-(airplane and truck); they are reported beside it. The samples of
-benchmarks/samples.txt were drawn beforehand from the training rows (in order) of vgg-mini, seed 0:
+seen during development since. Two further classes were therefore drawn, before any of their references was trained,
+from those on which nothing was chosen: `random.Random("fedortho comparison 2026-11-17").sample([0, 5, 7, 9], 2)` gave
+[0, 9] (airplane and truck); they are reported beside it. The samples of benchmarks/samples.txt were drawn beforehand
+from the training rows (in order) of vgg-mini, seed 0:
 `random.Random("fedortho comparison samples 2026-11-16").sample(rows, 100)`.
 """
 
