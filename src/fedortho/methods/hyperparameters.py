@@ -21,6 +21,9 @@ SHORT: Mapping[str, Mapping[str, Any]] = {
     "bad-teacher": {"lr": 1e-3, "batch_size": 64},
     "class-pruning": {"epochs": 2},
     "neggrad": {"epochs": 1},
+    "scrub": {"epochs": 2, "max_epochs": 1, "lr": 0.002, "batch_size": 64, "forget_batch_size": 64},
+    "eu-k": {"epochs": 2},
+    "cf-k": {"epochs": 2},
 }
 
 
