@@ -25,7 +25,7 @@ M = TypeVar("M", bound=Order | Reply)
 Json = Mapping[str, Any]
 Tensors = Mapping[str, Tensor]
 # float32 suffices for these sums; moments are subtracted from one another and need float64
-FLOAT32 = ("peaks", "difference", "averages", "fisher", "fisher-abs", "gradient")
+FLOAT32 = ("peaks", "difference", "averages", "gram", "fisher", "fisher-abs", "gradient")
 
 
 class BadReply(FedOrthoError):
