@@ -1,107 +1,311 @@
-"""All methods on the same networks: hyper-parameters tuned on one class by an equal budget, compared on another class.
+"""All methods on the same networks: hyper-parameters tuned on one class by an equal budget, compared on others.
 
-    python benchmarks/comparison.py tune --data-dir ../shared/data --model vgg-mini
-    python benchmarks/comparison.py compare --data-dir ../shared/data --model vgg-mini --seed 0
+    python benchmarks/comparison.py all --data-dir ../shared/data
     python benchmarks/comparison.py federation --data-dir ../shared/data --run RUN --request client:7 --references DIR
 
-Networks come from --networks and are trained there if they are missing; benchmarks/manifest.py says how the class was
-drawn. `tune` gives every method six trials of 10,000 images and at most two epochs on validation images of seed 0 and
-another class; `compare` gives each method that trains one epoch (a sixth of retraining) at the tuned learning rate.
-Both resume where they were stopped. Tuned settings go to src/fedortho/methods/tuned, all trials to
-benchmarks/results/tuning, results to benchmarks/results/comparison.json, edited models to runs/comparison.
+`all` does what is left of the following, in this order; it can be killed and started again, and several processes
+started alike share the work. Networks come from --networks and are trained there if they are missing;
+benchmarks/manifest.py says how the classes were drawn.
+
+1. vgg-mini: the hyper-parameters of each method, tuned on frog of seed 0 as src/fedortho/requests/tuning.py says, at
+   the one pass over all images at which they are reported;
+2. vgg-mini, seed 0: each method on automobile (seen during development), airplane and truck;
+3. and 4. the same for resnet-mini;
+5. vgg-mini, seeds 1 and 2;
+6. vgg-mini, seed 0: as many passes as the papers use, with the settings that one pass was tuned for;
+7. vgg-mini, seed 0: the samples of benchmarks/samples.txt, tuned on other samples of the same labels.
+
+`federation` tunes on another client and compares, one round each. Results go to comparison.json in benchmarks/results,
+the chosen values and whether they lie inside their grids to searches.json, all trials to tuning/, edited models to
+runs/comparison; finished settings for classes are copied to src/fedortho/methods/tuned.
 """
 
 import json
+import shutil
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from manifest import REPORTED, TUNED_ON, benchmark_parser, open_network, original_name, reference_names
-from result_files import add_row
+from manifest import DRAWN, REPORTED, SEEDS, TUNED_ON, benchmark_parser, check_digest, open_network, original_name
+from result_files import add_row, read_results, write_results
 
+from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
+from fedortho.engines.query import draw
+from fedortho.errors import Busy, FedOrthoError
 from fedortho.methods import METHODS
-from fedortho.methods.hyperparameters import TUNED, read_settings
-from fedortho.methods.method import Schedule
-from fedortho.requests.comparing import chosen_methods, compare
-from fedortho.requests.tuning import Attempt, tune
-from fedortho.runs.run import open_run
-from fedortho.storage.records import to_json
+from fedortho.methods.hyperparameters import TUNED
+from fedortho.methods.method import Schedule, serves
+from fedortho.requests.comparing import compare
+from fedortho.requests.references import find_reference, reference_settings
+from fedortho.requests.tuning import Attempt, Budget, TuningTrials, is_tunable, tune
+from fedortho.runs.run import Run, open_run
+from fedortho.runs.settings import FederateSettings
+from fedortho.storage.files import locked, read_json
+from fedortho.storage.records import read_record, to_json
 from fedortho.storage.settings import field_types
 
 HERE = Path(__file__).parent
-OUT = HERE / "results" / "comparison.json"
-TUNING = HERE / "results" / "tuning"
 MODELS = HERE.parent / "runs" / "comparison"
+SAMPLES = f"samples:{HERE / 'samples.txt'}"
+CENTRAL = [name for name in METHODS if name not in ("retrain-plain", "federaser")]
 ORDER = ("engine", "model", "seed", "request")
+COMMAND = "python benchmarks/comparison.py all|federation"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One method: tuned, or compared on a request."""
+
+    part: str  # tune or compare
+    run: Run
+    request: ForgetRequest
+    method: str
+    passes: str = "one"  # or published
+    tuned: str = ""  # name of the file of tuned settings
+
+    @property
+    def epochs(self) -> int:
+        kind = METHODS[self.method]
+        return kind().epochs if issubclass(kind, Schedule) and self.passes == "published" else 1
+
+    @property
+    def label(self) -> str:
+        return self.method if self.epochs == 1 else f"{self.method} ×{self.epochs}"
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.run.path.name, str(self.request), self.label
 
 
 def main(words: list[str] | None = None) -> None:
     parser = benchmark_parser(__doc__)
-    parser.add_argument("part", choices=("tune", "compare", "federation"))
-    parser.add_argument("--model", default="vgg-mini")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("part", choices=("all", "federation"))
     parser.add_argument("--run", type=Path, help="federation: run directory of the trained federation")
-    parser.add_argument("--request", default=REPORTED)
+    parser.add_argument("--request", default="client:8", help="federation: the request that is reported")
     parser.add_argument("--references", type=Path, help="directory of the references; default: --networks")
-    parser.add_argument("--methods", default="all")
-    parser.add_argument("--epochs", type=int, default=1, help="epochs (in a federation: rounds) of methods that train")
-    parser.add_argument("--out", type=Path, default=OUT, help="result file")
+    parser.add_argument("--methods", default="", help="only these, separated by commas")
+    parser.add_argument("--out", type=Path, default=HERE / "results", help="directory of the results")
+    parser.add_argument("--edited", type=Path, default=MODELS, help="directory of the edited models")
+    for name, value in asdict(Budget()).items():
+        parser.add_argument(f"--{name}", type=int, default=value, help="of the search's budget")
+    parser.add_argument("--train-images", type=int, default=0, help="of every method, to try this script; 0: all")
     arguments = parser.parse_args(words)
-    if arguments.part == "tune":
-        find_settings(arguments)
-    else:
-        measure(arguments)
+    bench = Bench(arguments)
+    bench.forget_old_rows()
+    bench.work(list(bench.federation_jobs() if arguments.part == "federation" else bench.jobs()))
 
 
-def find_settings(arguments: Any) -> None:
-    run = open_network(arguments.networks, original_name(arguments.model), arguments.data_dir)
-    out, request = TUNING / f"cifar10-{arguments.model}.json", ForgetRequest.parse(TUNED_ON)
-    data = run.load_data(arguments.data_dir)
-    tune(run, request, arguments.methods, out=out, data=data, watch=print_trial)
-    out.replace(TUNED / out.name)  # the trials stay beside the other results
+class Bench:
+    """The jobs, what is known of them from the result files, and how they are done."""
+
+    def __init__(self, arguments: Any) -> None:
+        self.arguments = arguments
+        self.out = arguments.out / "comparison.json"
+        self.references = arguments.references or arguments.networks
+        self.budget = Budget(**{name: getattr(arguments, name) for name in asdict(Budget())})
+        self.data = cache(self._data)  # by run directory
+
+    def network(self, model: str, seed: int = 0) -> Run:
+        run = open_network(self.arguments.networks, original_name(model, seed), self.arguments.data_dir)
+        return run.at(self.arguments.data_dir)
+
+    def _data(self, path: Path) -> Dataset:
+        data = open_run(path).load_data(self.arguments.data_dir)
+        return replace(data, train=draw(data.train, self.arguments.train_images, 0))
+
+    def jobs(self) -> Iterator[Job]:
+        """Everything, in the order of value."""
+        vgg, resnet, requests = self.network("vgg-mini"), self.network("resnet-mini"), (REPORTED, *DRAWN)
+        for run in (vgg, resnet):
+            yield from self._tuning(run, REPORTED)
+            for request in requests:
+                yield from self._comparing(run, request)
+        for seed in SEEDS["vgg-mini"][1:]:
+            for request in requests:
+                yield from self._comparing(self.network("vgg-mini", seed), request)
+        published = [job for request in requests for job in self._comparing(vgg, request, "published")]
+        yield from (job for job in sorted(published, key=lambda job: job.epochs) if job.epochs > 1)
+        yield from self._tuning(vgg, SAMPLES)
+        yield from self._comparing(vgg, SAMPLES)
+
+    def federation_jobs(self) -> Iterator[Job]:
+        run = open_run(self.arguments.run).at(self.arguments.data_dir)
+        yield from self._tuning(run, self.arguments.request)
+        yield from self._comparing(run, self.arguments.request)
+
+    def _methods(self, run: Run, request: ForgetRequest) -> list[str]:
+        wanted = self.arguments.methods.split(",") if self.arguments.methods else list(METHODS)
+        able = list(METHODS) if isinstance(run.settings, FederateSettings) else CENTRAL
+        return [name for name in able if name in wanted and serves(METHODS[name], request)]
+
+    def _tuning(self, run: Run, text: str) -> Iterator[Job]:
+        request = ForgetRequest.parse(text)
+        for name in self._methods(run, request):
+            if is_tunable(name):
+                yield Job("tune", run, request, name, tuned=tuned_name(run, request))
+
+    def _comparing(self, run: Run, text: str, passes: str = "one") -> Iterator[Job]:
+        request = ForgetRequest.parse(text)
+        for name in self._methods(run, request):
+            yield Job("compare", run, request, name, passes, tuned_name(run, request))
+
+    def work(self, jobs: list[Job]) -> None:
+        """Do the first job that is left, ready and not with another process, until none is left."""
+        failed: list[Job] = []
+        while waiting := [job for job in jobs if job not in failed and not self.is_done(job)]:
+            ready = [job for job in waiting if self.is_ready(job)]
+            if not ready:
+                ready = [job for job in waiting if job.method == "retrain"]  # its reference is missing: train it
+            if not ready and not any(job.part == "tune" for job in waiting):
+                break  # their searches failed
+            if not self._do_one(ready, failed):
+                time.sleep(10)
+        for job in failed:
+            print("failed:", job.part, *job.key, file=sys.stderr, flush=True)
+
+    def _do_one(self, jobs: list[Job], failed: list[Job]) -> bool:
+        for job in jobs:
+            try:
+                with locked(self.arguments.out / "-".join((job.part, job.passes, *job.key))):
+                    if not self.is_done(job):
+                        print(time.strftime("%H:%M:%S"), job.part, job.key[0], job.request.word, job.label, flush=True)
+                        (self.tune if job.part == "tune" else self.compare)(job)
+                    return True
+            except Busy:
+                continue
+            except FedOrthoError as error:
+                print(job.part, *job.key, error, file=sys.stderr, flush=True)
+                failed.append(job)
+                return True
+        return False
+
+    def is_done(self, job: Job) -> bool:
+        if job.part == "tune":
+            return job.method in self.tuned(job)
+        return any((row["run"], row["request"], row["label"]) == job.key and "tuned-on" in row for row in self.rows())
+
+    def is_ready(self, job: Job) -> bool:
+        """Whether what the job needs is there: tuned settings, or the reference that another process is training."""
+        if job.part == "tune":
+            return True
+        if job.method == "retrain":
+            settings = reference_settings(job.run, job.request, data_dir=self.arguments.data_dir)
+            return find_reference(self.references, settings, job.run.record.data.digest) is not None
+        return not is_tunable(job.method) or job.method in self.tuned(job)
+
+    def rows(self) -> tuple[Mapping[str, Any], ...]:
+        return read_results(self.out).rows if self.out.exists() else ()
+
+    def tuned(self, job: Job) -> dict[str, Any]:
+        """The settings of the methods whose search has ended."""
+        path = self.arguments.out / "tuning" / f"{job.tuned}.json"
+        return read_json(path) if (path.with_suffix(".trials.json")).exists() and path.exists() else {}
+
+    def forget_old_rows(self) -> None:
+        """Rows of an earlier protocol: those for classes go, those of other requests stay until they are measured."""
+        with locked(self.out.with_suffix(".writing"), timeout=60):
+            rows = self.rows()
+            old = [row for row in rows if "tuned-on" not in row]
+            if any("label" not in row or row["request"].startswith("class:") for row in old):
+                kept = [
+                    {"label": row["method"]} | dict(row)
+                    for row in rows
+                    if "tuned-on" in row or "class:" not in row["request"]
+                ]
+                write_results(self.out, "methods side by side", COMMAND, kept)
+
+    def tune(self, job: Job) -> None:
+        data, path = self.data(job.run.path), self.arguments.out / "tuning" / f"{job.tuned}.json"
+        on = TUNED_ON if job.request.kind == "class" else None  # None: drawn
+        base = {}
+        if isinstance(job.run.settings, FederateSettings) and "batch_size" in field_types(METHODS[job.method]):
+            base = {job.method: {"batch_size": job.run.settings.batch_size}}
+        tune(
+            job.run,
+            job.request,
+            [job.method],
+            on=on,
+            out=path,
+            settings=base,
+            budget=self.budget,
+            data=data,
+            watch=print_trial,
+        )
+        write_searches(self.arguments.out)
+        if self.arguments.out == HERE / "results" and job.request.kind == "class":
+            shutil.copyfile(path, TUNED / path.name)
+
+    def compare(self, job: Job) -> None:
+        is_federation = isinstance(job.run.settings, FederateSettings)
+        place = self.arguments.edited / f"{job.run.path.name}-{job.request.word}"
+        place = place if job.passes == "one" else place.with_name(f"{place.name}-published")
+        (row,) = compare(
+            job.run,
+            job.request,
+            [job.method],
+            out=place,
+            settings=self.tuned(job),
+            passes=job.passes,
+            references=self.references,
+            data=self.data(job.run.path),
+        )
+        if job.method == "retrain":
+            check_digest(find_reference_of(job, self.references, self.arguments.data_dir))
+        trials = self.arguments.out / "tuning" / f"{job.tuned}.trials.json"
+        on = read_record(TuningTrials, trials).tuned_on if is_tunable(job.method) else ""
+        values = {key: value for key, value in to_json(row).items() if key not in ("schema", "environment")}
+        about = {
+            "run": job.run.path.name,
+            "model": job.run.settings.model,
+            "seed": job.run.settings.seed,
+            "engine": "federation" if is_federation else "central",
+            "request": str(job.request),
+            "label": job.label,
+            "tuned-on": on,
+        }
+        what = "methods side by side; test images; costs by what ran"
+        add_row(self.out, about | values, ("run", "request", "label"), row_order, what, COMMAND)
+        print({"label": job.label, "accuracies": values["accuracies"], "refused": row.refused}, flush=True)
+
+
+def tuned_name(run: Run, request: ForgetRequest) -> str:
+    kind = "" if request.kind == "class" else f"-{request.kind}"
+    engine = "federation-" if isinstance(run.settings, FederateSettings) else ""
+    return f"{engine}{run.settings.data}-{run.settings.model}{kind}"
+
+
+def find_reference_of(job: Job, references: Path, data_dir: str) -> Run:
+    settings = reference_settings(job.run, job.request, data_dir=data_dir)
+    found = find_reference(references, settings, job.run.record.data.digest)
+    assert found is not None, "it was compared with"
+    return found
+
+
+def row_order(row: Mapping[str, Any]) -> Any:
+    return [*(row[word] for word in ORDER), list(METHODS).index(row["method"]), row["label"]]
+
+
+def write_searches(out: Path) -> None:
+    """searches.json: each chosen value, the range in which it was searched, and whether it lies inside."""
+    with locked(out / "searches.writing", timeout=60):
+        rows = []
+        for path in sorted((out / "tuning").glob("*.trials.json")):
+            found = read_record(TuningTrials, path)
+            for method, search in found.searches.items():
+                about = {"file": path.name.removesuffix(".trials.json"), "tuned-on": found.tuned_on, "method": method}
+                tried = {"attempts": len(search.attempts), "settled": search.settled}
+                rows += [about | {"setting": name} | to_json(one) | tried for name, one in search.choices.items()]
+        what = "chosen hyper-parameters; settled: the best was compared with all its neighbours at the reported size"
+        write_results(out / "searches.json", what, COMMAND, rows)
 
 
 def print_trial(name: str, number: int, trial: Attempt) -> None:
-    print(name, json.dumps(asdict(trial)), file=sys.stderr, flush=True)
-
-
-def measure(arguments: Any) -> None:
-    is_federation = arguments.part == "federation"
-    run = (
-        open_run(arguments.run).at(arguments.data_dir)
-        if is_federation
-        else open_network(arguments.networks, original_name(arguments.model, arguments.seed), arguments.data_dir)
-    )
-    settings = read_settings(run.settings.data, run.settings.model, "tuned")
-    for name, kind in METHODS.items():
-        if issubclass(kind, Schedule):
-            settings[name] = settings.get(name, {}) | {"epochs": arguments.epochs}
-            if is_federation and "batch_size" in field_types(kind):
-                settings[name] |= {"batch_size": run.settings.batch_size}
-    request = ForgetRequest.parse(arguments.request)
-    about = {"run": run.path.name, "model": run.settings.model, "seed": run.settings.seed, "request": str(request)}
-    about["engine"] = "federation" if is_federation else "central"
-    for reference in reference_names(run.path.name, str(request)):
-        open_network(arguments.networks, reference, arguments.data_dir)
-    place, references = MODELS / f"{run.path.name}-{request.word}", arguments.references or arguments.networks
-    data = run.load_data(arguments.data_dir)
-    for name in chosen_methods(arguments.methods):
-        (row,) = compare(run, request, [name], out=place, data=data, settings=settings, references=references)
-        values = {key: value for key, value in to_json(row).items() if key not in ("schema", "environment")}
-        add(arguments.out, about | values)
-
-
-def add(out: Path, row: dict[str, Any]) -> None:
-    def order(other: Mapping[str, Any]) -> Any:
-        return [*(other[word] for word in ORDER), list(METHODS).index(other["method"])]
-
-    command = "python benchmarks/comparison.py compare|federation, with each --model, --seed, --run, --request"
-    what = "methods side by side; test images; costs by what ran"
-    add_row(out, row, ("run", "request", "method"), order, what, command)
-    print({key: row[key] for key in ("run", "method", "accuracies", "refused")}, flush=True)
+    print(time.strftime("%H:%M:%S"), name, number, json.dumps(asdict(trial)), file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def row(name: str, forget: float, retain: float) -> Row:
-    return Row("", "class:3", name, {}, Accuracies(forget, retain, 0.5), Cost(1.0, 1, 1, 1.0, 1, 1, 1))
+    return Row("", "class:3", name, {}, Accuracies(forget, retain, 0.5), Cost(1.0, 1, 1, 1.0, 1, 1, 1), "edited")
 
 
 def test_a_comparison_writes_each_method_as_it_goes_and_resumes(run: Run, tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_federaser_replays_what_a_run_kept_and_references_keep_nothing(tmp_path:
 def test_the_command_shows_a_table_and_writes_results(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "out"
     shown = told("compare", str(run.path), "class:3", "--methods", "retrain,ssd,logit-mask", "--out", str(out))
-    for word in ("retrain", "ssd", "logit-mask", "gap", "seconds", "without controls"):
+    for word in ("retrain", "ssd", "logit-mask", "gap", "seconds", "if kept", "without controls", "this very request"):
         assert word in shown
     rows = json.loads(told("compare", str(run.path), "class:3", "--methods", "ssd", "--out", str(out), "--json"))
     assert rows[0]["accuracies"]["forget"] == read_json(out / "ssd.json")["accuracies"]["forget"]
@@ -174,8 +174,11 @@ def test_the_command_shows_a_table_and_writes_results(run: Run, tmp_path: Path) 
 def test_the_command_tunes_and_what_it_writes_can_be_compared_with(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "tuned.json"
     shown = told("tune", "ssd", str(run.path), "class:3", "--out", str(file))
-    assert "trials 6, images 10,000" in shown
-    assert "trial 6" in shown
+    assert "candidates 12, images 10,000, trials 6, epochs 1" in shown
+    assert "trial 6 on" in shown
+    assert "best for ssd: alpha" in shown
+    trials = read_json(tmp_path / "tuned.trials.json")
+    assert (trials["request"], trials["tuned-on"] == "class:3") == ("class:3", False), "it was drawn"
     alpha = read_json(file)["ssd"]["alpha"]
     told("compare", str(run.path), "class:3", "--methods", "ssd", "--settings", str(file), "--out", str(tmp_path / "o"))
     assert read_json(tmp_path / "o" / "ssd.json")["settings"]["alpha"] == alpha
@@ -214,7 +217,27 @@ def test_the_nearest_to_retraining_is_best_and_less_than_retraining_is_no_win() 
     lines = comparison_table(rows)
     assert [line[0] for line in lines] == ["method", "retrain", "ssd", "salun", "logit-mask"]
     assert lines[3][4] == "3.5% *"
+    assert lines[1][4] == "", "retraining is not compared with itself"
     assert best(rows[1:]) is None, "without retraining nobody knows"
+
+
+def test_as_many_passes_as_published_are_a_row_of_their_own_beside_one_pass(run: Run, tmp_path: Path) -> None:
+    data, names = load_run_data(run.settings), ["logit-mask", "finetune", "bad-teacher"]
+    rows = compare(run, REQUEST, names, out=tmp_path, data=data, passes="one,published")
+    assert [row.label for row in rows] == ["finetune", "finetune ×5", "bad-teacher", "logit-mask"]
+    assert [row.settings.get("epochs") for row in rows] == [1, 5, 1, None], "one pass is what bad-teacher publishes"
+    assert rows[0].weights != rows[1].weights
+    assert {path.stem for path in tmp_path.glob("*.json")} == {"finetune", "finetune-x5", "bad-teacher", "logit-mask"}
+    with pytest.raises(UnknownName, match="no passes 'two'"):
+        compare(run, REQUEST, names, out=tmp_path, data=data, passes="two")
+
+
+def test_a_method_that_changes_nothing_is_called_so(run: Run, tmp_path: Path) -> None:
+    (same,) = compare(
+        run, REQUEST, ["ssd"], out=tmp_path, data=load_run_data(run.settings), settings={"ssd": {"alpha": 1e9}}
+    )
+    assert same.is_unchanged
+    assert comparison_table([same])[1][0] == "ssd (model unchanged)"
 
 
 def test_retraining_follows_the_run_and_nothing_else(run: Run) -> None:

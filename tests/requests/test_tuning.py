@@ -1,7 +1,9 @@
 """Tuning: an equal budget, validation images only."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,14 +14,16 @@ import fedortho.requests.tuning as tune_module
 from fedortho.data.request import ForgetRequest
 from fedortho.engines.central import CentralEngine
 from fedortho.engines.engine import Engine
-from fedortho.errors import BadSetting, FedOrthoError, UnknownName
+from fedortho.errors import BadSetting, Busy, FedOrthoError, UnknownName
 from fedortho.methods import METHODS
 from fedortho.methods.hyperparameters import read_settings
 from fedortho.methods.method import Method
-from fedortho.requests.tuning import FIXED, Attempt, Budget, TuningTrials, candidates, tune, tune_method
+from fedortho.requests.run_context import RunContext, open_context
+from fedortho.requests.tuning import FIXED, GRIDS, Attempt, Budget, Search, TuningTrials, stand_in, tune, tune_method
 from fedortho.runs.run import Run, load_run_data
 from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
+from fedortho.storage.files import locked, read_json
 from fedortho.storage.records import read_record
 
 REQUEST = ForgetRequest.parse("class:3")
@@ -32,67 +36,200 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return train_run(tmp_path_factory.mktemp("tune") / "run", settings)
 
 
+@pytest.fixture(scope="module")
+def context(run: Run) -> RunContext:
+    return open_context(run, load_run_data(run.settings))
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, score_of: Any) -> list[tuple[Mapping[str, Any], int]]:
+    """Replace trials by a function of their settings and images; returns the list of what was tried."""
+    tried = []
+
+    def attempt(context: RunContext, request: Any, name: str, settings: Mapping[str, Any], *_: Any) -> Attempt:
+        images = len(context.data.train)
+        tried.append((dict(settings), images))
+        return Attempt(dict(settings), images, 0.0, 0.9, score_of(settings, images))
+
+    monkeypatch.setattr(tune_module, "_attempt", attempt)
+    monkeypatch.setattr(tune_module, "_baseline", lambda *_: (1.0, 0.0))
+    return tried
+
+
 @pytest.mark.parametrize("name", sorted(METHODS.keys() - set(FIXED)))
-def test_every_method_is_given_six_different_trials_that_it_accepts(name: str) -> None:
-    found = candidates(name, Budget())
-    assert len({str(settings) for settings in found}) == 6
-    for settings in found:
-        METHODS[name](**settings)
+def test_every_grid_fits_the_same_budget_and_holds_values_that_the_method_accepts(name: str) -> None:
+    grid = tune_module.grid_of(name)
+    sizes = [len(values) for values in grid.values()]
+    assert 5 <= torch.tensor(sizes).prod() <= Budget().candidates
+    for key, values in grid.items():
+        assert list(values) == sorted(set(values))
+        for value in values:
+            METHODS[name](**{key: value})
 
 
-def test_the_best_attempt_comes_first_and_no_test_image_is_needed(run: Run, tmp_path: Path) -> None:
-    data = load_run_data(run.settings)
-    without_test = replace(data, test=data.test.subset([]))
-    seen = []
-    found = tune_method(
-        run, without_test, REQUEST, "ssd", Budget(images=500), watch=lambda number, _: seen.append(number)
+def test_the_papers_alpha_is_never_tuned_and_searches_that_were_bound_are_wider() -> None:
+    assert "alpha" not in GRIDS["paper"]
+    assert 0.001 in GRIDS["unsir"]["repair_lr"]
+    assert GRIDS["fused"]["lr"][-1] > 0.5
+    assert len(GRIDS["ssd"]["lam"]) > 1
+
+
+def test_a_search_that_binds_goes_beyond_its_grid_at_the_reported_size(
+    context: RunContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported = len(context.data.train)
+    tried = pretend(monkeypatch, lambda settings, _: abs(settings["lr"] - 0.9))
+    found = tune_method(context, REQUEST, "finetune", Budget(images=500))
+    assert [images for _, images in tried] == [500] * 5 + [reported] * 5, "two of the grid, three beyond it"
+    assert found.best is not None
+    assert found.best.settings["lr"] == 1.11, "0.1 is the edge of the grid, steps are factors"
+    assert found.choices["lr"].highest == 3.7
+    assert found.choices["lr"].inside
+    worse = pretend(monkeypatch, lambda settings, _: abs(settings["lr"] - 100))
+    bound = tune_method(context, REQUEST, "finetune", Budget(images=500))
+    assert len(worse) == 11, "no method gets more"
+    assert not bound.choices["lr"].inside
+    assert not bound.settled
+
+
+def test_the_chosen_value_was_measured_at_the_reported_size_beside_its_neighbours(
+    context: RunContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported = len(context.data.train)
+    best = {500: 0.1, reported: 0.003}  # fewer images, fewer steps: a higher rate seems best
+    tried = pretend(monkeypatch, lambda settings, images: abs(settings["lr"] - best[images]))
+    found = tune_method(context, REQUEST, "finetune", Budget(images=500))
+    assert found.best is not None
+    assert (found.best.settings["lr"], found.best.images) == (0.003, reported)
+    assert found.settled
+    assert {settings["lr"] for settings, images in tried if images == reported} >= {0.001, 0.003, 0.01}
+
+
+def test_a_value_at_the_limit_of_a_setting_is_no_edge_of_the_search(
+    context: RunContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, lambda settings, _: 1 - settings["ratio"])
+    found = tune_method(context, REQUEST, "paper", Budget(images=500))
+    assert found.choices["ratio"].inside, "0.8 is the last value below 1"
+    pretend(monkeypatch, lambda settings, _: 1 - settings["beta"])
+    beta = tune_method(context, REQUEST, "neggrad", Budget(images=500)).choices["beta"]
+    assert 0.98 < beta.value < 1, "its steps approach 1"
+
+
+def test_retaining_more_than_before_is_not_punished(context: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune_module, "_baseline", lambda *_: (0.5, 0.0))
+    monkeypatch.setattr(tune_module, "_measured", lambda *_: (0.0, 0.9))
+    found = tune_method(context, REQUEST, "paper", Budget(candidates=1, trials=1))
+    assert found.best is not None
+    assert found.best.score == 0.0
+
+
+def test_trials_are_the_run_that_is_reported(context: RunContext) -> None:
+    found = tune_method(context, REQUEST, "finetune", Budget(candidates=1, images=300, trials=1))
+    assert [attempt.images for attempt in found.attempts] == [300, len(context.data.train)]
+    assert found.best is not None
+    assert found.best.settings == {"lr": 0.001, "epochs": 1}
+    assert 0 <= found.best.score <= 1
+
+
+def test_no_test_image_is_needed(context: RunContext) -> None:
+    without_test = replace(context, data=replace(context.data, test=context.data.test.subset([])))
+    found = tune_method(without_test, REQUEST, "ssd", Budget(images=500))
+    assert found.best is not None
+    assert found.best.score == min(attempt.score for attempt in found.attempts if attempt.images > 500) < 0.2
+    assert found.best.forget <= 2 * found.best.score, "half of the score is how far the class is from being gone"
+
+
+def test_a_search_serves_another_request_than_the_one_it_is_for(context: RunContext) -> None:
+    for seed in range(5):
+        assert stand_in(REQUEST, context, seed).classes[0] in set("012456789")
+    rows = context.data.train.rows[:30].tolist()
+    asked = ForgetRequest(samples=tuple(map(str, rows)))
+    drawn = stand_in(asked, context, 0)
+    assert drawn == stand_in(asked, context, 0) != stand_in(asked, context, 1)
+    assert not set(drawn.samples) & set(asked.samples)
+    assert asked.split(context.data.train)[0].labels.sort().values.tolist() == (
+        drawn.split(context.data.train)[0].labels.sort().values.tolist()
     )
-    assert seen == [0, 1, 2, 3, 4, 5]
-    assert [attempt.score for attempt in found] == sorted(attempt.score for attempt in found)
-    best = found[0]
-    assert 0 <= best.score < 0.2
-    assert best.forget <= 2 * best.score, "half of the score is how far the class is from being gone"
+    clients = {0: torch.tensor(rows[:10]), 1: torch.tensor(rows[10:20]), 2: torch.tensor(rows[20:])}
+    assert stand_in(ForgetRequest(clients=(1,)), replace(context, clients=clients), 0).clients[0] in (0, 2)
+    with pytest.raises(FedOrthoError, match=r"no other request like client:1 .*--on"):
+        stand_in(ForgetRequest(clients=(1,)), replace(context, clients={1: clients[1]}), 0)
+
+
+def test_samples_are_forgotten_completely_on_fewer_images_and_wanted_as_unseen_ones(context: RunContext) -> None:
+    request = ForgetRequest(samples=tuple(map(str, context.data.train.rows[:20].tolist())))
+    fewer = tune_module._on_fewer_images(context, request, 100, 0).data.train
+    assert len(fewer) == 100
+    assert int(request.mask(fewer).sum()) == 20
+    _, wanted = tune_module._baseline(context, request)
+    assert 0.5 < wanted < 1
 
 
 def test_all_that_can_be_tuned_is_and_what_was_is_not_tuned_again(run: Run, tmp_path: Path) -> None:
-    data, file, budget, seen = load_run_data(run.settings), tmp_path / "tuned.json", Budget(2, 300), []
+    data, file, budget, seen = load_run_data(run.settings), tmp_path / "tuned.json", Budget(2, 300, 1), []
 
-    def go(names: list[str]) -> dict[str, list[Attempt]]:
+    def go(names: list[str]) -> dict[str, Search]:
         told = lambda name, number, _: seen.append((name, number))  # noqa: E731
-        return tune(
-            run,
-            REQUEST,
-            names,
-            out=file,
-            data=data,
-            budget=budget,
-            settings={"finetune": {"batch_size": 32}},
-            watch=told,
-        )
+        base = {"finetune": {"batch_size": 32}}
+        return tune(run, REQUEST, names, on="class:4", out=file, data=data, budget=budget, settings=base, watch=told)
 
     first = go(["ssd"])
-    assert seen == [("ssd", 0), ("ssd", 1)]
+    assert seen == [("ssd", 0), ("ssd", 1), ("ssd", 2)]
     with pytest.raises(FedOrthoError, match="logit-mask has nothing to tune"):
         go(["ssd", "logit-mask"])
     found = go(["ssd", "finetune"])
-    assert seen[2:] == [("finetune", 0), ("finetune", 1)]
+    assert seen[3:] == [("finetune", 0), ("finetune", 1), ("finetune", 2)]
     assert found["ssd"] == first["ssd"]
     with pytest.raises(FedOrthoError, match="another model, request, budget or settings"):
         tune(run, REQUEST, ["ssd"], out=file, data=data, budget=budget, settings={"ssd": {"batch_size": 16}})
-    assert all(attempt.settings["batch_size"] == 32 for attempt in found["finetune"])
-    best = {name: dict(attempts[0].settings) for name, attempts in found.items()}
+    assert all(attempt.settings["batch_size"] == 32 for attempt in found["finetune"].attempts)
+    best = {name: dict(search.best.settings) for name, search in found.items() if search.best is not None}
     assert read_settings(run.settings.data, run.settings.model, str(file)) == best
-    assert read_record(TuningTrials, tmp_path / "tuned.trials.json").budget == Budget(2, 300, 2, 0)
+    written = read_record(TuningTrials, tmp_path / "tuned.trials.json")
+    assert (written.request, written.tuned_on, written.budget) == ("class:3", "class:4", budget)
     file.unlink()  # as if killed after the trials were written
     number = len(seen)
     go(["ssd"])
     assert len(seen) == number, "nothing is tried again"
     assert read_settings(run.settings.data, run.settings.model, str(file)) == best
     with pytest.raises(FedOrthoError, match="about another model, request, budget or settings"):
-        tune(run, ForgetRequest.parse("class:4"), ["ssd"], out=file, data=data, budget=budget)
+        tune(run, REQUEST, ["ssd"], on="class:5", out=file, data=data, budget=budget)
 
 
-def test_an_attempt_that_fails_says_why_and_never_is_the_best(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_that_was_killed_goes_on_after_its_last_attempt(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, file = load_run_data(run.settings), tmp_path / "tuned.json"
+    tried = pretend(monkeypatch, lambda settings, _: abs(settings["lr"] - 0.01))
+
+    def kill(_: str, number: int, __: Attempt) -> None:
+        if number == 6:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tune(run, REQUEST, ["finetune"], out=file, data=data, budget=Budget(images=500), watch=kill)
+    assert not file.exists()
+    again = tune(run, REQUEST, ["finetune"], out=file, data=data, budget=Budget(images=500))
+    alone = tune(run, REQUEST, ["finetune"], data=data, budget=Budget(images=500))
+    assert again == alone
+    assert len(tried) == 2 * len(alone["finetune"].attempts), "none was made twice"
+    assert read_json(file)["finetune"]["lr"] == 0.01
+
+
+def test_two_processes_tune_different_methods_and_none_twice(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, file = load_run_data(run.settings), tmp_path / "tuned.json"
+    tried = pretend(monkeypatch, lambda settings, _: 0.1)
+    with locked(file.with_suffix(".finetune")), pytest.raises(Busy, match=r"is tuning finetune into .*tuned.json"):
+        tune(run, REQUEST, ["finetune", "not"], out=file, data=data, budget=Budget(2, 300, 1))
+    assert len(tried) == 3
+    assert set(read_json(file)) == {"not"}
+
+
+def test_an_attempt_that_fails_says_why_and_never_is_the_best(
+    context: RunContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rates, really = [], tune_module.unlearn
 
     def broken(model: nn.Module, engine: Engine, request: ForgetRequest, method: Method) -> nn.Module:
@@ -102,11 +239,11 @@ def test_an_attempt_that_fails_says_why_and_never_is_the_best(run: Run, monkeypa
         return really(model, engine, request, method)
 
     monkeypatch.setattr(tune_module, "unlearn", broken)
-    data = load_run_data(run.settings)
-    found = tune_method(run, data, REQUEST, "ssd", Budget(trials=2, images=300))
-    assert [attempt.error for attempt in found] == ["", "the loss diverged"]
+    found = tune_method(context, REQUEST, "ssd", Budget(candidates=2, trials=1))
+    assert [attempt.error for attempt in found.attempts] == ["the loss diverged", "", "the loss diverged"]
+    assert found.best == found.attempts[1]
     with pytest.raises(FedOrthoError, match="no settings of ssd worked, so none is best: the loss diverged"):
-        tune_method(run, data, REQUEST, "ssd", Budget(trials=2, images=300))
+        tune_method(context, REQUEST, "ssd", Budget(candidates=2, images=300))
 
 
 def test_an_attempt_gets_the_model_on_the_cpu_and_the_engine_the_device(
@@ -123,18 +260,17 @@ def test_an_attempt_gets_the_model_on_the_cpu_and_the_engine_the_device(
     monkeypatch.setattr(tune_module, "_baseline", lambda *_: (1.0, 0.0))
     monkeypatch.setattr(tune_module, "unlearn", looking)
     with pytest.raises(FedOrthoError, match="that was all"):
-        tune_method(run, load_run_data(run.settings), REQUEST, "ssd", Budget(trials=1))
-    assert devices == ["meta", "cpu"]
+        tune_method(open_context(run, load_run_data(run.settings)), REQUEST, "ssd", Budget(candidates=1, trials=1))
+    assert devices[:2] == ["meta", "cpu"]
 
 
-def test_what_cannot_be_tuned_is_refused(run: Run) -> None:
-    data = load_run_data(run.settings)
+def test_what_cannot_be_tuned_is_refused(context: RunContext) -> None:
     with pytest.raises(FedOrthoError, match="retrain has nothing to tune; choose from"):
-        tune_method(run, data, REQUEST, "retrain")
+        tune_method(context, REQUEST, "retrain")
     with pytest.raises(UnknownName, match="no method 'bogus'"):
-        tune_method(run, data, REQUEST, "bogus")
+        tune_method(context, REQUEST, "bogus")
     with pytest.raises(FedOrthoError, match="unsir does not serve samples:1"):
-        tune_method(run, data, ForgetRequest.parse("samples:1"), "unsir")
+        tune_method(context, ForgetRequest.parse("samples:1"), "unsir")
     with pytest.raises(BadSetting, match="must be at least 1"):
         Budget(trials=0)
 
@@ -162,5 +298,4 @@ def test_a_place_that_cannot_be_written_is_refused_before_any_trial(run: Run, tm
 
 @pytest.mark.parametrize("file", sorted(RESULTS.glob("tuning/*.trials.json")), ids=lambda path: path.stem)
 def test_trials_of_the_benchmarks_can_be_read(file: Path) -> None:
-    trials = read_record(TuningTrials, file)
-    assert all(attempts == tuple(sorted(attempts, key=lambda a: a.score)) for attempts in trials.attempts.values())
+    assert all(search.attempts for search in read_record(TuningTrials, file).searches.values())

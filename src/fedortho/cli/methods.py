@@ -1,10 +1,9 @@
 """The commands compare and tune."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.markup import escape
@@ -12,8 +11,8 @@ from rich.markup import escape
 from fedortho.cli.console import bars, out, say, words_table
 from fedortho.cli.flags import AsJson, DataDir, Device, Request, RunPath, Settings
 from fedortho.data.request import ForgetRequest
-from fedortho.requests.comparing import compare, compared_path, comparison_table
-from fedortho.requests.tuning import Attempt, Budget, tune
+from fedortho.requests.comparing import NOTES, compare, compared_path, comparison_table
+from fedortho.requests.tuning import Attempt, Budget, Search, tune
 from fedortho.runs.run import open_run
 from fedortho.storage.records import to_json
 
@@ -23,6 +22,9 @@ def compare_command(
     request: Request,
     methods: Annotated[str, typer.Option(help="all, or names with commas between")] = "all",
     settings: Settings = "published",
+    passes: Annotated[
+        str, typer.Option(help="of methods that train: settings, one, published, or several with commas between")
+    ] = "settings",
     out_path: Annotated[
         Path | None, typer.Option("--out", help="directory of results (default: RUN-compared-REQUEST)")
     ] = None,
@@ -44,6 +46,7 @@ def compare_command(
             methods,
             out=directory,
             settings=settings,
+            passes=passes,
             references=references,
             watch=lambda name, number, total: shown.update(task, completed=number, total=total, news=name),
         )
@@ -54,8 +57,8 @@ def compare_command(
     out.print(words_table(header, [line for line in lines if len(line) == len(header)]))
     for name, *why in (line for line in lines if len(line) != len(header)):
         say(escape(f"{name}: {' '.join(why)}"))
-    say("gap: mean distance of forget and retain accuracy to retrain; * the smallest, without controls")
-    say("a forget accuracy below that of retrain is as far from it as one above")
+    for note in NOTES:
+        say(escape(note))
     say(escape(f"results of each method: {directory}"))
 
 
@@ -64,6 +67,9 @@ def tune_command(
     run_path: RunPath,
     request: Request,
     out_path: Annotated[Path, typer.Option("--out", help="the JSON file to write, for --settings")],
+    on: Annotated[
+        str | None, typer.Option(help="the request that trials serve (default: another like REQUEST, drawn by a seed)")
+    ] = None,
     settings: Settings = "published",
     data_dir: DataDir = "",
     device: Device = "auto",
@@ -72,17 +78,21 @@ def tune_command(
     budget = Budget()
     say(f"budget of each method: {', '.join(f'{key} {value:,}' for key, value in asdict(budget).items())}")
     run = open_run(run_path).at(data_dir, device)
-    tuned = tune(run, request, methods, out=out_path, settings=settings, budget=budget, watch=_print_attempt)
-    for name, attempts in tuned.items():
-        say(f"best for {name}: {_words(attempts[0].settings)}")
+    tuned = tune(run, request, methods, on=on, out=out_path, settings=settings, budget=budget, watch=_print_attempt)
+    for name, search in tuned.items():
+        say(escape(f"best for {name}: {_chosen(search)}"))
     say(escape(f"written to {out_path}; all trials: {out_path.with_suffix('.trials.json')}"))
 
 
 def _print_attempt(name: str, number: int, attempt: Attempt) -> None:
     accuracies = f"forget {attempt.forget:.1%}  retain {attempt.retain:.1%}"
     failure = f"  {attempt.error}" if attempt.error else ""
-    say(escape(f"{name}, trial {number + 1}: {_words(attempt.settings)}: {accuracies}{failure}"))
+    settings = ", ".join(f"{key} {value:g}" for key, value in attempt.settings.items())
+    say(escape(f"{name}, trial {number + 1} on {attempt.images:,} images: {settings}: {accuracies}{failure}"))
 
 
-def _words(settings: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value:g}" for name, value in settings.items())
+def _chosen(search: Search) -> str:
+    return ", ".join(
+        f"{key} {choice.value} ({'inside' if choice.inside else 'at the edge of'} {choice.lowest} to {choice.highest})"
+        for key, choice in search.choices.items()
+    )

@@ -15,7 +15,7 @@ from fedortho.engines.cost import Cost
 from fedortho.errors import BadRecord, FedOrthoError, unknown
 from fedortho.methods import find_method, known_methods, unlearn
 from fedortho.methods.hyperparameters import read_settings
-from fedortho.methods.method import CannotServe, Method
+from fedortho.methods.method import CannotServe, Method, Schedule
 from fedortho.methods.retrain import Retrain, RetrainPlain
 from fedortho.requests.references import (
     find_reference,
@@ -35,7 +35,16 @@ from fedortho.storage.settings import as_mapping
 from fedortho.unlearning.calibrate import Refused
 
 CONTROLS = ("retrain", "retrain-plain", "logit-mask")  # measured, never marked as best
-HEADER = ("method", "forget", "retain", "test", "gap", "seconds", "GFLOPs", "MB up", "MB down")
+PASSES = ("settings", "one", "published")  # how often methods that train see the images
+HEADER = ("method", "forget", "retain", "test", "gap", "seconds", "GFLOPs", "if kept", "MB up", "MB down")
+NOTES = (
+    "gap: mean distance of forget and retain accuracy to retrain, above or below it; * the smallest, without controls",
+    "GFLOPs: everything counted; if kept: without what any method could have kept since training (statistics over all "
+    "images)",
+    "×N: passes over the images, where there is more than one",
+    "hide and directions choose their ratio on validation images of this very request; the settings of the others "
+    "come from elsewhere (tuned: another request)",
+)
 Watch = Callable[[str, int, int], None]
 Settings = str | Path | Mapping[str, Mapping[str, Any]]
 
@@ -55,6 +64,17 @@ class Row:
     refused: str = ""
     environment: Environment | None = None
 
+    @property
+    def label(self) -> str:
+        """The method, and its passes over the images if it trains with more than one."""
+        passes = self.settings.get("epochs", 1) if issubclass(find_method(self.method), Schedule) else 1
+        return self.method if passes == 1 else f"{self.method} ×{passes}"
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether the method ended with the model that it started from."""
+        return self.weights == self.original
+
 
 def compare(
     run: Run | Path | str,
@@ -63,6 +83,7 @@ def compare(
     *,
     out: Path | str | None = None,
     settings: Settings = "published",
+    passes: str | Sequence[str] = "settings",
     references: Path | None = None,
     data: Dataset | None = None,
     watch: Watch | None = None,
@@ -71,21 +92,39 @@ def compare(
 
     Every method writes a JSON file and a run directory with its model into `out` (default: RUN-compared-REQUEST); a
     method whose file exists is not run again. `settings` are hyper-parameters: `published`, `short`, `tuned`, a JSON
-    file, or a mapping by method. Reference models come from the directory `references` (default: beside the run) and
-    are trained into it if they are missing. `data` is the run's data if it is already loaded. `watch` receives each
-    method's name, its number and the number of methods.
+    file, or a mapping by method. `passes` say how often methods that train see the images (in a federation: rounds): as
+    the `settings` say, `one`, as many as `published`, or several of these with commas between, each a row of its own.
+    Reference models come from the directory `references` (default: beside the run) and are trained into it if they are
+    missing. `data` is the run's data if it is already loaded. `watch` receives each method's name, its number and the
+    number of methods.
     """
     run, request = open_run(run), ForgetRequest.parse(request) if isinstance(request, str) else request
     names, chosen = chosen_methods(methods), settings_by_method(run, settings)
+    wanted = _words(passes)
+    for word in wanted or [""]:
+        if word not in PASSES:
+            raise unknown("passes", word, PASSES)
     directory = compared_path(run, request) if out is None else Path(out)
     context, rows = open_context(run, data or run.load_data()), []
     with using_threads(run.settings.threads):
         for number, name in enumerate(names):
             if watch is not None:
                 watch(name, number, len(names))
-            method = method_for_run(run, name, chosen.get(name, {}))
-            rows.append(_row(context, request, method, directory / f"{name}.json", references))
+            for path, method in _variants(run, name, chosen.get(name, {}), wanted).items():
+                rows.append(_row(context, request, method, directory / f"{path}.json", references))
     return rows
+
+
+def _variants(run: Run, name: str, settings: Mapping[str, Any], passes: Sequence[str]) -> dict[str, Method]:
+    """The method with each number of passes, by the name of its file: `salun`, then `salun-x10`."""
+    kind, found = find_method(name), dict[int, Method]()
+    if not issubclass(kind, Schedule):
+        return {name: method_for_run(run, name, settings)}
+    for word in passes:
+        epochs = {"settings": {}, "one": {"epochs": 1}, "published": {"epochs": kind().epochs}}[word]
+        method = method_for_run(run, name, settings, epochs)
+        found.setdefault(as_mapping(method)["epochs"], method)
+    return {name if not at else f"{name}-x{number}": found[number] for at, number in enumerate(found)}
 
 
 def compared_path(run: Run, request: ForgetRequest) -> Path:
@@ -100,13 +139,17 @@ def chosen_methods(methods: str | Sequence[str]) -> list[str]:
     ['retrain', 'ssd']
     """
     known = known_methods()
-    words = methods.split(",") if isinstance(methods, str) else methods
-    names = list(known) if methods == "all" else [word.strip() for word in words if word.strip()]
+    names = list(known) if methods == "all" else _words(methods)
     if not names:
-        raise unknown("method", ",".join(words), known)
+        raise unknown("method", ",".join(methods), known)
     for name in names:
         find_method(name)  # refuses an unknown one
     return [name for name in known if name in names]
+
+
+def _words(text: str | Sequence[str]) -> list[str]:
+    words = text.split(",") if isinstance(text, str) else text
+    return [word.strip() for word in words if word.strip()]
 
 
 def settings_by_method(run: Run, settings: Settings) -> Mapping[str, Mapping[str, Any]]:
@@ -189,33 +232,41 @@ def _write_outcome(context: RunContext, request: ForgetRequest, row: Row, model:
 
 
 def gaps(rows: Sequence[Row]) -> dict[str, float]:
-    """By method: mean distance of forget and retain accuracy to retraining, whether above or below it."""
-    retrained = next((row.accuracies for row in rows if row.method == "retrain"), None)
-    if retrained is None:
+    """By label: mean distance of forget and retain accuracy to retraining, which is not compared with itself."""
+    retrained = next((row for row in rows if row.method == "retrain" and row.accuracies is not None), None)
+    if retrained is None or retrained.accuracies is None:
         return {}
+    forget, retain = retrained.accuracies.forget, retrained.accuracies.retain
     return {
-        row.method: (abs(found.forget - retrained.forget) + abs(found.retain - retrained.retain)) / 2
+        row.label: (abs(found.forget - forget) + abs(found.retain - retain)) / 2
         for row in rows
-        if (found := row.accuracies) is not None
+        if (found := row.accuracies) is not None and row is not retrained
     }
 
 
 def best(rows: Sequence[Row]) -> str | None:
-    """The method nearest to retraining, controls aside; None without a retrained model."""
-    competing = {name: gap for name, gap in gaps(rows).items() if name not in CONTROLS}
-    return min(competing, key=lambda name: competing[name]) if competing else None
+    """The label that is nearest to retraining, controls aside; None without a retrained model."""
+    distance = gaps(rows)
+    competing = [row.label for row in rows if row.label in distance and row.method not in CONTROLS]
+    return min(competing, key=distance.__getitem__, default=None)
 
 
 def comparison_table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """Header and one line per method; `*` marks the nearest to retraining, a refused method has its reason instead."""
+    """Header and one line per row; `*` marks the nearest to retraining, a refused method has its reason instead.
+
+    Megabytes are shown if anything was sent.
+    """
     nearest, distance = best(rows), gaps(rows)
-    lines: list[tuple[str, ...]] = [HEADER]
+    columns = len(HEADER) if any(row.cost is not None and row.cost.exchanges for row in rows) else len(HEADER) - 2
+    lines: list[tuple[str, ...]] = [HEADER[:columns]]
     for row in rows:
         if row.accuracies is None or row.cost is None:
-            lines.append((row.method, row.refused))
+            lines.append((row.label, row.refused))
             continue
+        label = f"{row.label} (model unchanged)" if row.is_unchanged else row.label
         shares = [f"{share:.1%}" for share in (row.accuracies.forget, row.accuracies.retain, row.accuracies.test)]
-        gap = f"{distance[row.method]:.1%}{' *' if row.method == nearest else ''}" if row.method in distance else ""
-        numbers = (row.cost.seconds, row.cost.flops / 1e9, row.cost.bytes_up / 1e6, row.cost.bytes_down / 1e6)
-        lines.append((row.method, *shares, gap, *(f"{number:.1f}" for number in numbers)))
+        gap = f"{distance[row.label]:.1%}{' *' if row.label == nearest else ''}" if row.label in distance else ""
+        cost, mega = row.cost, (row.cost.bytes_up / 1e6, row.cost.bytes_down / 1e6)
+        numbers = (cost.seconds, cost.flops / 1e9, getattr(cost, "request_flops", cost.flops) / 1e9, *mega)
+        lines.append((label, *shares, gap, *(f"{number:.1f}" for number in numbers))[:columns])
     return lines

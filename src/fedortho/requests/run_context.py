@@ -22,7 +22,7 @@ from fedortho.errors import FedOrthoError
 from fedortho.evaluation.accuracies import accuracies_of
 from fedortho.federated.server import federated_engine, local_grid, patches_of
 from fedortho.methods import find_method, make_method
-from fedortho.methods.method import Method
+from fedortho.methods.method import Method, Schedule
 from fedortho.methods.retrain import Retrain, RetrainPlain
 from fedortho.models.zoo import build_model
 from fedortho.runs.federation import held_rows
@@ -92,9 +92,11 @@ def open_context(run: Run, data: Dataset) -> RunContext:
 
 
 def method_for_run(run: Run, name: str, *settings: Mapping[str, Any]) -> Method:
-    """The method with the run's augmentation and seed; one that retrains has the run's whole recipe."""
+    """The method with the run's seed and, unless it publishes its own, augmentation; retraining has its whole recipe."""
     kind = find_method(name)
     shared: tuple[str, ...] = ("crop", "flip", "seed")
+    if issubclass(kind, Schedule):
+        shared = tuple(key for key in shared if getattr(kind(), key) == getattr(Schedule(), key))
     own = {key: getattr(run.settings, key) for key in shared if key in field_types(kind)}
     if issubclass(kind, Recipe):
         own = {field.name: getattr(run.settings, field.name) for field in fields(Recipe)}

@@ -48,12 +48,15 @@ def replacing(path: Path, mode: int = 0o644) -> Iterator[Path]:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Lock a path for this process; another process on this machine is refused. The lock ends with the process."""
+def locked(path: Path, timeout: float = 0.0) -> Iterator[None]:
+    """Lock a path for this process; another one on this machine is refused after `timeout` seconds.
+
+    The lock ends with the process.
+    """
     name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:32]
     file = Path(tempfile.gettempdir()) / f"fedortho-{name}.lock"
     try:
-        with FileLock(file, timeout=0):
+        with FileLock(file, timeout=timeout):
             try:
                 yield
             finally:
