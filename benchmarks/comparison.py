@@ -111,8 +111,12 @@ class Bench:
         self.data = cache(self._data)  # by run directory
 
     def network(self, model: str, seed: int = 0) -> Run:
-        run = open_network(self.arguments.networks, original_name(model, seed), self.arguments.data_dir)
-        return run.at(self.arguments.data_dir)
+        while True:
+            try:
+                run = open_network(self.arguments.networks, original_name(model, seed), self.arguments.data_dir)
+                return run.at(self.arguments.data_dir)
+            except Busy:  # another process opens or trains it
+                time.sleep(1)
 
     def _data(self, path: Path) -> Dataset:
         data = open_run(path).load_data(self.arguments.data_dir)

@@ -92,7 +92,7 @@ def open_context(run: Run, data: Dataset) -> RunContext:
 
 
 def method_for_run(run: Run, name: str, *settings: Mapping[str, Any]) -> Method:
-    """The method with the run's seed and, unless it publishes its own, augmentation; retraining has its whole recipe."""
+    """The method with the run's seed and, unless it publishes its own, augmentation; retraining has its recipe."""
     kind = find_method(name)
     shared: tuple[str, ...] = ("crop", "flip", "seed")
     if issubclass(kind, Schedule):
