@@ -214,7 +214,10 @@ def verdicts() -> str:
             failed = sum(audit["outcome"] == "FAIL" for audit in audits)
             values = [audit["value"] if name == "C5" else 100 * audit["unlearned"] for audit in audits]
             mark = f"**✗** {failed}/{len(audits)}" if failed else "✓"
-            cells.append(f"{mean(values):.{2 if name == 'C5' else 1}f} {mark}" if audits else "–")
+            parts = [f"{mean(values):.{2 if name == 'C5' else 1}f} {mark}"] if audits else []
+            undecided = sum(row["audits"][name]["outcome"] == "INCONCLUSIVE" for row in found)
+            parts += [f"~ {undecided}/{len(found)}"] if undecided else []
+            cells.append(" ".join(parts) or "–")
         rows.append([model, str(len(found)), method, *cells])
     return grid(["model", "seeds", "method", *AUDITED], rows) + origin(result)
 
@@ -230,7 +233,7 @@ def verdicts_each() -> str:
         cells = []
         for name in ("C1", "C3", "C2", "C5", "C6"):
             found = audits[name]
-            mark = {"FAIL": "**✗** ", "PASS": "✓ "}.get(found["outcome"], "")
+            mark = {"FAIL": "**✗** ", "PASS": "✓ ", "INCONCLUSIVE": "~ "}.get(found["outcome"], "")
             value = found["unlearned"] if name not in ("C5",) else found["value"]
             shown = "–" if value is None or not mark else f"{100 * value:.1f}" if name != "C5" else f"{value:.2f}"
             cells.append(f"{mark}{shown}")
@@ -248,6 +251,10 @@ def depth(layer: tuple[str, float]) -> tuple[bool, list[int]]:
     return not numbers, numbers
 
 
+def _steps(number: int | None) -> str:
+    return "> 60" if number is None else str(number)
+
+
 def verdicts_full() -> str:
     """What the full audits add: the probe behind every stage, steps of relearning, membership by shadow models."""
     result = read("verdicts")
@@ -259,8 +266,7 @@ def verdicts_full() -> str:
             for who in ("unlearned", "reference", "original")
         ]
         steps = [
-            " / ".join(str(again["relearning"][k][who] or "> 60") for who in ("unlearned", "reference"))
-            for k in ("10", "50")
+            " / ".join(_steps(again["relearning"][k][who]) for who in ("unlearned", "reference")) for k in ("10", "50")
         ]
         area = f"{shadows['AUC']:.2f} ({shadows['AUC of the originals']:.2f})" if shadows else "–"
         rows.append([row["model"], str(row["seed"]), row["method"], *seen, *steps, area, row["label"]])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from worlds import World
 
-from fedortho.audits import AUDITS, probe, relearn, run_audits
+from fedortho.audits import AUDITS, distance, probe, relearn, run_audits
 from fedortho.audits.result import AuditResult, label
 from fedortho.audits.retention import RETENTION
 from fedortho.data.request import ForgetRequest
@@ -102,10 +102,47 @@ def test_what_needs_a_class_of_its_own_is_not_run_for_samples(world: World) -> N
     request = ForgetRequest(samples=tuple(map(str, rows)))
     case = replace(world.case(world.original), request=request, reference=world.original)
     audits = run_audits(case)
-    assert [audit.outcome for audit in audits] == ["NOT RUN"] * 5 + ["PASS"]
+    outcomes = [audit.outcome for audit in audits]
+    assert outcomes == ["NOT RUN", "INCONCLUSIVE", "NOT RUN", "NOT RUN", "NOT RUN", "PASS"]
     assert "the original model passes too" in audits[1].finding, "where nothing can fail, passing means nothing"
     assert "class requests" in audits[0].finding
     assert "class requests" in audits[2].finding
+
+
+@pytest.mark.parametrize("kind", ["class", "samples"])
+def test_relearning_that_the_reference_does_not_finish_ran_and_cannot_tell(
+    world: World, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(relearn, "_relearning_steps", lambda *_: {"unlearned": 36, "reference": None})
+    case = world.case(world.references[2])
+    if kind == "samples":
+        case = replace(case, request=ForgetRequest(samples=tuple(map(str, world.data.train.rows[:60].tolist()))))
+    audit = AUDITS["C3"](case, world.cache, "full")
+    assert audit.outcome == "INCONCLUSIVE", "a passing prototype does not answer for it"
+    assert "36 steps (one reference model more than 60; speed-up at least 1.7): not decided" in audit.finding
+
+
+def test_relearning_that_the_original_would_pass_too_cannot_tell(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relearn, "_relearning_steps", lambda *_: {"unlearned": 2, "reference": 2})
+    samples = ForgetRequest(samples=tuple(map(str, world.data.train.rows[:60].tolist())))
+    audit = AUDITS["C3"](replace(world.case(world.references[2]), request=samples), world.cache, "full")
+    assert audit.outcome == "INCONCLUSIVE"
+    assert "the original model passes too" in audit.finding
+
+
+def test_a_distance_without_a_scale_ran_and_cannot_tell(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distance, "MIN_SPAN", 1.0)
+    audit = AUDITS["C5"](world.case(world.references[2], second=True), world.cache, "full")
+    assert audit.outcome == "INCONCLUSIVE"
+    assert "no scale" in audit.finding
+
+
+def test_a_finding_on_one_image_is_called_that(world: World) -> None:
+    (row,) = world.data.train.rows[:1].tolist()
+    case = replace(world.case(world.references[2]), request=ForgetRequest(samples=(str(row),)))
+    found = {audit.name: audit for audit in run_audits(case, only=("C1", "C6"))}
+    assert found["C6"].finding.endswith("; measured on one image")
+    assert "one image" not in found["C1"].finding, "it was not run"
 
 
 def test_answers_that_are_no_numbers_are_refused_by_name(world: World) -> None:

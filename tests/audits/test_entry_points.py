@@ -52,7 +52,7 @@ def test_an_audit_of_another_package_runs_and_counts(monkeypatch: pytest.MonkeyP
     result = run_audits(case, only=["guess"])[-1]
     assert (result.name, result.title, result.outcome) == ("guess", "plain guessing", "PASS")
     assert "quick" in result.finding
-    verdict = judge(model, data, "class:1", original=model, reference=model)
+    verdict = judge(model, data, "class:1", original=TinyNet().eval(), reference=TinyNet().eval())
     assert verdict.audit("guess") is not None
     assert "of 7" in verdict.label
 

@@ -1,11 +1,15 @@
 """judge takes the same kinds of data and requests as forget."""
 
+import copy
+
+import pytest
 from small import TinyNet
 
 from fedortho.audits.judge import judge
 from fedortho.audits.verdict import Verdict
 from fedortho.data.images import Images, make_dataset
 from fedortho.data.request import ForgetRequest
+from fedortho.errors import BadSetting
 
 
 def shown(verdict: Verdict) -> list[tuple[str, float | None]]:
@@ -19,6 +23,22 @@ def test_images_a_dataset_and_a_request_in_words_give_the_same_verdict(toy: Imag
     assert shown(by_images) == shown(by_dataset)
     assert by_images.subject == by_dataset.subject == "class 1"
     assert by_images.label == "no reference; none of 6 run"
+
+
+@pytest.mark.parametrize(
+    ("same", "named"),
+    [
+        (("model", "reference"), "the unlearned model and the reference model"),
+        (("model", "original"), "the unlearned model and the original model"),
+        (("original", "reference"), "the original model and the reference model"),
+        (("reference", "second_reference"), "the reference model and the second reference model"),
+    ],
+)
+def test_no_model_is_judged_against_itself(toy: Images, same: tuple[str, str], named: str) -> None:
+    models = {role: TinyNet().eval() for role in ("model", "original", "reference", "second_reference")}
+    models[same[1]] = copy.deepcopy(models[same[0]])
+    with pytest.raises(BadSetting, match=f"{named} have the same weights"):
+        judge(data=toy, request="class:1", **models)
 
 
 def test_without_the_original_no_audit_is_run(toy: Images) -> None:

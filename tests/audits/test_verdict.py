@@ -24,7 +24,7 @@ def test_a_verdict_is_read_as_it_was_written(tmp_path: Path) -> None:
     write_verdict(tmp_path, RECORD)
     assert read_verdict(tmp_path) == RECORD
     written = json.loads((tmp_path / "verdict.json").read_text())
-    assert written["schema"] == 2
+    assert written["schema"] == 3
     assert {key: written[key] for key in ("label", "passes")} == {"label": RECORD.label, "passes": False}
     assert "title" in written["metrics"][0], "no number goes out without what is needed to read it"
 
@@ -47,6 +47,20 @@ def test_a_file_that_is_no_verdict_is_refused_by_name(tmp_path: Path, change: di
     assert "judge again" in str(error.value)
 
 
+def test_what_ran_and_could_not_tell_is_inconclusive_also_in_a_verdict_of_schema_2(tmp_path: Path) -> None:
+    old = RECORD.to_json() | {"schema": 2}
+    old["audits"] = [
+        {"outcome": "NOT RUN", "finding": "the original passes too", "unlearned": 0.5, "name": "C1"},
+        {"outcome": "NOT RUN", "finding": "not decided within 60 steps", "details": {"steps": 60}, "name": "C3"},
+        {"outcome": "NOT RUN", "finding": "needs shadow models", "name": "C4"},
+    ]
+    write_json(tmp_path / "verdict.json", old)
+    found = read_verdict(tmp_path)
+    assert found is not None
+    assert [audit.outcome for audit in found.audits] == ["INCONCLUSIVE", "INCONCLUSIVE", "NOT RUN"]
+    assert "2 inconclusive, 1 not run" in found.label
+
+
 def test_derived_sentences_are_computed_anew_and_not_believed(tmp_path: Path) -> None:
     lies = dict.fromkeys(DERIVED, "all is well")
     write_json(tmp_path / "verdict.json", RECORD.to_json() | lies)
@@ -66,20 +80,42 @@ def verdict(
 
 def test_the_sentence_says_hidden_and_how_far_erased() -> None:
     assert verdict(C1="FAIL").sentence == (
-        "Class cat is no longer predicted (0.0% of its test images are). A linear probe still finds it in 90% of "
-        "images, in a retrained model in 50%: hidden, not erased (failed: C1). Retraining takes about 10 minutes here."
+        "Class cat is no longer predicted (0.0% of its test images are). A linear probe still finds it in 90% "
+        "of images, in one retrained model in 50%: hidden, not erased (failed: C1). Retraining takes about 10 "
+        "minutes here."
     )
     assert "hidden, partly erased (failed: C1, C3)" in verdict(probe=(0.7, 0.95, 0.5), C1="FAIL", C3="FAIL").sentence
     assert "recoverable (failed: C2)" in verdict(C2="FAIL").sentence
-    assert "no more readable than in a retrained model, but the features differ" in verdict(C5="FAIL").sentence
+    assert "no more readable than in one retrained model, but the features differ" in verdict(C5="FAIL").sentence
     assert "still predicted for 40.0%" in verdict(0.4).sentence
     assert "accuracy on the retain set has suffered" in verdict(retention="FAIL").sentence
-    assert "6 audits find no more of it" in verdict().sentence
+    assert "6 audits find no more of it than in one retrained model. " in verdict().sentence
+
+
+def test_an_audit_that_cannot_tell_is_never_counted_as_passed() -> None:
+    one = verdict(C1="INCONCLUSIVE", C4="NOT RUN")
+    assert "4 audits find no more of it than in one retrained model; 1 was inconclusive; 1 was not run" in one.sentence
+    assert one.label == "passed 4 of 6, 1 inconclusive, 1 not run"
+    none = verdict(**dict.fromkeys(NAMES, "INCONCLUSIVE"))
+    assert "no audit can tell whether it is erased (6 were inconclusive)" in none.sentence
+    assert "of another seed" in none.advice
+    spoilt = verdict(**dict.fromkeys(NAMES, "INCONCLUSIVE"), retention="FAIL").sentence
+    assert "no audit can tell" in spoilt
+    assert "erased as far as" not in spoilt
+
+
+def test_a_claim_on_one_image_is_called_that() -> None:
+    one = (Metric("forget-accuracy", 1.0, 1.0, 1),)
+    sample = replace(verdict(), subject="1 sample", metrics=one).sentence
+    assert sample.startswith(
+        "1 sample: 100.0% of one image is still classified correctly (one retrained model: 100.0%)."
+    )
+    assert "100.0% of its one test image (one retrained model" in replace(verdict(), metrics=one).sentence
 
 
 def test_only_a_verdict_with_everything_run_and_passed_passes() -> None:
     assert verdict().passes
-    for outcome in ("FAIL", "ERROR", "NOT RUN", "NO REFERENCE"):
+    for outcome in ("FAIL", "ERROR", "INCONCLUSIVE", "NOT RUN", "NO REFERENCE"):
         for name in (*NAMES, "retention"):
             one = verdict(**{name: outcome})
             assert not one.passes

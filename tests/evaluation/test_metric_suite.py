@@ -206,10 +206,10 @@ def test_a_retrained_model_is_at_no_distance_from_itself_and_a_second_one_is(dat
     assert case.reference is not None
     same = by_name(measure_metrics(Case(case.reference, case.original, case.reference, None, data, case.request)))
     for name in REFERENCE_METRICS:
-        assert same[name].value == same[name].reference == pytest.approx(METRICS[name].ideal)
+        assert same[name].value == pytest.approx(METRICS[name].ideal)
+        assert same[name].reference is None, "that a model equals itself tells nothing"
     other = by_name(measure_metrics(case_of(data, "class:1", second=True)))
     assert other["output-l2-forget"].reference > 0
-    assert "another seed" in other["output-l2-forget"].text()
 
 
 def test_without_a_retrained_model_gaps_are_listed_as_not_measured(data: Dataset) -> None:

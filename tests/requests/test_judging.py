@@ -1,4 +1,5 @@
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from fedortho.requests.references import find_original
 from fedortho.runs.run import open_run
 from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
-from fedortho.storage.files import read_json
+from fedortho.storage.files import read_json, write_json
 from fedortho.storage.journal import check_journal
 from fedortho.storage.records import to_json
 
@@ -147,6 +148,26 @@ def test_what_does_not_belong_together_is_refused(runs: Path, tmp_path: Path) ->
         told("judge", runs / "forgot", "--shadows", "8")
     with pytest.raises(FedOrthoError, match="has forgotten class:3 before"):
         told("judge", runs / "forgot", "--original", runs / "forgot")
+
+
+def test_no_run_is_judged_against_itself(runs: Path, tmp_path: Path) -> None:
+    """Runs with the digest of another one stand for a method that edits nothing, and for one that retrains."""
+
+    def twin(of: str, digest_of: str) -> Path:
+        shutil.copytree(runs / of, tmp_path / of.replace("/", "-"))
+        record = read_json(runs / of / "run.json")
+        record["model"]["digest"] = open_run(runs / digest_of).record.model.digest
+        write_json(tmp_path / of.replace("/", "-") / "run.json", record)
+        return tmp_path / of.replace("/", "-")
+
+    idle, itself = twin("forgot", "original"), twin("references/seed0", "forgot")
+    with pytest.raises(BadSetting, match="same weights: nothing was edited"):
+        told("judge", idle, "--original", runs / "original")
+    for command in ("judge", "audit"):
+        with pytest.raises(BadSetting, match="same weights; give a reference of another seed"):
+            told(command, runs / "forgot", "--reference", itself)
+    found = judge_run(runs / "forgot", options=JudgeOptions("none", references=tmp_path))
+    assert not found.has_reference, "it is not taken for one where it is found"
 
 
 def test_forgetting_audits_by_default_and_the_journal_tells_all_of_it(runs: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Audits: attempts to recover the forget set, or to tell the unlearned model from a retrained one."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import entry_points
 
 from fedortho.audits.audit import Audit
@@ -94,6 +95,9 @@ def _run(
     if on_step is not None:
         on_step(audit.title)
     try:
-        return audit(case, cache, budget)
+        result = audit(case, cache, budget)
+        if len(case.forget_eval) == 1 and result.unlearned is not None:
+            result = replace(result, finding=f"{result.finding}; measured on one image")
+        return result
     except Exception as error:  # any: a failing audit is a result
         return audit.failed(error)

@@ -38,7 +38,7 @@ def distance(case: Case, cache: MeasurementCache, budget: str) -> AuditResult:
     if span < MIN_SPAN:
         finding += ": the original is as close as the second reference model, so there is no scale"
         unlearned, original = similar["unlearned"], similar["original"]
-        return AuditResult("NOT RUN", finding, unlearned=unlearned, original=original, details=details)
+        return AuditResult("INCONCLUSIVE", finding, unlearned=unlearned, original=original, details=details)
     rho = (similar["unlearned"] - similar["original"]) / span
     measured = similar | {"reference": similar["second_reference"]}
     finding += f": {100 * rho:.0f} % of the way from the original to a reference model; "

@@ -1,6 +1,7 @@
 """Judge a model: measure all metrics, run the audits, and sum them up as a verdict."""
 
 from collections.abc import Callable, Sequence
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -12,9 +13,11 @@ from fedortho.audits.retention import RETENTION
 from fedortho.audits.sentences import subject_of
 from fedortho.audits.verdict import Verdict
 from fedortho.data.request import Clients, ForgetRequest
+from fedortho.errors import BadSetting
 from fedortho.evaluation.case import Case
 from fedortho.evaluation.metric_suite import MetricSuite
 from fedortho.methods import Data, as_dataset
+from fedortho.storage.files import tensors_digest
 from fedortho.storage.provenance import environment
 
 
@@ -36,7 +39,7 @@ def judge(
     `data` is the original model's training data: a dataset or its name, images, or a re-iterable `DataLoader` of
     (images, labels). Without a `reference`, a model retrained without the forget set, the verdict cannot pass. Audits
     need the `original` model; without it none is run. `audit` is their budget (`quick`, `full` or `none`), `only` the
-    names of those to run.
+    names of those to run. A model is not judged against itself: two models with the same weights are refused.
     """
     request = ForgetRequest.parse(request) if isinstance(request, str) else request
     before = model if original is None else original
@@ -55,6 +58,7 @@ def judge_case(
     **about: Any,
 ) -> Verdict:
     """The verdict on a case; `about` sets fields of the verdict that are not measured (method, cost, digests, …)."""
+    refuse_same_models(case, audit)
     if on_step is not None:
         on_step("metrics")
     cache = cache or MeasurementCache()
@@ -68,3 +72,15 @@ def judge_case(
         environment=environment(case.device),
         **about,
     )
+
+
+def refuse_same_models(case: Case, audit: str = "quick") -> None:
+    """Refuse a case in which two models have the same weights; without audits the original is compared with nothing."""
+    roles = ("unlearned", *(() if audit == "none" else ("original",)), "reference", "second_reference")
+    models = {role: getattr(case, role) for role in roles if getattr(case, role) is not None}
+    identities = {role: (type(model), tensors_digest(model.state_dict())) for role, model in models.items()}
+    for one, other in combinations(models, 2):
+        if identities[one] == identities[other]:
+            names = f"the {one.replace('_', ' ')} model and the {other.replace('_', ' ')} model"
+            fix = "nothing was edited" if (one, other) == ("unlearned", "original") else "give one of another seed"
+            raise BadSetting(f"{names} have the same weights; {fix}, no model is judged against itself")

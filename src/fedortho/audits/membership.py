@@ -45,7 +45,7 @@ def membership(case: Case, cache: MeasurementCache, budget: str) -> AuditResult:
     """|AUC − 0.5| of U-LiRA on shadow models that unlearn by the method; above and below 0.5 are failures.
 
     An attack that cannot separate the shadow models as trained from those trained without the forget set has no power:
-    NOT RUN, never PASS.
+    INCONCLUSIVE, never PASS.
     """
     plan = case.shadows
     if plan is None:
@@ -181,7 +181,7 @@ def _result(details: dict[str, Any]) -> AuditResult:
     outcome: Outcome = "PASS" if value <= LIMIT.value else "FAIL"
     power = max(abs(area - 0.5) for area in details["AUC of the originals by each"].values())
     if outcome == "PASS" and power <= LIMIT.value:
-        outcome, finding = "NOT RUN", f"{finding}: the attack has no power here and shows nothing"
+        outcome, finding = "INCONCLUSIVE", f"{finding}: the attack has no power here and shows nothing"
     return AuditResult(outcome, finding, value, LIMIT.value, auc, before, details=details)
 
 

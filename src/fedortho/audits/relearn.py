@@ -1,7 +1,7 @@
 """C3, relearning: how fast does the forget set come back, by a prototype at once, or by training in so many steps?"""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,16 +49,20 @@ class _Attack:
 
     @property
     def has_power(self) -> bool:
-        """Whether passing shows anything: the original differs from the reference, or the reference needs steps."""
+        """Whether passing shows anything: the original model, which relearns in 0 steps, would fail."""
         if self.value is None:
             return True
         if self.name == "prototype":
             return original_exceeds(self.measured, self.limit)
-        return self.measured["reference"] > 0
+        return speed_up(0, int(self.measured["reference"])) > self.limit.value
 
 
 def relearning(case: Case, cache: MeasurementCache, budget: str) -> AuditResult:
-    """The prototype, and in `full` the speed-ups of relearning; the attack furthest beyond its limit decides."""
+    """The prototype, and in `full` the speed-ups of relearning; the attack furthest beyond its limit decides.
+
+    If none fails and one is undecided, because the reference model does not relearn within STEPS, the audit is
+    INCONCLUSIVE, and so it is if the original model would pass every attack.
+    """
     attacks: list[_Attack] = []
     undecided: list[str] = []
     details: dict[str, Any] = {"steps": STEPS, "batch": BATCH_SIZE, "shots": SHOTS}
@@ -73,21 +77,23 @@ def relearning(case: Case, cache: MeasurementCache, budget: str) -> AuditResult:
                 undecided.append(f"{attack.finding}: not decided within {STEPS} steps")
             else:
                 attacks.append(attack)
-    if not attacks:
-        reason = "the prototype applies to class requests only; relearning is part of --audit full"
-        return AuditResult("NOT RUN", "; ".join(undecided) or reason, details=details if undecided else {})
+    if not attacks and not undecided:
+        return AuditResult(
+            "NOT RUN", "the prototype applies to class requests only; relearning is part of --audit full"
+        )
     details["values"] = {attack.name: attack.value for attack in attacks}
     telling = [attack for attack in attacks if attack.has_power]
     if not telling:
-        finding = "; ".join(attack.finding for attack in attacks)
-        return AuditResult("NOT RUN", f"{finding}; {NO_POWER}", details=details)
+        reasons = [*undecided, *([f"{'; '.join(attack.finding for attack in attacks)}; {NO_POWER}"] if attacks else [])]
+        return AuditResult("INCONCLUSIVE", "; ".join(reasons), details=details)
     worst = max(telling, key=lambda attack: (attack.value or 0.0) / attack.limit.value)
     others = [attack.finding for attack in telling if attack.name != worst.name]
     finding = "; ".join([worst.finding, *others, *undecided])
     finding += "" if budget == "full" else "; relearning by training was not run (--audit full)"
     details["decided_by"] = worst.name
     has_reference = case.reference is not None
-    return decide(finding, worst.measured, worst.value, worst.limit, details, has_reference=has_reference)
+    result = decide(finding, worst.measured, worst.value, worst.limit, details, has_reference=has_reference)
+    return replace(result, outcome="INCONCLUSIVE") if undecided and result.outcome == "PASS" else result
 
 
 def _prototype_attack(case: Case, cache: MeasurementCache) -> _Attack:
@@ -220,7 +226,7 @@ def _steps_text(k: str, steps: Mapping[str, int | None]) -> str:
     against = ""
     if "reference" in steps:
         ratio = speed_up(steps["unlearned"], steps["reference"])
-        against = f" (retrained {theirs}; speed-up {'at least ' if _is_censored(steps) else ''}{ratio:.1f})"
+        against = f" (one reference model {theirs}; speed-up {'at least ' if _is_censored(steps) else ''}{ratio:.1f})"
     return f"relearning with {k} forgotten images takes {mine} steps{against}"
 
 

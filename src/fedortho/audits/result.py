@@ -6,7 +6,8 @@ from typing import Any, Literal, get_args
 
 from fedortho.audits.thresholds import Limit
 
-Outcome = Literal["PASS", "FAIL", "NOT RUN", "NO REFERENCE", "ERROR"]
+# INCONCLUSIVE: the audit ran and cannot tell; NOT RUN: it did not run
+Outcome = Literal["PASS", "FAIL", "INCONCLUSIVE", "NOT RUN", "NO REFERENCE", "ERROR"]
 ROUNDING = 1e-9  # 0.55 − 0.5 does not exceed 0.05
 NO_POWER = "the original model passes too, so this audit shows nothing here"
 
@@ -41,7 +42,7 @@ def decide(
     """PASS or FAIL; without a reference model NO REFERENCE.
 
     `measured` has one number for each model. If the value `is_gap` to the reference model and the original model is
-    within the limit as well, passing shows nothing: NOT RUN.
+    within the limit as well, passing shows nothing: INCONCLUSIVE.
     """
     result = AuditResult(
         "NO REFERENCE",
@@ -54,7 +55,7 @@ def decide(
     if not has_reference or value is None:
         return result
     if is_gap and not original_exceeds(measured, limit):
-        return replace(result, outcome="NOT RUN", finding=f"{finding}; {NO_POWER}", value=value, limit=limit.value)
+        return replace(result, outcome="INCONCLUSIVE", finding=f"{finding}; {NO_POWER}", value=value, limit=limit.value)
     outcome: Outcome = "PASS" if value <= limit.value + ROUNDING else "FAIL"
     return replace(result, outcome=outcome, finding=finding, value=value, limit=limit.value)
 
@@ -70,23 +71,23 @@ def gap(measured: Mapping[str, float]) -> float | None:
 
 
 def shares_text(measured: Mapping[str, float]) -> str:
-    """The shares of all models in words: 82.0 % (retrained 51.0 %, original 83.0 %).
+    """The shares of all models in words: 82.0 % (one reference model 51.0 %, original 83.0 %).
 
     >>> shares_text({"unlearned": 0.5, "original": 0.75})
     '50.0 % (original 75.0 %)'
     """
-    others = [("retrained", measured.get("reference")), ("original", measured.get("original"))]
+    others = [("one reference model", measured.get("reference")), ("original", measured.get("original"))]
     beside = ", ".join(f"{name} {100 * share:.1f} %" for name, share in others if share is not None)
     return f"{100 * measured['unlearned']:.1f} % ({beside})"
 
 
 def label(results: Sequence[AuditResult]) -> str:
-    """The outcomes in one line: failures first, and audits that were not run are always counted.
+    """The outcomes in one line: failures first; audits that cannot tell or were not run are always counted.
 
     >>> label([AuditResult("PASS", "", name="C1"), AuditResult("NOT RUN", "", name="C2")])
     'passed 1 of 2, 1 not run'
-    >>> label([AuditResult("FAIL", "", name="C1"), AuditResult("PASS", "", name="C2")])
-    'FAILED C1; passed 1 of 2'
+    >>> label([AuditResult("FAIL", "", name="C1"), AuditResult("INCONCLUSIVE", "", name="C2")])
+    'FAILED C1; passed 0 of 2, 1 inconclusive'
     """
     names = {outcome: [result.name for result in results if result.outcome == outcome] for outcome in get_args(Outcome)}
     parts = [
@@ -94,11 +95,12 @@ def label(results: Sequence[AuditResult]) -> str:
         for outcome, word in (("FAIL", "FAILED"), ("ERROR", "ERROR in"))
         if names[outcome]
     ]
-    skipped = f", {len(names['NOT RUN'])} not run" if names["NOT RUN"] else ""
+    open_outcomes: tuple[Outcome, ...] = ("INCONCLUSIVE", "NOT RUN")
+    undecided = "".join(f", {len(names[outcome])} {outcome.lower()}" for outcome in open_outcomes if names[outcome])
     if names["NO REFERENCE"]:
-        parts.append(f"no reference, {len(names['NO REFERENCE'])} of {len(results)} measured{skipped}")
+        parts.append(f"no reference, {len(names['NO REFERENCE'])} of {len(results)} measured{undecided}")
     elif len(names["NOT RUN"]) == len(results):
         parts.append(f"none of {len(results)} run")
     else:
-        parts.append(f"passed {len(names['PASS'])} of {len(results)}{skipped}")
+        parts.append(f"passed {len(names['PASS'])} of {len(results)}{undecided}")
     return "; ".join(parts)

@@ -1,5 +1,6 @@
 """A verdict in plain English: what is visible, what the audits find, what to do about it."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -47,35 +48,49 @@ def _accuracy_sentence(verdict: Judged) -> str:
     metric, named = verdict.metric("forget-accuracy"), verdict.subject[:1].upper() + verdict.subject[1:]
     if metric is None or metric.value is None:
         return f"{named}: its accuracy could not be measured."
-    reference = "" if metric.reference is None else f" (retrained model: {metric.reference:.1%})"
+    reference = "" if metric.reference is None else f" (one retrained model: {metric.reference:.1%})"
+    image = "one image" if metric.images == 1 else "the images"
+    tested = image.replace("image", "test image").replace("the ", "")
+    verb = "is" if metric.images == 1 else "are"
     if not _is_one_class(verdict):
-        return f"{named}: {metric.value:.1%} of the images are still classified correctly{reference}."
+        return f"{named}: {metric.value:.1%} of {image} {verb} still classified correctly{reference}."
     if metric.value <= HIDDEN:
-        return f"{named} is no longer predicted ({metric.value:.1%} of its test images are)."
-    return f"{named} is still predicted for {metric.value:.1%} of its test images{reference}."
+        return f"{named} is no longer predicted ({metric.value:.1%} of its {tested} {verb})."
+    return f"{named} is still predicted for {metric.value:.1%} of its {tested}{reference}."
 
 
 def _audit_sentence(verdict: Judged) -> str:
     probe, conclusion = verdict.audit("C1"), _conclusion(verdict)
     if probe is None or probe.unlearned is None:
         return f"{conclusion[:1].upper()}{conclusion[1:]}."
-    reference = "" if probe.reference is None else f", in a retrained model in {probe.reference:.0%}"
+    reference = "" if probe.reference is None else f", in one retrained model in {probe.reference:.0%}"
     return f"A linear probe still finds it in {probe.unlearned:.0%} of images{reference}: {conclusion}."
 
 
 def _conclusion(verdict: Judged) -> str:
-    ran = [audit for audit in verdict.audits if audit.outcome != "NOT RUN"]
-    if not ran:
+    if all(audit.outcome == "NOT RUN" for audit in verdict.audits):
         return "erasure was not tested: no audit was run"
     if not verdict.has_reference:
         return "erasure cannot be assessed without a retrained model to compare with"
     if not verdict.failed:
-        skipped = len(verdict.audits) - len(ran)
-        note = f"; {skipped} {'was' if skipped == 1 else 'were'} not run" if skipped else ""
-        return f"{len(ran)} audits find no more of it than in a retrained model{note}"
+        return _passed(verdict)
     if verdict.failed == ["retention"]:
-        return "erased as far as the audits can tell, but accuracy on the retain set has suffered"
+        return f"{_passed(verdict)}, but accuracy on the retain set has suffered"
     return f"{_depth(verdict)} (failed: {', '.join(verdict.failed)})"
+
+
+def _passed(verdict: Judged) -> str:
+    """What a verdict without a failed audit claims: no more than the audits that passed."""
+    number = Counter(audit.outcome for audit in verdict.audits)
+    notes = [
+        f"{number[outcome]} {'was' if number[outcome] == 1 else 'were'} {outcome.lower()}"
+        for outcome in ("INCONCLUSIVE", "NOT RUN")
+        if number[outcome]
+    ]
+    if not number["PASS"]:
+        return f"no audit can tell whether it is erased ({', '.join(notes)})"
+    found = "1 audit finds" if number["PASS"] == 1 else f"{number['PASS']} audits find"
+    return "; ".join([f"{found} no more of it than in one retrained model", *notes])
 
 
 def _depth(verdict: Judged) -> str:
@@ -83,11 +98,11 @@ def _depth(verdict: Judged) -> str:
     if not any(audit.outcome == "FAIL" for audit in verdict.audits):
         return "audits ended in errors, so nothing is known"
     if not _is_one_class(verdict):
-        return "it differs from a model that was never trained on it"
+        return "it differs from one model that was never trained on it"
     metric, probe = verdict.metric("forget-accuracy"), verdict.audit("C1")
     hidden = "hidden" if metric is not None and (metric.value or 0.0) <= HIDDEN else "not hidden"
     if verdict.failed == ["C5"] and probe is not None and probe.outcome == "PASS":
-        return f"{hidden}, and no more readable than in a retrained model, but the features differ from that model's"
+        return f"{hidden}, and no more readable than in one retrained model, but the features differ from that model's"
     if probe is None or probe.outcome != "FAIL":
         return f"{hidden}, but recoverable"
     if probe.unlearned is None or probe.original is None or probe.reference is None:
@@ -114,7 +129,9 @@ def advice_on(verdict: Judged) -> str:
         return f"To erase it, retrain without the forget set{cost}; {stronger} may erase more, at a cost in accuracy."
     if not verdict.has_reference:
         return f"Give a reference model (--reference RUN), or have one trained (--retrain){cost}."
-    return "Run the remaining audits (--audit full --retrain, and --shadows 16 for membership)."
+    if any(audit.outcome == "NOT RUN" for audit in verdict.audits):
+        return "Run the remaining audits (--audit full --retrain, and --shadows 16 for membership)."
+    return "An inconclusive audit is not passed: judge against a reference model of another seed (--reference RUN)."
 
 
 def spoken_time(seconds: float) -> str:

@@ -12,7 +12,7 @@ from fedortho.errors import BadRecord
 from fedortho.evaluation.metrics import Metric
 from fedortho.storage.files import read_json, write_json
 from fedortho.storage.provenance import Environment
-from fedortho.storage.records import from_json, to_json
+from fedortho.storage.records import Migration, from_json, to_json
 
 FILE = "verdict.json"
 NEVER_TESTED = (
@@ -24,11 +24,23 @@ NEVER_TESTED = (
 DERIVED = ("sentence", "label", "passes", "advice", "not-tested")  # written for readers of the file, computed anew here
 
 
+def _from_schema_2(value: dict[str, Any]) -> dict[str, Any]:
+    """Schema 2 called an audit that ran and could not tell NOT RUN, with its measurements."""
+    audits = [
+        audit | {"outcome": "INCONCLUSIVE"}
+        if audit["outcome"] == "NOT RUN" and (audit.get("unlearned") is not None or audit.get("details"))
+        else audit
+        for audit in value["audits"]
+    ]
+    return value | {"audits": audits}
+
+
 @dataclass(frozen=True)
 class Verdict:
     """All that is known about one request and the model that is said to have forgotten."""
 
-    schema: ClassVar[int] = 2
+    schema: ClassVar[int] = 3
+    migrations: ClassVar[Mapping[int, Migration]] = {2: _from_schema_2}
 
     request: str
     subject: str  # the request in words: class automobile
@@ -60,7 +72,7 @@ class Verdict:
 
     @property
     def passes(self) -> bool:
-        """Every audit ran against a reference model and passed, and so did retention."""
+        """Every audit ran against a reference model and passed, and so did retention; INCONCLUSIVE is not passed."""
         return self.retention is not None and all(result.outcome == "PASS" for result in self.results)
 
     @property

@@ -97,7 +97,10 @@ def forget_command(
     if not as_json:
         print_served(served, run_path)
     verdict = None
-    if served.run is not None and audit != "none":
+    is_edited = served.run is not None and served.run.record.model.digest != run.record.model.digest
+    if served.run is not None and not is_edited and not as_json:
+        say("[yellow]nothing was edited: the new model has the weights of the old one, so it is not judged[/]")
+    if served.run is not None and is_edited and audit != "none":
         try:
             with judging_bars() as progress:
                 verdict = judge_run(served.run, asked, options, original=run, data=data, **progress)

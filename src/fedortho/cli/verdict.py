@@ -20,7 +20,7 @@ from fedortho.requests.judging import JudgeOptions, audit_run, check_rounds, jud
 from fedortho.runs.run import Run, open_run
 from fedortho.training.loop import Watch
 
-COLOURS = {"PASS": "green", "FAIL": "bold red", "ERROR": "bold red", "NOT RUN": "yellow", "NO REFERENCE": "yellow"}
+COLOURS = {"PASS": "green", "FAIL": "bold red", "ERROR": "bold red"}  # others are open: yellow
 
 Judged = Annotated[str, typer.Argument(metavar="REQUEST", help="a request that RUN has served (default: its last)")]
 Budget = Annotated[str, typer.Option("--audit", help="quick (under a minute for small models), full or none")]
@@ -130,7 +130,7 @@ def print_verdict(verdict: Verdict, *, whole: bool = True) -> None:
         say(f"[yellow]{escape(verdict.advice)}[/]")
     if whole:
         out.print(metric_table(verdict.metrics))
-        say("retrain: the reference model's value; fedortho judge --json lists sources and numbers of images")
+        say("retrain: the value of one reference model, for a gap to it that of a second one; sources: judge --json")
     print_audits(verdict)
     if whole and verdict.cost is not None:
         cost = verdict.cost
@@ -146,10 +146,11 @@ def print_verdict(verdict: Verdict, *, whole: bool = True) -> None:
 def metric_table(metrics: Sequence[Metric]) -> Table:
     """Every metric with the reference model's value, its range, direction and ideal."""
     lines = []
+    missing = "no reference" if all(metric.reference is None for metric in metrics) else "no second"
     for metric in metrics:
         info = metric.info
         value = f"ERROR: {metric.error}" if metric.error else "–" if metric.value is None else f"{metric.value:.3f}"
-        theirs = "no reference" if metric.reference is None else f"{metric.reference:.3f}"
+        theirs = missing if metric.reference is None else f"{metric.reference:.3f}"
         lines.append((metric.name, value, theirs, info.range_text(), info.direction, info.ideal_text()))
     return words_table(("metric", "value", "retrain", "range", "better", "ideal"), lines)
 
@@ -159,5 +160,5 @@ def print_audits(verdict: Verdict) -> None:
     for result in verdict.results:
         has_limit = result.limit is not None and result.value is not None
         limit = f" ({result.value:.3f}, limit {result.limit:g})" if has_limit else ""
-        outcome = f"[{COLOURS[result.outcome]}]{result.outcome}[/]"
+        outcome = f"[{COLOURS.get(result.outcome, 'yellow')}]{result.outcome}[/]"
         say(f"  {outcome} {escape(f'{result.name} {result.title}')}: {escape(result.finding)}{limit}")

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import cache, partial
 
 import torch
@@ -187,8 +186,8 @@ class MetricSuite:
     def measure(self, model: nn.Module) -> list[Metric]:
         """Every metric that applies to the request; a metric that fails has an error.
 
-        The reference value of a gap to the reference model is the gap of a second reference model; without one, of the
-        reference model to itself.
+        The reference value of a gap to the reference model is the gap of a second reference model; without one it is
+        None: no model is compared with itself.
         """
         unlearned, reference = ModelOutputs("the unlearned model", model, self.sets), self.reference
         metrics = []
@@ -199,10 +198,9 @@ class MetricSuite:
             if reference is None:
                 metrics.append(Metric(name, None))
                 continue
-            usual = self.second_reference or reference
-            metric = measure_metric(name, partial(gap, unlearned, reference), partial(gap, usual, reference))
-            note = {"Retrain is read against": "itself" if self.second_reference is None else "one of another seed"}
-            metrics.append(replace(metric, details={**metric.details, **note}))
+            second = self.second_reference
+            usual = None if second is None else partial(gap, second, reference)
+            metrics.append(measure_metric(name, partial(gap, unlearned, reference), usual))
         return metrics
 
 

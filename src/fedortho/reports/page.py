@@ -227,7 +227,7 @@ def _summary(report: Report) -> dict[str, str]:
 def _not_tested(verdict: Verdict | None) -> list[str]:
     if verdict is None:
         return ["all audits: there is no verdict.json in the run"]
-    without_result = [audit for audit in verdict.audits if audit.outcome in ("NO REFERENCE", "ERROR")]
+    without_result = [audit for audit in verdict.audits if audit.outcome in ("INCONCLUSIVE", "NO REFERENCE", "ERROR")]
     return [*(f"{audit.name} has no result: {audit.finding}" for audit in without_result), *verdict.not_tested]
 
 

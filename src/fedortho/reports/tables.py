@@ -11,7 +11,7 @@ from fedortho.evaluation.metrics import Metric
 from fedortho.runs.record import Accuracies
 
 LONG = 40  # letters; a cell with more gets a least width
-SIGNS = {"PASS": "✓", "FAIL": "✗", "ERROR": "!", "NOT RUN": "–", "NO REFERENCE": "?"}
+SIGNS = {"PASS": "✓", "FAIL": "✗", "ERROR": "!", "INCONCLUSIVE": "~", "NOT RUN": "–", "NO REFERENCE": "?"}
 UNITS = {
     "seconds": "seconds",
     "images_read": "images read (forward passes)",

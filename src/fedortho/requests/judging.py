@@ -79,6 +79,7 @@ def judge_run(
     request = ForgetRequest.parse(served.request)  # one spelling: verdicts are found by it
     original = original_of(run, original)
     check_judge_options(original, request, options)
+    _refuse_itself(run, original, options)
     journal = original.path.absolute().parent  # the journal that recorded the request
     for directory in [journal, *([] if options.only else [run.path])]:
         check_writable(directory)
@@ -139,6 +140,16 @@ def check_judge_options(original: Run, request: ForgetRequest, options: JudgeOpt
         check_reference(original, open_run(options.reference), request)
 
 
+def _refuse_itself(run: Run, original: Run, options: JudgeOptions) -> None:
+    """Refuse to audit a model against itself, as its own original or as its own reference."""
+    digest = run.record.model.digest
+    is_other = original.path.resolve() != run.path.resolve()
+    if options.audit != "none" and is_other and original.record.model.digest == digest:
+        raise BadSetting(f"{run.path} and {original.path} have the same weights: nothing was edited, nothing to judge")
+    if options.reference is not None and open_run(options.reference).record.model.digest == digest:
+        raise BadSetting(f"{options.reference} and {run.path} have the same weights; give a reference of another seed")
+
+
 def _parsed(run: Run, request: ForgetRequest | str | None) -> ForgetRequest:
     last = last_request(run)  # refuses a run that has forgotten nothing
     if isinstance(request, str):
@@ -153,19 +164,25 @@ def _references_directory(run: Run, options: JudgeOptions) -> Path:
 def _references(
     run: Run, original: Run, request: ForgetRequest, options: JudgeOptions, on_training: Watch | None
 ) -> list[Run]:
-    """Reference models that are given, found or trained: one; two for the distance audit of the full budget."""
+    """Reference models that are given, found or trained: one; two for the distance audit of the full budget.
+
+    One with the weights of the judged model, which may be retrained itself, is left out.
+    """
     directory = _references_directory(run, options)
     if options.reference is not None:
         references = [open_run(options.reference)]
     else:  # in the directory that the user names; else beside the original, then where --retrain writes them
         references = find_references(original, request, options.references, options.data_dir)
         references = references or find_references(original, request, directory, options.data_dir)
+    found_seeds = {reference.settings.seed for reference in references}
+    references = [found for found in references if found.record.model.digest != run.record.model.digest]
     while options.retrain and len(references) < (2 if options.audit == "full" else 1):
-        used = {reference.settings.seed for reference in references}
-        seed = next(n for n in range(original.settings.seed, 10**6) if n not in used)
+        seed = next(n for n in range(original.settings.seed, 10**6) if n not in found_seeds)
+        found_seeds.add(seed)
         settings = reference_settings(original, request, seed=seed, data_dir=options.data_dir)
         name = reference_name(original, request, settings)
-        references.append(train_reference(directory, name, settings, watch=on_training))
+        trained = train_reference(directory, name, settings, watch=on_training)
+        references += [trained] if trained.record.model.digest != run.record.model.digest else []
     return references
 
 
