@@ -137,7 +137,7 @@ def print_verdict(verdict: Verdict, *, whole: bool = True) -> None:
         sent = f", {cost.bytes_up / 1e6:.2f} MB up, {cost.bytes_down / 1e6:.2f} MB down" if cost.exchanges else ""
         say(
             f"cost: {cost.seconds:.1f} s, {cost.images_read:,} images read, {cost.images_trained:,} trained on, "
-            f"{cost.flops / 1e9:,.1f} GFLOPs{sent}"
+            f"{cost.flops / 1e9:,.1f} GFLOPs ({cost.request_flops / 1e9:,.1f} without kept statistics){sent}"
         )
     if whole:
         say("not tested: " + escape("; ".join(verdict.not_tested)))

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from fedortho.data.images import Images, evaluation_batches
-from fedortho.devices import flops_of, work_clock
+from fedortho.devices import FlopCounter
+from fedortho.engines.cost import flops_per_image
+from fedortho.engines.engine import Tally
 from fedortho.engines.query import Statistic
 from fedortho.errors import BadData
 from fedortho.models.capture import capture
@@ -32,11 +34,9 @@ class AnswerCache:
     ledger: Observation | None = None
     tails: dict[tuple[object, ...], "CachedTail"] | None = None  # None: nothing is cached
     observed: dict[tuple[object, ...], Observation] | None = None
-    images_read: int = 0  # forward passes
-    images_trained: int = 0  # forward and backward passes
-    tail_flops: float = 0.0  # of candidates, behind the split
-    behind: dict[Split, int] = field(default_factory=dict)  # FLOPs of one image behind a split
+    tally: Tally = field(default_factory=Tally)
     structure: Structure | None = None  # of the network, traced at the first query
+    is_charged: bool = False  # whether the FLOPs that made the ledger are in the tally
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,10 @@ class QueryContext:
 
 @dataclass(frozen=True)
 class CachedTail:
-    """What candidates are tried on: the split, the activations at its entry, and the FLOPs of one pass behind it."""
+    """What candidates are tried on: the split, and the activations at its entry."""
 
     split: Split
     inputs: Tensor
-    flops: float
 
 
 def answer(
@@ -82,31 +81,72 @@ def answer(
     if statistic.kind == "difference":
         forget, retain = (_peaks(context, images) for images in groups)
         return [weighted_difference(forget, retain)]
-    found = [ANSWERS[statistic.kind](context, images) for images in groups]
+    found = []
+    for images in groups:
+        with FlopCounter() as counter:
+            found.append(ANSWERS[statistic.kind](context, images))
+        context.cache.tally.kept_flops += counter.flops * _kept_share(context, images)
     return found if statistic.by_label else [observation.collapsed() for observation in found]
+
+
+def _kept_share(context: QueryContext, images: Images) -> float:
+    """The share of these images that a statistic kept since training would make unnecessary to read.
+
+    What can be kept: sums of whole labels, gradients and drift over all training images. `_peaks` tells its own.
+    """
+    if not len(images) or not bool(torch.isin(images.rows, context.train.rows).all()):
+        return 0.0
+    if context.statistic.kind in ("averages", "spread", "gram"):
+        whole = torch.bincount(images.labels) == torch.bincount(context.train.labels)[: int(images.labels.max()) + 1]
+        return float(whole[images.labels].float().mean())
+    return float(context.statistic.kind in GRADIENTS and len(images) == len(context.train))
 
 
 def _peaks(context: QueryContext, images: Images) -> Observation:
     """Sums of peaks by label: from the ledger for labels that it covers, by a forward pass for the others."""
     taps = [(site, context.statistic.tap) for site in context.sites()]
     keys = [key_of(*tap) for tap in taps]
+    observed, tally, ledger = context.cache.observed, context.cache.tally, context.cache.ledger
+
+    def key(images: Images) -> tuple[object, ...]:
+        return (*keys, images.rows.numpy().tobytes())
 
     def look(images: Images) -> Observation:
-        key = (*keys, images.rows.numpy().tobytes())
-        if context.cache.observed is not None and key in context.cache.observed:
-            return context.cache.observed[key]
+        if observed is not None and key(images) in observed:
+            return observed[key(images)]
         seen = observe(context.model, images, taps, classes=context.train.classes, device=context.device)
-        context.cache.images_read += len(images)
-        if context.cache.observed is not None:
-            context.cache.observed[key] = seen
+        tally.images_read += len(images)
+        if observed is not None:
+            observed[key(images)] = seen
         return seen
 
-    ledger = context.cache.ledger
-    if ledger is None or any(key not in ledger.sums or key in ledger.stale for key in keys):
-        return look(images)
     if not bool(torch.isin(images.rows, context.train.rows).all()):  # validation images are in no ledger
         return look(images)
+    if ledger is None or any(key not in ledger.sums or key in ledger.stale for key in keys):
+        counts = torch.bincount(context.train.labels, minlength=context.train.classes)
+        left, _ = _left_to_observe(counts, context.train, images)
+        new = 0 if observed is not None and key(left) in observed else len(left)
+        with FlopCounter() as counter:
+            seen = look(images)
+        tally.kept_flops += counter.flops * (1 - new / max(len(images), 1))
+        return seen
+    if not context.cache.is_charged:
+        spent = float(flops_per_image(context.model, context.train.shape)[0] * ledger.images)
+        tally.flops, tally.kept_flops, context.cache.is_charged = tally.flops + spent, tally.kept_flops + spent, True
     return _from_ledger(ledger.among(keys), context.train, images, look)
+
+
+def _left_to_observe(kept: Tensor, train: Images, images: Images) -> tuple[Images, bool]:
+    """What sums of whole labels over `kept` images leave to observe, and whether that is to be subtracted from them.
+
+    Of labels that the images have in part it is the smaller side: the images, or the rest of the label.
+    """
+    counts, all_counts = (torch.bincount(each.labels, minlength=train.classes) for each in (images, train))
+    partial = (counts > 0) & (counts != kept)
+    rest = train.subset(partial[train.labels] & ~torch.isin(train.rows, images.rows))
+    if len(rest) < int(counts[partial].sum()) and bool((all_counts == kept)[partial].all()):
+        return rest, True
+    return images.subset(partial[images.labels]), False
 
 
 def _from_ledger(
@@ -114,17 +154,15 @@ def _from_ledger(
 ) -> Observation:
     """Sums of whole labels come from the ledger; of other labels the smaller side is observed: images or the rest."""
     counts = torch.bincount(images.labels, minlength=train.classes)
-    all_counts = torch.bincount(train.labels, minlength=train.classes)
     whole = (counts == ledger.counts) & (counts > 0)
     known = ledger.only(whole.nonzero().flatten().tolist())
     partial = (counts > 0) & ~whole
     if not bool(partial.any()):
         return known
-    rest = train.subset(partial[train.labels] & ~torch.isin(train.rows, images.rows))
-    labels = partial.nonzero().flatten().tolist()
-    if len(rest) < int(counts[partial].sum()) and bool((all_counts == ledger.counts)[partial].all()):
-        return known + (ledger.only(labels) - look(rest))
-    return known + look(images.subset(partial[images.labels]))
+    left, subtract = _left_to_observe(ledger.counts, train, images)
+    if subtract:
+        return known + (ledger.only(partial.nonzero().flatten().tolist()) - look(left))
+    return known + look(left)
 
 
 def _inputs(images: Images, device: torch.device | str) -> Tensor:
@@ -141,14 +179,8 @@ def _tail(context: QueryContext, images: Images) -> CachedTail:
     sites = context.sites()
     inputs = _inputs(images, context.device)
     split = find_split(context.model, sites, inputs[:2])
-    cached = entry_inputs(context.model, split, inputs)
-    if split not in context.cache.behind:
-        with torch.no_grad(), work_clock.stopped():
-            context.cache.behind[split] = flops_of(
-                lambda: run_tail(tail_model(context.model, split), split, cached[:1])
-            )
-    found = CachedTail(split, cached, float(context.cache.behind[split] * len(images)))
-    context.cache.images_read += len(images)
+    found = CachedTail(split, entry_inputs(context.model, split, inputs))
+    context.cache.tally.images_read += len(images)
     if context.cache.tails is not None:
         context.cache.tails[key] = found
     return found
@@ -158,7 +190,6 @@ def _tried(context: QueryContext, images: Images) -> Iterator[tuple[int, nn.Modu
     """Every candidate: its number, the tail of the network with the candidate applied, and the tail's inputs."""
     for number, patch in enumerate(context.statistic.patches):
         tail = _tail(context, images)
-        context.cache.tail_flops += tail.flops
         yield number, edit_in_place(tail_model(context.model, tail.split), patch), tail
 
 
@@ -241,7 +272,7 @@ def _gradient_sums(reduce: Callable[[Tensor], Tensor]) -> "AnswerFunction":
                 if gradient is not None:
                     sums[name] += reduce(gradient.cpu().double()).reshape(1, -1)  # channels may come last
             batches += 1
-        context.cache.images_trained += len(images)
+        context.cache.tally.images_trained += len(images)
         return Observation(sums, torch.tensor([batches]))
 
     return add_up
@@ -262,7 +293,7 @@ def _drift(context: QueryContext, images: Images) -> Observation:
             ortho=0.0,
         )
         moved = fit(context.model, images, recipe, device=context.device)
-        context.cache.images_trained += used
+        context.cache.tally.images_trained += used
     sums = {}
     for (name, before), after in zip(context.model.named_parameters(), moved.parameters(), strict=True):
         distance = (after.detach().cpu() - before.detach().cpu()).double().abs().sum()
@@ -281,7 +312,7 @@ def _averages(context: QueryContext, images: Images) -> Observation:
                 context.model(inputs)
             for module, means in seen.items():
                 sums[at[module]].index_add_(0, labels.cpu(), means[-1].cpu().double())
-    context.cache.images_read += len(images)
+    context.cache.tally.images_read += len(images)
     return Observation(sums, torch.bincount(images.labels, minlength=context.train.classes))
 
 
@@ -293,16 +324,14 @@ def _tapped(site: Site, tap: str) -> str:
 
 def _spread(context: QueryContext, images: Images) -> Observation:
     """Sums of each site's responses: by position, of products of channels, and weighted by predicted probabilities."""
-    context.cache.images_read += len(images)
+    context.cache.tally.images_read += len(images)
     return spread_sums(context.model, images, context.sites(), context.device)
 
 
 def _gram(context: QueryContext, images: Images) -> Observation:
     """Sums of products of each layer's inputs."""
-    found, flops = gram_sums(context.model, images, context.device)
-    context.cache.images_read += len(images)
-    context.cache.tail_flops += flops
-    return found
+    context.cache.tally.images_read += len(images)
+    return gram_sums(context.model, images, context.device)
 
 
 AnswerFunction = Callable[[QueryContext, Images], Observation]
@@ -320,3 +349,4 @@ ANSWERS: Mapping[str, AnswerFunction] = {
     "fisher-abs": _gradient_sums(Tensor.abs),
     "gradient": _gradient_sums(lambda gradient: gradient),
 }
+GRADIENTS = ("fisher", "fisher-abs", "gradient", "drift")  # statistics of one pass over all images

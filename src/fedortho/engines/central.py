@@ -65,7 +65,6 @@ class CentralEngine:
 
     def measure(self, model: nn.Module, queries: Sequence[Query]) -> list[list[Observation]]:
         model, cache = self._remembered(model)
-        read, trained, tried = cache.images_read, cache.images_trained, cache.tail_flops
         found = []
         for query in queries:
             groups = [self._images(group) for group in query.selections]
@@ -73,9 +72,6 @@ class CentralEngine:
                 query.statistic, by_label=query.statistic.by_label or query.statistic.kind == "peaks"
             )  # nobody to protect
             found.append(answer(model, self.data.train, groups, statistic, cache=cache, device=self.device))
-        self.tally.images_read += cache.images_read - read
-        self.tally.images_trained += cache.images_trained - trained
-        self.tally.tail_flops += cache.tail_flops - tried
         return found
 
     def check(self, request: ForgetRequest, forgotten: ForgetRequest | None) -> None:
@@ -90,7 +86,7 @@ class CentralEngine:
         digest = tensors_digest(model.state_dict())
         if digest != self._digest or self._model is None:
             ledger = self.ledger if self.ledger is not None and self.ledger.model == digest else None
-            self._digest, self._memory = digest, AnswerCache(ledger, {}, {})
+            self._digest, self._memory = digest, AnswerCache(ledger, {}, {}, self.tally)
             self._model = copy.deepcopy(model).to(self.device).eval()
         return self._model, self._memory
 

@@ -1,6 +1,7 @@
 """What a method has cost: time, images passed through networks, FLOPs and bytes, from what really ran."""
 
 import copy
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,31 +10,42 @@ import torch
 from torch import nn
 
 from fedortho.data.request import ForgetRequest
-from fedortho.devices import flops_of, work_clock
+from fedortho.devices import FlopCounter, flops_of
 from fedortho.engines.engine import Engine, EngineInfo, Tally
 from fedortho.engines.query import Query, Selection
 from fedortho.engines.training_plan import TrainingPlan
 from fedortho.errors import FedOrthoError
 from fedortho.statistics.observe import Observation
-from fedortho.training.loop import Epoch, Mask
+from fedortho.training.loop import Epoch, Mask, ortho_flops
 from fedortho.training.recipe import Recipe
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Sums over all who took part; of a simulated federation `seconds` is the time of all clients, one by one."""
+    """Sums over all who took part; of a simulated federation `seconds` is the time of all clients, one by one.
+
+    FLOPs are given by two conventions. Everything counted (`flops`): also what made statistics that were stored before
+    the request. Kept by everybody (`request_flops`): without statistics that do not depend on the request, whether they
+    were stored or computed again: sums of whole labels, gradients over all training images.
+    """
 
     seconds: float
-    images_read: int  # forward passes
+    images_read: int  # forward passes during the request
     images_trained: int  # forward and backward passes
     flops: float  # multiplications and additions, both counted, as torch counts them
     exchanges: int
     bytes_up: int
     bytes_down: int
+    kept_flops: float = 0.0  # the part of `flops` that does not depend on the request; old records do not tell it
+
+    @property
+    def request_flops(self) -> float:
+        """The FLOPs that the request costs where everybody keeps what can be kept."""
+        return self.flops - self.kept_flops
 
 
 def flops_per_image(model: nn.Module, shape: tuple[int, int, int]) -> tuple[int, int]:
-    """Of one image forward, and forward and backward, by torch's own counter; what is frozen has no backward.
+    """Of one image forward, and forward and backward; what is frozen has no backward.
 
     >>> flops_per_image(nn.Sequential(nn.Conv2d(1, 2, 3, bias=False)), (1, 5, 5))
     (324, 648)
@@ -51,27 +63,24 @@ def flops_per_image(model: nn.Module, shape: tuple[int, int, int]) -> tuple[int,
     return forward, both
 
 
-def _build_of(model: nn.Module) -> tuple[object, ...]:
-    """What a network's FLOPs depend on besides its images: its modules, their shapes, and which of them learn."""
-    kinds = [type(module) for module in model.modules()]
-    shapes = [(name, tensor.shape, tensor.requires_grad) for name, tensor in model.state_dict(keep_vars=True).items()]
-    return (*kinds, *shapes, str(model))
-
-
 class Meter:
     """An engine that passes everything on to another, less what earlier requests have removed, and adds up the cost.
 
-    FLOPs are those of one step per network, times the images of the steps that ran; a candidate that
-    starts from cached activations counts only the tail of the network. The time that counting takes is no part
-    of the seconds, and it is done once for networks that are built alike.
+    As a context it counts the FLOPs of everything that its thread computes, those of a method included; clients count
+    theirs and send the number.
     """
 
-    def __init__(self, engine: Engine, model: nn.Module, forgotten: ForgetRequest | None = None) -> None:
-        self.engine, self.model, self.forgotten = engine, model, forgotten
-        self.flops = 0.0
-        self._read = self._trained = 0  # images that were counted in the FLOPs
-        self._known: dict[tuple[object, ...], tuple[int, int]] = {}
-        self._before, self._started = replace(engine.tally), work_clock()
+    def __init__(self, engine: Engine, forgotten: ForgetRequest | None = None) -> None:
+        self.engine, self.forgotten = engine, forgotten
+        self._counter = FlopCounter()
+        self._before, self._started = replace(engine.tally), time.perf_counter()
+
+    def __enter__(self) -> "Meter":
+        self._counter.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._counter.__exit__(*error)
 
     @property
     def info(self) -> EngineInfo:
@@ -87,48 +96,37 @@ class Meter:
     def fit(
         self, model: nn.Module, what: Selection | TrainingPlan, recipe: Recipe, *, trainable: Mask | None = None
     ) -> nn.Module:
-        before = replace(self.engine.tally)
-        trained = self.engine.fit(model, what.without(self.forgotten), recipe, trainable=trainable)
-        self._count(model, before)
-        return trained
+        return self.engine.fit(model, what.without(self.forgotten), recipe, trainable=trainable)
 
     def measure(self, model: nn.Module, queries: Sequence[Query]) -> list[list[Observation]]:
-        before = replace(self.engine.tally)
-        found = self.engine.measure(model, [query.without(self.forgotten) for query in queries])
-        self._count(model, before)
-        return found
+        return self.engine.measure(model, [query.without(self.forgotten) for query in queries])
 
     def check(self, request: ForgetRequest, forgotten: ForgetRequest | None) -> None:
         self.engine.check(request, forgotten or self.forgotten)
 
-    def _count(self, model: nn.Module, before: Tally) -> None:
-        spent = self.engine.tally.since(before)
-        self._read += spent.images_read
-        self._trained += spent.images_trained
-        self.flops += self._flops(model, spent.images_read, spent.images_trained) + spent.tail_flops
-
-    def _flops(self, model: nn.Module, read: int, trained: int) -> float:
-        with work_clock.stopped():
-            key = _build_of(model)
-            if key not in self._known:
-                self._known[key] = flops_per_image(model, self.info.image_shape)
-            forward, step = self._known[key]
-        return float(forward * read + step * trained)
-
     def cost(self) -> Cost:
-        """The cost since the meter was made; what the method computed by itself counts as work on the model."""
-        seconds = work_clock() - self._started
+        """The cost since the meter was made."""
         spent = self.engine.tally.since(self._before)
-        read, trained = spent.images_read, spent.images_trained
-        flops = self.flops + self._flops(self.model, read - self._read, trained - self._trained)
-        return Cost(seconds, read, trained, flops, spent.exchanges, spent.bytes_up, spent.bytes_down)
+        return Cost(
+            time.perf_counter() - self._started,
+            spent.images_read,
+            spent.images_trained,
+            self._counter.flops + spent.flops,
+            spent.exchanges,
+            spent.bytes_up,
+            spent.bytes_down,
+            spent.kept_flops,
+        )
 
 
-def training_cost(history: Sequence[Epoch], model: nn.Module, shape: tuple[int, int, int], tally: Tally) -> Cost:
-    """What a training has cost by its own record; `tally` holds what travelled."""
+def training_cost(
+    history: Sequence[Epoch], model: nn.Module, shape: tuple[int, int, int], recipe: Recipe, tally: Tally
+) -> Cost:
+    """What a training has cost by its own record, penalties included; `tally` holds what travelled."""
     if any(entry.images is None for entry in history):
         raise FedOrthoError("this training's history does not tell how many images were read; train it again")
     images = sum(entry.images or 0 for entry in history)
-    flops = flops_per_image(model, shape)[1] * float(images)
+    pushes = images / recipe.batch_size / recipe.ortho_every
+    flops = flops_per_image(model, shape)[1] * float(images) + ortho_flops(model, shape, recipe) * pushes
     seconds = sum(entry.seconds for entry in history)
     return Cost(seconds, 0, images, flops, tally.exchanges, tally.bytes_up, tally.bytes_down)

@@ -21,10 +21,11 @@ class Tally:
 
     images_read: int = 0  # forward passes
     images_trained: int = 0  # forward and backward passes
+    flops: float = 0.0  # computed elsewhere: by clients, or before the request (a ledger, stored importances)
+    kept_flops: float = 0.0  # of all FLOPs those that do not depend on the request
     exchanges: int = 0
     bytes_up: int = 0  # from all clients together
     bytes_down: int = 0
-    tail_flops: float = 0.0  # of candidates, which run the tail of a network only
     withheld: int = 0  # selections that clients did not answer, because they are too small
 
     def since(self, before: "Tally") -> "Tally":
@@ -57,7 +58,7 @@ class Engine(Protocol):
 
     @property
     def tally(self) -> Tally:
-        """What was spent so far; a method that computes by itself, without anybody's images, adds to it."""
+        """What was spent so far; a method that uses statistics stored by itself adds what they cost to it."""
         ...
 
     def fit(

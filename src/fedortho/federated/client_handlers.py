@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from fedortho.data.images import Images
-from fedortho.devices import choose_device, using_threads
+from fedortho.devices import FlopCounter, choose_device, using_threads
 from fedortho.engines.answer import AnswerCache, answer
+from fedortho.engines.engine import Tally
 from fedortho.engines.query import Query
 from fedortho.engines.training_plan import TrainingPlan
 from fedortho.errors import FedOrthoError
@@ -73,17 +74,18 @@ def train_local(state: ClientState, tensors: Tensors, order: TrainLocal) -> tupl
         return {}, TrainReply(state.client, None)
     model = _received_model(state, below("model.", tensors), plan, order)
     progress: list[Progress] = []
-    trained = fit(
-        model,
-        training_sets,
-        order.recipe,
-        reference=model if order.align else None,
-        device=choose_device(state.settings.device),
-        trainable={name: mask.bool() for name, mask in below("mask.", tensors).items()},
-        watch=progress.append,
-        options=plan.options,
-        teachers=plan.teachers,
-    )
+    with FlopCounter(apart=True) as counter:
+        trained = fit(
+            model,
+            training_sets,
+            order.recipe,
+            reference=model if order.align else None,
+            device=choose_device(state.settings.device),
+            trainable={name: mask.bool() for name, mask in below("mask.", tensors).items()},
+            watch=progress.append,
+            options=plan.options,
+            teachers=plan.teachers,
+        )
     epoch = progress[-1].history[-1]
     trained_on, read = count_images(training_sets, order.recipe.batch_size, order.recipe.epochs, plan.options)
     result = LocalResult(
@@ -94,6 +96,7 @@ def train_local(state: ClientState, tensors: Tensors, order: TrainLocal) -> tupl
         drift=_drift(model, trained),
         images_read=read,
         images_trained=trained_on,
+        flops=counter.flops,
     )
     sent = {name: value for name, value in trained.state_dict().items() if name not in order.frozen}
     return prefixed("model.", sent), TrainReply(state.client, result)
@@ -119,23 +122,26 @@ def observe_images(state: ClientState, tensors: Tensors, order: Observe) -> tupl
     """Sums over selections of the client's images, by its own model or one that was sent."""
     sent = below("model.", tensors)
     if state.record.has_left:
-        return {}, ObserveReply(state.client, "left", 0, 0, 0, 0.0)
+        return {}, ObserveReply(state.client, "left", 0, 0, 0, 0.0, 0.0)
     if not sent and state.record.model != order.model:
-        return {}, ObserveReply(state.client, "other-model", 0, 0, 0, 0.0)
+        return {}, ObserveReply(state.client, "other-model", 0, 0, 0, 0.0, 0.0)
     queries, images = unpack_queries(tensors, order.queries), state.images(order.task)
     device = choose_device(state.settings.device)
     model = _build(state, order.task, sent).eval() if sent else state.load_model(order.model)
     model = model.to(device)
-    cache = AnswerCache(None if sent else load_ledger(state.ledger_path, model), {}, {})
+    tally = Tally()
+    cache = AnswerCache(None if sent else load_ledger(state.ledger_path, model), {}, {}, tally)
     observed, withheld = [], 0
     for query in queries:
         selected, small = _select_groups(query, images, order)
         withheld += small
-        answers = answer(model, images.train, selected, query.statistic, cache=cache, device=device)
+        with FlopCounter(apart=True) as counter:
+            answers = answer(model, images.train, selected, query.statistic, cache=cache, device=device)
+        tally.flops += counter.flops
         if query.statistic.by_label:
             answers = [_without_small_labels(each, order.least_group) for each in answers]
         observed.append(answers)
-    cost = (cache.images_read, cache.images_trained, cache.tail_flops)
+    cost = (tally.images_read, tally.images_trained, tally.flops, tally.kept_flops)
     return pack_observations(observed, queries), ObserveReply(state.client, "done", withheld, *cost)
 
 

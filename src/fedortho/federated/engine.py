@@ -233,6 +233,7 @@ class FederatedEngine(Roster):
             job.save_update(number, reply.client, sent, result.images)
             self._spent.images_read += result.images_read
             self._spent.images_trained += result.images_trained
+            self._spent.flops += result.flops
             results.append(result)
         return results
 
@@ -341,7 +342,8 @@ class FederatedEngine(Roster):
             exchange.reject(reply.client, f"its sums do not match ({first_line(error)})")
             return total
         self._spent.withheld += message.withheld
-        self._spent.tail_flops += message.tail_flops
+        self._spent.flops += message.flops
+        self._spent.kept_flops += message.kept_flops
         self._spent.images_read += message.images_read
         self._spent.images_trained += message.images_trained
         return total

@@ -16,7 +16,7 @@ from fedortho.training.adapters import Adapters
 from fedortho.training.objectives import FitOptions, Target
 from fedortho.training.recipe import Recipe
 
-WIRE_SCHEMA = 1
+WIRE_SCHEMA = 2
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,7 @@ class LocalResult:
     drift: float  # distance of its weights from those received
     images_read: int
     images_trained: int
+    flops: float
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,8 @@ class ObserveReply:
     withheld: int  # selections with fewer than `least_group` images
     images_read: int
     images_trained: int
-    tail_flops: float
+    flops: float  # of which what made the client's ledger, if it was used
+    kept_flops: float  # of which not dependent on the request
 
 
 Order = Hello | TrainLocal | KeepModel | Observe | ApplyPatch

@@ -128,14 +128,15 @@ def unlearn(
     method does not serve is refused with the names of those that do.
     """
     request, method = _checked(request, method)
-    meter = Meter(engine, model, forgotten)
     about = (request, method.name, as_mapping(method))
     if isinstance(method, PlanningMethod):
-        found = method.plan(model, meter, request, forgotten)
+        with Meter(engine, forgotten) as meter:
+            found = method.plan(model, meter, request, forgotten)
         edited = found.patch.apply(model)
         return ForgetResult(*about, edited, found.patch, found.trials, found.chosen, meter.cost(), found)
-    edited = method(model, meter, request)
-    cost = meter.cost()
+    with Meter(engine, forgotten) as meter:
+        edited = method(model, meter, request)
+        cost = meter.cost()
     patch = patch_between(model, edited, request=str(request), method=method.name)
     return ForgetResult(*about, edited, patch, (), None, cost, None)
 

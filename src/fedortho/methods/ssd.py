@@ -48,33 +48,36 @@ class SSD:
         kind, loss = ("fisher-abs", "norm") if self.label_free else ("fisher", "cross-entropy")
         statistic = Statistic(kind, batch_size=self.batch_size, loss=loss)
         note = self._cache_note(model, engine) if self.keep else {}
-        importance = self._read_cache(note)
+        importance, before = self._read_cache(note, engine), engine.tally.kept_flops
         queries = [Query((forget, Selection()) if importance is None else (forget,), statistic)]
         (observed,) = engine.measure(model, queries)
         of_forget, *of_all = [{name: one.mean(name) for name in one.sums} for one in observed]
         if importance is None:
             importance = of_all[0]
-            self._write_cache(importance, note)
+            if self.keep:
+                write_tensors(Path(self.keep), importance, note | {"flops": engine.tally.kept_flops - before})
         return dampened(model, of_forget, importance, self.alpha, self.lam)
 
     def _cache_note(self, model: nn.Module, engine: Engine) -> dict[str, object]:
         source = {"model": tensors_digest(model.state_dict()), "images": engine.info.data_digest}
         return source | {"batch_size": self.batch_size, "label-free": self.label_free}
 
-    def _read_cache(self, expected: Mapping[str, object]) -> Importance | None:
+    def _read_cache(self, expected: Mapping[str, object], engine: Engine) -> Importance | None:
+        """The stored importances, if there are any; what they cost is added to the engine's tally."""
         if not self.keep or not Path(self.keep).exists():
             return None
         tensors, note = read_tensors(Path(self.keep))
+        flops = note.pop("flops", None)
         if note != expected:
             raise BadCheckpoint(
                 f"{self.keep} holds importances of another model, batch or variant, or over other images; "
                 "choose another file for keep"
             )
+        if flops is None:  # of an earlier version, which did not store what they cost: computed again
+            return None
+        engine.tally.flops += flops
+        engine.tally.kept_flops += flops
         return tensors
-
-    def _write_cache(self, importance: Importance, note: Mapping[str, object]) -> None:
-        if self.keep:
-            write_tensors(Path(self.keep), importance, note)
 
 
 def dampened(model: nn.Module, of_forget: Importance, of_all: Importance, alpha: float, lam: float) -> nn.Module:

@@ -267,6 +267,6 @@ def comparison_table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
         shares = [f"{share:.1%}" for share in (row.accuracies.forget, row.accuracies.retain, row.accuracies.test)]
         gap = f"{distance[row.label]:.1%}{' *' if row.label == nearest else ''}" if row.label in distance else ""
         cost, mega = row.cost, (row.cost.bytes_up / 1e6, row.cost.bytes_down / 1e6)
-        numbers = (cost.seconds, cost.flops / 1e9, getattr(cost, "request_flops", cost.flops) / 1e9, *mega)
+        numbers = (cost.seconds, cost.flops / 1e9, cost.request_flops / 1e9, *mega)
         lines.append((label, *shares, gap, *(f"{number:.1f}" for number in numbers))[:columns])
     return lines

@@ -131,7 +131,7 @@ def reference_cost(reference: Run, data: Dataset) -> Cost:
     history = reference.history()
     if not isinstance(reference.settings, FederateSettings):  # early runs did not count images: each once per epoch
         history = [replace(entry, images=entry.images or reference.record.data.train) for entry in history]
-    return training_cost(history, reference.load_model(), data.train.shape, tally)
+    return training_cost(history, reference.load_model(), data.train.shape, reference.settings, tally)
 
 
 def case_of(

@@ -11,19 +11,18 @@ from fedortho.statistics.observe import Observation
 BATCH = 50  # images; the patches of a 3x3 convolution take nine times the memory of its inputs
 
 
-def gram_sums(model: nn.Module, images: Images, device: torch.device | str = "cpu") -> tuple[Observation, float]:
-    """Upper triangles of R Rᵀ for each convolution and linear layer, per group of channels, and the products' FLOPs."""
+def gram_sums(model: nn.Module, images: Images, device: torch.device | str = "cpu") -> Observation:
+    """Upper triangles of R Rᵀ for each convolution and linear layer, per group of channels."""
     layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.Linear)}
-    sums, flops = {name: _upper(_no_gram(layer)) for name, layer in layers.items()}, 0.0
+    sums = {name: _upper(_no_gram(layer)) for name, layer in layers.items()}
     with torch.no_grad():
         for inputs, _ in evaluation_batches(images, BATCH, device):
             with capture(model, layers, Tensor.clone, inputs=True) as seen:
                 model(inputs)
             for name, given in seen.items():
                 columns = layer_columns(layers[name], torch.cat(given))
-                flops += 2.0 * columns.numel() * columns.shape[1]
                 sums[name] += _upper((columns @ columns.mT).cpu().double())
-    return Observation(sums, torch.tensor([len(images)])), flops
+    return Observation(sums, torch.tensor([len(images)]))
 
 
 def layer_columns(layer: nn.Conv2d | nn.Linear, inputs: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fedortho.data.images import Images
+from fedortho.devices import flops_of
 from fedortho.errors import BadCheckpoint, BadSetting, FedOrthoError
 from fedortho.models.graph import Layer, select_layers, trace_layers
 from fedortho.models.norms import frozen_norms
@@ -246,6 +247,15 @@ def ortho_layers(
         if not chosen:
             raise BadSetting(f"tall = skip leaves none of the layers {recipe.ortho_layers!r}; choose others")
     return chosen
+
+
+def ortho_flops(model: nn.Module, shape: tuple[int, int, int], recipe: Recipe) -> int:
+    """FLOPs of one step of the orthogonality penalty: the products of its gradient."""
+    if not recipe.ortho:
+        return 0
+    twin = copy.deepcopy(model).cpu()
+    convs = [_conv(twin, layer.name) for layer in ortho_layers(twin, shape, recipe)]
+    return flops_of(lambda: add_ortho_gradient(convs, recipe.ortho, _curvature_limit(recipe, 1.0)))
 
 
 def _conv(model: nn.Module, name: str) -> nn.Conv2d:

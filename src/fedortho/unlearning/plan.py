@@ -1,9 +1,9 @@
 """What planning returns: the patch, the trials that led to it, and what they took."""
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from fedortho.devices import work_clock
 from fedortho.engines.engine import Engine, Tally
 from fedortho.models.patch import Patch
 from fedortho.unlearning.trials import Trial
@@ -34,10 +34,10 @@ class Phases:
         self.engine = engine
         self.seconds: dict[str, float] = {}
         self.spent: dict[str, Tally] = {}
-        self._since, self._before = work_clock(), replace(engine.tally)
+        self._since, self._before = time.perf_counter(), replace(engine.tally)
 
     def end(self, phase: str) -> None:
         """The phase that began with the end of the last one is over."""
-        now, tally = work_clock(), replace(self.engine.tally)
+        now, tally = time.perf_counter(), replace(self.engine.tally)
         self.seconds[phase], self.spent[phase] = now - self._since, tally.since(self._before)
         self._since, self._before = now, tally
