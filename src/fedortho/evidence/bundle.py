@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from fedortho.audits.verdict import Verdict, read_verdict
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadRecord, FedOrthoError
-from fedortho.evidence.canonical_zip import LARGEST, BadArchive, check_form, pack_files, unpack_files
+from fedortho.evidence.canonical_zip import LARGEST, BadArchive, pack_files, unpack_files
 from fedortho.evidence.contents import (
     ALLOWED,
     MANIFEST,
@@ -117,7 +117,6 @@ def read_bundle(archive: bytes, source: str) -> Bundle:
     for name, listed in manifest.files.items():
         if _listed(files[name]) != listed:
             raise BadBundle(f"{source}: {name} was changed: its size or SHA-256 is not what {MANIFEST} lists")
-    check_form(archive, files, source)
     if manifest.signer:
         _check_signed(files, manifest.signer, source)
     return _agreeing(files, manifest, source)
