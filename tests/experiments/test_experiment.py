@@ -15,13 +15,13 @@ from fedortho.experiments.experiment import (
     load_experiment,
     make_experiment,
     network_key,
+    printed_rows,
     read_seeds,
     request_for,
     request_kind,
     select_rows,
 )
 from fedortho.experiments.findings import check_claims, printed_beside, row_verdict
-from fedortho.experiments.printed import printed_rows
 from fedortho.experiments.relations import (
     HOLDS,
     SeedRow,

@@ -8,8 +8,9 @@ size and SHA-256 and a digest over itself; the archive has one form (`canonical_
 import hashlib
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from html import unescape
 from importlib import metadata
 from pathlib import Path
@@ -18,23 +19,9 @@ from typing import Any, TypeVar
 from fedortho.audits.verdict import Verdict, read_verdict
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadRecord, FedOrthoError
+from fedortho.evidence import contents
 from fedortho.evidence.canonical_zip import LARGEST, BadArchive, pack_files, unpack_files
-from fedortho.evidence.contents import (
-    ALLOWED,
-    MANIFEST,
-    NEEDED,
-    README,
-    SIGNATURE,
-    Bundle,
-    DigestsFile,
-    EnvironmentFile,
-    FileRecord,
-    JournalEnd,
-    Manifest,
-    NetworkRecord,
-    RequestFile,
-    SettingsFile,
-)
+from fedortho.evidence.contents import MANIFEST, SIGNATURE, Bundle, DigestsFile, FileRecord, JournalEnd, Manifest
 from fedortho.evidence.redaction import without_images
 from fedortho.evidence.signature import BadSignature, check_signature, load_key, load_public, public_half
 from fedortho.models.patch import Patch, load_patch
@@ -131,11 +118,11 @@ def _read_manifest(files: Mapping[str, bytes], source: str) -> Manifest:
             f"{source} is a bundle of schema {value.get('schema')}, made by {value.get('made-by')}; this version reads "
             f"schema {Manifest.schema}: check it with the version that made it"
         )
-    manifest = _record(Manifest, files, MANIFEST, source)
+    manifest = _record(partial(from_json, Manifest), files, MANIFEST, source)
     present = files.keys() - {MANIFEST} - ({SIGNATURE} if manifest.signer else set())
-    for name in sorted({*manifest.files, *NEEDED} - present):
+    for name in sorted({*manifest.files, *contents.NEEDED} - present):
         raise BadBundle(f"{source} lacks {name}")
-    for name in sorted((present - manifest.files.keys()) | (present - {*ALLOWED})):
+    for name in sorted((present - manifest.files.keys()) | (present - {*contents.ALLOWED})):
         raise BadBundle(f"{source} holds {name}, which does not belong there")
     return manifest
 
@@ -163,11 +150,11 @@ def _agreeing(files: Mapping[str, bytes], manifest: Manifest, source: str) -> Bu
         source,
         files,
         manifest,
-        _record(RequestFile, files, "request.json", source),
-        _record(ServedRecord, files, "entry.json", source),
-        _record(SettingsFile, files, "settings.json", source),
-        _record(DigestsFile, files, "digests.json", source),
-        _record(EnvironmentFile, files, "environment.json", source),
+        _record(partial(from_json, contents.RequestFile), files, "request.json", source),
+        _record(partial(from_json, ServedRecord), files, "entry.json", source),
+        _record(partial(from_json, contents.SettingsFile), files, "settings.json", source),
+        _record(partial(from_json, DigestsFile), files, "digests.json", source),
+        _record(partial(from_json, contents.EnvironmentFile), files, "environment.json", source),
         _patch(files["patch.safetensors"], source),
     )
     entry, digests, patch = bundle.entry, bundle.digests, bundle.patch
@@ -179,7 +166,7 @@ def _agreeing(files: Mapping[str, bytes], manifest: Manifest, source: str) -> Bu
         "patch": (digests.patch, _digest(files["patch.safetensors"])),
     }
     if "verdict.json" in files:
-        verdict = _verdict(files, source)
+        verdict = _record(Verdict.from_json, files, "verdict.json", source)
         claims["the verdict's request"] = (entry.request, verdict.request)
         claims["the verdict's model"] = (digests.after, verdict.digests.get("after"))
     for what, values in claims.items():
@@ -214,15 +201,15 @@ def _collect(run: Run, number: int, beside: Path) -> dict[str, bytes]:
         journal=end,
     )
     earlier = tuple(other.request for other in record.requests[:number])
-    network = NetworkRecord(run.settings.model, record.model.num_classes, record.model.channels)
+    network = contents.NetworkRecord(run.settings.model, record.model.num_classes, record.model.channels)
     about = {"request": entry.request, "run": name, "before": digests.before, "after": digests.after}
     files = {
-        "README.txt": README.format(**about).encode(),
-        "request.json": _text(RequestFile(entry.request, name, number, earlier)),
+        "README.txt": contents.README.format(**about).encode(),
+        "request.json": _text(contents.RequestFile(entry.request, name, number, earlier)),
         "entry.json": _text(entry),
-        "settings.json": _text(SettingsFile(network, record.settings, entry.settings)),
+        "settings.json": _text(contents.SettingsFile(network, record.settings, entry.settings)),
         "digests.json": _text(digests),
-        "environment.json": _text(EnvironmentFile(environment(), _packages(), record.environment)),
+        "environment.json": _text(contents.EnvironmentFile(environment(), _packages(), record.environment)),
         "patch.safetensors": patch.read_bytes(),
     }
     return files | _extras(run, number) | ({"journal.jsonl": lines} if lines else {})
@@ -280,16 +267,9 @@ def _patch(data: bytes, source: str) -> Patch:
             raise BadBundle(f"{source}: patch.safetensors is not a patch ({error})") from error
 
 
-def _record(kind: type[R], files: Mapping[str, bytes], name: str, source: str) -> R:
+def _record(read: Callable[[Any, str], R], files: Mapping[str, bytes], name: str, source: str) -> R:
     try:
-        return from_json(kind, _json(files, name, source), name)
-    except BadRecord as error:
-        raise BadBundle(f"{source}: {error}") from error
-
-
-def _verdict(files: Mapping[str, bytes], source: str) -> Verdict:
-    try:
-        return Verdict.from_json(_json(files, "verdict.json", source), "verdict.json")
+        return read(_json(files, name, source), name)
     except BadRecord as error:
         raise BadBundle(f"{source}: {error}") from error
 

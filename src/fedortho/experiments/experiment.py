@@ -10,16 +10,17 @@ from typing import Any
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadSetting, unknown
-from fedortho.experiments.printed import printed_rows
-from fedortho.experiments.relations import Relation, TableRow, as_text, parse_relation, read_pairs
+from fedortho.experiments.relations import METRICS, Relation, TableRow, as_text, parse_relation, read_pairs
 from fedortho.methods import make_method
 from fedortho.methods.hyperparameters import read_settings
 from fedortho.runs.settings import FederateSettings, TrainSettings
+from fedortho.storage.files import read_json
 from fedortho.storage.settings import make_settings, read_toml
 
 HERE = Path(__file__).parent
 EXPERIMENTS = tuple(sorted(path.stem for path in HERE.glob("*.toml") if path.stem != "recipes"))
 SCALES = ("demo", "small", "paper")
+NUMBERS = {*METRICS, *(f"{metric}-sd" for metric in METRICS), "mia", "mia-sd", "seconds", "label"}  # printed columns
 FIRST_SAMPLES = re.compile(r"first (\d+) of class:(\d+)")
 
 
@@ -62,11 +63,8 @@ def load_experiment(
     if scale not in SCALES:
         raise unknown("scale", scale, SCALES)
     experiment = select_rows(make_experiment(name, scale, read_toml(HERE / f"{name}.toml")), methods, rows)
-    return (
-        replace(experiment, seeds=read_seeds(seeds) if isinstance(seeds, str) else tuple(seeds))
-        if seeds
-        else experiment
-    )
+    chosen = read_seeds(seeds) if seeds and isinstance(seeds, str) else tuple(map(int, seeds))
+    return replace(experiment, seeds=chosen or experiment.seeds)
 
 
 def make_experiment(name: str, scale: str, table: Mapping[str, Any]) -> Experiment:
@@ -88,6 +86,19 @@ def make_experiment(name: str, scale: str, table: Mapping[str, Any]) -> Experime
         keys.get("beside", {}),
         tuple(printed_rows(name)),
     )
+
+
+def printed_rows(table: str) -> list[TableRow]:
+    """The rows of a table of the paper; standard deviations are metrics of their own (forget-sd)."""
+    printed = read_json(HERE / "printed.json")
+    rows = []
+    for values in printed["tables"][table]["rows"]:
+        cells = dict(zip(printed["tables"][table]["columns"], values, strict=True))
+        known = {column: value for column, value in cells.items() if value is not None}
+        known["method"] = printed["names"][known["method"]]
+        numbers = {name: float(value) for name, value in known.items() if name in NUMBERS}
+        rows.append(TableRow({name: value for name, value in known.items() if name not in NUMBERS}, {0: numbers}))
+    return rows
 
 
 def _networks(entries: Sequence[Mapping[str, Any]]) -> tuple[TrainSettings, ...]:

@@ -25,9 +25,7 @@ class SeedRow:
     key: Mapping[str, Scalar]  # what tells rows apart: data, model, split, request, method, varied settings
     accuracies: Accuracies | None = None
     refused: str = ""
-    forgotten: Mapping[str, float] = field(
-        default_factory=dict
-    )  # in a sequence: forget accuracy of each request so far
+    forgotten: Mapping[str, float] = field(default_factory=dict)  # in a sequence: forget accuracy by request so far
 
 
 @dataclass(frozen=True)
@@ -127,21 +125,12 @@ def judge_differences(values: Sequence[float]) -> str:
     """
     if not any(values):
         return EQUAL
-    mean, number = fmean(values), len(values)
-    if number > 1 and abs(mean) <= t_quantile(number - 1) * stdev(values) / number**0.5:
-        return NOISE
-    return HOLDS if mean > 0 else FAILS
-
-
-def t_quantile(freedom: int) -> float:
-    """The two-sided 95 % quantile of Student's t with so many degrees of freedom.
-
-    >>> [round(t_quantile(freedom), 2) for freedom in (1, 2, 9)]
-    [12.71, 4.3, 2.26]
-    """
     from scipy import stats
 
-    return float(stats.t.ppf(0.975, freedom))
+    mean, number = fmean(values), len(values)
+    if number > 1 and abs(mean) <= stats.t.ppf(0.975, number - 1) * stdev(values) / number**0.5:
+        return NOISE
+    return HOLDS if mean > 0 else FAILS
 
 
 def mean_and_sd(values: Sequence[float]) -> str:

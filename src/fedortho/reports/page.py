@@ -15,18 +15,9 @@ from fedortho.devices import choose_device
 from fedortho.engines.cost import Cost
 from fedortho.errors import BadCheckpoint, BadData, FedOrthoError
 from fedortho.evidence.redaction import IMAGES_END, IMAGES_START, LEFT_OUT, MARKED
+from fedortho.reports import tables
 from fedortho.reports.gallery import audit_pictures, draw_gallery
 from fedortho.reports.pictures import Gallery, Picture
-from fedortho.reports.tables import (
-    Table,
-    accuracy_table,
-    audits_table,
-    build_table,
-    costs_table,
-    metrics_table,
-    settings_table,
-    unbroken,
-)
 from fedortho.requests.references import check_reference, find_original, find_references
 from fedortho.runs.record import ServedRecord
 from fedortho.runs.run import Run, open_run
@@ -138,7 +129,7 @@ def render(report: Report) -> str:
     """The page as text."""
     from markupsafe import Markup
 
-    style, script = (_resource(name) for name in ("report.css", "report.js"))
+    style, script = (files("fedortho.reports").joinpath(f"report.{kind}").read_text("utf-8") for kind in ("css", "js"))
     verdict = report.verdict
     return _template().render(
         marked=Markup(MARKED),
@@ -156,9 +147,9 @@ def render(report: Report) -> str:
         numbers=_numbers(report),
         gallery=report.gallery,
         is_class=report.request.kind == "class",
-        audits=audits_table(verdict.results if verdict is not None else ()),
+        audits=tables.audits_table(verdict.results if verdict is not None else ()),
         audit_pictures=report.audit_pictures,
-        costs=costs_table(_cost(report)),
+        costs=tables.costs_table(_cost(report)),
         not_tested=_not_tested(verdict),
         settings=_settings(report),
     )
@@ -170,12 +161,8 @@ def _template() -> "Template":
     loader = PackageLoader("fedortho", "reports")
     options = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True, "undefined": StrictUndefined}
     environment = Environment(loader=loader, keep_trailing_newline=True, **options)  # type: ignore[arg-type]  # mixed
-    environment.filters |= {"unbroken": unbroken, "data_uri": _data_uri}
+    environment.filters |= {"unbroken": tables.unbroken, "data_uri": _data_uri}
     return environment.get_template("report.html.j2")
-
-
-def _resource(name: str) -> str:
-    return files("fedortho.reports").joinpath(name).read_text("utf-8")
 
 
 def _data_uri(png: bytes) -> str:
@@ -192,12 +179,13 @@ def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _numbers(report: Report) -> Table:
+def _numbers(report: Report) -> tables.Table:
     """The metrics of the verdict, or the accuracies that the run recorded."""
     if report.verdict is not None and report.verdict.metrics:
-        return metrics_table(report.verdict.metrics)
-    served = report.served
-    return build_table("Accuracy", [], []) if served is None else accuracy_table(served.before, served.after)
+        return tables.metrics_table(report.verdict.metrics)
+    if report.served is None:
+        return tables.build_table("Accuracy", [], [])
+    return tables.accuracy_table(report.served.before, report.served.after)
 
 
 def _cost(report: Report) -> Cost | None:
@@ -231,7 +219,7 @@ def _not_tested(verdict: Verdict | None) -> list[str]:
     return [*(f"{audit.name} has no result: {audit.finding}" for audit in without_result), *verdict.not_tested]
 
 
-def _settings(report: Report) -> list[Table]:
+def _settings(report: Report) -> list[tables.Table]:
     verdict, record, served = report.verdict, report.run.record, report.served
     judged = verdict or served
     before = (served.model_before if served else None) or record.parent
@@ -250,4 +238,4 @@ def _settings(report: Report) -> list[Table]:
         "Settings of the training": as_mapping(report.run.settings),
         "Environment": to_json((verdict.environment if verdict is not None else None) or record.environment),
     }
-    return [settings_table(caption, group) for caption, group in groups.items() if group]
+    return [tables.settings_table(caption, group) for caption, group in groups.items() if group]

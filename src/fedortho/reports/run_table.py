@@ -1,7 +1,7 @@
 """The runs of a directory side by side, read from run.json and verdict.json."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from fedortho.audits.verdict import read_verdict
@@ -90,43 +90,17 @@ def by_directory(rows: Sequence[RunRow]) -> dict[str, list[RunRow]]:
 
 
 def _row(run: Run, name: str) -> RunRow:
-    return _request_row(run, name) if run.record.requests else _training_row(run, name)
-
-
-def _training_row(run: Run, name: str) -> RunRow:
-    settings = run.settings
-    kind = "federated " if isinstance(settings, FederateSettings) else ""
-    return RunRow(
-        name,
-        run.record.data.name,
-        settings.model,
-        settings.seed,
-        request="",
-        method=f"{kind}without {settings.without}" if settings.without else f"{kind}trained",
-        test=run.record.result.test_accuracy,
-        seconds=sum(epoch.seconds for epoch in run.history()) or None,
-    )
-
-
-def _request_row(run: Run, name: str) -> RunRow:
-    settings, served = run.settings, run.record.requests[-1]
-    forget: float | None = served.after.forget
-    retain: float | None = served.after.retain
-    test: float | None = served.after.test
-    if isinstance(settings, FederateSettings) and settings.start:  # trained since, and not measured
-        forget, retain, test = None, None, run.record.result.test_accuracy
-    row = RunRow(
-        name,
-        run.record.data.name,
-        settings.model,
-        settings.seed,
-        served.request,
-        served.method,
-        forget,
-        retain,
-        test,
-        seconds=None if served.cost is None else served.cost.seconds,
-    )
+    settings, record = run.settings, run.record
+    row = RunRow(name, record.data.name, settings.model, settings.seed, "", "", test=record.result.test_accuracy)
+    if not record.requests:
+        kind = "federated " if isinstance(settings, FederateSettings) else ""
+        method = f"{kind}without {settings.without}" if settings.without else f"{kind}trained"
+        return replace(row, method=method, seconds=sum(epoch.seconds for epoch in run.history()) or None)
+    served = record.requests[-1]
+    seconds = None if served.cost is None else served.cost.seconds
+    row = replace(row, request=served.request, method=served.method, seconds=seconds)
+    if not (isinstance(settings, FederateSettings) and settings.start):  # else trained since, and not measured
+        row = replace(row, **asdict(served.after))
     verdict = read_verdict(run.path)
     if verdict is None or verdict.request != served.request:  # it is about another request
         return row

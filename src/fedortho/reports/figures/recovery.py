@@ -1,7 +1,7 @@
 """What audits recover: steps of relearning, and what linear probes find layer by layer."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fedortho.reports.figures.style import (
     HATCHES,
@@ -9,6 +9,7 @@ from fedortho.reports.figures.style import (
     ROLES,
     entitle,
     grid_lines,
+    grouped_bars,
     new_figure,
     percent,
     percent_axis,
@@ -18,30 +19,22 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-ABOVE: Mapping[str, Any] = {"ha": "center", "va": "bottom", "fontsize": 8}  # a number over its bar
-
 
 def relearn_steps_figure(steps: Mapping[str, Mapping[str, float | None]], most: int) -> "Figure":
     """Steps until the forget set is relearned, by number of its images and by role; None: not within `most`."""
     figure, ((ax,),) = new_figure(6.2, 3.4)
     roles = [role for role in ROLES if any(role in found for found in steps.values())]
-    wide = 0.8 / max(len(roles), 1)
-    for number, role in enumerate(roles):
-        colour, hatch = ROLES[role][0], HATCHES[role]
-        for place, found in enumerate(steps.values()):
-            taken = found.get(role)
-            at = place + (number - (len(roles) - 1) / 2) * wide
-            face = colour if hatch is None else "white"
-            label = ROLE_NAMES[role] if place == 0 else None
-            ax.bar(
-                at, most if taken is None else taken, wide, facecolor=face, edgecolor=colour, hatch=hatch, label=label
-            )
-            ax.text(at, most if taken is None else taken, f"> {most}" if taken is None else f"{taken:g}", **ABOVE)
-    ax.set_xticks(range(len(steps)), [f"{key} forgotten images" for key in steps])
+    taken = {role: [found.get(role) for found in steps.values()] for role in roles}
+    heights = {role: [float(most if one is None else one) for one in taken[role]] for role in roles}
+    series = [(ROLE_NAMES[role], heights[role], ROLES[role][0], HATCHES[role]) for role in roles]
+    places = grouped_bars(ax, series, [f"{key} forgotten images" for key in steps])
+    for role, across in zip(roles, places, strict=True):
+        for place, height, one in zip(across, heights[role], taken[role], strict=True):
+            text = f"> {most}" if one is None else f"{one:g}"
+            ax.text(place, height, text, ha="center", va="bottom", fontsize=8)
     ax.set_ylabel("steps of training", fontsize=9)
     ax.margins(y=0.1)
     grid_lines(ax)
-    ax.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, 1.14), ncols=len(roles))
     key, found = list(steps.items())[-1]
     parts = [
         f"{ROLE_NAMES[r]} {f'over {most}' if found.get(r) is None else f'{found[r]:g}'}" for r in roles if r in found

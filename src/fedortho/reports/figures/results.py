@@ -21,6 +21,7 @@ from fedortho.reports.figures.style import (
     SERIES,
     entitle,
     grid_lines,
+    grouped_bars,
     name_axes,
     new_figure,
     percent,
@@ -108,15 +109,12 @@ def class_accuracy_figure(
     """Accuracy on each class before and after, and of a reference model."""
     labels = most_changed(before, after, forget)
     figure, ((ax,),) = new_figure(max(6.4, 0.42 * len(labels) + 2), 3.6)
-    series = [("before", before, BEFORE, None), ("after forgetting", after, AFTER, HATCH)]
-    series += [("retrained without it", reference, REFERENCE, "..")] if reference is not None else []
-    wide = 0.8 / len(series)
-    for number, (name, score, colour, hatch) in enumerate(series):
-        heights = [score.per_class[label] or 0.0 for label in labels]
-        places = [place + (number - (len(series) - 1) / 2) * wide for place in range(len(labels))]
-        face = colour if hatch is None else "white"
-        ax.bar(places, heights, wide, facecolor=face, edgecolor=colour, hatch=hatch, label=name)
-    ax.set_xticks(range(len(labels)), [names[label] for label in labels], rotation=45, ha="right")
+    scores = [("before", before, BEFORE, None), ("after forgetting", after, AFTER, HATCH)]
+    scores += [("retrained without it", reference, REFERENCE, "..")] if reference is not None else []
+    series = [
+        (name, [score.per_class[x] or 0.0 for x in labels], colour, hatch) for name, score, colour, hatch in scores
+    ]
+    grouped_bars(ax, series, [names[label] for label in labels], rotation=45, ha="right")
     for place, label in enumerate(labels):
         if label in forget:
             ax.axvspan(place - 0.5, place + 0.5, color="#eeeeee", zorder=-1)
@@ -125,7 +123,6 @@ def class_accuracy_figure(
     ax.set_ylim(0, 1)
     ax.set_ylabel("accuracy on test images", fontsize=9)
     grid_lines(ax)
-    ax.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, 1.14), ncols=len(series))
     entitle(figure, _classes_finding(before, after, names, forget))
     return figure
 

@@ -2,7 +2,8 @@
 
 import io
 import textwrap
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from fedortho.errors import FedOrthoError
 
@@ -105,6 +106,20 @@ def times(ratio: float) -> str:
 
 def grid_lines(ax: "Axes", axis: str = "y") -> None:
     ax.grid(axis=axis, color="#dddddd", linewidth=0.6)  # type: ignore[arg-type]  # x, y or both
+
+
+def grouped_bars(
+    ax: "Axes", series: Sequence[tuple[str, Sequence[float], str, str | None]], groups: Sequence[str], **ticks: Any
+) -> list[list[float]]:
+    """Bars side by side for each group, a series (name, heights, colour, hatch) in each; where they stand."""
+    wide, places = 0.8 / max(len(series), 1), []
+    for number, (name, heights, colour, hatch) in enumerate(series):
+        places.append([group + (number - (len(series) - 1) / 2) * wide for group in range(len(groups))])
+        face = colour if hatch is None else "white"
+        ax.bar(places[-1], heights, wide, facecolor=face, edgecolor=colour, hatch=hatch, label=name)
+    ax.set_xticks(range(len(groups)), groups, **ticks)
+    ax.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, 1.14), ncols=max(len(series), 1))
+    return places
 
 
 def name_axes(ax: "Axes", across: str, up: str, *, grid: str = "y") -> None:
