@@ -35,7 +35,7 @@ from fedortho.training.recipe import Recipe
 TASK = TaskInfo(("ant", "bee"), (1, 8, 8), (0.5,), (0.25,))
 REQUEST = ForgetRequest(("3",), (2,), ("1/4",))
 PART = PartInfo(Selection("train", REQUEST, None, 7, 1), Target("other", -1.0), 0.5)
-PLAN = PlanInfo((PART,), FitOptions("turns"), Adapters(("fc",)), ("wise",))
+PLAN = PlanInfo((PART,), FitOptions("turns"), Adapters(("fc",)), {"wise": "d"})
 PATCH = PatchInfo("a" * 64, "b" * 64)
 QUERY = QueryInfo((Selection(),), Statistic("moments", norms=("n",), patches=()), (PATCH,))
 MESSAGES: list[Any] = [
@@ -48,7 +48,7 @@ MESSAGES: list[Any] = [
     KeepModel(TASK, False, None),
     ModelReply(3, "e" * 64),
     Observe(TASK, "f" * 64, (QUERY,), 4, 5),
-    ObserveReply(3, "done", 1, 2, 3, 4.0),
+    ObserveReply(3, "done", ((0, 1),), 1, 2, 3, 4.0),
     ApplyPatch(PATCH, REQUEST),
 ]
 
@@ -76,7 +76,7 @@ def test_a_message_survives_json_and_names_what_it_lacks(message: Any) -> None:
         (TrainReply(3, None), {"client": "3"}, "client"),
         (TrainReply(3, None), {"result": {"images": 3}}, "loss"),
         (ModelReply(3, ""), {"status": "asleep"}, "status"),
-        (ObserveReply(3, "done", 1, 2, 3, 4.0), {"withheld": 1.5}, "withheld"),
+        (ObserveReply(3, "done", ((0, 1),), 1, 2, 3, 4.0), {"withheld": 1.5}, "withheld"),
         (HelloReply(3, 1, False, "", False), {"has-left": 0}, "has-left"),
         (Hello(TASK), {"task": to_json(TASK) | {"shape": [1, 8]}}, "task.shape"),
         (KeepModel(TASK, True, None), {"forgotten": {"classes": [3]}}, "forgotten.classes"),

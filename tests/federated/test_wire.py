@@ -20,6 +20,7 @@ from fedortho.federated.wire import (
     pack_json,
     pack_observations,
     pack_queries,
+    pack_teachers,
     pack_training_plan,
     unpack,
     unpack_json,
@@ -88,7 +89,8 @@ def test_queries_and_their_candidates_survive_and_kernel_lists_stay_here() -> No
 def test_observations_survive_and_missing_or_broken_ones_are_refused() -> None:
     queries = [Query((Selection(),), Statistic("right"))]
     seen = Observation({"0": torch.tensor([[3.0]], dtype=torch.float64)}, torch.tensor([5]))
-    tensors = pack_observations([[seen]], queries)
+    tensors, empty = pack_observations([[seen]], queries)
+    assert not empty
     ((found,),) = unpack_observations(unpack_json(pack_json(tensors, {}))[0], queries)
     assert float(found.mean("0")) == 0.6
     for bad in (
@@ -98,6 +100,19 @@ def test_observations_survive_and_missing_or_broken_ones_are_refused() -> None:
     ):
         with pytest.raises(BadReply):
             unpack_observations(bad, queries)
+
+
+def test_an_observation_of_no_images_has_no_tensors_and_is_told_from_a_missing_one() -> None:
+    queries = [Query((Selection(), Selection()), Statistic("right"))]
+    seen = Observation({"0": torch.tensor([[3.0]], dtype=torch.float64)}, torch.tensor([5]))
+    tensors, empty = pack_observations([[seen - seen, seen]], queries)
+    assert empty == ((0, 0),)
+    assert tensors.keys() == {"0.1.sums.0", "0.1.counts"}
+    ((nothing, found),) = unpack_observations(tensors, queries, empty)
+    assert nothing is None
+    assert found.images == 5
+    with pytest.raises(BadReply, match="selection 0 has no counts"):
+        unpack_observations(tensors, queries)
 
 
 def test_bytes_are_those_of_the_arrays_and_a_little_more() -> None:
@@ -120,12 +135,15 @@ def test_a_training_plan_survives_with_its_teachers_and_generated_images() -> No
         parts, FitOptions("paired", "frozen", "adam", "imitate", 2.0, 3), {"wise": teacher}, Adapters(("fc",))
     )
 
-    def build(state: Mapping[str, torch.Tensor]) -> TinyNet:
+    def build(digest: str, state: Mapping[str, torch.Tensor]) -> TinyNet:
+        assert digest == tensors_digest(teacher.state_dict())
         model = TinyNet()
         model.load_state_dict(state)
         return model
 
     tensors, info = pack_training_plan(plan)
+    assert not any(name.startswith("teacher") for name in tensors)
+    tensors |= pack_teachers(plan, info.teachers.values())
     order = TrainLocal(TASK, Recipe(), info, align=True, frozen=("fc.bias",), base="", num_clients=2)
     tensors, order = unpack(pack(tensors, order), TrainLocal, "a message")
     found = unpack_training_plan(tensors, order.plan, noise.names, build)

@@ -123,7 +123,18 @@ class ForgetRequest:
         """How many clients can hold forget images; None: any number."""
         if self.classes or any("/" not in word for word in self.samples):
             return None
-        return len({*self.clients, *(int(word.partition("/")[0]) for word in self.samples)})
+        return len(self.named_clients())
+
+    def named_clients(self, clients: Clients | None = None) -> set[int]:
+        """Clients that the request names, and those that hold its samples; samples named by row need `clients`.
+
+        >>> sorted(ForgetRequest.parse("class:3 client:2 samples:0/5,17").named_clients({4: torch.tensor([16, 17])}))
+        [0, 2, 4]
+        """
+        by_client = {int(word.partition("/")[0]) for word in self.samples if "/" in word}
+        rows = torch.tensor([int(word) for word in self.samples if "/" not in word], dtype=torch.int64)
+        by_row = {client for client, own in (clients or {}).items() if len(rows) and bool(torch.isin(rows, own).any())}
+        return {*self.clients, *by_client, *by_row}
 
     def labels(self, names: Sequence[str]) -> list[int]:
         """The labels of the classes asked for."""

@@ -265,7 +265,8 @@ def _gradient_sums(reduce: Callable[[Tensor], Tensor]) -> "AnswerFunction":
         weights = dict(twin.named_parameters())
         sums = {name: torch.zeros(1, weight.numel(), dtype=torch.float64) for name, weight in weights.items()}
         batches = 0
-        for inputs, labels in evaluation_batches(images, context.statistic.batch_size, context.device):
+        read = evaluation_batches(images, context.statistic.batch_size, context.device) if len(images) else ()
+        for inputs, labels in read:  # no images make no batch
             loss = LOSSES[context.statistic.loss](twin(inputs), labels)
             gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
             for name, gradient in zip(weights, gradients, strict=True):

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import nn
 
 from fedortho.data.images import Images
@@ -27,6 +28,20 @@ class PlanPart:
             return TrainingSet(self.given, self.target, given=True)
         most = 0 if self.fraction >= 1 else max(round(self.fraction * len(images)), 1)
         return TrainingSet(draw(images, most, self.group.seed), self.target)
+
+    def given_share(self, start: float, end: float, seed: int) -> "PlanPart":
+        """The same with the generated images between two shares of their order, which the seed draws.
+
+        Copies of an image stand side by side: a share has few distinct images, and shares that do not overlap have
+        others.
+        """
+        if self.given is None:
+            return self
+        _, image = self.given.rows.unique(return_inverse=True)
+        rank = torch.randperm(int(image.max()) + 1, generator=torch.Generator().manual_seed(seed))
+        ordered = torch.argsort(rank[image], stable=True)
+        first, last = (round(share * len(ordered)) for share in (start, end))
+        return replace(self, given=self.given.subset(ordered[first:last].sort().values))
 
 
 @dataclass(frozen=True)

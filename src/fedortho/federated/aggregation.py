@@ -134,13 +134,18 @@ def blank_observations(
 
 
 def add_observations(
-    total: Sequence[Sequence[Observation]], added: Sequence[Sequence[Observation]]
+    total: Sequence[Sequence[Observation]], added: Sequence[Sequence[Observation | None]]
 ) -> list[list[Observation]]:
-    """The sums with those of one more client; sums of other layers, labels or shapes are refused."""
+    """The sums with those of one more client, None adding nothing; other layers, labels or shapes are refused."""
     for row, added_row in zip(total, added, strict=True):
         for first, second in zip(row, added_row, strict=True):
+            if second is None:
+                continue
             if first.sums.keys() != second.sums.keys() or first.counts.shape != second.counts.shape:
                 raise BadReply("its sums are of other layers or labels")
             if any(second.sums[key].shape != value.shape for key, value in first.sums.items()):
                 raise BadReply("its sums have other shapes")
-    return [[a + b for a, b in zip(row, added_row, strict=True)] for row, added_row in zip(total, added, strict=True)]
+    return [
+        [a if b is None else a + b for a, b in zip(row, added_row, strict=True)]
+        for row, added_row in zip(total, added, strict=True)
+    ]

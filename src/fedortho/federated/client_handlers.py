@@ -66,8 +66,8 @@ def hello(state: ClientState, tensors: Tensors, order: Hello) -> tuple[Tensors, 
 def train_local(state: ClientState, tensors: Tensors, order: TrainLocal) -> tuple[Tensors, TrainReply]:
     """Train the model that was sent on the client's images, and send the trained tensors back."""
     images = state.images(order.task)
-    build = partial(_build, state, order.task)
-    plan = unpack_training_plan(tensors, order.plan, images.train.names, build)
+    state.forget_teachers(keep=order.plan.teachers.values())
+    plan = unpack_training_plan(tensors, order.plan, images.train.names, partial(_teacher, state, order.task))
     training_sets = [part.training_set(images.select(part.group, order.num_clients)) for part in plan.parts]
     own_images = sum(len(training_set.images) for training_set in training_sets if not training_set.given)
     if own_images < 2:
@@ -122,9 +122,9 @@ def observe_images(state: ClientState, tensors: Tensors, order: Observe) -> tupl
     """Sums over selections of the client's images, by its own model or one that was sent."""
     sent = below("model.", tensors)
     if state.record.has_left:
-        return {}, ObserveReply(state.client, "left", 0, 0, 0, 0.0, 0.0)
+        return {}, ObserveReply(state.client, "left", (), 0, 0, 0, 0.0, 0.0)
     if not sent and state.record.model != order.model:
-        return {}, ObserveReply(state.client, "other-model", 0, 0, 0, 0.0, 0.0)
+        return {}, ObserveReply(state.client, "other-model", (), 0, 0, 0, 0.0, 0.0)
     queries, images = unpack_queries(tensors, order.queries), state.images(order.task)
     device = choose_device(state.settings.device)
     model = _build(state, order.task, sent).eval() if sent else state.load_model(order.model)
@@ -141,8 +141,9 @@ def observe_images(state: ClientState, tensors: Tensors, order: Observe) -> tupl
         if query.statistic.by_label:
             answers = [_without_small_labels(each, order.least_group) for each in answers]
         observed.append(answers)
+    sums, empty = pack_observations(observed, queries)
     cost = (tally.images_read, tally.images_trained, tally.flops, tally.kept_flops)
-    return pack_observations(observed, queries), ObserveReply(state.client, "done", withheld, *cost)
+    return sums, ObserveReply(state.client, "done", empty, withheld, *cost)
 
 
 def apply_patch(state: ClientState, tensors: Tensors, order: ApplyPatch) -> tuple[Tensors, ModelReply]:
@@ -172,6 +173,8 @@ HANDLERS: Mapping[str, Handler] = {
 def handle(state: ClientState, action: str, tensors: Tensors, value: Json) -> tuple[Tensors, Reply]:
     """Validate a message and answer it, with the run's number of threads."""
     order = from_json(ORDERS[action], value, f"the server's {action}")
+    if not isinstance(order, TrainLocal):
+        state.forget_teachers()  # the training that they belong to is over
     with using_threads(state.settings.threads):
         return HANDLERS[action](state, tensors, order)
 
@@ -181,6 +184,13 @@ def _build(state: ClientState, task: TaskInfo, tensors: Tensors) -> nn.Module:
     model = build_model(state.settings.model, num_classes=len(task.names), channels=task.shape[0])
     load_weights(model, dict(tensors), SERVER)
     return model
+
+
+def _teacher(state: ClientState, task: TaskInfo, digest: str, sent: Tensors) -> nn.Module:
+    """A teacher by its digest: as it was sent in this training, now or before, or the client's own model."""
+    if sent:
+        state.keep_teacher(digest, sent)
+    return _build(state, task, sent or state.teacher_weights(digest))
 
 
 def _received_model(state: ClientState, sent: Tensors, plan: TrainingPlan, order: TrainLocal) -> nn.Module:

@@ -27,18 +27,20 @@ from fedortho.federated.aggregation import (
     round_history,
 )
 from fedortho.federated.messages import LocalResult, Observe, ObserveReply, TaskInfo, TrainLocal, TrainReply
-from fedortho.federated.roster import Roster, first_few
+from fedortho.federated.roster import Common, Roster, first_few
 from fedortho.federated.transport import ClientReply, Exchange, total_bytes
 from fedortho.federated.wire import (
     BadReply,
     Tensors,
+    arrays_of,
     below,
     pack,
     pack_queries,
+    pack_teachers,
     pack_training_plan,
     prefixed,
+    record_of,
     unpack_observations,
-    with_message,
 )
 from fedortho.models.norms import batch_norms, frozen_norms
 from fedortho.runs.federation import Federation, sample_clients
@@ -52,7 +54,7 @@ from fedortho.training.recipe import Recipe, learning_rate
 from fedortho.unlearning.repair import norm_buffers
 
 if TYPE_CHECKING:
-    from flwr.app import RecordDict
+    from flwr.app import Array, RecordDict
     from flwr.serverapp import Grid
 
 
@@ -103,12 +105,14 @@ class FederatedEngine(Roster):
         left: Sequence[int] = (),
         build: Callable[[int], nn.Module] | None = None,
         local_epochs: int = 1,
+        common: Common | None = None,
     ) -> None:
-        super().__init__(grid, federation, task, left)
+        super().__init__(grid, federation, task, left, common)
         self.seed, self.build, self.local_epochs = seed, build, local_epochs
         self._spent = Tally()
         self.contacts = dict.fromkeys(range(federation.clients), 0)
         self.history: list[Epoch] = []  # of the last training
+        self._teachers: dict[int, set[str]] = {}  # client → digests of the teachers it was sent in this training
 
     @property
     def info(self) -> EngineInfo:
@@ -156,6 +160,7 @@ class FederatedEngine(Roster):
         job = TrainingJob(plan, recipe, trainable, local_epochs, base, updates, self.federation.norms)
         identity = _identity(model, job, self.federation)
         self.contacts = dict.fromkeys(self.contacts, 0)  # alignment starts anew with each training
+        self._teachers = {}
         first, self.history = self._resume(checkpoint, identity, current)
         clients = [client for client in self.present() if job.may_train(client)]
         for number in range(first, recipe.epochs):
@@ -191,12 +196,17 @@ class FederatedEngine(Roster):
             self._report(watch, number, job.recipe.epochs, answered, asked)
 
         while remaining:
-            sampled = sample_clients(remaining, self.federation, job.recipe.seed, number)
+            sampled = sample_clients(remaining, self.federation, job.recipe.seed, number, self._named(job.plan))
             results = self._average(current, job, number, sampled, progress)
             if results:
                 return round_history(number, results, time.monotonic() - started)
             remaining = [client for client in remaining if client not in sampled]
         raise FedOrthoError(f"round {number + 1}: none of the clients {first_few(clients)} has images to train on")
+
+    def _named(self, plan: TrainingPlan) -> set[int]:
+        """Clients whose images a part of the plan names, such as the one that leaves: they train in every round."""
+        requests = [part.group.include for part in plan.parts if part.given is None and part.group.include is not None]
+        return {client for request in requests for client in request.named_clients(self.shares)}
 
     def _average(
         self,
@@ -214,11 +224,14 @@ class FederatedEngine(Roster):
         state = current.state_dict()
         job.save_global(number, state)
         contents = self._train_contents(current, job, number, sampled)
+        teachers = {tensors_digest(teacher.state_dict()) for teacher in job.plan.teachers.values()}
         frozen = job.frozen_tensors(current)
         trained = {name: value for name, value in state.items() if name not in frozen}
         mean, results = RunningMean(trained), []
+        held = {client: self._teachers.pop(client, set()) for client in sampled}  # no longer, if a client fails
         for reply in self.transport.ask(TrainLocal, TrainReply, contents, progress=progress):
             self.contacts[reply.client] += 1
+            self._teachers[reply.client] = held[reply.client] | teachers
             result, sent = reply.message.result, below("model.", reply.tensors)
             if result is None:
                 continue
@@ -240,15 +253,21 @@ class FederatedEngine(Roster):
     def _train_contents(
         self, current: nn.Module, job: TrainingJob, number: int, sampled: Sequence[int]
     ) -> "dict[int, RecordDict]":
-        """The record for each client; a client that has the frozen tensors is sent the others only."""
-        state, frozen = current.state_dict(), job.frozen_tensors(current)
-        plan_tensors, plan = pack_training_plan(job.plan)
+        """The record for each client, without frozen tensors and teachers that the client has."""
+        frozen = job.frozen_tensors(current)
         masks = {name: mask for name, mask in (job.trainable or {}).items() if name not in frozen}
-        extra = plan_tensors | prefixed("mask.", masks)
-        shared: dict[bool, RecordDict] = {}  # the arrays are many bytes: clients share them
+        shared = arrays_of(prefixed("model.", current.state_dict()) | prefixed("mask.", masks))
+        teachers: dict[str, dict[str, Array]] = {
+            digest: arrays_of(pack_teachers(job.plan, [digest]))
+            for digest in pack_training_plan(job.plan)[1].teachers.values()
+        }
+        given_shares = self._given_shares(job.plan, sampled)
         contents = {}
         for client in sampled:
             has_base = bool(frozen) and self.clients[client].model == job.base
+            seed = step_seed(job.recipe.seed, number, self.federation.clients)  # of no client's training
+            parts = tuple(part.given_share(*given_shares[client], seed) for part in job.plan.parts)
+            given, plan = pack_training_plan(replace(job.plan, parts=parts))
             order = TrainLocal(
                 self.task,
                 self._local_recipe(job, number, client),
@@ -258,11 +277,29 @@ class FederatedEngine(Roster):
                 base=job.base if has_base else "",
                 num_clients=len(sampled),
             )
-            if has_base not in shared:
-                sent = {name: value for name, value in state.items() if not has_base or name not in frozen}
-                shared[has_base] = pack(prefixed("model.", sent) | extra, order)
-            contents[client] = with_message(shared[has_base], order)
+            left_out = {f"model.{name}" for name in frozen} if has_base else set()
+            arrays = {name: array for name, array in shared.items() if name not in left_out} | arrays_of(given)
+            for digest in sorted(teachers.keys() - self._teachers.get(client, set()) - {self.clients[client].model}):
+                arrays |= teachers[digest]
+            contents[client] = record_of(arrays, to_json(order))
         return contents
+
+    def _given_shares(self, plan: TrainingPlan, sampled: Sequence[int]) -> dict[int, tuple[float, float]]:
+        """Each client's share of generated images, from and to: as large as its share of the other images.
+
+        The other images are those that the plan would use in one place. So a round has the mixture of one place,
+        whatever the number of clients in it. Only numbers of images are known here, not their labels.
+        """
+        limits = [part.group.limit for part in plan.parts if part.given is None]
+        whole = sum(self.clients[client].images for client in self.present())
+        in_one_place = sum(min(limit or whole, whole) for limit in limits)
+        shares, end = {}, 0.0
+        for client in sampled:
+            own, start = self.clients[client].images, end
+            local = [min(-(-limit // len(sampled)) if limit else own, own) for limit in limits]
+            end = min(start + sum(local) / max(in_one_place, 1), 1.0)
+            shares[client] = (start, end)
+        return shares
 
     def _local_recipe(self, job: TrainingJob, number: int, client: int) -> Recipe:
         """The recipe of one client in one round: the round's learning rate and a seed of its own."""
@@ -337,7 +374,7 @@ class FederatedEngine(Roster):
             exchange.reject(reply.client, f"has {'left' if message.status == 'left' else 'another model'}")
             return total
         try:
-            total = add_observations(total, unpack_observations(reply.tensors, queries))
+            total = add_observations(total, unpack_observations(reply.tensors, queries, message.empty))
         except (FedOrthoError, KeyError, TypeError, ValueError, RuntimeError) as error:
             exchange.reject(reply.client, f"its sums do not match ({first_line(error)})")
             return total

@@ -63,12 +63,12 @@ class PartInfo:
 
 @dataclass(frozen=True)
 class PlanInfo:
-    """A training plan; the weights of its teachers travel as tensors."""
+    """A training plan; the weights of a teacher travel as tensors, once to each client."""
 
     parts: tuple[PartInfo, ...]
     options: FitOptions
     adapters: Adapters | None
-    teachers: tuple[str, ...]
+    teachers: Mapping[str, str]  # name → digest
 
 
 @dataclass(frozen=True)
@@ -187,6 +187,7 @@ class ObserveReply:
 
     client: int
     status: Literal["done", "left", "other-model"]
+    empty: tuple[tuple[int, int], ...]  # query and place of sums over no images; they are not sent
     withheld: int  # selections with fewer than `least_group` images
     images_read: int
     images_trained: int

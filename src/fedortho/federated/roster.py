@@ -1,13 +1,16 @@
 """The clients of a federation as the server knows them: which are connected, and which model each of them has."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from torch import nn
 
-from fedortho.data.request import EmptyGroup, ForgetRequest, union_of
+from fedortho.data.images import Images
+from fedortho.data.request import Clients, EmptyGroup, ForgetRequest, union_of
+from fedortho.engines.query import Selection
 from fedortho.errors import FedOrthoError
 from fedortho.federated.messages import ApplyPatch, Hello, HelloReply, KeepModel, ModelReply, TaskInfo
 from fedortho.federated.transport import Transport
@@ -22,12 +25,21 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+Common = Callable[[], tuple[Images, Clients]]  # training images of a common dataset, and the rows of each client
 
 
 class Roster:
     """Clients by number; empty until `hello` asks who is connected."""
 
-    def __init__(self, grid: "Grid", federation: Federation, task: TaskInfo, left: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        grid: "Grid",
+        federation: Federation,
+        task: TaskInfo,
+        left: Sequence[int] = (),
+        common: Common | None = None,
+    ) -> None:
+        self._common = common
         self.federation, self.task = federation, task
         self.left = frozenset(left)  # clients that left by earlier requests; the server does not wait for them
         self.transport = Transport(grid, federation.timeout, federation.quorum)
@@ -49,6 +61,20 @@ class Roster:
         """Clients that are connected and have not left."""
         return [client for client, info in self.clients.items() if not info.has_left and client not in self.left]
 
+    @cached_property
+    def _shared_out(self) -> tuple[Images, Clients] | None:
+        """The training images of the common dataset and each client's rows; None if clients have images of their own.
+
+        A request is checked and its samples are found with them; nothing is computed of them here.
+        """
+        has_own = any(info.has_own_images for info in self.clients.values())
+        return None if has_own or self._common is None else self._common()
+
+    @property
+    def shares(self) -> Clients | None:
+        """The rows of the common dataset that each client holds, if there is one."""
+        return None if self._shared_out is None else self._shared_out[1]
+
     def check(self, request: ForgetRequest, forgotten: ForgetRequest | None) -> None:
         """Refuse a request for classes, clients or samples that do not exist or were forgotten before."""
         request.labels(self.task.names)
@@ -59,6 +85,9 @@ class Roster:
             raise FedOrthoError("clients have images of their own: name samples as client/row, such as 3/17")
         if again := [name for name in request.classes if forgotten is not None and name in forgotten.classes]:
             raise EmptyGroup(f"class:{again[0]} selects no images: it was forgotten before")
+        if self._shared_out is not None:
+            images, clients = self._shared_out
+            request.split(Selection(exclude=forgotten).select(images, clients), clients)
 
     def _check_client(self, client: int) -> None:
         if not 0 <= client < self.federation.clients:

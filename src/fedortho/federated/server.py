@@ -72,6 +72,7 @@ def federated_engine(
         left=left,
         build=lambda seed: build(seed=seed),
         local_epochs=settings.epochs,
+        common=lambda: (train, held_rows(data, settings, settings.partition_seed)),
     )
     engine.hello()
     return engine

@@ -1,7 +1,7 @@
 """Values ↔ Flower records: tensors as NumPy arrays, the message as one line of JSON."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,10 +15,11 @@ from fedortho.errors import FedOrthoError
 from fedortho.federated.messages import Order, PartInfo, PatchInfo, PlanInfo, QueryInfo, Reply
 from fedortho.models.patch import Patch, unpack_patch
 from fedortho.statistics.observe import Observation
+from fedortho.storage.files import tensors_digest
 from fedortho.storage.records import from_json, to_json
 
 if TYPE_CHECKING:
-    from flwr.app import RecordDict
+    from flwr.app import Array, RecordDict
 
 
 M = TypeVar("M", bound=Order | Reply)
@@ -44,11 +45,22 @@ def unpack(content: "RecordDict", kind: type[M], source: str) -> tuple[dict[str,
 
 
 def pack_json(tensors: Tensors, value: Json) -> "RecordDict":
-    from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+    return record_of(arrays_of(tensors), value)
 
-    arrays = {name: Array(tensor.detach().cpu().contiguous().numpy()) for name, tensor in tensors.items()}
+
+def arrays_of(tensors: Tensors) -> "dict[str, Array]":
+    """Tensors as Flower arrays, which several records can share."""
+    from flwr.app import Array
+
+    return {name: Array(tensor.detach().cpu().contiguous().numpy()) for name, tensor in tensors.items()}
+
+
+def record_of(arrays: "Mapping[str, Array]", value: Json) -> "RecordDict":
+    """A Flower record of arrays and a message as JSON."""
+    from flwr.app import ArrayRecord, ConfigRecord, RecordDict
+
     text = json.dumps(value, separators=(",", ":"))
-    return RecordDict({"tensors": ArrayRecord(arrays), "message": ConfigRecord({"json": text})})
+    return RecordDict({"tensors": ArrayRecord(dict(arrays)), "message": ConfigRecord({"json": text})})
 
 
 def unpack_json(content: "RecordDict") -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -59,13 +71,6 @@ def unpack_json(content: "RecordDict") -> tuple[dict[str, Tensor], dict[str, Any
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BadReply(f"the record is not a fedortho message ({type(error).__name__})") from error
     return tensors, value
-
-
-def with_message(shared: "RecordDict", message: Order) -> "RecordDict":
-    """A record with this message that shares the arrays of another record."""
-    from flwr.app import RecordDict
-
-    return RecordDict({"tensors": shared["tensors"], "message": pack({}, message)["message"]})
 
 
 def count_bytes(content: "RecordDict") -> int:
@@ -114,51 +119,74 @@ def unpack_queries(tensors: Tensors, described: Sequence[QueryInfo]) -> list[Que
 
 
 def pack_training_plan(plan: TrainingPlan) -> tuple[dict[str, Tensor], PlanInfo]:
-    """A training plan as tensors (teachers, generated images) and a description."""
+    """A training plan as tensors (generated images) and a description; teachers are packed by `pack_teachers`."""
     tensors: dict[str, Tensor] = {}
     for number, part in enumerate(plan.parts):
         if part.given is not None:
             used, rows = part.given.rows.unique(return_inverse=True)  # a repeated image travels once
             made = {"pixels": part.given.pixels[used], "labels": part.given.store_labels[used], "rows": rows}
             tensors |= prefixed(f"given.{number}.", made)
-    for name, teacher in plan.teachers.items():
-        tensors |= prefixed(f"teacher.{name}.", teacher.state_dict())
     parts = tuple(PartInfo(part.group, part.target, part.fraction) for part in plan.parts)
-    return tensors, PlanInfo(parts, plan.options, plan.adapters, tuple(plan.teachers))
+    teachers = {name: tensors_digest(teacher.state_dict()) for name, teacher in plan.teachers.items()}
+    return tensors, PlanInfo(parts, plan.options, plan.adapters, teachers)
+
+
+def pack_teachers(plan: TrainingPlan, digests: Collection[str]) -> dict[str, Tensor]:
+    """The weights of the plan's teachers that have these digests."""
+    tensors: dict[str, Tensor] = {}
+    for teacher in plan.teachers.values():
+        digest = tensors_digest(teacher.state_dict())
+        if digest in digests:
+            tensors |= prefixed(f"teacher.{digest}.", teacher.state_dict())
+    return tensors
 
 
 def unpack_training_plan(
-    tensors: Tensors, info: PlanInfo, names: Sequence[str], build: Callable[[Tensors], nn.Module]
+    tensors: Tensors, info: PlanInfo, names: Sequence[str], teacher: Callable[[str, Tensors], nn.Module]
 ) -> TrainingPlan:
-    """The training plan that was packed; `build` makes a teacher from its weights."""
+    """The training plan that was packed; `teacher` makes a teacher from its digest and the weights that were sent."""
     parts = []
     for number, part in enumerate(info.parts):
         made = below(f"given.{number}.", tensors)
         given = replace(made_images(made["pixels"], made["labels"], names), rows=made["rows"]) if made else None
         parts.append(PlanPart(part.selection, part.target, part.fraction, given))
-    teachers = {name: build(below(f"teacher.{name}.", tensors)) for name in info.teachers}
+    teachers = {name: teacher(digest, below(f"teacher.{digest}.", tensors)) for name, digest in info.teachers.items()}
     return TrainingPlan(tuple(parts), info.options, teachers, info.adapters)
 
 
-def pack_observations(observed: Sequence[Sequence[Observation]], queries: Sequence[Query]) -> dict[str, Tensor]:
-    """Sums and counts by layer; nothing else about an image travels."""
+def pack_observations(
+    observed: Sequence[Sequence[Observation]], queries: Sequence[Query]
+) -> tuple[dict[str, Tensor], tuple[tuple[int, int], ...]]:
+    """Sums and counts by layer, and the query and place of each observation of no images, which has no tensors."""
     tensors: dict[str, Tensor] = {}
+    empty = []
     for number, (observations, query) in enumerate(zip(observed, queries, strict=True)):
         dtype = torch.float32 if query.statistic.kind in FLOAT32 else torch.float64
         for place, observation in enumerate(observations):
+            if not observation.images:
+                empty.append((number, place))
+                continue
             start = f"{number}.{place}."
             tensors |= prefixed(f"{start}sums.", {key: value.to(dtype) for key, value in observation.sums.items()})
             tensors[f"{start}counts"] = observation.counts
-    return tensors
+    return tensors, tuple(empty)
 
 
-def unpack_observations(tensors: Tensors, queries: Sequence[Query]) -> list[list[Observation]]:
-    """The observations of one client; missing ones, sums that are not finite and negative counts are refused."""
+def unpack_observations(
+    tensors: Tensors, queries: Sequence[Query], empty: Sequence[tuple[int, int]] = ()
+) -> list[list[Observation | None]]:
+    """The observations of one client, None for empty ones.
+
+    Missing observations, sums that are not finite and negative counts are refused.
+    """
     observed = []
     for number, query in enumerate(queries):
         places = 1 if query.statistic.kind == "difference" else len(query.selections)
-        row = []
+        row: list[Observation | None] = []
         for place in range(places):
+            if (number, place) in empty:
+                row.append(None)
+                continue
             part = below(f"{number}.{place}.", tensors)
             if "counts" not in part:
                 raise BadReply(f"query {number}, selection {place} has no counts")

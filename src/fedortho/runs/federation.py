@@ -1,6 +1,6 @@
 """Settings of a federation: clients, rounds, partition of the images; which clients train in a round."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -58,14 +58,21 @@ def held_rows(data: Dataset, federation: Federation, seed: int) -> dict[int, Ten
     return {client: rows[positions] for client, positions in enumerate(parts)}
 
 
-def sample_clients(present: Sequence[int], federation: Federation, seed: int, turn: int) -> list[int]:
-    """The clients that train in a round, drawn from those present by seed and round, in ascending order.
+def sample_clients(
+    present: Sequence[int], federation: Federation, seed: int, turn: int, always: Collection[int] = ()
+) -> list[int]:
+    """The clients that train in a round, in ascending order: those of `always`, and others drawn by seed and round.
+
+    Together they are the federation's share of its clients; at least one of the others is drawn.
 
     >>> sample_clients(range(10), Federation(clients=10, fraction=0.3), seed=0, turn=0)
     [0, 3, 7]
+    >>> sample_clients(range(10), Federation(clients=10, fraction=0.3), seed=0, turn=0, always=[8])
+    [0, 3, 8]
     """
     if not present:
         raise FedOrthoError("no client is connected; start the nodes and try again")
-    number = min(max(round(federation.fraction * federation.clients), 1), len(present))
+    named, others = (sorted(c for c in present if (c in always) is wanted) for wanted in (True, False))
+    number = min(max(round(federation.fraction * federation.clients) - len(named), 1), len(others))
     random = np.random.default_rng([seed, turn, 77])
-    return sorted(int(client) for client in random.choice(np.asarray(sorted(present)), number, replace=False))
+    return sorted([*named, *random.choice(np.asarray(others, dtype=int), number, replace=False).tolist()])
