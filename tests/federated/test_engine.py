@@ -290,7 +290,7 @@ def test_a_request_for_resnet50s_last_stage_sends_few_bytes(make_engine) -> None
     sums = {f"x:{site.name}": torch.zeros(1, site.kernels, dtype=torch.float64) for site in sites}
     seen = Observation(sums, torch.tensor([9]))
     queries = [Query((Selection(), Selection()), Statistic("peaks"))]
-    reply = ObserveReply(1, "done", (), 0, 9, 0, 0.0)
+    reply = ObserveReply(1, "done", (), 0, 9, 0, 0.0, 0.0)
     assert 40_960 < count_bytes(pack(pack_observations([[seen, seen]], queries)[0], reply)) < 65_536
 
 
