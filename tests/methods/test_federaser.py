@@ -19,7 +19,7 @@ from fedortho.errors import BadCheckpoint
 from fedortho.federated.engine import FederatedEngine
 from fedortho.federated.messages import TrainLocal
 from fedortho.federated.server import federated_engine, local_grid
-from fedortho.federated.wire import with_message
+from fedortho.federated.wire import record_of
 from fedortho.methods import make_method, unlearn
 from fedortho.methods.federaser import FedEraser, read_round
 from fedortho.methods.method import CannotServe
@@ -28,6 +28,7 @@ from fedortho.models.zoo import build_model
 from fedortho.runs.federation import held_rows
 from fedortho.runs.run import load_run_data
 from fedortho.storage.files import tensors_digest
+from fedortho.storage.records import from_json
 from fedortho.training.recipe import Recipe, learning_rate
 
 LEAVING = ForgetRequest.parse("client:2")
@@ -69,11 +70,11 @@ def orders(trained: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[TrainLoc
     """The training messages to clients from now on, in order."""
     sent: list[TrainLocal] = []
 
-    def record(shared: Any, order: TrainLocal) -> Any:
-        sent.append(order)
-        return with_message(shared, order)
+    def record(arrays: Any, value: dict[str, Any]) -> Any:
+        sent.append(from_json(TrainLocal, value, "a message"))
+        return record_of(arrays, value)
 
-    monkeypatch.setattr("fedortho.federated.engine.with_message", record)
+    monkeypatch.setattr("fedortho.federated.engine.record_of", record)
     return sent
 
 
