@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from frontier import trace_frontier
 from manifest import REPORTED, benchmark_parser, open_network, original_name, reference_names
 from paper_figures import activations, costs, kernels, relearning
 from torch import Tensor, nn
@@ -220,7 +221,7 @@ def cost(shared: FigureData) -> "Figure":
 def frontier(shared: FigureData) -> "Figure":
     model, settings = shared.run("vgg-mini").load_model(), Hide(scrub=False)
     ledger = shared.ledger("vgg-mini")
-    trials = settings.frontier(model, central_engine(model, shared.data, ledger), REQUEST)
+    trials = trace_frontier(settings, model, central_engine(model, shared.data, ledger), REQUEST)
     points = [results.Point(t.ratio, t.forget, t.retain) for t in trials if t.ratio]
     outcome = replace(settings, scrub=True).plan(model, central_engine(model, shared.data, ledger), REQUEST)
     least = None if outcome.retain_before is None else outcome.retain_before - settings.max_retain_drop

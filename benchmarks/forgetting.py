@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from frontier import trace_frontier
 from manifest import benchmark_parser, open_network, original_name
 from result_files import write_results
 from torch import nn
@@ -224,7 +225,7 @@ def best_ratio(
     model: nn.Module, data: Dataset, request: ForgetRequest, ledger: Observation, drop: float
 ) -> float | None:
     """The ratio within hide's retain budget at which the paper's edit has the lowest forget accuracy on validation."""
-    none, *trials = PAPER_EDIT.frontier(model, central_engine(model, data, ledger), request, PAPER_RATIOS)
+    none, *trials = trace_frontier(PAPER_EDIT, model, central_engine(model, data, ledger), request, PAPER_RATIOS)
     affordable = [trial for trial in trials if trial.retain >= none.retain - drop]
     return min(affordable, key=lambda trial: trial.forget).ratio if affordable else None
 

@@ -32,7 +32,7 @@ from fedortho.models.zoo import build_model
 from fedortho.storage.files import read_tensors, write_tensors
 from fedortho.storage.settings import as_mapping
 from fedortho.training.recipe import Recipe
-from fedortho.unlearning.select import plan_edit
+from fedortho.unlearning.select import kernel_patch
 
 TASK = TaskInfo(("ant", "bee", "cat", "dog"), (1, 8, 8), (0.5,), (0.25,))
 
@@ -130,7 +130,7 @@ def reopened(client: ClientState) -> ClientState:
 def send_patch(client: ClientState, model: torch.nn.Module, request: str) -> None:
     sites = find_sites(model, (1, 8, 8), "all", "channel", "stream")
     chosen = {sites[-1].name: (torch.tensor([1]), torch.ones(1, dtype=torch.float64))}
-    tensors, info = pack_patch(bind_patch(plan_edit(model, sites, chosen, "channel"), model))
+    tensors, info = pack_patch(bind_patch(kernel_patch(model, sites, chosen, "channel"), model))
     apply_patch(client, tensors, ApplyPatch(info, ForgetRequest.parse(request)))
 
 

@@ -73,7 +73,7 @@ def test_how_responses_lie_is_the_same_over_clients_as_in_one_place(
 ) -> None:
     engine = make_engine(clients=7)
     engine.send_model(tiny_digits)
-    queries = [Query((Selection("train", CLASS), Selection("train", None, CLASS)), replace(PEAKS, kind="spread"))]
+    queries = [Query((Selection("train", CLASS), Selection("train", None, CLASS)), replace(PEAKS, kind="responses"))]
     (found,), (wanted,) = engine.measure(tiny_digits, queries), centrally(digits, tiny_digits, queries)
     for mine, theirs in zip(found, wanted, strict=True):
         assert mine.images == theirs.images > 0

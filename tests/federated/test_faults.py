@@ -25,7 +25,7 @@ from fedortho.models.zoo import build_model
 from fedortho.runs.federation import sample_clients
 from fedortho.storage.files import read_json, tensors_digest
 from fedortho.training.objectives import FitOptions, Target
-from fedortho.unlearning.select import plan_edit
+from fedortho.unlearning.select import kernel_patch
 
 
 def test_sampled_clients_without_images_are_replaced_by_others(make_engine, digits: Dataset) -> None:
@@ -173,7 +173,7 @@ def test_nobody_fails_over_the_few_images_that_it_is_to_forget(make_engine) -> N
 def silencing(model: nn.Module):
     sites = find_sites(model, (1, 8, 8), "all", "channel", "stream")
     chosen = {sites[-1].name: (torch.tensor([1, 4]), torch.ones(2, dtype=torch.float64))}
-    return bind_patch(plan_edit(model, sites, chosen, "channel"), model, request="class:3")
+    return bind_patch(kernel_patch(model, sites, chosen, "channel"), model, request="class:3")
 
 
 def test_a_patch_is_applied_once_however_often_it_is_sent_and_a_late_client_gets_it(
@@ -237,7 +237,7 @@ def test_a_client_that_missed_its_leaving_and_more_leaves_and_nobody_waits_for_i
     leaving = silencing(tiny_digits)
     once = leaving.apply(tiny_digits)
     second = bind_patch(
-        plan_edit(once, find_sites(once, (1, 8, 8), "all", "channel", "stream"), OTHER, "channel"), once
+        kernel_patch(once, find_sites(once, (1, 8, 8), "all", "channel", "stream"), OTHER, "channel"), once
     )
     engine.transport.grid.silent = {1}
     request = ForgetRequest.parse("client:1")

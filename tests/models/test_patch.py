@@ -16,7 +16,7 @@ from fedortho.models.sites import find_sites
 from fedortho.models.zoo import build_model
 from fedortho.storage.files import tensors_digest, write_tensors
 from fedortho.unlearning.rank import Ranking
-from fedortho.unlearning.select import choose_kernels, kernel_count, merge_chosen, plan_edit, strengths
+from fedortho.unlearning.select import choose_kernels, kernel_count, kernel_patch, merge_chosen, strengths
 
 SHAPE = (1, 8, 8)
 
@@ -35,7 +35,7 @@ def patch_of(model: nn.Module, how: str, layers: str, chosen: dict[str, list[int
     edit, tap = how.split("/")
     sites = find_sites(model, SHAPE, layers, edit, tap)
     picked = {s: (torch.tensor(k), strengths(len(k), alpha)) for s, k in chosen.items()}
-    return bind_patch(plan_edit(model, sites, picked, edit), model)
+    return bind_patch(kernel_patch(model, sites, picked, edit), model)
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from fedortho.models.predictions import evaluate
 from fedortho.models.sites import Site, find_sites
 from fedortho.models.split import Split
 from fedortho.models.zoo import BasicBlock, ResNet
-from fedortho.statistics.spread import spread_sums
-from fedortho.unlearning.directions import Spread, check_erasable, plan_erasure, projection, spread_of
+from fedortho.statistics.responses import response_sums
+from fedortho.unlearning.directions import Moments, check_erasable, erasure_patch, moments_of, projection
 
 
 def sites_of(model: nn.Module, layers: str = "deep") -> list[Site]:
@@ -43,9 +43,9 @@ def behind(model: nn.Module, site: Site, images: Images) -> Tensor:
     return torch.stack(seen).sum(0).double()
 
 
-def spread(values: Tensor) -> Spread:
+def spread(values: Tensor) -> Moments:
     """Of responses (n, kernels, positions), by the definition."""
-    return Spread(values.mean(0), torch.stack([y @ y.T for y in values]).mean(0) / values.shape[2])
+    return Moments(values.mean(0), torch.stack([y @ y.T for y in values]).mean(0) / values.shape[2])
 
 
 def responses(shift: Tensor, number: int = 400) -> Tensor:
@@ -86,12 +86,12 @@ def test_never_more_is_removed_than_is_not_spared() -> None:
 def test_sums_add_up_and_say_how_responses_lie(digits: Dataset, digit_nets: dict[str, nn.Module], name: str) -> None:
     model, images = digit_nets[name].eval(), digits.train.subset(torch.arange(40))
     sites = sites_of(model)
-    parts = [spread_sums(model, images.subset(torch.arange(40) % 3 == part), sites) for part in range(3)]
-    whole = spread_sums(model, images, sites)
+    parts = [response_sums(model, images.subset(torch.arange(40) % 3 == part), sites) for part in range(3)]
+    whole = response_sums(model, images, sites)
     added = parts[0] + parts[1] + parts[2]
     assert all(torch.allclose(added.sums[key], value, rtol=1e-4, atol=1e-3) for key, value in whole.sums.items())
     for site in sites:
-        found, true = spread_of(whole, site.name, site.kernels), spread(behind(model, site, images).flatten(2))
+        found, true = moments_of(whole, site.name, site.kernels), spread(behind(model, site, images).flatten(2))
         assert torch.allclose(found.mean, true.mean, atol=1e-4)
         assert torch.allclose(found.second, true.second, rtol=1e-3, atol=1e-3)
 
@@ -104,9 +104,9 @@ def test_an_edited_layer_answers_the_projected_responses_and_its_norm_knows_them
     (*_, site) = sites_of(model)
     is_gone = digits.train.labels == 3
     gone, kept = digits.train.subset(is_gone), digits.train.subset(~is_gone)
-    sums = [spread_sums(model, images, [site]) for images in (gone, kept)]
+    sums = [response_sums(model, images, [site]) for images in (gone, kept)]
     labels = [label for label in range(10) if label != 3]
-    patch = plan_erasure(model, [site], sums[:1], sums[1], labels=labels, share=0.2)
+    patch = erasure_patch(model, [site], sums[:1], sums[1], labels=labels, share=0.2)
     edited = edit_model(model, patch)
     before, after = (behind(m, site, digits.valid).transpose(0, 1).flatten(1) for m in (model, edited))
     centre = behind(model, site, kept).mean((0, 2, 3))[:, None]

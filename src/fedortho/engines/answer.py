@@ -21,7 +21,7 @@ from fedortho.models.sites import Site, Structure, trace_structure
 from fedortho.models.split import Split, entry_inputs, find_split, run_tail, tail_model
 from fedortho.statistics.gram import gram_sums
 from fedortho.statistics.observe import Observation, key_of, observe, weighted_difference
-from fedortho.statistics.spread import spread_sums
+from fedortho.statistics.responses import response_sums
 from fedortho.training.loop import fit
 from fedortho.training.objectives import LOSSES
 from fedortho.training.recipe import Recipe
@@ -323,10 +323,10 @@ def _tapped(site: Site, tap: str) -> str:
     return layer.norm if tap != "conv" and layer.norm else layer.name
 
 
-def _spread(context: QueryContext, images: Images) -> Observation:
+def _responses(context: QueryContext, images: Images) -> Observation:
     """Sums of each site's responses: by position, of products of channels, and weighted by predicted probabilities."""
     context.cache.tally.images_read += len(images)
-    return spread_sums(context.model, images, context.sites(), context.device)
+    return response_sums(context.model, images, context.sites(), context.device)
 
 
 def _gram(context: QueryContext, images: Images) -> Observation:
@@ -343,7 +343,7 @@ ANSWERS: Mapping[str, AnswerFunction] = {
     "layer": _layer,
     "inputs": _classifier_inputs,
     "averages": _averages,
-    "spread": _spread,
+    "responses": _responses,
     "drift": _drift,
     "gram": _gram,
     "fisher": _gradient_sums(Tensor.square),

@@ -55,7 +55,7 @@ def draw(images: Images, most: int, seed: int) -> Images:
 
 
 STATISTICS = (
-    *("peaks", "difference", "right", "moments", "layer", "inputs", "averages", "spread", "drift"),
+    *("peaks", "difference", "right", "moments", "layer", "inputs", "averages", "responses", "drift"),
     *("fisher", "fisher-abs", "gradient", "gram"),
 )
 

@@ -133,12 +133,12 @@ def unlearn(
         with Meter(engine, forgotten) as meter:
             found = method.plan(model, meter, request, forgotten)
         edited = found.patch.apply(model)
-        return ForgetResult(*about, edited, found.patch, found.trials, found.chosen, meter.cost(), found)
+        return ForgetResult(*about, edited, found.patch, meter.cost(), found)
     with Meter(engine, forgotten) as meter:
         edited = method(model, meter, request)
         cost = meter.cost()
     patch = patch_between(model, edited, request=str(request), method=method.name)
-    return ForgetResult(*about, edited, patch, (), None, cost, None)
+    return ForgetResult(*about, edited, patch, cost)
 
 
 def _checked(request: ForgetRequest | str, method: Method | str) -> tuple[ForgetRequest, Method]:

@@ -14,7 +14,7 @@ from fedortho.errors import BadData, BadSetting
 from fedortho.methods.method import Schedule, forget_and_retain
 from fedortho.models.patch import edit_model
 from fedortho.models.sites import find_sites
-from fedortho.unlearning.select import kernel_count, plan_edit
+from fedortho.unlearning.select import kernel_count, kernel_patch
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class ClassPruning(Schedule):
             site.name: torch.stack([o.mean(site.name) for o in observations]) for site in sites
         }  # (classes, kernels)
         chosen = highest_channels(tf_idf(means, request.labels(engine.info.class_names)), self.ratio)
-        patch = plan_edit(model, sites, {s: (k, torch.ones(len(k)).double()) for s, k in chosen.items()}, "channel")
+        patch = kernel_patch(model, sites, {s: (k, torch.ones(len(k)).double()) for s, k in chosen.items()}, "channel")
         return engine.fit(edit_model(model, patch), retain, self.recipe, trainable=patch.trainable(model))
 
 

@@ -9,9 +9,10 @@ from fedortho.data.request import ForgetRequest
 from fedortho.engines.engine import Engine
 from fedortho.engines.query import Query
 from fedortho.errors import BadSetting
-from fedortho.models.patch import Patch, bind_patch
+from fedortho.methods.method import PlanningMethod
+from fedortho.models.patch import Patch
 from fedortho.unlearning.calibrate import find_edit
-from fedortho.unlearning.directions import SHARES, check_erasable, plan_erasure
+from fedortho.unlearning.directions import SHARES, check_erasable, erasure_patch
 from fedortho.unlearning.plan import ForgetPlan, Phases
 from fedortho.unlearning.settings import CalibrationSettings
 from fedortho.unlearning.task import start_task
@@ -21,16 +22,13 @@ IMAGES = 4500  # per group, to find directions on, unless statistics_images give
 
 
 @dataclass(frozen=True)
-class Directions(CalibrationSettings):
+class Directions(CalibrationSettings, PlanningMethod):
     """FedOrtho beyond the paper: of the directions in which a class stands out, as many as the budget allows."""
 
     name: ClassVar[str] = "directions"
     kinds: ClassVar[tuple[str, ...]] = ("class",)
     roles: ClassVar[str] = "all: one forward pass over some; retain: another, to repair"
     norms: ClassVar[str] = "re-estimated behind the edit"
-
-    def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
-        return self.plan(model, engine, request).patch.apply(model)
 
     def plan(
         self, model: nn.Module, engine: Engine, request: ForgetRequest, forgotten: ForgetRequest | None = None
@@ -43,7 +41,7 @@ class Directions(CalibrationSettings):
         check_erasable(task.model, task.sites, task.example)
         limit = self.statistics_images or IMAGES
         sets = (*task.forget_sets(limit), task.retain_set(limit))
-        query = Query(sets, replace(task.statistic, kind="spread"))
+        query = Query(sets, replace(task.statistic, kind="responses"))
         ((*forget, retain),), baseline = measure_statistics(task, [query], self)
         task.check_measured(forget, retain)
         phases.end("statistics")
@@ -52,10 +50,7 @@ class Directions(CalibrationSettings):
         labels = [label for label in range(len(names)) if label not in removed]
 
         def edit(share: float) -> Patch:
-            return plan_erasure(task.model, task.sites, forget, retain, labels=labels, share=share, spread=self.spread)
+            return erasure_patch(task.model, task.sites, forget, retain, labels=labels, share=share, spread=self.spread)
 
         found = find_edit(task, edit, self, baseline, ratios=SHARES, largest=True)
-        patch = bind_patch(found.patch, task.model, request=str(request), method=self.name, statistics="pooled")
-        phases.end("edit")
-        trials = (found.trials, found.chosen, found.retain_before)
-        return ForgetPlan(patch, *trials, phases.seconds, phases.spent)
+        return phases.finish(found, task.model, request=str(request), method=self.name, statistics="pooled")

@@ -34,6 +34,9 @@ class Method(Protocol):
 class PlanningMethod(Method, Protocol):
     """A method that finds a patch before it changes anything, as those of ours do."""
 
+    def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
+        return self.plan(model, engine, request).patch.apply(model)
+
     def plan(
         self, model: nn.Module, engine: Engine, request: ForgetRequest, forgotten: ForgetRequest | None = None
     ) -> ForgetPlan:
@@ -50,10 +53,17 @@ class ForgetResult:
     settings: Mapping[str, Any]  # its hyper-parameters
     model: nn.Module
     patch: Patch  # applying it to the original reproduces the model bit for bit
-    trials: tuple[Trial, ...]  # empty where nothing was tried
-    chosen: Trial | None
     cost: Cost
-    plan: ForgetPlan | None  # None: the method makes no plan
+    plan: ForgetPlan | None = None  # None: the method makes no plan
+
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        """Empty where nothing was tried."""
+        return self.plan.trials if self.plan else ()
+
+    @property
+    def chosen(self) -> Trial | None:
+        return self.plan.chosen if self.plan else None
 
 
 class CannotServe(FedOrthoError):

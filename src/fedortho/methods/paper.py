@@ -8,22 +8,14 @@ from torch import nn
 from fedortho.data.request import KINDS, ForgetRequest
 from fedortho.engines.engine import Engine
 from fedortho.errors import BadSetting
-from fedortho.models.patch import bind_patch
-from fedortho.unlearning.kernels import (
-    KernelEdit,
-    choose_weighting,
-    peak_queries,
-    rank_parts,
-    sample_correlation,
-    warn_of,
-)
-from fedortho.unlearning.plan import ForgetPlan, Phases
+from fedortho.methods.method import PlanningMethod
+from fedortho.unlearning.kernels import plan_kernels
+from fedortho.unlearning.plan import ForgetPlan
 from fedortho.unlearning.settings import KernelSettings
-from fedortho.unlearning.task import start_task
 
 
 @dataclass(frozen=True)
-class Paper(KernelSettings):
+class Paper(KernelSettings, PlanningMethod):
     """FedOrtho as printed: a fixed ratio of kernels, weakened by rank."""
 
     name: ClassVar[str] = "paper"
@@ -48,23 +40,7 @@ class Paper(KernelSettings):
         if not self.ratio:
             raise BadSetting("ratio must be above 0; the method hide finds one by target and budget")
 
-    def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
-        return self.plan(model, engine, request).patch.apply(model)
-
     def plan(
         self, model: nn.Module, engine: Engine, request: ForgetRequest, forgotten: ForgetRequest | None = None
     ) -> ForgetPlan:
-        """Measure statistics, rank kernels, weaken the first of them, bind the patch."""
-        phases = Phases(engine)
-        task = start_task(model, engine, request, self, forgotten)
-        weighting, limit = choose_weighting(task, self.weighting, "retain"), self.statistics_images
-        rankings = rank_parts(task, engine.measure(task.model, peak_queries(task, weighting, limit)), weighting)
-        correlation = sample_correlation(task, rankings, weighting, "retain", limit)
-        phases.end("statistics")
-        how = KernelEdit(self.edit, self.alpha, self.rank_base, self.scope, "equal", self.min_difference)
-        patch = how.patch(task, rankings, self.ratio)
-        patch = bind_patch(patch, task.model, request=str(request), method=self.name, statistics=weighting)
-        phases.end("edit")
-        opposed = how.opposed(rankings, self.ratio)
-        warn_of(task, how, opposed)
-        return ForgetPlan(patch, (), None, None, phases.seconds, phases.spent, correlation, opposed)
+        return plan_kernels(self, self.name, model, engine, request, forgotten)

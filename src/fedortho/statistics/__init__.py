@@ -1,1 +1,1 @@
-"""Sums over images that add up: observations, the ledger of a trained model, spreads of responses."""
+"""Sums over images that add up: observations, the ledger of a trained model, responses, products of inputs."""

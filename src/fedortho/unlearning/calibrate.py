@@ -1,10 +1,10 @@
 """From a target and a retain budget to the smallest edit that meets both, or a refusal with its frontier."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from fedortho.errors import BadSetting, FedOrthoError
+from fedortho.errors import FedOrthoError
 from fedortho.models.patch import Patch
+from fedortho.unlearning.plan import ForgetPlan
 from fedortho.unlearning.settings import CalibrationSettings
 from fedortho.unlearning.task import Task
 from fedortho.unlearning.trials import (
@@ -30,26 +30,6 @@ class Refused(FedOrthoError):
         self.frontier = tuple(frontier)
 
 
-@dataclass(frozen=True)
-class FoundEdit:
-    """The edit to apply, and the trials that led to it."""
-
-    patch: Patch
-    ratio: float
-    trials: tuple[Trial, ...] = ()
-    chosen: Trial | None = None
-    retain_before: float | None = None
-
-
-def check_target(task: Task, settings: CalibrationSettings) -> None:
-    """Refuse a target that the request has no use for."""
-    if not task.request.classes and not settings.ratio and settings.target != CalibrationSettings.target:
-        raise BadSetting(
-            f"target {settings.target:g} is for classes; {task.request.kind} requests aim at what unseen images of the "
-            "same labels get: leave --target out"
-        )
-
-
 def find_edit(
     task: Task,
     edit: Callable[[float], Patch],
@@ -59,22 +39,22 @@ def find_edit(
     ratios: Sequence[float] = RATIOS,
     largest: bool = False,
     repair: bool = True,
-) -> FoundEdit:
+) -> ForgetPlan:
     """The edit at the given ratio, or at the one that meets target and budget; repaired, and scrubbed where needed."""
     if settings.ratio and not repair:
-        return FoundEdit(edit(settings.ratio), settings.ratio)
+        return ForgetPlan(edit(settings.ratio), settings.ratio)
     if settings.ratio:
         (trial,) = make_runner(task, settings, None, repair=repair).attempt(
             [Candidate(edit(settings.ratio), settings.ratio)]
         )
-        return FoundEdit(trial.patch, trial.ratio, (trial,), trial)
+        return ForgetPlan(trial.patch, trial.ratio, (trial,), trial)
     if baseline is None:
         measured = task.engine.measure(task.model, baseline_queries(task, settings))
         baseline = read_baseline(task, settings, measured)
     runner = make_runner(task, settings, baseline, repair=repair)
     least = baseline.retain - settings.max_retain_drop
     chosen, trials = calibrate(runner, edit, least, ratios, largest, may_scrub=settings.scrub)
-    return FoundEdit(chosen.patch, chosen.ratio, tuple(trials), chosen, baseline.retain)
+    return ForgetPlan(chosen.patch, chosen.ratio, tuple(trials), chosen, baseline.retain)
 
 
 def calibrate(

@@ -22,7 +22,7 @@ from fedortho.models.graph import Layer
 from fedortho.models.patch import Patch
 from fedortho.models.sites import Site
 from fedortho.statistics.observe import Observation
-from fedortho.statistics.spread import responses
+from fedortho.statistics.responses import responses
 from fedortho.unlearning.select import SPREADS, kernel_count
 
 SHARES = (0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.125, 0.15, 0.2, 0.25, 0.3)  # of directions, to be tried
@@ -30,7 +30,7 @@ FLOOR = 1e-2  # of the mean variance, added to every variance: directions that n
 
 
 @dataclass(frozen=True)
-class Spread:
+class Moments:
     """First and second moments of the responses of one site over a set of images."""
 
     mean: Tensor  # (kernels, positions)
@@ -69,10 +69,10 @@ def _problem(model: nn.Module, layer: Layer) -> str | None:
     return None
 
 
-def spread_of(group: Observation, name: str, kernels: int) -> Spread:
+def moments_of(group: Observation, name: str, kernels: int) -> Moments:
     """The moments of one site, from the sums of a query."""
     mean = group.mean(f"{name}:mean").view(kernels, -1)
-    return Spread(mean, group.mean(f"{name}:second").view(kernels, kernels) / mean.shape[1])
+    return Moments(mean, group.mean(f"{name}:second").view(kernels, kernels) / mean.shape[1])
 
 
 def answered_means(group: Observation, name: str, kernels: int, labels: Sequence[int]) -> Tensor:
@@ -82,7 +82,7 @@ def answered_means(group: Observation, name: str, kernels: int, labels: Sequence
     return sums / weights.clamp_min(1e-12)
 
 
-def projection(forget: Sequence[Spread], retain: Spread, means: Tensor, number: int) -> tuple[Tensor, Tensor]:
+def projection(forget: Sequence[Moments], retain: Moments, means: Tensor, number: int) -> tuple[Tensor, Tensor]:
     """The projector that removes `number` directions, and the energy in each direction that may be removed, falling.
 
     `means` are those of retained classes, (kernels, classes); their differences are spared. An energy of 1 is that of
@@ -98,7 +98,7 @@ def projection(forget: Sequence[Spread], retain: Spread, means: Tensor, number: 
     basis, values, _ = torch.linalg.svd(apart, full_matrices=False)
     basis = basis[:, values > 1e-6 * values.max()]
     others = unit - basis @ basis.T
-    energy = torch.stack([spread.around(retain.mean) for spread in forget]).mean(0)
+    energy = torch.stack([part.around(retain.mean) for part in forget]).mean(0)
     white = others @ inverse @ energy @ inverse.T @ others
     energies, directions = torch.linalg.eigh((white + white.T) / 2)
     free = len(unit) - basis.shape[1]
@@ -106,7 +106,7 @@ def projection(forget: Sequence[Spread], retain: Spread, means: Tensor, number: 
     return root @ (unit - removed @ removed.T) @ inverse, energies.flip(0)[:free]
 
 
-def plan_erasure(
+def erasure_patch(
     model: nn.Module,
     sites: Sequence[Site],
     forget: Sequence[Observation],
@@ -125,18 +125,18 @@ def plan_erasure(
     numbers = {}
     for site, part in zip(sites, SPREADS[spread](len(sites)), strict=True):
         number = kernel_count(min(share * part, 1.0), site.kernels)
-        whole = spread_of(retain, site.name, site.kernels)
+        whole = moments_of(retain, site.name, site.kernels)
         means = answered_means(retain, site.name, site.kernels, labels)
-        projector, energies = projection([spread_of(o, site.name, site.kernels) for o in forget], whole, means, number)
+        projector, energies = projection([moments_of(o, site.name, site.kernels) for o in forget], whole, means, number)
         numbers[site.name] = min(number, len(energies))
         centre = whole.mean.mean(1)
         offset = (centre - projector @ centre) / len(site.layers)  # (I − P) m̄, shared by the layers of a stream
         for layer in site.layers:
-            replaced |= _absorbed(model, layer, spread_of(retain, layer.name, layer.kernels), projector, offset)
+            replaced |= _absorbed(model, layer, moments_of(retain, layer.name, layer.kernels), projector, offset)
     return Patch("", "", replaced=replaced, note={"edit": "directions", "sites": {}, "directions": numbers})
 
 
-def _absorbed(model: nn.Module, layer: Layer, own: Spread, projector: Tensor, offset: Tensor) -> Mapping[str, Tensor]:
+def _absorbed(model: nn.Module, layer: Layer, own: Moments, projector: Tensor, offset: Tensor) -> Mapping[str, Tensor]:
     """The layer's tensors with which it computes P y + offset instead of y."""
     conv = model.get_submodule(layer.name)
     weight = conv.get_parameter("weight").detach()

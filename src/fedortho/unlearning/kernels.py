@@ -2,68 +2,99 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from fedortho.data.request import EmptyGroup
+from fedortho.data.request import EmptyGroup, ForgetRequest
+from fedortho.engines.engine import Engine
 from fedortho.engines.query import Query
 from fedortho.errors import BadSetting
 from fedortho.models.patch import Patch
-from fedortho.models.sites import Site
 from fedortho.statistics.observe import Observation, key_of
+from fedortho.unlearning.calibrate import find_edit
+from fedortho.unlearning.plan import ForgetPlan, Phases
 from fedortho.unlearning.rank import Ranking, rank_correlation, rank_kernels, same_label_retain
-from fedortho.unlearning.select import choose_kernels, merge_chosen, plan_edit, strengths
-from fedortho.unlearning.task import Task
+from fedortho.unlearning.select import choose_kernels, kernel_patch, merge_chosen, strengths
+from fedortho.unlearning.settings import CalibrationSettings, KernelSettings
+from fedortho.unlearning.task import Task, start_task
+from fedortho.unlearning.trials import measure_statistics
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class KernelEdit:
-    """How kernels are chosen and weakened, whatever the ratio."""
+def plan_kernels(
+    method: KernelSettings,
+    name: str,
+    model: nn.Module,
+    engine: Engine,
+    request: ForgetRequest,
+    forgotten: ForgetRequest | None,
+) -> ForgetPlan:
+    """Measure statistics, rank kernels, weaken a ratio of them, bind the patch.
 
-    edit: str
-    alpha: float
-    rank_base: int
-    scope: str
-    spread: str
-    min_difference: float
+    The ratio is given, or calibrated by trials, each of them repaired and scrubbed.
+    """
+    phases = Phases(engine)
+    task = start_task(model, engine, request, method, forgotten)
+    calibration = method if isinstance(method, CalibrationSettings) else None
+    _check(task, method, calibration)
+    weighting = choose_weighting(task, method)
+    queries = peak_queries(task, weighting, method.statistics_images)
+    peaks, baseline = measure_statistics(task, queries, calibration)
+    rankings = rank_parts(task, peaks, weighting, method.contrast)
+    correlation = sample_correlation(task, rankings, weighting, method)
+    phases.end("statistics")
 
-    def choose(self, ranking: Ranking, ratio: float) -> dict[str, Tensor]:
-        """Site → kernels."""
-        return choose_kernels(ranking, ratio, scope=self.scope, spread=self.spread, min_difference=self.min_difference)
+    def edit(ratio: float) -> Patch:
+        return weakened(task, rankings, method, ratio)
 
-    def patch(self, task: Task, rankings: Sequence[Ranking], ratio: float) -> Patch:
-        """The kernels of each part's ranking, weakened; a kernel of several parts by its larger strength."""
-        selections = []
-        for ranking in rankings:
-            chosen = self.choose(ranking, ratio)
-            strong = {site: strengths(len(kernels), self.alpha, self.rank_base) for site, kernels in chosen.items()}
-            selections.append({site: (kernels, strong[site]) for site, kernels in chosen.items()})
-        return plan_edit(task.model, task.sites, merge_chosen(selections), self.edit)
-
-    def opposed(self, rankings: Sequence[Ranking], ratio: float) -> int:
-        """How many of the edited kernels respond at least as strongly to the retain set."""
-        if not ratio:
-            return 0  # nothing was edited
-        return sum(
-            int((ranking.scores[site][kernels] <= 0).sum())
-            for ranking in rankings
-            for site, kernels in self.choose(ranking, ratio).items()
-        )
+    if calibration is None:
+        found = ForgetPlan(edit(method.ratio), method.ratio)
+    else:
+        found = find_edit(task, edit, calibration, baseline, repair=method.repair)
+    opposed = count_opposed(rankings, method, found.ratio)
+    found = replace(found, sample_correlation=correlation, opposed=opposed)
+    _warn(task, method, opposed)
+    return phases.finish(found, task.model, request=str(request), method=name, statistics=weighting)
 
 
-def choose_weighting(task: Task, weighting: str, contrast: str) -> str:
+def chosen_kernels(ranking: Ranking, method: KernelSettings, ratio: float) -> dict[str, Tensor]:
+    """Site → kernels."""
+    about = {"scope": method.scope, "spread": method.spread}
+    return choose_kernels(ranking, ratio, **about, min_difference=method.min_difference)
+
+
+def weakened(task: Task, rankings: Sequence[Ranking], method: KernelSettings, ratio: float) -> Patch:
+    """The kernels of each part's ranking, weakened; a kernel of several parts by its larger strength."""
+    selections = []
+    for ranking in rankings:
+        chosen = chosen_kernels(ranking, method, ratio)
+        selections.append({s: (k, strengths(len(k), method.alpha, method.rank_base)) for s, k in chosen.items()})
+    return kernel_patch(task.model, task.sites, merge_chosen(selections), method.edit)
+
+
+def count_opposed(rankings: Sequence[Ranking], method: KernelSettings, ratio: float) -> int:
+    """How many of the edited kernels respond at least as strongly to the retain set."""
+    if not ratio:
+        return 0  # nothing was edited
+    return sum(
+        int((ranking.scores[site][kernels] <= 0).sum())
+        for ranking in rankings
+        for site, kernels in chosen_kernels(ranking, method, ratio).items()
+    )
+
+
+def choose_weighting(task: Task, method: KernelSettings) -> str:
     """Pooled or the paper's; the latter is undefined for a client, whose images are all in the forget set."""
     if not task.engine.info.is_federated:
         return "pooled"
-    if contrast == "same-class":
+    if method.contrast == "same-class":
         raise BadSetting("contrast same-class needs sums by label, which never leave a client; use retain")
-    if weighting == "paper" and task.request.clients:
+    if method.weighting == "paper" and task.request.clients:
         logger.warning("the paper's weighting is undefined for client requests: pooled statistics are used")
         return "pooled"
-    return weighting
+    return method.weighting
 
 
 def peak_queries(task: Task, weighting: str, limit: int) -> list[Query]:
@@ -89,32 +120,42 @@ def rank_parts(
     return [rank_kernels(part, same_label_retain(part, retain) if same else retain, keys) for part in forget]
 
 
-def sample_correlation(
-    task: Task, rankings: Sequence[Ranking], weighting: str, contrast: str, limit: int
-) -> float | None:
+def sample_correlation(task: Task, rankings: Sequence[Ranking], weighting: str, method: KernelSettings) -> float | None:
     """Rank correlation of a subsample's rankings with those of all images; only where the engine has a ledger."""
-    if not limit or not task.engine.info.has_ledger:
+    if not method.statistics_images or not task.engine.info.has_ledger:
         return None
     measured = task.engine.measure(task.model, peak_queries(task, weighting, 0))
-    known = rank_parts(task, measured, weighting, contrast)
+    known = rank_parts(task, measured, weighting, method.contrast)
     values = [rank_correlation(a, b) for a, b in zip(rankings, known, strict=True)]
     return sum(values) / len(values)
 
 
-def normed_layers(sites: Sequence[Site]) -> list[str]:
+def _normed_layers(task: Task) -> list[str]:
     """Edited layers that a batch norm follows: re-estimating its statistics undoes a scaled kernel."""
-    return [layer.name for site in sites for layer in site.layers if layer.norm_kind == "BatchNorm2d"]
+    return [layer.name for site in task.sites for layer in site.layers if layer.norm_kind == "BatchNorm2d"]
 
 
-def warn_of(task: Task, how: KernelEdit, opposed: int) -> None:
+def _check(task: Task, method: KernelSettings, calibration: CalibrationSettings | None) -> None:
+    """Refuse a target that the request has no use for, and a repair that would undo the edit."""
+    if calibration and not (task.request.classes or method.ratio) and calibration.target != CalibrationSettings.target:
+        raise BadSetting(
+            f"target {calibration.target:g} is for classes; {task.request.kind} requests aim at what unseen images "
+            "of the same labels get: leave --target out"
+        )
+    normed = _normed_layers(task)
+    if method.edit == "conv" and method.repair and method.alpha < 1 and normed:  # the norm divides the scale out again
+        raise BadSetting(f"repair undoes a conv edit before batch norm ({normed[0]}); give --no-repair or --alpha 1")
+
+
+def _warn(task: Task, method: KernelSettings, opposed: int) -> None:
     """Say where the edit is weaker than it looks."""
     if opposed:
         logger.warning(
             "%d of the edited kernels respond at least as strongly to the retain set; --min-difference 0 spares them",
             opposed,
         )
-    normed = normed_layers(task.sites)
-    if how.edit == "conv" and normed and how.alpha < 1:
+    normed = _normed_layers(task)
+    if method.edit == "conv" and normed and method.alpha < 1:
         logger.warning(
             "batch norm follows %s: re-estimating its statistics undoes a conv edit; take the method hide",
             normed[0] if len(normed) == 1 else f"{len(normed)} of the edited layers",

@@ -2,10 +2,12 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+
+from torch import nn
 
 from fedortho.engines.engine import Engine, Tally
-from fedortho.models.patch import Patch
+from fedortho.models.patch import Patch, bind_patch
 from fedortho.unlearning.trials import Trial
 
 
@@ -14,11 +16,12 @@ class ForgetPlan:
     """A patch and how it was found."""
 
     patch: Patch
-    trials: tuple[Trial, ...]  # empty for a fixed ratio without repair
-    chosen: Trial | None
-    retain_before: float | None  # accuracy on the images of the trials before the edit
-    seconds: Mapping[str, float]  # statistics, edit
-    spent: Mapping[str, Tally]  # by the engine, for the same two
+    ratio: float
+    trials: tuple[Trial, ...] = ()  # empty for a fixed ratio without repair
+    chosen: Trial | None = None
+    retain_before: float | None = None  # accuracy on the images of the trials before the edit
+    seconds: Mapping[str, float] = field(default_factory=dict)  # statistics, edit
+    spent: Mapping[str, Tally] = field(default_factory=dict)  # by the engine, for the same two
     sample_correlation: float | None = None  # of the subsample's ranking with the ledger's
     opposed: int = 0  # edited kernels that respond at least as strongly to the retain set
 
@@ -41,3 +44,9 @@ class Phases:
         now, tally = time.perf_counter(), replace(self.engine.tally)
         self.seconds[phase], self.spent[phase] = now - self._since, tally.since(self._before)
         self._since, self._before = now, tally
+
+    def finish(self, plan: ForgetPlan, model: nn.Module, **about: str) -> ForgetPlan:
+        """The plan with its patch bound to the model, and with what its phases took."""
+        patch = bind_patch(plan.patch, model, **about)
+        self.end("edit")
+        return replace(plan, patch=patch, seconds=self.seconds, spent=self.spent)

@@ -96,7 +96,9 @@ def merge_chosen(several: Sequence[Mapping[str, tuple[Tensor, Tensor]]]) -> dict
     }
 
 
-def plan_edit(model: nn.Module, sites: Sequence[Site], chosen: Mapping[str, tuple[Tensor, Tensor]], edit: str) -> Patch:
+def kernel_patch(
+    model: nn.Module, sites: Sequence[Site], chosen: Mapping[str, tuple[Tensor, Tensor]], edit: str
+) -> Patch:
     """The patch that weakens the chosen kernels (site → kernels, strengths) by 1 − S; not yet bound to digests.
 
     `conv` scales the kernel's weight and bias, as printed. `channel` scales what leaves the layer: scale and

@@ -65,6 +65,21 @@ class KernelSettings(EditSettings):
     weighting: Annotated[str, "in a federation: pooled sums, or the paper's weighted local differences"] = "pooled"
     min_difference: Annotated[float, "spare kernels whose difference is below this"] = -1e30
 
+    @property
+    def spread(self) -> str:
+        """How the ratio is spread over layers."""
+        return "equal"
+
+    @property
+    def contrast(self) -> str:
+        """The retained images against which kernels are ranked."""
+        return "retain"
+
+    @property
+    def repair(self) -> bool:
+        """Whether batch-norm statistics behind the edit are re-estimated."""
+        return False
+
 
 @dataclass(frozen=True)
 class CalibrationSettings(EditSettings):

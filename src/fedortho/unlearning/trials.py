@@ -5,7 +5,7 @@ Forget accuracy is measured on training images, retain accuracy on validation im
 A central engine tries one candidate after the other; a federation tries many in one exchange.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -96,13 +96,14 @@ def _unseen_accuracy(part: Observation, retain: Observation, overall: float) -> 
 
 
 def measure_statistics(
-    task: Task, queries: Sequence[Query], settings: CalibrationSettings
+    task: Task, queries: Sequence[Query], settings: CalibrationSettings | None
 ) -> tuple[list[list[Observation]], Baseline | None]:
-    """Answers to the queries; a federation counts what is right before any edit in the same exchange."""
-    together = baseline_queries(task, settings) if task.engine.info.is_federated and not settings.ratio else []
-    measured = task.engine.measure(task.model, [*queries, *together])
+    """Answers to the queries; a federation that calibrates counts correct predictions in the same exchange."""
+    if settings is None or settings.ratio or not task.engine.info.is_federated:
+        return task.engine.measure(task.model, queries), None
+    measured = task.engine.measure(task.model, [*queries, *baseline_queries(task, settings)])
     number = len(queries)
-    return measured[:number], read_baseline(task, settings, measured[number:]) if together else None
+    return measured[:number], read_baseline(task, settings, measured[number:])
 
 
 @dataclass
@@ -190,16 +191,3 @@ def make_runner(
         layerwise=settings.repair_by == "layers",
         classifier=find_classifier(task.model, classes, example) if task.request.kind == "class" else None,
     )
-
-
-def trace_frontier(
-    task: Task,
-    edit: Callable[[float], Patch],
-    ratios: Sequence[float],
-    settings: CalibrationSettings,
-    *,
-    repair: bool = True,
-) -> list[Trial]:
-    """The trial of each ratio, after one without any edit (ratio 0); for plots and comparisons."""
-    candidates = [Candidate(NOTHING, 0.0), *(Candidate(edit(ratio), ratio) for ratio in ratios)]
-    return make_runner(task, settings, None, repair=repair).attempt(candidates)

@@ -1,4 +1,4 @@
-"""How the responses of edited layers lie: sums by position, of products, and with the network's own predictions."""
+"""Responses of edited layers: sums by position, of products, and with the network's own predictions."""
 
 from collections.abc import Iterator, Sequence
 
@@ -36,7 +36,7 @@ def _taps(sites: Sequence[Site]) -> Iterator[tuple[str, Layer]]:
             yield from ((layer.name, layer) for layer in site.layers)
 
 
-def spread_sums(
+def response_sums(
     model: nn.Module, images: Images, sites: Sequence[Site], device: torch.device | str = "cpu"
 ) -> Observation:
     """Sums over images: responses by position, their products, and pooled responses times the model's own answers."""
