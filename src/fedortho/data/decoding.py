@@ -219,8 +219,11 @@ def _decode(encoded: EncodedImages, size: int, progress: Report | None) -> NDArr
             for where, image in chain.from_iterable(pool.map(partial(_decode_chunk, size), chunks)):
                 if not done:
                     pixels, origin = np.empty((total, *image.shape), np.uint8), where
-                if image.shape[1:] != pixels.shape[2:]:
-                    raise _other_size(where, image.shape[1:], origin, pixels.shape[2:])
+                if (shape := image.shape[1:]) != (first := pixels.shape[2:]):
+                    raise BadData(
+                        f"{where}: the image is {shape[1]}x{shape[0]} pixels, the first one ({origin}) is "
+                        f"{first[1]}x{first[0]}; pass --image-size N to resize them all"
+                    )
                 if len(image) > pixels.shape[1]:
                     pixels = np.repeat(pixels, 3, axis=1)
                 pixels[done] = image
@@ -228,13 +231,6 @@ def _decode(encoded: EncodedImages, size: int, progress: Report | None) -> NDArr
             if progress is not None:
                 progress(done, total)
     return pixels
-
-
-def _other_size(where: str, size: tuple[int, ...], first: str, first_size: tuple[int, ...]) -> BadData:
-    return BadData(
-        f"{where}: the image is {size[1]}x{size[0]} pixels, "
-        f"the first one ({first}) is {first_size[1]}x{first_size[0]}; pass --image-size N to resize them all"
-    )
 
 
 def _decode_chunk(size: int, chunk: Sequence[tuple[str, bytes | None]]) -> list[tuple[str, NDArray[np.uint8]]]:

@@ -61,9 +61,13 @@ class ForgetRequest:
         unique = {kind: tuple(dict.fromkeys(words)) for kind, words in found.items()}
         return cls(unique["class"], tuple(map(int, unique["client"])), unique["samples"])
 
+    @property
+    def _words(self) -> tuple[tuple[str, ...], ...]:
+        """What is named, in the order of `KINDS`."""
+        return self.classes, tuple(map(str, self.clients)), self.samples
+
     def __str__(self) -> str:
-        parts = [("class", self.classes), ("client", tuple(map(str, self.clients))), ("samples", self.samples)]
-        return shlex.join(f"{kind}:{','.join(words)}" for kind, words in parts if words)
+        return shlex.join(f"{k}:{','.join(words)}" for k, words in zip(KINDS, self._words, strict=True) if words)
 
     @property
     def word(self) -> str:
@@ -86,14 +90,12 @@ class ForgetRequest:
         >>> ForgetRequest.parse("class:3 client:1").kinds
         ['class', 'client']
         """
-        return [k for k, words in zip(KINDS, (self.classes, self.clients, self.samples), strict=True) if words]
+        return [kind for kind, words in zip(KINDS, self._words, strict=True) if words]
 
     def __add__(self, other: "ForgetRequest") -> "ForgetRequest":
-        pairs = zip(
-            (self.classes, self.clients, self.samples), (other.classes, other.clients, other.samples), strict=True
-        )
+        pairs = zip(self._words, other._words, strict=True)
         classes, clients, samples = (tuple(dict.fromkeys((*mine, *theirs))) for mine, theirs in pairs)
-        return ForgetRequest(classes, clients, samples)  # type: ignore[arg-type]  # words, numbers, words
+        return ForgetRequest(classes, tuple(map(int, clients)), samples)
 
     def settled(self, names: Sequence[str]) -> "ForgetRequest":
         """The same request in canonical form: labels as numbers, everything sorted.
@@ -106,8 +108,7 @@ class ForgetRequest:
 
     def covers(self, other: "ForgetRequest") -> bool:
         """Whether this request names everything that `other` names; both in canonical form."""
-        pairs = ((self.classes, other.classes), (self.clients, other.clients), (self.samples, other.samples))
-        return all(set(theirs) <= set(mine) for mine, theirs in pairs)
+        return all(set(theirs) <= set(mine) for mine, theirs in zip(self._words, other._words, strict=True))
 
     def parts(self) -> list["ForgetRequest"]:
         """The parts that are ranked separately: each class, and all clients and samples together."""
@@ -225,7 +226,4 @@ def _row(word: str, clients: Clients | None) -> int:
 
 def union_of(requests: Sequence[ForgetRequest]) -> ForgetRequest | None:
     """One request that names everything these requests name; None if there are none."""
-    total = None
-    for request in requests:
-        total = request if total is None else total + request
-    return total
+    return sum(requests[1:], requests[0]) if requests else None

@@ -126,17 +126,14 @@ def _locate(name: str, source: Source | None, data_dir: Path | None) -> tuple[Sp
     if source is None:
         path = Path(name).expanduser()
         if not path.exists():
-            hint = f", or give a path: there is no file or directory {path}" if _looks_like_path(name) else ""
+            is_path = "/" in name or os.sep in name or name.startswith((".", "~")) or name.endswith(".parquet")
+            hint = f", or give a path: there is no file or directory {path}" if is_path else ""
             raise UnknownName(f"{unknown('dataset', name, DATASETS)}{hint}")
         return (SplitFiles((path,)),) if path.is_file() else _split_files(path)
     if source.asset:
         return (SplitFiles((Path(__file__).parent / source.asset,), image=source.image, label=source.label),)
     directory = _from_hub(name, source) if data_dir is None else _within(name, source, data_dir)
     return tuple(replace(split, image=source.image, label=source.label) for split in _split_files(directory))
-
-
-def _looks_like_path(name: str) -> bool:
-    return "/" in name or os.sep in name or name.startswith((".", "~")) or name.endswith(".parquet")
 
 
 def _within(name: str, source: Source, data_dir: Path) -> Path:
@@ -232,21 +229,17 @@ def _load_decoded(files: SplitFiles, size: int, progress: Report | None) -> Deco
     digest = _content_digest(files)
     key = _joined([digest, str(DECODER), str(size), files.role, files.image, files.label])
     try:
-        return _read_cache(_cache_file(key), digest)
+        return _read_cache(cache_dir() / f"{key[:40]}.safetensors", digest)
     except (BadCheckpoint, KeyError, ValueError, OSError, RuntimeError) as error:
         logger.debug("no decoded images in the cache: %s", error)
     store = decode_files(files, size, digest, progress)
     note = {"test-from-train": store.test_from_train, "names": store.names, "mean": store.mean, "std": store.std}
     tensors = {"pixels": store.pixels, "labels": store.labels, "train": store.train, "test": store.test}
     try:
-        write_tensors(_cache_file(key), tensors, note)
+        write_tensors(cache_dir() / f"{key[:40]}.safetensors", tensors, note)
     except (OSError, RuntimeError, FedOrthoError) as error:  # RuntimeError: there is no home directory
         logger.warning("decoded images are not cached (%s); set FEDORTHO_CACHE to a writable directory", error)
     return store
-
-
-def _cache_file(key: str) -> Path:
-    return cache_dir() / f"{key[:40]}.safetensors"
 
 
 def _read_cache(file: Path, digest: str) -> DecodedImages:
