@@ -72,11 +72,7 @@ def judge_original(model: str, seed: int, arguments: Any) -> None:
         if is_current(page, forgot, others, shadows=bool(arguments.shadows)):
             continue
         case = case_of(forgot, request, data, original, others[0], others[1] if len(others) > 1 else None)
-        roles = (
-            "original",
-            "reference",
-            "second_reference",
-        )  # the same objects, so that cached measurements are used again
+        roles = ("original", "reference", "second_reference")  # one object each, for the measurements in the cache
         same = {role: loaded.setdefault(f"{role} {others[0].path}", getattr(case, role)) for role in roles}
         case = replace(case, **same)
         if suite is None or method == "retrain":

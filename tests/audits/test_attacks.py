@@ -11,11 +11,12 @@ from torch import nn
 from worlds import World
 
 from fedortho.audits.copies import exported, folded, halved, quantise
-from fedortho.audits.distance import cka, total_variation
+from fedortho.audits.distance import cka
 from fedortho.audits.measurements import balanced_sample, features
 from fedortho.audits.norms import rescale_short
 from fedortho.audits.probe import ridge, stage_entries
 from fedortho.audits.relearn import prototype, speed_up
+from fedortho.evaluation.metric_suite import total_variation
 from fedortho.models.zoo import build_model
 
 
@@ -60,10 +61,10 @@ def test_cka_does_not_see_rotation_scale_or_shift_and_a_constant_resembles_nothi
 
 
 def test_total_variation_runs_from_0_to_1_also_for_certain_answers() -> None:
-    certain = torch.tensor([[1e30, 0.0, 0.0]])
+    certain = torch.tensor([[1e30, 0.0, 0.0]]).softmax(1)
     assert total_variation(certain, certain) == 0.0
     assert total_variation(certain, certain.roll(1, 1)) == 1.0
-    assert total_variation(torch.zeros(1, 3), certain) == pytest.approx(2 / 3)
+    assert total_variation(torch.zeros(1, 3).softmax(1), certain) == pytest.approx(2 / 3)
 
 
 @given(some.integers(2, 8), some.integers(0, 100))

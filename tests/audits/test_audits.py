@@ -88,9 +88,10 @@ def test_random_noise_on_the_weights_fails_retention_and_a_retrained_network_doe
 
 
 def test_without_a_reference_nothing_reads_pass(world: World) -> None:
-    audits = run_audits(world.case(world.references[2], reference=False), "full", only=("C1", "C2", "C5", "C6"))
+    case, names = world.case(world.references[2], reference=False), ("C1", "C2", "C5", "C6")
+    audits = run_audits(case, "full", only=names, cache=world.cache)
     found = by_name(audits)
-    for name in ("C1", "C2", "C5", "C6"):
+    for name in names:
         assert found[name].outcome == "NO REFERENCE"
         assert found[name].value is None
         assert found[name].unlearned is not None
@@ -159,7 +160,8 @@ def test_probabilities_of_exactly_0_and_1_are_answers_like_others(world: World) 
     def harden(model: nn.Module) -> None:
         model.fc.weight *= 1e4
 
-    audits = run_audits(world.case(world.changed(harden), second=True), "full", only=("C5", "C6"))
+    case = world.case(world.changed(harden), second=True)
+    audits = run_audits(case, "full", only=("C5", "C6"), cache=world.cache)
     assert {"PASS", "FAIL"} >= {audits[4].outcome, audits[5].outcome}
     assert 0 <= audits[4].details["total_variation"] <= 1
 
@@ -187,7 +189,7 @@ def test_what_is_not_part_of_the_budget_says_so(world: World) -> None:
     audits = run_audits(world.case(world.original), "none", on_step=told.append)
     assert label(audits) == "none of 6 run"
     assert not told
-    audits = run_audits(world.case(world.references[2]), only=("C6",), on_step=told.append)
+    audits = run_audits(world.case(world.references[2]), only=("C6",), on_step=told.append, cache=world.cache)
     assert told == ["deployed copies"]
     assert audits[3].finding == "not requested, only C6"
     with pytest.raises(UnknownName, match="C7"):

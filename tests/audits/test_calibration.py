@@ -7,8 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from fedortho.audits import AUDITS, relearn
-from fedortho.audits.thresholds import calibrated_limits
+from fedortho.audits import AUDITS, copies, relearn
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadCheckpoint
 from fedortho.requests.references import reference_name, reference_settings, train_reference
@@ -34,16 +33,17 @@ def test_the_limits_are_those_of_the_calibration_or_else_the_proposals(calibrati
     assert limits == saved["limits"] == calibration.limits_of(saved["rows"])
 
 
-def test_a_limit_is_the_proposal_unless_retrained_models_need_more() -> None:
-    proposed = {"probe": 0.05, "speed-up": 2.0, "norms": 0.02, "copies": 0.01}
-    limits = calibrated_limits({"probe": [0.01, 0.0601, -0.3], "speed-up": [1.2], "norms": []}, proposed)
-    assert limits == {**proposed, "probe": 0.061}
+def test_a_limit_is_the_proposal_unless_retrained_models_need_more(calibration: ModuleType) -> None:
+    rows = [{"values": dict.fromkeys(calibration.PROPOSED) | {"probe": gap}} for gap in (0.01, 0.0601, -0.3)]
+    rows[0]["values"]["speed-up"] = 1.2
+    assert calibration.limits_of(rows) == {**calibration.PROPOSED, "probe": 0.061}
 
 
 def test_one_command_calibrates_and_goes_on_where_it_was_stopped(
     calibration: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(relearn, "STEPS", 2)
+    monkeypatch.setattr(copies, "COPIES", {"fp16": copies.halved})  # exporting takes seconds
     settings = TrainSettings(data="digits", model="small:TinyNet", epochs=2, batch_size=64, threads=1, crop=0, flip=0.0)
     run, asked = train_run(tmp_path / "original", settings), ForgetRequest.parse("class:3")
     for seed in (0, 1, 2):

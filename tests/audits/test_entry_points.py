@@ -11,8 +11,7 @@ from fedortho.audits import AUDITS, find_audit, known_audits, run_audits
 from fedortho.audits.audit import Audit
 from fedortho.audits.judge import judge
 from fedortho.audits.measurements import MeasurementCache, forget_accuracy
-from fedortho.audits.result import AuditResult
-from fedortho.audits.thresholds import Limit
+from fedortho.audits.result import AuditResult, Limit
 from fedortho.data.images import Images, make_dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadSetting, UnknownName
@@ -52,7 +51,7 @@ def test_an_audit_of_another_package_runs_and_counts(monkeypatch: pytest.MonkeyP
     result = run_audits(case, only=["guess"])[-1]
     assert (result.name, result.title, result.outcome) == ("guess", "plain guessing", "PASS")
     assert "quick" in result.finding
-    verdict = judge(model, data, "class:1", original=TinyNet().eval(), reference=TinyNet().eval())
+    verdict = judge(model, data, "class:1", original=TinyNet().eval(), reference=TinyNet().eval(), only=["guess"])
     assert verdict.audit("guess") is not None
     assert "of 7" in verdict.label
 

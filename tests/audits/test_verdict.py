@@ -9,8 +9,7 @@ from verdicts import RECORD
 
 from fedortho.audits import AUDITS
 from fedortho.audits.result import AuditResult, Outcome
-from fedortho.audits.sentences import subject_of
-from fedortho.audits.verdict import DERIVED, NEVER_TESTED, Verdict, read_verdict, write_verdict
+from fedortho.audits.verdict import DERIVED, NEVER_TESTED, Verdict, read_verdict, subject_of, write_verdict
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadRecord
 from fedortho.evaluation.metrics import Metric

@@ -132,12 +132,12 @@ def test_statistic_attacks_agree_with_a_loop_also_when_a_class_has_no_known_imag
 def test_classes_with_few_known_images_on_either_side_share_the_global_threshold() -> None:
     members, others = torch.tensor([5.0, 6, 7, 8, 100, 100]), torch.tensor([1.0, 2, 3, 4, 4, 100])
     member_labels, other_labels = torch.tensor([0, 0, 0, 0, 1, 1]), torch.tensor([0, 0, 0, 0, 0, 1])
-    thresholds = fit_thresholds(members, member_labels, others, other_labels, classes=3, min_known=2)
-    assert thresholds.fallback == (1, 2)
-    assert thresholds.per_class.tolist() == [5.0, 5.0, 5.0]
-    alone = fit_thresholds(members, member_labels, others, other_labels, classes=3, min_known=1)
-    assert alone.fallback == (2,)
-    assert alone.per_class.tolist() == [5.0, 100.0, 5.0]
+    thresholds, fallback = fit_thresholds(members, member_labels, others, other_labels, classes=3, min_known=2)
+    assert fallback == [1, 2]
+    assert thresholds.tolist() == [5.0, 5.0, 5.0]
+    alone, fallback = fit_thresholds(members, member_labels, others, other_labels, classes=3, min_known=1)
+    assert fallback == [2]
+    assert alone.tolist() == [5.0, 100.0, 5.0]
 
 
 def confident(share: float, number: int, seed: int) -> Predictions:

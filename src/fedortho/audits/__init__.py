@@ -67,7 +67,18 @@ def run_audits(
     if budget != "none":
         for role in [*roles_of(case), *(["second_reference"] if case.second_reference is not None else [])]:
             eval_logits(case, cache, role)  # refuses NaN
-    return [_run(audit, case, budget, only, on_step, cache) for audit in known_audits().values()]
+    results = []
+    for audit in known_audits().values():
+        if reason := _reason_to_skip(audit, budget, only):
+            results.append(AuditResult("NOT RUN", reason, name=audit.name, title=audit.title))
+            continue
+        if on_step is not None:
+            on_step(audit.title)
+        result = audit(case, cache, budget)
+        if len(case.forget_eval) == 1 and result.unlearned is not None:
+            result = replace(result, finding=f"{result.finding}; measured on one image")
+        results.append(result)
+    return results
 
 
 def check_audits(budget: str, only: Sequence[str] = ()) -> None:
@@ -78,26 +89,11 @@ def check_audits(budget: str, only: Sequence[str] = ()) -> None:
         find_audit(name)
 
 
-def _run(
-    audit: Audit,
-    case: Case,
-    budget: str,
-    only: Sequence[str],
-    on_step: Callable[[str], None] | None,
-    cache: MeasurementCache,
-) -> AuditResult:
+def _reason_to_skip(audit: Audit, budget: str, only: Sequence[str]) -> str:
+    """Why an audit is not run; empty if it is."""
     if budget == "none":
-        return audit.skipped("no audits requested (--audit none)")
+        return "no audits requested (--audit none)"
     if only and audit.name not in only:
-        return audit.skipped(f"not requested, only {', '.join(only)}")
-    if budget == "quick" and not audit.is_quick and audit.name not in only:
-        return audit.skipped("not part of the quick budget; use --audit full")
-    if on_step is not None:
-        on_step(audit.title)
-    try:
-        result = audit(case, cache, budget)
-        if len(case.forget_eval) == 1 and result.unlearned is not None:
-            result = replace(result, finding=f"{result.finding}; measured on one image")
-        return result
-    except Exception as error:  # any: a failing audit is a result
-        return audit.failed(error)
+        return f"not requested, only {', '.join(only)}"
+    is_left_out = budget == "quick" and not audit.is_quick and audit.name not in only
+    return "not part of the quick budget; use --audit full" if is_left_out else ""

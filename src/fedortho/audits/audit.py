@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from fedortho.audits.measurements import MeasurementCache
-from fedortho.audits.result import AuditResult
-from fedortho.audits.thresholds import Limit
+from fedortho.audits.result import AuditResult, Limit
 from fedortho.evaluation.case import Case
 
 logger = logging.getLogger(__name__)
@@ -28,16 +27,11 @@ class Audit:
     is_quick: bool = True  # part of the quick budget
 
     def __call__(self, case: Case, cache: MeasurementCache | None = None, budget: str = "quick") -> AuditResult:
-        """The result, with name, title and seconds filled in."""
+        """The result, with name, title and seconds filled in; an audit that raises is an ERROR, which is shown."""
         started = time.perf_counter()
-        result = self.run(case, cache or MeasurementCache(), budget)
+        try:
+            result = self.run(case, cache or MeasurementCache(), budget)
+        except Exception as error:  # any: a failing audit is a result
+            logger.warning("audit %s failed", self.name, exc_info=error)
+            result = AuditResult("ERROR", f"{self.title}: {str(error) or type(error).__name__}")
         return replace(result, name=self.name, title=self.title, seconds=time.perf_counter() - started)
-
-    def skipped(self, reason: str) -> AuditResult:
-        return AuditResult("NOT RUN", reason, name=self.name, title=self.title)
-
-    def failed(self, error: Exception) -> AuditResult:
-        """An exception as a result: it is shown, never dropped."""
-        logger.warning("audit %s failed", self.name, exc_info=error)
-        text = f"{self.title}: {str(error) or type(error).__name__}"
-        return AuditResult("ERROR", text, name=self.name, title=self.title)

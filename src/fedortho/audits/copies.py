@@ -1,24 +1,17 @@
 """C6, deployed copies: does forget accuracy rise in copies that are rounded, folded or exported?"""
 
+import copy
 import io
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from fedortho.audits.audit import Audit
-from fedortho.audits.measurements import (
-    MeasurementCache,
-    accuracy_on,
-    editable_copy,
-    forget_accuracy,
-    measure_model,
-    roles_of,
-)
-from fedortho.audits.result import AuditResult, decide, shares_text
-from fedortho.audits.thresholds import Limit
+from fedortho.audits.measurements import MeasurementCache, accuracy_on, forget_accuracy, measure_model, roles_of
+from fedortho.audits.result import AuditResult, Limit, decide, shares_text
 from fedortho.data.images import Images
 from fedortho.errors import first_line
 from fedortho.evaluation.case import Case
@@ -30,35 +23,26 @@ LIMIT = Limit("copies", 0.01)  # rise of forget accuracy in a copy
 def deployed_copies(case: Case, cache: MeasurementCache, budget: str) -> AuditResult:
     """The largest rise of forget accuracy over the copies; a copy that cannot be made is an error."""
     before = forget_accuracy(case, cache, "unlearned")
-    accuracies, failed = measure_model(
-        case, cache, "unlearned", "copies", lambda model, _: _copy_accuracies(case, model)
-    )
+    accuracies, failed = measure_model(case, cache, "unlearned", "copies", partial(_copy_accuracies, case))
     worst = max(accuracies, key=lambda name: accuracies[name], default="")
     rise = accuracies.get(worst, 0.0) - before
     measured = {role: forget_accuracy(case, cache, role) for role in roles_of(case)}
     measured["unlearned"] = accuracies.get(worst, before)
-    details: dict[str, Any] = {
-        "accuracies": accuracies,
-        "before": before,
-        "failed": failed,
-        "simulated": ["fp16", "int8", "int4"],
-        "folded_norms": len(foldable(case.unlearned, case.forget_eval.shape)),
-        "norms": sum(isinstance(module, nn.BatchNorm2d) for module in case.unlearned.modules()),
-    }
+    details = {"accuracies": accuracies, "before": before, "failed": failed}
     if failed and (not accuracies or rise <= LIMIT.value):
         name, reason = next(iter(failed.items()))
         return AuditResult("ERROR", f"the copy {name} could not be tested: {reason}", details=details)
     finding = f"of {len(accuracies)} copies ({', '.join(accuracies)}; rounding is simulated) {worst} has the highest "
     finding += f"forget accuracy, {shares_text(measured)}, {100 * rise:+.1f} points"
-    return decide(finding, measured, rise, LIMIT, details, has_reference=case.reference is not None)
+    return decide(finding, measured, LIMIT, details, rise)
 
 
-def _copy_accuracies(case: Case, model: nn.Module) -> tuple[dict[str, float], dict[str, str]]:
+def _copy_accuracies(case: Case, model: nn.Module, _: str) -> tuple[dict[str, float], dict[str, str]]:
     """Forget accuracy of each copy, and the error of each copy that could not be tested."""
     accuracies, failed = {}, {}
     for name, make in COPIES.items():
         try:
-            copied = make(editable_copy(case, model), case.forget_eval)
+            copied = make(copy.deepcopy(model), case.forget_eval)
             accuracies[name] = accuracy_on(case, copied, case.forget_eval, name)
         except Exception as error:  # a foreign model in a foreign exporter may fail in any way
             failed[name] = first_line(error)
@@ -93,20 +77,16 @@ def quantise(weight: Tensor, bits: int) -> Tensor:
 
 
 def folded(twin: nn.Module, images: Images) -> nn.Module:
-    """Batch norms that directly follow a convolution are multiplied into it; others stay."""
-    for conv, norm in foldable(twin, images.shape):
-        merged = fuse_conv_bn_eval(twin.get_submodule(conv), twin.get_submodule(norm))  # type: ignore[type-var, arg-type]  # chosen by kind
-        twin.set_submodule(conv, merged)
-        twin.set_submodule(norm, nn.Identity())
-    return twin
-
-
-def foldable(model: nn.Module, shape: tuple[int, int, int]) -> list[tuple[str, str]]:
-    """Convolutions with the batch norms that can be folded into them: those with running statistics."""
+    """Batch norms with running statistics that directly follow a convolution are multiplied into it; others stay."""
     with torch.enable_grad():  # tracing follows gradients
-        layers = [layer for layer in trace_layers(model, shape) if layer.problem is None and layer.norm is not None]
-    pairs = [(layer.name, layer.norm) for layer in layers if layer.norm_kind == "BatchNorm2d" and layer.norm]
-    return [pair for pair in pairs if getattr(model.get_submodule(pair[1]), "running_mean", None) is not None]
+        layers = [layer for layer in trace_layers(twin, images.shape) if layer.problem is None]
+    for layer in layers:
+        norm = twin.get_submodule(layer.norm) if layer.norm else None
+        if layer.norm and isinstance(norm, nn.BatchNorm2d) and norm.running_mean is not None:
+            merged = fuse_conv_bn_eval(twin.get_submodule(layer.name), norm)  # type: ignore[type-var]  # a convolution
+            twin.set_submodule(layer.name, merged)
+            twin.set_submodule(layer.norm, nn.Identity())
+    return twin
 
 
 def exported(twin: nn.Module, images: Images) -> nn.Module:

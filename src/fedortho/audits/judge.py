@@ -10,8 +10,7 @@ from torch import nn
 from fedortho.audits import run_audits
 from fedortho.audits.measurements import MeasurementCache
 from fedortho.audits.retention import RETENTION
-from fedortho.audits.sentences import subject_of
-from fedortho.audits.verdict import Verdict
+from fedortho.audits.verdict import Verdict, subject_of
 from fedortho.data.request import Clients, ForgetRequest
 from fedortho.errors import BadSetting
 from fedortho.evaluation.case import Case

@@ -42,10 +42,11 @@ def roles_of(case: Case) -> list[str]:
 def measure_model(
     case: Case, cache: MeasurementCache, role: str, name: str, measure: Callable[[nn.Module, str], T]
 ) -> T:
-    """A measurement of one of the case's models, from the cache if it was made before."""
-    model: nn.Module | None = getattr(case, role)
-    assert model is not None, f"asked for only if there is a {role}"
-    return cache.get(name, model, lambda model: measure(model, role))
+    """A measurement of one of the case's models, from the cache if it was made before.
+
+    `measure` receives a copy, which it may change, and the role.
+    """
+    return cache.get(name, getattr(case, role), lambda model: measure(editable_copy(case, model), role))
 
 
 def measure_models(
@@ -81,11 +82,7 @@ def accuracy_on(case: Case, model: nn.Module, images: Images, role: str) -> floa
 def eval_logits(case: Case, cache: MeasurementCache, role: str) -> Tensor:
     """The logits of one of the case's models, unchanged, on the evaluated forget images."""
     return measure_model(
-        case,
-        cache,
-        role,
-        "eval logits",
-        lambda model, role: checked_logits(case, editable_copy(case, model), case.forget_eval, role),
+        case, cache, role, "eval logits", lambda model, role: checked_logits(case, model, case.forget_eval, role)
     )
 
 
@@ -133,11 +130,8 @@ def classifier_features(case: Case, cache: MeasurementCache, role: str) -> tuple
     """Features before the classifier: of the balanced training sample, and of the evaluated forget images."""
 
     def measure(model: nn.Module, _: str) -> tuple[Tensor, Tensor]:
-        twin = editable_copy(case, model)
-        name = classifier_name(case, twin)
-        sample, evaluated = (
-            features(case, twin, part, [name])[name] for part in (balanced_sample(case), case.forget_eval)
-        )
-        return sample, evaluated
+        name = classifier_name(case, model)
+        sample, evaluated = balanced_sample(case), case.forget_eval
+        return features(case, model, sample, [name])[name], features(case, model, evaluated, [name])[name]
 
     return measure_model(case, cache, role, "classifier inputs", measure)

@@ -17,14 +17,12 @@ from torch import Tensor, nn
 
 from fedortho.audits.audit import Audit
 from fedortho.audits.measurements import MeasurementCache, roles_of
-from fedortho.audits.result import AuditResult, Outcome
-from fedortho.audits.thresholds import Limit
+from fedortho.audits.result import AuditResult, Limit, Outcome
 from fedortho.data.images import Images
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadData
 from fedortho.evaluation.case import Case
 from fedortho.evaluation.lira import (
-    Scores,
     bootstrap_interval,
     margins,
     offline_scores,
@@ -56,8 +54,8 @@ def membership(case: Case, cache: MeasurementCache, budget: str) -> AuditResult:
     proxy, forget = choose_proxy(pool, case.request.mask(pool, case.clients), plan.settings)
     if not bool(forget.any()):
         raise BadData(f"{case.request} matches no training image; there is nothing to attack")
-    build = plan.build or partial(untrained_like, case.original)
-    shadows = Shadows(plan.directory, proxy, build, plan.settings, device=case.device, report=plan.report)
+    build = partial(untrained_like, case.original)
+    shadows = Shadows(plan.directory, proxy, build, plan.settings, device=case.device)
     tables = _margin_tables(case, shadows, forget, plan)
     attacks = {by: _attack(rows, shadows.members[:, forget], plan.settings) for by, rows in tables.items()}
     strongest = max(attacks, key=lambda by: abs(attacks[by]["AUC"] - 0.5))
@@ -71,10 +69,6 @@ def membership(case: Case, cache: MeasurementCache, budget: str) -> AuditResult:
         "settings": asdict(plan.settings),
     }
     return _result(details)
-
-
-def _auc(scores: tuple[Scores, Scores]) -> float:
-    return roc_auc(scores[0].values, scores[1].values)
 
 
 def _shadow_request(case: Case, images: Images, forget: Tensor) -> ForgetRequest:
@@ -126,16 +120,17 @@ def _attack(tables: Mapping[str, Tensor], members: Tensor, settings: ShadowSetti
     unlearned, without = tables["unlearned"], tables["without"]
     scores = unlearning_scores(unlearned, members, without, members)
     before = unlearning_scores(tables["original"], members, without, members)
-    values = scores[0].values, scores[1].values
+    others = unlearning_scores(unlearned, members, unlearned, ~members)
+    values, values_before, values_others = ((one.values, two.values) for one, two in (scores, before, others))
     return {
         "AUC": roc_auc(*values),
         "AUC, 95 %": bootstrap_interval(roc_auc, *scores, seed=settings.seed),
         "true positives at 1 % false": true_positive_rate(*values),
         "true positives at 1 % false, 95 %": bootstrap_interval(true_positive_rate, *scores, seed=settings.seed),
-        "AUC of the originals": _auc(before),
+        "AUC of the originals": roc_auc(*values_before),
         "ideal AUC": 0.5,
         "scores": [len(side) for side in values],
-        "never met, but unlearnt others: AUC": _auc(unlearning_scores(unlearned, members, unlearned, ~members)),
+        "never met, but unlearnt others: AUC": roc_auc(*values_others),
         "margins": _histograms({name: table[members] for name, table in tables.items() if name != "unseen"}),
     }
 
@@ -152,22 +147,18 @@ def _histograms(margins_by_kind: dict[str, Tensor]) -> dict[str, Any]:
 def _offline(case: Case, shadows: Shadows, forget: Tensor, tables: Mapping[str, Tensor]) -> dict[str, float]:
     """AUC of offline LiRA on the case's own models: forget images against unseen images with the same labels."""
     targets = shadows.proxy.subset(forget)
+    unseen = case.unseen_like(targets.labels, len(targets))
     sides = (
         (targets, tables["original"], shadows.members[:, forget]),
-        (
-            case.unseen_like(targets.labels, len(targets)),
-            tables["unseen"],
-            torch.zeros(tables["unseen"].shape, dtype=torch.bool),
-        ),
+        (unseen, tables["unseen"], torch.zeros_like(tables["unseen"], dtype=torch.bool)),
     )
-    areas = {}
-    for role in roles_of(case):
-        scores = []
-        for images, shadow_margins, members in sides:
-            own = _margins(case, getattr(case, role), images, f"the {role} model")[OWN]
-            scores.append(offline_scores(own, shadow_margins, members))
-        areas[role] = roc_auc(*(values[values.isfinite()] for values in scores))
-    return areas
+
+    def scores(role: str, images: Images, shadow_margins: Tensor, members: Tensor) -> Tensor:
+        own = _margins(case, getattr(case, role), images, f"the {role} model")[OWN]
+        found = offline_scores(own, shadow_margins, members)
+        return found[found.isfinite()]
+
+    return {role: roc_auc(*(scores(role, *side) for side in sides)) for role in roles_of(case)}
 
 
 def _result(details: dict[str, Any]) -> AuditResult:

@@ -1,5 +1,7 @@
 """C1, linear probe: does a ridge probe read the class from the features better than from a retrained model's?"""
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -10,13 +12,11 @@ from fedortho.audits.measurements import (
     balanced_sample,
     classifier_features,
     classifier_name,
-    editable_copy,
     features,
     measure_models,
     roles_of,
 )
-from fedortho.audits.result import AuditResult, decide, gap, shares_text
-from fedortho.audits.thresholds import Limit
+from fedortho.audits.result import AuditResult, Limit, decide, shares_text
 from fedortho.evaluation.accuracies import share_correct
 from fedortho.evaluation.case import Case
 from fedortho.models.graph import trace_layers
@@ -40,15 +40,14 @@ def linear_probe(case: Case, cache: MeasurementCache, budget: str) -> AuditResul
     }
     details: dict[str, object] = {"images": len(labels), "penalty": PENALTY}
     if budget == "full":
-        details["stages"] = measure_models(case, cache, "stage probes", lambda model, _: stage_recalls(case, model))
+        details["stages"] = measure_models(case, cache, "stage probes", partial(stage_recalls, case))
     finding = f"a linear probe on the features recalls {shares_text(measured)} of the class"
-    has_reference = case.reference is not None
-    return decide(finding, measured, gap(measured), LIMIT, details, has_reference=has_reference, is_gap=True)
+    return decide(finding, measured, LIMIT, details)
 
 
-def stage_recalls(case: Case, model: nn.Module) -> dict[str, float]:
+def stage_recalls(case: Case, twin: nn.Module, _: str) -> dict[str, float]:
     """The probe's recall at the entry of each stage but the first, and before the classifier."""
-    twin, sample = editable_copy(case, model), balanced_sample(case)
+    sample = balanced_sample(case)
     names = [*stage_entries(twin, sample.shape), classifier_name(case, twin)]
     train, evaluated = (features(case, twin, images, names) for images in (sample, case.forget_eval))
     return {name: recall(train[name], evaluated[name], sample.labels, case.forget_eval.labels) for name in names}

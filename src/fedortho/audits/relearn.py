@@ -19,8 +19,7 @@ from fedortho.audits.measurements import (
     measure_model,
     roles_of,
 )
-from fedortho.audits.result import NO_POWER, AuditResult, decide, gap, original_exceeds, shares_text
-from fedortho.audits.thresholds import Limit
+from fedortho.audits.result import NO_POWER, AuditResult, Limit, decide, original_exceeds, shares_text
 from fedortho.engines.query import draw
 from fedortho.evaluation.case import Case
 from fedortho.training.loop import fit
@@ -29,8 +28,10 @@ from fedortho.training.recipe import Recipe
 PROTOTYPE_LIMIT = Limit("prototype", 0.05, calibrated=0.06)  # forget accuracy by a prototype, above the reference's
 SPEED_UP_LIMIT = Limit("speed-up", 2.0)  # relearning steps of the reference per step of the unlearned model
 SAMPLES = (0, 10, 50)  # images of the forget set among those of the retain set
-STEPS, BATCH_SIZE, EVERY = 60, 128, 2  # upper bound, images per step, steps between two evaluations
-LR = 0.1  # without momentum, so that a fit cut into pieces is the same fit
+STEPS, BATCH, EVERY = 60, 128, 2  # upper bound, images per step, steps between two evaluations
+RECIPE = Recipe(  # without momentum, so that a fit cut into pieces is the same fit
+    epochs=1, batch_size=BATCH, lr=0.1, schedule="constant", momentum=0.0, weight_decay=0.0, crop=0, flip=0.0, ortho=0.0
+)
 TARGET = 0.8  # share of the original's forget accuracy that counts as relearned
 EVALUATED = 500  # images at every evaluation
 SHOTS, DRAWS = 10, 20  # images of a prototype, and prototypes that are averaged
@@ -42,19 +43,12 @@ class _Attack:
     """One of the attacks of this audit, with its measurement on each model."""
 
     name: str
-    value: float | None  # None without a reference model
-    limit: Limit
-    measured: Mapping[str, float]
     finding: str
-
-    @property
-    def has_power(self) -> bool:
-        """Whether passing shows anything: the original model, which relearns in 0 steps, would fail."""
-        if self.value is None:
-            return True
-        if self.name == "prototype":
-            return original_exceeds(self.measured, self.limit)
-        return speed_up(0, int(self.measured["reference"])) > self.limit.value
+    measured: Mapping[str, float]
+    limit: Limit
+    value: float | None = None  # None without a reference model
+    has_power: bool = True  # passing shows something: the original model would fail
+    is_undecided: bool = False  # the reference model needs more than STEPS; the speed-up, a lower bound, is no failure
 
 
 def relearning(case: Case, cache: MeasurementCache, budget: str) -> AuditResult:
@@ -64,48 +58,58 @@ def relearning(case: Case, cache: MeasurementCache, budget: str) -> AuditResult:
     INCONCLUSIVE, and so it is if the original model would pass every attack.
     """
     attacks: list[_Attack] = []
-    undecided: list[str] = []
-    details: dict[str, Any] = {"steps": STEPS, "batch": BATCH_SIZE, "shots": SHOTS}
+    details: dict[str, Any] = {"steps": STEPS, "batch": BATCH, "shots": SHOTS}
     if case.request.kind == "class":
         attacks.append(_prototype_attack(case, cache))
         details["prototype"] = attacks[0].measured
     if budget == "full":
         details["relearning"] = {str(k): _relearning_steps(case, cache, k) for k in SAMPLES}
-        for k, steps in details["relearning"].items():
-            attack = _relearning_attack(k, steps)
-            if is_undecided(steps):
-                undecided.append(f"{attack.finding}: not decided within {STEPS} steps")
-            else:
-                attacks.append(attack)
-    if not attacks and not undecided:
-        return AuditResult(
-            "NOT RUN", "the prototype applies to class requests only; relearning is part of --audit full"
-        )
-    details["values"] = {attack.name: attack.value for attack in attacks}
-    telling = [attack for attack in attacks if attack.has_power]
+        attacks += [_relearning_attack(k, steps) for k, steps in details["relearning"].items()]
+    if not attacks:
+        reason = "the prototype applies to class requests only; relearning is part of --audit full"
+        return AuditResult("NOT RUN", reason)
+    undecided = [attack.finding for attack in attacks if attack.is_undecided]
+    decided = [attack for attack in attacks if not attack.is_undecided]
+    details["values"] = {attack.name: attack.value for attack in decided}
+    telling = [attack for attack in decided if attack.has_power]
     if not telling:
-        reasons = [*undecided, *([f"{'; '.join(attack.finding for attack in attacks)}; {NO_POWER}"] if attacks else [])]
-        return AuditResult("INCONCLUSIVE", "; ".join(reasons), details=details)
+        findings = [*undecided, *(attack.finding for attack in decided), *([NO_POWER] if decided else [])]
+        return AuditResult("INCONCLUSIVE", "; ".join(findings), details=details)
     worst = max(telling, key=lambda attack: (attack.value or 0.0) / attack.limit.value)
     others = [attack.finding for attack in telling if attack.name != worst.name]
     finding = "; ".join([worst.finding, *others, *undecided])
     finding += "" if budget == "full" else "; relearning by training was not run (--audit full)"
-    details["decided_by"] = worst.name
-    has_reference = case.reference is not None
-    result = decide(finding, worst.measured, worst.value, worst.limit, details, has_reference=has_reference)
+    result = decide(finding, worst.measured, worst.limit, details | {"decided_by": worst.name}, worst.value)
     return replace(result, outcome="INCONCLUSIVE") if undecided and result.outcome == "PASS" else result
 
 
 def _prototype_attack(case: Case, cache: MeasurementCache) -> _Attack:
     shares = {role: prototype_recall(case, cache, role) for role in roles_of(case)}
-    finding = f"a prototype of {SHOTS} images recovers {shares_text(shares)} of the class"
-    return _Attack("prototype", gap(shares), PROTOTYPE_LIMIT, shares, finding)
+    attack = _Attack(
+        "prototype",
+        f"a prototype of {SHOTS} images recovers {shares_text(shares)} of the class",
+        shares,
+        PROTOTYPE_LIMIT,
+    )
+    if "reference" not in shares:
+        return attack
+    value = shares["unlearned"] - shares["reference"]
+    return replace(attack, value=value, has_power=original_exceeds(shares, PROTOTYPE_LIMIT))
 
 
 def _relearning_attack(k: str, steps: Mapping[str, int | None]) -> _Attack:
-    ratio = speed_up(steps["unlearned"], steps["reference"]) if "reference" in steps else None
     counted = {role: float(STEPS if number is None else number) for role, number in steps.items()}
-    return _Attack(f"k = {k}", ratio, SPEED_UP_LIMIT, counted, _steps_text(k, steps))
+    words = {role: f"more than {STEPS}" if number is None else str(number) for role, number in steps.items()}
+    finding = f"relearning with {k} forgotten images takes {words['unlearned']} steps"
+    if "reference" not in steps:
+        return _Attack(f"k = {k}", finding, counted, SPEED_UP_LIMIT)
+    ratio, limit = speed_up(steps["unlearned"], steps["reference"]), SPEED_UP_LIMIT.value
+    is_bound = steps["reference"] is None and steps["unlearned"] is not None
+    finding += f" (one reference model {words['reference']}; speed-up {'at least ' * is_bound}{ratio:.1f})"
+    is_undecided = is_bound and ratio <= limit
+    finding += f": not decided within {STEPS} steps" if is_undecided else ""
+    has_power = speed_up(0, steps["reference"]) > limit  # the original model needs no step
+    return _Attack(f"k = {k}", finding, counted, SPEED_UP_LIMIT, ratio, has_power, is_undecided)
 
 
 def prototype_recall(case: Case, cache: MeasurementCache, role: str) -> float:
@@ -113,9 +117,8 @@ def prototype_recall(case: Case, cache: MeasurementCache, role: str) -> float:
     train, evaluated = classifier_features(case, cache, role)
     model = getattr(case, role)
     linear = model.get_submodule(classifier_name(case, editable_copy(case, model)))
-    weight, bias = linear.weight.detach().cpu().double(), torch.zeros(linear.out_features, dtype=torch.float64)
-    if linear.bias is not None:
-        bias = linear.bias.detach().cpu().double()
+    weight = linear.weight.detach().cpu().double()
+    bias = weight.new_zeros(len(weight)) if linear.bias is None else linear.bias.detach().cpu().double()
     names = case.data.train.names
     forget, excluded = case.request.labels(names), case.all_requests.labels(names)
     retain = torch.tensor([label for label in range(len(weight)) if label not in excluded])
@@ -161,39 +164,23 @@ def _relearning_steps(case: Case, cache: MeasurementCache, k: int) -> dict[str, 
     }
 
 
-def steps_needed(case: Case, model: nn.Module, k: int, target: float, role: str) -> int | None:
+def steps_needed(case: Case, twin: nn.Module, k: int, target: float, role: str) -> int | None:
     """Training steps, on k images of the forget set among retain images, until forget accuracy reaches the target.
 
     None: more than STEPS. Every piece of training reads the same k images and other retain images.
     """
     evaluated = draw(case.forget_eval, EVALUATED, case.seed)
     samples = draw(case.forget_train, k, case.seed) if k else None
-    twin = editable_copy(case, model)
     for step in range(0, STEPS + 1, EVERY):
         if accuracy_on(case, twin, evaluated, role) >= target:
             return step
         if step < STEPS:
-            number = BATCH_SIZE * EVERY - (len(samples) if samples else 0)
-            rows = draw(case.retain_train, max(number, BATCH_SIZE), case.seed + 1 + step).rows
+            number = BATCH * EVERY - (len(samples) if samples else 0)
+            rows = draw(case.retain_train, max(number, BATCH), case.seed + 1 + step).rows
             chosen = torch.isin(case.data.train.rows, torch.cat([rows, samples.rows]) if samples else rows)
-            recipe = _relearning_recipe(case.seed + step)
+            recipe = replace(RECIPE, seed=case.seed + step)
             twin = fit(twin, case.data.train.subset(chosen), recipe, device=case.device).to(case.device)
     return None
-
-
-def _relearning_recipe(seed: int) -> Recipe:
-    return Recipe(
-        epochs=1,
-        batch_size=BATCH_SIZE,
-        lr=LR,
-        schedule="constant",
-        momentum=0.0,
-        weight_decay=0.0,
-        crop=0,
-        flip=0.0,
-        ortho=0.0,
-        seed=seed,
-    )
 
 
 def speed_up(unlearned: int | None, reference: int | None) -> float:
@@ -204,30 +191,6 @@ def speed_up(unlearned: int | None, reference: int | None) -> float:
     """
     theirs, mine = (max(STEPS if steps is None else steps, 1) for steps in (reference, unlearned))
     return theirs / mine
-
-
-def is_undecided(steps: Mapping[str, int | None]) -> bool:
-    """Whether the reference model needs more than STEPS and the speed-up, a lower bound then, is within the limit.
-
-    >>> is_undecided({"unlearned": 36, "reference": None}), is_undecided({"unlearned": 20, "reference": None})
-    (True, False)
-    """
-    return _is_censored(steps) and speed_up(steps["unlearned"], None) <= SPEED_UP_LIMIT.value
-
-
-def _is_censored(steps: Mapping[str, int | None]) -> bool:
-    return "reference" in steps and steps["reference"] is None and steps["unlearned"] is not None
-
-
-def _steps_text(k: str, steps: Mapping[str, int | None]) -> str:
-    mine, theirs = (
-        f"more than {STEPS}" if steps.get(role) is None else f"{steps[role]}" for role in ("unlearned", "reference")
-    )
-    against = ""
-    if "reference" in steps:
-        ratio = speed_up(steps["unlearned"], steps["reference"])
-        against = f" (one reference model {theirs}; speed-up {'at least ' if _is_censored(steps) else ''}{ratio:.1f})"
-    return f"relearning with {k} forgotten images takes {mine} steps{against}"
 
 
 RELEARNING = Audit("C3", "relearning and prototype", relearning, (PROTOTYPE_LIMIT, SPEED_UP_LIMIT))

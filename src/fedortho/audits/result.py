@@ -1,15 +1,29 @@
 """What an audit returns, and how measured shares become an outcome."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
-
-from fedortho.audits.thresholds import Limit
 
 # INCONCLUSIVE: the audit ran and cannot tell; NOT RUN: it did not run
 Outcome = Literal["PASS", "FAIL", "INCONCLUSIVE", "NOT RUN", "NO REFERENCE", "ERROR"]
 ROUNDING = 1e-9  # 0.55 − 0.5 does not exceed 0.05
 NO_POWER = "the original model passes too, so this audit shows nothing here"
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The largest value with which an audit passes: a proposal, raised where reference models differ by more.
+
+    Calibrated values come from benchmarks/calibration.py, which audits every pair of reference models.
+    """
+
+    name: str
+    proposed: float
+    calibrated: float | None = None  # None: the proposal holds
+
+    @property
+    def value(self) -> float:
+        return self.proposed if self.calibrated is None else self.calibrated
 
 
 @dataclass(frozen=True)
@@ -30,44 +44,28 @@ class AuditResult:
 
 
 def decide(
-    finding: str,
-    measured: Mapping[str, float],
-    value: float | None,
-    limit: Limit,
-    details: Mapping[str, Any],
-    *,
-    has_reference: bool,
-    is_gap: bool = False,
+    finding: str, measured: Mapping[str, float], limit: Limit, details: Mapping[str, Any], value: float | None = None
 ) -> AuditResult:
-    """PASS or FAIL; without a reference model NO REFERENCE.
+    """PASS or FAIL by the limit; without a reference model NO REFERENCE.
 
-    `measured` has one number for each model. If the value `is_gap` to the reference model and the original model is
-    within the limit as well, passing shows nothing: INCONCLUSIVE.
+    `measured` has one number for each model. The value is the gap to the reference model unless another is given; if
+    that gap is within the limit for the original model as well, passing shows nothing: INCONCLUSIVE.
     """
-    result = AuditResult(
-        "NO REFERENCE",
-        f"{finding}; no reference model to compare with",
-        unlearned=measured.get("unlearned"),
-        original=measured.get("original"),
-        reference=measured.get("reference"),
-        details=details,
-    )
-    if not has_reference or value is None:
-        return result
-    if is_gap and not original_exceeds(measured, limit):
-        return replace(result, outcome="INCONCLUSIVE", finding=f"{finding}; {NO_POWER}", value=value, limit=limit.value)
+    shown = (measured.get("unlearned"), measured.get("original"), measured.get("reference"))
+    if "reference" not in measured:
+        finding = f"{finding}; no reference model to compare with"
+        return AuditResult("NO REFERENCE", finding, None, None, *shown, details)
+    has_power = value is not None or original_exceeds(measured, limit)
+    value = measured["unlearned"] - measured["reference"] if value is None else value
     outcome: Outcome = "PASS" if value <= limit.value + ROUNDING else "FAIL"
-    return replace(result, outcome=outcome, finding=finding, value=value, limit=limit.value)
+    if not has_power:
+        outcome, finding = "INCONCLUSIVE", f"{finding}; {NO_POWER}"
+    return AuditResult(outcome, finding, value, limit.value, *shown, details)
 
 
 def original_exceeds(measured: Mapping[str, float], limit: Limit) -> bool:
     """Whether the original model exceeds the reference by more than the limit; if not, forgetting nothing passes."""
     return measured["original"] - measured["reference"] > limit.value
-
-
-def gap(measured: Mapping[str, float]) -> float | None:
-    """How far the unlearned model is above the reference model; None without one."""
-    return measured["unlearned"] - measured["reference"] if "reference" in measured else None
 
 
 def shares_text(measured: Mapping[str, float]) -> str:

@@ -1,9 +1,8 @@
 """Retention: does the unlearned model keep its accuracy on the retain set? Judged beside the audits."""
 
 from fedortho.audits.audit import Audit
-from fedortho.audits.measurements import MeasurementCache, accuracy_on, editable_copy, measure_models
-from fedortho.audits.result import AuditResult, Outcome, shares_text
-from fedortho.audits.thresholds import Limit
+from fedortho.audits.measurements import MeasurementCache, accuracy_on, measure_models
+from fedortho.audits.result import AuditResult, Limit, Outcome, shares_text
 from fedortho.evaluation.case import Case
 
 LIMIT = Limit("retention", 0.05)  # loss of retain accuracy on test images
@@ -11,12 +10,7 @@ LIMIT = Limit("retention", 0.05)  # loss of retain accuracy on test images
 
 def lost_accuracy(case: Case, cache: MeasurementCache, budget: str) -> AuditResult:
     """Loss of retain accuracy on test images, against the original or the reference model, whichever is lower."""
-    shares = measure_models(
-        case,
-        cache,
-        "retain",
-        lambda model, role: accuracy_on(case, editable_copy(case, model), case.retain_test, role),
-    )
+    shares = measure_models(case, cache, "retain", lambda model, role: accuracy_on(case, model, case.retain_test, role))
     reference = shares.get("reference")
     lost = min(shares["original"], 1.0 if reference is None else reference) - shares["unlearned"]
     finding = f"retain accuracy is {shares_text(shares)}: {100 * lost:.1f} points lost, limit {100 * LIMIT.value:.1f}"

@@ -1,12 +1,13 @@
-"""The verdict on one request, a record: what was edited, measured, audited and spent; verdict.json holds one."""
+"""The verdict on one request, a record and in words: what was edited, measured, audited and spent; what to do next."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
 from fedortho.audits.result import AuditResult, label
-from fedortho.audits.sentences import advice_on, sentence_on
+from fedortho.data.request import ForgetRequest
 from fedortho.engines.cost import Cost
 from fedortho.errors import BadRecord
 from fedortho.evaluation.metrics import Metric
@@ -15,6 +16,7 @@ from fedortho.storage.provenance import Environment
 from fedortho.storage.records import Migration, from_json, to_json
 
 FILE = "verdict.json"
+HIDDEN = 0.02  # forget accuracy up to which a class counts as no longer predicted
 NEVER_TESTED = (
     "backdoors and other poison in the forgotten images",
     "what a comparison of the models before and after forgetting reveals about the forgotten images",
@@ -82,12 +84,32 @@ class Verdict:
     @property
     def sentence(self) -> str:
         """The verdict for a person who reads nothing else."""
-        return sentence_on(self)
+        sentences = [_accuracy_sentence(self), _audit_sentence(self)]
+        if self.retrain_seconds is not None:
+            sentences.append(f"Retraining takes about {spoken_time(self.retrain_seconds)} here.")
+        return " ".join(sentences)
 
     @property
     def advice(self) -> str:
         """What to do next; empty if the verdict passes."""
-        return advice_on(self)
+        if self.passes:
+            return ""
+        is_class = self.subject.startswith("class")
+        cost = "" if self.retrain_seconds is None else f" (about {spoken_time(self.retrain_seconds)} here)"
+        retrain = f"retrain without the forget set{cost}"
+        if "retention" in self.failed and (self.failed == ["retention"] or not is_class):
+            price = "too much accuracy" if self.failed == ["retention"] else "more than it forgets"
+            return f"The edit costs {price}: lower --max-retain-drop, or {retrain}."
+        if self.failed:
+            stronger = "--method directions" if is_class else "a larger --max-retain-drop"
+            if self.method == "directions":
+                stronger = "--layers mid,deep, or a larger --max-retain-drop,"
+            return f"To erase it, {retrain}; {stronger} may erase more, at a cost in accuracy."
+        if not self.has_reference:
+            return f"Give a reference model (--reference RUN), or have one trained (--retrain){cost}."
+        if any(audit.outcome == "NOT RUN" for audit in self.audits):
+            return "Run the remaining audits (--audit full --retrain, and --shadows 16 for membership)."
+        return "An inconclusive audit is not passed: judge against a reference model of another seed (--reference RUN)."
 
     @property
     def not_tested(self) -> list[str]:
@@ -136,3 +158,104 @@ def read_verdict(directory: Path) -> Verdict | None:
 def write_verdict(directory: Path, verdict: Verdict) -> None:
     """Write verdict.json into a run directory."""
     write_json(directory / FILE, verdict.to_json())
+
+
+def _is_one_class(verdict: Verdict) -> bool:
+    return verdict.subject.startswith("class") and " and " not in verdict.subject
+
+
+def _accuracy_sentence(verdict: Verdict) -> str:
+    metric, named = verdict.metric("forget-accuracy"), verdict.subject[:1].upper() + verdict.subject[1:]
+    if metric is None or metric.value is None:
+        return f"{named}: its accuracy could not be measured."
+    reference = "" if metric.reference is None else f" (one retrained model: {metric.reference:.1%})"
+    is_one = metric.images == 1  # a claim on one image is called that
+    if not _is_one_class(verdict):
+        images = "one image is" if is_one else "the images are"
+        return f"{named}: {metric.value:.1%} of {images} still classified correctly{reference}."
+    images = "one test image" if is_one else "test images"
+    if metric.value <= HIDDEN:
+        return f"{named} is no longer predicted ({metric.value:.1%} of its {images} {'is' if is_one else 'are'})."
+    return f"{named} is still predicted for {metric.value:.1%} of its {images}{reference}."
+
+
+def _audit_sentence(verdict: Verdict) -> str:
+    probe, conclusion = verdict.audit("C1"), _conclusion(verdict)
+    if probe is None or probe.unlearned is None:
+        return f"{conclusion[:1].upper()}{conclusion[1:]}."
+    reference = "" if probe.reference is None else f", in one retrained model in {probe.reference:.0%}"
+    return f"A linear probe still finds it in {probe.unlearned:.0%} of images{reference}: {conclusion}."
+
+
+def _conclusion(verdict: Verdict) -> str:
+    if all(audit.outcome == "NOT RUN" for audit in verdict.audits):
+        return "erasure was not tested: no audit was run"
+    if not verdict.has_reference:
+        return "erasure cannot be assessed without a retrained model to compare with"
+    if not verdict.failed:
+        return _passed(verdict)
+    if verdict.failed == ["retention"]:
+        return f"{_passed(verdict)}, but accuracy on the retain set has suffered"
+    return f"{_depth(verdict)} (failed: {', '.join(verdict.failed)})"
+
+
+def _passed(verdict: Verdict) -> str:
+    """What a verdict without a failed audit claims: no more than the audits that passed."""
+    number = Counter(audit.outcome for audit in verdict.audits)
+    notes = [
+        f"{number[outcome]} {'was' if number[outcome] == 1 else 'were'} {outcome.lower()}"
+        for outcome in ("INCONCLUSIVE", "NOT RUN")
+        if number[outcome]
+    ]
+    if not number["PASS"]:
+        return f"no audit can tell whether it is erased ({', '.join(notes)})"
+    found = "1 audit finds" if number["PASS"] == 1 else f"{number['PASS']} audits find"
+    return "; ".join([f"{found} no more of it than in one retrained model", *notes])
+
+
+def _depth(verdict: Verdict) -> str:
+    """How far the probe's recall has moved from the original model's to a retrained model's."""
+    if not any(audit.outcome == "FAIL" for audit in verdict.audits):
+        return "audits ended in errors, so nothing is known"
+    if not _is_one_class(verdict):
+        return "it differs from one model that was never trained on it"
+    metric, probe = verdict.metric("forget-accuracy"), verdict.audit("C1")
+    hidden = "hidden" if metric is not None and (metric.value or 0.0) <= HIDDEN else "not hidden"
+    if verdict.failed == ["C5"] and probe is not None and probe.outcome == "PASS":
+        return f"{hidden}, and no more readable than in one retrained model, but the features differ from that model's"
+    if probe is None or probe.outcome != "FAIL":
+        return f"{hidden}, but recoverable"
+    if probe.unlearned is None or probe.original is None or probe.reference is None:
+        return f"{hidden}; how far it is erased is unknown"
+    span = probe.original - probe.reference
+    erased = (probe.original - probe.unlearned) / span if span > 0.01 else 0.0
+    return f"{hidden}, {'partly' if erased > 0.2 else 'not'} erased"
+
+
+def spoken_time(seconds: float) -> str:
+    """A duration in words, rounded.
+
+    >>> spoken_time(0.7), spoken_time(90.0), spoken_time(400.0)
+    ('1 second', '90 seconds', '7 minutes')
+    """
+    number = max(round(seconds), 1)
+    if seconds >= 120:
+        return f"{seconds / 60:.0f} minutes"
+    return f"{number} second{'s' * (number > 1)}"
+
+
+def subject_of(request: ForgetRequest, names: Sequence[str]) -> str:
+    """A request in words.
+
+    >>> subject_of(ForgetRequest.parse("class:1"), ["cat", "dog"])
+    'class dog'
+    """
+    parts = []
+    if request.classes:
+        words = [names[label] for label in request.labels(names)]
+        parts.append(f"class {words[0]}" if len(words) == 1 else f"classes {', '.join(words)}")
+    if request.clients:
+        parts.append(f"client{'s' if len(request.clients) > 1 else ''} {', '.join(map(str, request.clients))}")
+    if request.samples:
+        parts.append(f"{len(request.samples)} sample{'s' if len(request.samples) > 1 else ''}")
+    return " and ".join(parts)

@@ -44,18 +44,12 @@ def _log_density(value: Tensor, centre: Tensor, spread: Tensor) -> Tensor:
     return -((value - centre) / spread).square() / 2 - spread.log()
 
 
-def lira_scores(target: Tensor, shadows: Tensor, members: Tensor) -> Tensor:
-    """Online LiRA: log N_in(φ) − log N_out(φ) of each image, (n,); NaN without shadow models on either side.
+def offline_scores(target: Tensor, shadows: Tensor, members: Tensor) -> Tensor:
+    """Offline LiRA: how far φ lies above that of models not trained on the image, in deviations, (n,).
 
     `target` is φ under the attacked model, (n,); `shadows` under each shadow model, (models, n); `members` says which
     model was trained on which image.
     """
-    inside, outside = _centre(shadows, members), _centre(shadows, ~members)
-    return _log_density(target, *inside) - _log_density(target, *outside)
-
-
-def offline_scores(target: Tensor, shadows: Tensor, members: Tensor) -> Tensor:
-    """Offline LiRA: how far φ lies above that of models not trained on the image, in deviations, (n,)."""
     centre, spread = _centre(shadows, ~members)
     return (target - centre) / spread
 
@@ -98,15 +92,17 @@ def _scores(table: Tensor) -> Scores:
 def roc_auc(positive: Tensor, negative: Tensor) -> float:
     """Area under the ROC curve: the probability that a positive scores above a negative, ties counting half.
 
+    From the sum of the positives' ranks, which is faster than a curve: the bootstrap calls it 200 times.
+
     >>> roc_auc(torch.tensor([2.0, 1.0]), torch.tensor([1.0, 0.0]))
     0.875
     """
-    from sklearn.metrics import roc_auc_score
+    from scipy.stats import rankdata
 
     if not len(positive) or not len(negative):
         raise BadData(f"a ROC curve needs scores on both sides, not {len(positive)} and {len(negative)}")
-    truth = torch.cat([torch.ones(len(positive)), torch.zeros(len(negative))])
-    return float(roc_auc_score(truth.numpy(), torch.cat([positive, negative]).numpy()))
+    ranks = rankdata(torch.cat([positive, negative]).numpy())[: len(positive)]
+    return float(ranks.mean() - (len(positive) + 1) / 2) / len(negative)
 
 
 def true_positive_rate(positive: Tensor, negative: Tensor, false: float = 0.01) -> float:
@@ -123,11 +119,11 @@ def bootstrap_interval(
 ) -> tuple[float, float]:
     """95 % interval over redrawn shadow models; whole models are drawn, because scores of one model are correlated."""
     models = torch.cat([positive.models, negative.models]).unique()
-    random = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     sides = [(side.values, [(side.models == m).nonzero().flatten() for m in models]) for side in (positive, negative)]
     measured = []
     for _ in range(DRAWS):
-        drawn = torch.randint(len(models), (len(models),), generator=random).tolist()
+        drawn = torch.randint(len(models), (len(models),), generator=generator).tolist()
         one, other = (values[torch.cat([places[number] for number in drawn])] for values, places in sides)
         if len(one) and len(other):
             measured.append(measure(one, other))

@@ -3,7 +3,7 @@
 Attacks are calibrated on images of known membership; each result states its accuracy and false positives on them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,12 +31,8 @@ class Predictions:
         return len(self.labels)
 
     @property
-    def classes(self) -> int:
-        return self.probabilities.shape[1]
-
-    @property
     def confidence(self) -> Tensor:
-        """The probability of each image's own label, (n,)."""
+        """p_y, the probability of each image's own label, (n,)."""
         return self.probabilities.gather(1, self.labels.unsqueeze(1)).squeeze(1)
 
     def take(self, positions: Tensor) -> "Predictions":
@@ -56,22 +52,6 @@ def predictions_from(logits: Tensor, labels: Tensor, name: str) -> Predictions:
     return Predictions(logits.double().softmax(1), labels)
 
 
-def correctness(predictions: Predictions) -> Tensor:
-    """1 if the prediction is correct, else 0."""
-    return (predictions.probabilities.argmax(1) == predictions.labels).double()
-
-
-def confidence(predictions: Predictions) -> Tensor:
-    """p_y (Song et al. 2019)."""
-    return predictions.confidence
-
-
-def negative_entropy(predictions: Predictions) -> Tensor:
-    """Σ_i p_i log p_i."""
-    p = predictions.probabilities
-    return (p * _log(p)).sum(1)
-
-
 def modified_entropy(predictions: Predictions) -> Tensor:
     """The negative of Song and Mittal's: (1 − p_y) log p_y + Σ_{i≠y} p_i log(1 − p_i); 0 if certain and correct."""
     p, own = predictions.probabilities, predictions.confidence
@@ -83,10 +63,19 @@ def _log(values: Tensor) -> Tensor:
     return values.clamp_min(TINY).log()
 
 
+def _loss(predictions: Predictions) -> Tensor:
+    return -_log(predictions.confidence)
+
+
+def correctness(predictions: Predictions) -> Tensor:
+    """1 if the prediction is correct, else 0."""
+    return (predictions.probabilities.argmax(1) == predictions.labels).double()
+
+
 STATISTICS: Mapping[str, Callable[[Predictions], Tensor]] = {  # larger for members
     "correctness": correctness,
-    "confidence": confidence,
-    "entropy": negative_entropy,
+    "confidence": lambda answers: answers.confidence,  # Song et al. 2019
+    "entropy": lambda answers: (answers.probabilities * _log(answers.probabilities)).sum(1),
     "modified-entropy": modified_entropy,
 }
 
@@ -107,33 +96,22 @@ def best_threshold(members: Tensor, non_members: Tensor) -> float:
     return float(values[(score == score.max()).nonzero()[0, 0]])
 
 
-@dataclass(frozen=True)
-class Thresholds:
-    """The value from which on an image of each class is called a member."""
-
-    per_class: Tensor  # (classes,), float64
-    fallback: tuple[int, ...]  # classes with too few known images; they have the threshold of all classes together
-
-    def called(self, values: Tensor, labels: Tensor) -> Tensor:
-        return values >= self.per_class[labels]
-
-
 def fit_thresholds(
-    members: Tensor,
-    member_labels: Tensor,
-    non_members: Tensor,
-    other_labels: Tensor,
-    classes: int,
-    min_known: int = MIN_KNOWN,
-) -> Thresholds:
-    """A threshold for each class; classes with fewer than `min_known` images on either side get the global one."""
-    per_class = torch.full((classes,), best_threshold(members, non_members), dtype=torch.float64)
-    enough = torch.minimum(
-        torch.bincount(member_labels, minlength=classes), torch.bincount(other_labels, minlength=classes)
-    ) >= max(min_known, 1)
-    for label in enough.nonzero().flatten().tolist():
-        per_class[label] = best_threshold(members[member_labels == label], non_members[other_labels == label])
-    return Thresholds(per_class, tuple((~enough).nonzero().flatten().tolist()))
+    members: Tensor, member_labels: Tensor, others: Tensor, other_labels: Tensor, classes: int, min_known: int
+) -> tuple[Tensor, list[int]]:
+    """The value from which on an image of each class is called a member, (classes,), and the classes that fell back.
+
+    Classes with fewer than `min_known` images on either side have the threshold of all classes together.
+    """
+    per_class = torch.full((classes,), best_threshold(members, others), dtype=torch.float64)
+    fallback = []
+    for label in range(classes):
+        mine, theirs = members[member_labels == label], others[other_labels == label]
+        if min(len(mine), len(theirs)) >= max(min_known, 1):
+            per_class[label] = best_threshold(mine, theirs)
+        else:
+            fallback.append(label)
+    return per_class, fallback
 
 
 @dataclass(frozen=True)
@@ -159,11 +137,9 @@ class KnownImages:
 
     def halves(self, seed: int = 0) -> tuple["KnownImages", "KnownImages"]:
         """One half to fit an attack on, one to measure it on; stratified by class."""
-        if min(len(self.members), len(self.non_members)) < 2:
-            raise BadData(
-                f"an attack needs at least 2 known members and 2 known non-members, "
-                f"not {len(self.members)} and {len(self.non_members)}"
-            )
+        sizes = len(self.members), len(self.non_members)
+        if min(sizes) < 2:
+            raise BadData(f"an attack needs 2 known members and 2 non-members or more, not {sizes[0]} and {sizes[1]}")
         fit, check = zip(*(_halved(predictions, seed) for predictions in (self.members, self.non_members)), strict=True)
         return KnownImages(*fit), KnownImages(*check)
 
@@ -182,7 +158,7 @@ def match_members(members: Tensor, non_members: Tensor, limit: int, seed: int = 
     >>> len(mine), sorted(theirs.tolist())[::2]  # two of class 0, one of class 1, none of class 2
     (3, [0, 3])
     """
-    random = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     shared = sorted(set(members.tolist()) & set(non_members.tolist()))
     if not shared:
         raise BadData("no class has both retained training images and test images; attacks cannot be calibrated")
@@ -192,7 +168,7 @@ def match_members(members: Tensor, non_members: Tensor, limit: int, seed: int = 
         mine, theirs = (members == label).nonzero().flatten(), (non_members == label).nonzero().flatten()
         number = min(len(mine), len(theirs), share)
         for positions, chosen in zip((mine, theirs), drawn, strict=True):
-            chosen.append(positions[torch.randperm(len(positions), generator=random)[:number]])
+            chosen.append(positions[torch.randperm(len(positions), generator=generator)[:number]])
     return torch.cat(drawn[0]), torch.cat(drawn[1])
 
 
@@ -208,6 +184,7 @@ def _result(
     fallback: tuple[int, ...] = (),
 ) -> AttackResult:
     """The result of an attack, from its guesses, (n,) bool, on images that it was not fitted on."""
+    _require(forgotten)
     true, false = _rate(guess(check.members)), _rate(guess(check.non_members))
     sizes = len(forgotten), len(check.members), len(check.non_members)
     return AttackResult(name, _rate(guess(forgotten)), (true + 1 - false) / 2, false, fallback, *sizes)
@@ -217,48 +194,34 @@ def statistic_attack(
     name: str, forgotten: Predictions, known: KnownImages, *, min_known: int = MIN_KNOWN, seed: int = 0
 ) -> AttackResult:
     """One of Song and Mittal's attacks: members are predicted correctly, or their statistic reaches a threshold."""
-    _require(forgotten)
     statistic = STATISTICS[name]
     fit, check = known.halves(seed)
     if name == "correctness":
-        return _result(name, lambda predictions: statistic(predictions) == 1, forgotten, check)
-    thresholds = fit_thresholds(
-        statistic(fit.members),
-        fit.members.labels,
-        statistic(fit.non_members),
-        fit.non_members.labels,
-        forgotten.classes,
-        min_known,
-    )
+        return _result(name, lambda answers: statistic(answers) == 1, forgotten, check)
+    mine, theirs = ((statistic(side), side.labels) for side in (fit.members, fit.non_members))
+    thresholds, fallback = fit_thresholds(*mine, *theirs, forgotten.probabilities.shape[1], min_known)
     used = torch.cat([forgotten.labels, check.members.labels, check.non_members.labels]).unique().tolist()
-    fallback = tuple(label for label in thresholds.fallback if label in used)
-    return _result(name, lambda part: thresholds.called(statistic(part), part.labels), forgotten, check, fallback)
+    shared = tuple(label for label in fallback if label in used)
+    return _result(name, lambda part: statistic(part) >= thresholds[part.labels], forgotten, check, shared)
 
 
 def svc_attack(forgotten: Predictions, known: KnownImages, *, seed: int = 0) -> AttackResult:
     """A support vector machine (RBF, C = 3, γ = 1 / features) on the confidence, as SalUn's code has it."""
     from sklearn.svm import SVC
 
-    _require(forgotten)
     fit, check = known.halves(seed)
     machine = SVC(C=3.0, kernel="rbf", gamma="auto")
-    machine.fit(*_points(confidence, fit))
-    return _result("svc-confidence", lambda predictions: _predict(machine, confidence(predictions)), forgotten, check)
+    machine.fit(*_points(STATISTICS["confidence"], fit))
+    return _result("svc-confidence", lambda answers: _predict(machine, answers.confidence), forgotten, check)
 
 
 def loss_attack(forgotten: Predictions, known: KnownImages, *, seed: int = 0) -> AttackResult:
     """Logistic regression on the loss; all rates are means over stratified shuffle splits of the known images."""
     _require(forgotten)
-    values, truth = _points(_loss, known)
-    mine, accuracies, false = [], [], []
-    for model, aside in _regressions(values, truth, seed):
-        called = torch.from_numpy(model.predict(values[aside])) == 1
-        was = torch.from_numpy(truth[aside]) == 1
-        mine.append(_rate(_predict(model, _loss(forgotten))))
-        false.append(_rate(called[~was]))
-        accuracies.append((_rate(called[was]) + 1 - false[-1]) / 2)
-    rate, accuracy, wrong = (sum(rates) / SPLITS for rates in (mine, accuracies, false))
-    return AttackResult("loss", rate, accuracy, wrong, (), len(forgotten), len(known.members), len(known.non_members))
+    rates = [(_rate(_predict(model, _loss(forgotten))), right, false) for model, right, false in _splits(known, seed)]
+    sizes = len(forgotten), len(known.members), len(known.non_members)
+    rate, accuracy, false = (sum(each) / SPLITS for each in zip(*rates, strict=True))
+    return AttackResult("loss", rate, accuracy, false, (), *sizes)
 
 
 def loss_separation(forgotten: Predictions, unseen: Predictions, *, seed: int = 0) -> float:
@@ -266,21 +229,7 @@ def loss_separation(forgotten: Predictions, unseen: Predictions, *, seed: int = 
 
     The cross-validated accuracy of the NeurIPS 2023 unlearning challenge's starting kit.
     """
-    values, truth = _points(_loss, KnownImages(forgotten, unseen))
-    accuracies = []
-    for model, aside in _regressions(values, truth, seed):
-        called, was = model.predict(values[aside]) == 1, truth[aside] == 1
-        accuracies.append((called[was].mean() + (~called[~was]).mean()) / 2)
-    return float(sum(accuracies) / SPLITS)
-
-
-def _loss(predictions: Predictions) -> Tensor:
-    return -_log(predictions.confidence)
-
-
-def _require(forgotten: Predictions) -> None:
-    if not len(forgotten):
-        raise BadData("the forget set has no image to attack")
+    return sum(accuracy for _, accuracy, _ in _splits(KnownImages(forgotten, unseen), seed)) / SPLITS
 
 
 def _points(feature: Callable[[Predictions], Tensor], known: KnownImages) -> tuple[Any, Any]:
@@ -290,20 +239,29 @@ def _points(feature: Callable[[Predictions], Tensor], known: KnownImages) -> tup
     return values.numpy(), truth.numpy()
 
 
+def _require(forgotten: Predictions) -> None:
+    if not len(forgotten):
+        raise BadData("the forget set has no image to attack")
+
+
 def _predict(model: Any, values: Tensor) -> Tensor:
     return torch.from_numpy(model.predict(values.unsqueeze(1).numpy())) == 1
 
 
-def _regressions(values: Any, truth: Any, seed: int) -> Any:
-    """Class-balanced logistic regressions of a cross-validation, each with the positions that it was not fitted on."""
+def _splits(known: KnownImages, seed: int) -> Iterator[tuple[Any, float, float]]:
+    """Class-balanced logistic regressions on the loss, with accuracy and false positives on the images set aside."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.model_selection import StratifiedShuffleSplit
 
+    values, truth = _points(_loss, known)
     fewest = int(min(truth.sum(), len(truth) - truth.sum()))
     if fewest < SPLITS:
         raise BadData(f"cross-validation needs at least {SPLITS} members and {SPLITS} non-members, not {fewest}")
     for fit, aside in StratifiedShuffleSplit(SPLITS, test_size=0.1, random_state=seed).split(values, truth):
-        yield LogisticRegression(class_weight="balanced").fit(values[fit], truth[fit]), aside
+        model = LogisticRegression(class_weight="balanced").fit(values[fit], truth[fit])
+        called, was = torch.from_numpy(model.predict(values[aside])) == 1, torch.from_numpy(truth[aside]) == 1
+        false = _rate(called[~was])
+        yield model, (_rate(called[was]) + 1 - false) / 2, false
 
 
 ATTACKS: Mapping[str, Callable[..., AttackResult]] = {  # (forgotten, known, seed=) → AttackResult

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fedortho.errors import BadData
 from fedortho.evaluation.accuracies import share_correct
 from fedortho.evaluation.case import Case
-from fedortho.evaluation.membership_attacks import ATTACKS, Predictions, loss_separation
+from fedortho.evaluation.membership_attacks import ATTACKS, Predictions, correctness, loss_separation
 from fedortho.evaluation.metrics import Measurement, Metric, measure_metric
 from fedortho.evaluation.model_outputs import SAMPLE, EvaluationSets, ModelOutputs, untrained_like
 
@@ -41,23 +41,14 @@ def _class_accuracy(outputs: ModelOutputs) -> Measurement:
     return Measurement(whole.value, whole.images, {"each": per_class})
 
 
-def client_changes(outputs: ModelOutputs, original: ModelOutputs) -> Tensor:
-    """Change of accuracy on the images of each remaining client, (clients,)."""
+def _client_change(quantile: float, original: ModelOutputs, outputs: ModelOutputs) -> Measurement:
+    """A quantile of the change of accuracy on the images of each remaining client."""
     if not outputs.sets.clients:
         raise BadData("no client remains; there is none to compare")
+    after, before = (correctness(model.predictions("clients")) for model in (outputs, original))
     sizes = [len(part) for part in outputs.sets.clients.values()]
-    correct = [
-        predictions.probabilities.argmax(1) == predictions.labels
-        for predictions in (outputs.predictions("clients"), original.predictions("clients"))
-    ]
-    change = correct[0].double() - correct[1].double()  # on the CPU
-    return torch.stack([part.mean() for part in change.split(sizes)])
-
-
-def _client_change(quantile: float, original: ModelOutputs, outputs: ModelOutputs) -> Measurement:
-    changes = client_changes(outputs, original)
-    images = sum(len(part) for part in outputs.sets.clients.values())
-    return Measurement(float(changes.quantile(quantile)), images, {"clients": len(changes)})
+    changes = torch.stack([part.mean() for part in (after - before).split(sizes)])
+    return Measurement(float(changes.quantile(quantile)), sum(sizes), {"clients": len(changes)})
 
 
 def _member_rate(name: str, outputs: ModelOutputs) -> Measurement:
@@ -94,6 +85,8 @@ def js_divergence(p: Tensor, q: Tensor) -> Tensor:
 
 def _output_distance(kind: str, of: str, outputs: ModelOutputs, reference: ModelOutputs) -> Measurement:
     mine, theirs = outputs.predictions(of).probabilities, reference.predictions(of).probabilities
+    if kind == "tv":
+        return Measurement(total_variation(mine, theirs), len(mine))
     each = (mine - theirs).norm(dim=1) if kind == "l2" else js_divergence(mine, theirs)
     return Measurement(float(each.mean()), len(each))
 
@@ -105,14 +98,13 @@ def _activation_distance(of: str, outputs: ModelOutputs, reference: ModelOutputs
         raise BadData(f"{outputs.name} has {mine.shape[1]} features, {reference.name} {theirs.shape[1]}")
     if not bool(torch.isfinite(mine).all() & torch.isfinite(theirs).all()):
         raise BadData(f"features of {outputs.name} or {reference.name} are not finite on {of} images")
-    return Measurement(
-        float((mine - theirs).norm(dim=1).mean() / theirs.norm(dim=1).mean().clamp_min(1e-12)), len(mine)
-    )
+    distance = (mine - theirs).norm(dim=1).mean() / theirs.norm(dim=1).mean().clamp_min(1e-12)
+    return Measurement(float(distance), len(mine))
 
 
-def _mean_output(outputs: ModelOutputs, reference: ModelOutputs) -> Measurement:
-    mine, theirs = outputs.predictions("forget").probabilities, reference.predictions("forget").probabilities
-    return Measurement(float((mine.mean(0) - theirs.mean(0)).abs().sum() / 2), len(mine))
+def total_variation(mine: Tensor, theirs: Tensor) -> float:
+    """Half the L1 distance between two models' mean probabilities; both are (n, classes)."""
+    return float((mine.mean(0) - theirs.mean(0)).abs().sum() / 2)
 
 
 def _gaps(outputs: ModelOutputs, reference: ModelOutputs) -> dict[str, float]:
@@ -154,9 +146,8 @@ def _model_metrics(sets: EvaluationSets, original: ModelOutputs) -> dict[str, Ca
     return metrics | {"loss-separation": _separation, "zrf": lambda outputs: _zrf_against(untrained(), outputs)}
 
 
-REFERENCE_METRICS: Mapping[
-    str, Callable[[ModelOutputs, ModelOutputs], Measurement]
-] = {  # of a model and the reference model
+# of a model and the reference model
+REFERENCE_METRICS: Mapping[str, Callable[[ModelOutputs, ModelOutputs], Measurement]] = {
     "average-gap": _average_gap,
     "tug-of-war": partial(_tug_of_war, "forget"),
     "tug-of-war-mia": partial(_tug_of_war, "mia"),
@@ -166,7 +157,7 @@ REFERENCE_METRICS: Mapping[
     "output-js-retain": partial(_output_distance, "js", "retain"),
     "activation-forget": partial(_activation_distance, "forget"),
     "activation-retain": partial(_activation_distance, "retain"),
-    "mean-output-tv": _mean_output,
+    "mean-output-tv": partial(_output_distance, "tv", "forget"),
 }
 
 
@@ -175,13 +166,11 @@ class MetricSuite:
 
     def __init__(self, case: Case, *, limit: int = SAMPLE) -> None:
         self.sets = EvaluationSets(case, limit)
-        self.original = ModelOutputs("the original", case.original, self.sets)
-        self.reference = self._outputs("the reference model", case.reference)
-        self.second_reference = self._outputs("the second reference model", case.second_reference)
-        self.model_metrics = _model_metrics(self.sets, self.original)
-
-    def _outputs(self, name: str, model: nn.Module | None) -> ModelOutputs | None:
-        return None if model is None else ModelOutputs(name, model, self.sets)
+        self.reference, self.second_reference = (
+            None if model is None else ModelOutputs(f"the {name} model", model, self.sets)
+            for name, model in (("reference", case.reference), ("second reference", case.second_reference))
+        )
+        self.model_metrics = _model_metrics(self.sets, ModelOutputs("the original", case.original, self.sets))
 
     def measure(self, model: nn.Module) -> list[Metric]:
         """Every metric that applies to the request; a metric that fails has an error.
@@ -202,8 +191,3 @@ class MetricSuite:
             usual = None if second is None else partial(gap, second, reference)
             metrics.append(measure_metric(name, partial(gap, unlearned, reference), usual))
         return metrics
-
-
-def measure_metrics(case: Case, *, limit: int = SAMPLE) -> list[Metric]:
-    """Every metric of the case's unlearned model; for several models of one case, use one `MetricSuite`."""
-    return MetricSuite(case, limit=limit).measure(case.unlearned)

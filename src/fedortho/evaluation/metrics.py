@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from fedortho.errors import unknown
+from fedortho.errors import first_line, unknown
 
 DIRECTIONS = ("as retrain", "higher", "lower")
+ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,9 @@ METRICS: Mapping[str, MetricInfo] = {
         "forgotten images called members by an SVC on confidence", "SalUn's code, as 1 − its value (arXiv:2310.12508)"
     ),
     "mia-loss": _rate("forgotten images called members by logistic regression on the loss", "Yeom et al., CSF 2018"),
-    "loss-separation": MetricInfo(
+    "loss-separation": _rate(
         "accuracy of telling forgotten from unseen images with the same labels, by the loss",
         "NeurIPS 2023 unlearning challenge, starting kit",
-        *(0.0, 1.0, "as retrain"),
     ),
     "average-gap": _gap("mean gap to Retrain of forget, retain, test accuracy and MIA", "SalUn (arXiv:2310.12508)"),
     "tug-of-war": _accuracy("product of 1 − gap to Retrain, forget × retain × test", "Zhao et al., NeurIPS 2024"),
@@ -102,71 +102,31 @@ class Metric:
             raise unknown("metric", self.name, METRICS)
         if self.error is not None and (self.value is not None or not self.error):
             raise ValueError(f"{self.name} has both the value {self.value} and the error {self.error!r}")
-        for number in (self.value, self.reference):
-            if number is not None and not self._possible(number):
+        for number in (self.value, self.reference):  # the comparison is also False for NaN
+            if number is not None and not self.info.low - ROUNDING <= number <= self.info.high + ROUNDING:
                 raise ValueError(f"{self.name} is {number}, outside {self.info.range_text()}")
-
-    def _possible(self, number: float) -> bool:
-        slack = 1e-9  # for rounding
-        return self.info.low - slack <= number <= self.info.high + slack  # also False for NaN
 
     @property
     def info(self) -> MetricInfo:
         return METRICS[self.name]
 
-    @property
-    def gap(self) -> float | None:
-        """Absolute difference to the reference model's value."""
-        return None if self.value is None or self.reference is None else abs(self.value - self.reference)
-
-    def text(self) -> str:
+    def __repr__(self) -> str:
         """The value in one line, with everything that is needed to read it.
 
-        >>> print(Metric("test-accuracy", 0.9, 0.91, images=100))
+        >>> Metric("test-accuracy", 0.9, 0.91, images=100)
         accuracy on all test images: 0.9000 (Retrain 0.9100; 0 to 1, better higher, ideal 1; 100 images; \
 FedOrtho, section on metrics)
         """
-        known = self.info
+        known, value = self.info, "not measured" if self.value is None else f"{self.value:.4f}"
         retrain = "no reference" if self.reference is None else f"Retrain {self.reference:.4f}"
         better = "best as Retrain" if known.direction == "as retrain" else f"better {known.direction}"
-        parts = [retrain, f"{known.range_text()}, {better}, ideal {known.ideal_text()}"]
-        parts += [f"{self.images} images", *(f"{word} {_plain(value)}" for word, value in self.details.items())]
-        return f"{known.title}: {self._shown()} ({'; '.join([*parts, known.source])})"
-
-    __str__ = __repr__ = text
-
-    def _shown(self) -> str:
-        if self.error is not None:
-            return f"ERROR, {self.error}"
-        return "not measured" if self.value is None else f"{self.value:.4f}"
+        how = f"{retrain}; {known.range_text()}, {better}, ideal {known.ideal_text()}; {self.images} images"
+        return f"{known.title}: {f'ERROR, {self.error}' if self.error else value} ({how}; {known.source})"
 
     def to_json(self) -> dict[str, Any]:
         """The value and its description as one mapping for JSON; an unlimited range has `high` None."""
-        known = self.info
-        return {
-            "name": self.name,
-            "title": known.title,
-            "source": known.source,
-            "low": known.low,
-            "high": None if math.isinf(known.high) else known.high,
-            "direction": known.direction,
-            "ideal": known.ideal,
-            "value": self.value,
-            "reference": self.reference,
-            "images": self.images,
-            "error": self.error,
-            "details": dict(self.details),
-        }
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4f}"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_plain(part)}" for key, part in value.items()) or "none"
-    if isinstance(value, list | tuple):
-        return ", ".join(map(_plain, value)) or "none"
-    return str(value)
+        described = asdict(self.info) | {"high": None if math.isinf(self.info.high) else self.info.high}
+        return {"name": self.name, **described, **asdict(self)}
 
 
 @dataclass(frozen=True)
@@ -189,14 +149,9 @@ def measure_metric(
     try:
         mine = measure()
     except Exception as error:  # any: a failing metric is shown, not dropped
-        return Metric(name, None, error=_error_text(error))
+        return Metric(name, None, error=f"{type(error).__name__}: {first_line(error)}")
     try:
         theirs = None if reference is None else reference().value
         return Metric(name, mine.value, theirs, mine.images, None, mine.details)
     except Exception as error:  # likewise: without its value the reference model would seem to be missing
-        return Metric(name, None, images=mine.images, error=_error_text(error))
-
-
-def _error_text(error: Exception) -> str:
-    first = (str(error).splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+        return Metric(name, None, images=mine.images, error=f"{type(error).__name__}: {first_line(error)}")

@@ -20,7 +20,6 @@ from fedortho.training.recipe import Recipe
 
 MIN_MODELS, MAX_MODELS = 8, 64
 MIN_TARGETS = 100  # forget images in the proxy, where the forget set has that many
-ShadowReport = Callable[[int, int, str], None]  # models ready, models in all, name
 
 
 @dataclass(frozen=True)
@@ -37,23 +36,17 @@ class ShadowSettings:
         if not MIN_MODELS <= self.models <= MAX_MODELS:
             raise BadSetting(f"shadow models must be {MIN_MODELS} to {MAX_MODELS}, not {self.models}")
         if self.images < 8 or self.targets < 1 or not 0 <= self.seed < 2**32:
-            raise BadSetting(
-                f"a proxy needs at least 8 images, 1 target and a seed of 0 or more, "
-                f"not {self.images}, {self.targets} and {self.seed}"
-            )
+            given = f"{self.images}, {self.targets} and {self.seed}"
+            raise BadSetting(f"a proxy needs at least 8 images, 1 target and a seed of 0 or more, not {given}")
 
 
 @dataclass(frozen=True)
 class ShadowPlan:
-    """What the membership audit needs: how shadow models unlearn, where they are kept, how they are made."""
+    """What the membership audit needs: how shadow models unlearn, where they are kept, how they are trained."""
 
     forget: Callable[[nn.Module, Dataset, ForgetRequest], nn.Module]  # the audited method
     directory: Path  # shared by methods and requests
     settings: ShadowSettings = field(default_factory=ShadowSettings)
-    build: Callable[[int], nn.Module] | None = (
-        None  # an untrained model from a seed; None: the original, re-initialised
-    )
-    report: ShadowReport | None = None
 
 
 def choose_proxy(pool: Images, forget: Tensor, settings: ShadowSettings) -> tuple[Images, Tensor]:
@@ -98,14 +91,11 @@ class Shadows:
         settings: ShadowSettings,
         *,
         device: torch.device | str = "cpu",
-        report: ShadowReport | None = None,
     ) -> None:
         self.proxy, self.build, self.settings, self.device = proxy, build, settings, device
         self.members = torch.stack([half(number, len(proxy), settings.seed) for number in range(settings.models)])
         self.key = self._key()
         self.directory = directory / f"shadows-{self.key[:16]}"
-        self.report = report or (lambda *_: None)
-        self._ready = 0
 
     def _key(self) -> str:
         proxy, settings = self.proxy, self.settings
@@ -134,7 +124,6 @@ class Shadows:
     def _model(self, name: str, mask: Tensor, offset: int) -> nn.Module:
         path, seed = self.directory / f"{name}.safetensors", self.settings.seed * 1000 + offset
         model = self.build(seed)
-        self._ready += 1
         if path.is_file():
             weights, note = read_tensors(path)
             if note.get("key") != self.key:
@@ -144,5 +133,4 @@ class Shadows:
         else:
             model = fit(model, self.proxy.subset(mask), replace(self.settings.recipe, seed=seed), device=self.device)
             write_tensors(path, model.state_dict(), {"key": self.key})
-        self.report(self._ready, 2 * self.settings.models, name)
         return model

@@ -8,8 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedortho.audits.sentences import subject_of
-from fedortho.audits.verdict import Verdict, read_verdict
+from fedortho.audits.verdict import Verdict, read_verdict, subject_of
 from fedortho.data.request import ForgetRequest
 from fedortho.devices import choose_device
 from fedortho.engines.cost import Cost
