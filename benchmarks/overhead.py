@@ -19,14 +19,16 @@ from typing import Any
 
 import torch
 from result_files import write_results
+from torch import nn
 from torch.nn import functional
 
-from fedortho.data.images import images_from_tensors
+from fedortho.data.images import Images, images_from_tensors
 from fedortho.models.zoo import build_model
 from fedortho.training.augmentation import Augment
 from fedortho.training.loop import _State, _take_step
-from fedortho.training.objectives import TrainingSet
-from fedortho.training.orthogonality import align_penalty, ortho_penalty
+from fedortho.training.objectives import FitOptions, TrainingSet
+from fedortho.training.orthogonality import ortho_penalty
+from fedortho.training.penalties import Penalties, ortho_layers
 from fedortho.training.recipe import Recipe
 
 HERE = Path(__file__).parent
@@ -60,13 +62,9 @@ def measure(name: str, rounds: int) -> list[dict[str, Any]]:
     model = build_model(name, num_classes=10)
     steps: dict[str, Callable[[int], object]] = {}
     for variant, recipe in VARIANTS.items():
-        state = _State(
-            copy.deepcopy(model), [TrainingSet(images)], recipe, torch.device("cpu"), model if recipe.align else None
-        )
+        state = _penalised(model, images, recipe)
         steps[variant] = lambda step, state=state: _take_step(state, [images.rows], step, 1000)  # type: ignore[misc]  # bound early
-    state = _State(
-        copy.deepcopy(model), [TrainingSet(images)], VARIANTS["exact + alignment"], torch.device("cpu"), model
-    )
+    state = _penalised(model, images, VARIANTS["exact + alignment"])
     steps["autograd + alignment"] = lambda step: autograd_step(state, images)
     times: dict[str, list[float]] = {variant: [] for variant in steps}
     for turn in range(rounds + 1):
@@ -88,13 +86,22 @@ def measure(name: str, rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
+def _penalised(model: nn.Module, images: Images, recipe: Recipe) -> _State:
+    twin, received = copy.deepcopy(model), model if recipe.align else None
+    layers = ortho_layers(twin, images.shape, recipe, aligning=received is not None)
+    state = _State(twin, [TrainingSet(images)], recipe, FitOptions(), torch.device("cpu"), {})
+    state.penalties = Penalties(state.model, layers, recipe, received)
+    return state
+
+
 def autograd_step(state: Any, images: Any) -> None:
     """For comparison: both penalties in the autograd graph of the loss."""
     inputs = Augment(state.recipe.crop, state.recipe.flip)(images.normalise(images.pixels), torch.Generator())
     inputs = inputs.contiguous(memory_format=torch.channels_last)
     loss = functional.cross_entropy(state.model(inputs), images.labels)
-    loss = loss + 0.1 * torch.stack([ortho_penalty(conv) for conv in state.convs]).sum()
-    loss = loss + 0.1 * align_penalty(state.aligned, state.reference)
+    loss = loss + 0.1 * torch.stack([ortho_penalty(conv) for conv in state.penalties.convs]).sum()
+    pairs = zip(state.penalties.aligned, state.penalties.reference, strict=True)
+    loss = loss + 0.1 * torch.stack([(weight - received).square().sum() for weight, received in pairs]).sum()
     state.optimiser.zero_grad()
     loss.backward()
     state.optimiser.step()

@@ -39,6 +39,16 @@ def choose_device(name: str) -> torch.device:
         raise BadSetting(f"the device is {name!r}; expected cpu, mps, cuda or cuda:NUMBER") from error
 
 
+def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """The tensor on the device; CUDA copies it without waiting for earlier work (from here, never back)."""
+    return tensor.to(device, non_blocking=torch.device(device).type == "cuda")
+
+
+def sum_dtype(device: torch.device | str) -> torch.dtype:
+    """What long sums are formed in: float64, which MPS lacks."""
+    return torch.float32 if torch.device(device).type == "mps" else torch.float64
+
+
 class FlopCounter(TorchDispatchMode):
     """Counts the FLOPs that this thread computes inside the block, by torch's formulas; about 5 µs an operation.
 

@@ -3,7 +3,8 @@ import torch
 from torch import Tensor, nn
 
 from fedortho.errors import BadSetting, UnknownName
-from fedortho.models.graph import Layer, select_layers, trace_layers
+from fedortho.models import graph
+from fedortho.models.graph import Layer, architecture_of, select_layers, trace_layers
 from fedortho.models.zoo import build_model
 from fedortho.storage.files import tensors_digest
 
@@ -201,3 +202,32 @@ def test_a_linear_layer_that_writes_into_the_stream_is_reported() -> None:
 
     (layer,) = trace_layers(Mixer(), (1, 8, 8))
     assert layer.problem == "spread (Linear) writes into the same residual stream"
+
+
+def test_networks_that_differ_in_weights_only_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[nn.Module] = []
+    record = graph._record_calls
+    monkeypatch.setattr(graph, "_record_calls", lambda *given: traced.append(given[0]) or record(*given))
+
+    def net(stride: int = 1) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(1, 5, 3, stride), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(5, 3))
+
+    first, again = (trace_layers(net(), (1, 9, 9)) for _ in range(2))
+    assert first == again
+    assert first is not again
+    assert len(traced) == 1
+    assert trace_layers(net(2), (1, 9, 9))[0].size == (4, 4), "another stride is another architecture"
+    assert len(traced) == 2
+
+
+def test_a_network_that_cannot_be_told_from_others_is_traced_each_time() -> None:
+    class Chosen(nn.Module):
+        def __init__(self, order: dict[str, int]) -> None:
+            super().__init__()
+            self.convs, self.order = nn.ModuleList([nn.Conv2d(1, 3, 3), nn.Conv2d(1, 3, 1)]), order
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.convs[self.order["first"]](x).mean((2, 3))
+
+    assert architecture_of(Chosen({"first": 0})) is None
+    assert [trace_layers(Chosen({"first": n}), (1, 8, 8))[0].name for n in (0, 1)] == ["convs.0", "convs.1"]

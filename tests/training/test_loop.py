@@ -7,6 +7,7 @@ import pytest
 import torch
 from small import TinyNet
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fedortho.training.loop
 from fedortho.data.images import Images, images_from_tensors
@@ -14,8 +15,9 @@ from fedortho.data.sources import load_images
 from fedortho.errors import BadCheckpoint, BadData, BadSetting, FedOrthoError, UnknownName
 from fedortho.models.predictions import accuracy, evaluate
 from fedortho.storage.files import tensors_digest
-from fedortho.training.loop import Progress, fit, ortho_layers
+from fedortho.training.loop import Progress, fit
 from fedortho.training.orthogonality import ortho_penalty
+from fedortho.training.penalties import ortho_layers
 from fedortho.training.recipe import Recipe
 
 QUICK = Recipe(epochs=2, batch_size=32, lr=0.05, crop=1)
@@ -293,3 +295,35 @@ def test_coordinates_that_the_mask_denies_stay_bit_for_bit_and_the_others_move(t
     assert not torch.isclose(before[[0, 1, 3]], after[[0, 1, 3]]).all()
     with pytest.raises(BadSetting, match=r"the mask names fc\.scale"):
         fit(tiny, toy, Recipe(epochs=1), trainable={"fc.scale": torch.ones(1, dtype=torch.bool)})
+
+
+def test_cudnn_stays_on_and_is_deterministic_while_training(tiny: TinyNet, toy: Images) -> None:
+    seen, cudnn = set(), torch.backends.cudnn
+    tiny.features[0].register_forward_hook(lambda *_: seen.add((cudnn.enabled, cudnn.deterministic, cudnn.benchmark)))
+    before = (cudnn.enabled, cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32)
+    assert cudnn.enabled
+    fit(tiny, toy, replace(QUICK, ortho=0.0))
+    seen.discard(before[:3])  # checks before training
+    assert seen == {(True, True, False)}
+    assert (cudnn.enabled, cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32) == before
+
+
+class _HostReads(TorchDispatchMode):
+    """Counts values that Python reads from tensors: each waits until a GPU has done all that it was given."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.number += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_step_waits_for_the_device(tiny: TinyNet, toy: Images, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fedortho.training.loop, "REPORT_SECONDS", math.inf)
+    mask = {"features.3.weight": torch.zeros_like(tiny.features[3].weight, dtype=torch.bool)}
+    numbers = []
+    for images in (toy.subset(range(64)), toy):
+        with _HostReads() as reads:
+            fit(tiny, images, replace(QUICK, batch_size=8, ortho_every=1, erase=0.5), reference=tiny, trainable=mask)
+        numbers.append(reads.number)
+    assert numbers[0] == numbers[1], "8 and 30 steps"

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from fedortho.devices import to_device
 from fedortho.errors import BadData, BadSetting
 
 
@@ -53,8 +54,8 @@ class Images:
         """uint8 pixels as floats of mean 0 and deviation 1 per channel; floats are returned unchanged."""
         if pixels.is_floating_point():
             return pixels
-        mean = torch.tensor(self.mean, device=pixels.device).view(-1, 1, 1)
-        std = torch.tensor(self.std, device=pixels.device).view(-1, 1, 1)
+        mean = to_device(torch.tensor(self.mean).view(-1, 1, 1), pixels.device)
+        std = to_device(torch.tensor(self.std).view(-1, 1, 1), pixels.device)
         return pixels.float().div_(255).sub_(mean).div_(std)
 
 
@@ -180,7 +181,8 @@ def evaluation_batches(
     """Normalised batches in order, no augmentation; a re-iterable `DataLoader` passes through as it is."""
     if isinstance(source, Images):
         for rows in source.rows.split(batch_size):
-            yield source.normalise(source.pixels[rows].to(device)), source.store_labels[rows].to(device)
+            pixels, labels = source.pixels[rows], source.store_labels[rows]
+            yield source.normalise(to_device(pixels, device)), to_device(labels, device)
         return
     if isinstance(source, Iterator):
         raise BadData(

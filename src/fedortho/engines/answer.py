@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fedortho.data.images import Images, evaluation_batches
-from fedortho.devices import FlopCounter
+from fedortho.devices import FlopCounter, sum_dtype
 from fedortho.engines.cost import flops_per_image
 from fedortho.engines.engine import Tally
 from fedortho.engines.query import Statistic
@@ -263,7 +263,8 @@ def _gradient_sums(reduce: Callable[[Tensor], Tensor]) -> "AnswerFunction":
         """Sums over batches of `reduce` of the gradient of the batch's mean loss, per parameter."""
         twin = copy.deepcopy(context.model).to(context.device).eval().requires_grad_(True)
         weights = dict(twin.named_parameters())
-        sums = {name: torch.zeros(1, weight.numel(), dtype=torch.float64) for name, weight in weights.items()}
+        dtype, device = sum_dtype(context.device), context.device
+        sums = {name: torch.zeros(1, w.numel(), dtype=dtype, device=device) for name, w in weights.items()}
         batches = 0
         read = evaluation_batches(images, context.statistic.batch_size, context.device) if len(images) else ()
         for inputs, labels in read:  # no images make no batch
@@ -271,10 +272,10 @@ def _gradient_sums(reduce: Callable[[Tensor], Tensor]) -> "AnswerFunction":
             gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
             for name, gradient in zip(weights, gradients, strict=True):
                 if gradient is not None:
-                    sums[name] += reduce(gradient.cpu().double()).reshape(1, -1)  # channels may come last
+                    sums[name] += reduce(gradient.to(dtype)).reshape(1, -1)  # channels may come last
             batches += 1
         context.cache.tally.images_trained += len(images)
-        return Observation(sums, torch.tensor([batches]))
+        return Observation({name: total.cpu().double() for name, total in sums.items()}, torch.tensor([batches]))
 
     return add_up
 

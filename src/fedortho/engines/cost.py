@@ -16,7 +16,8 @@ from fedortho.engines.query import Query, Selection
 from fedortho.engines.training_plan import TrainingPlan
 from fedortho.errors import FedOrthoError
 from fedortho.statistics.observe import Observation
-from fedortho.training.loop import Epoch, Mask, ortho_flops
+from fedortho.training.loop import Epoch, Mask
+from fedortho.training.penalties import ortho_flops
 from fedortho.training.recipe import Recipe
 
 

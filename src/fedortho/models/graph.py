@@ -6,10 +6,12 @@ edited together. What it cannot follow is reported in `Layer.problem`, never gue
 
 import copy
 import fnmatch
+import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +48,47 @@ class Layer:
 Select = str | Sequence[str] | Callable[[Layer], bool]
 
 
+Traced = TypeVar("Traced")
+Trace = Callable[[nn.Module, tuple[int, int, int]], Traced]
+
+
+PLAIN = (bool, int, float, str, type(None), torch.dtype, type, FunctionType, BuiltinFunctionType)
+MOST_TRACES = 64
+
+
+def once_per_architecture(trace: Trace[Traced]) -> Trace[Traced]:
+    """The function with a memory: networks that differ in their weights only, as those of clients, are traced once."""
+    known: dict[tuple[object, ...], Traced] = {}
+
+    @functools.wraps(trace)
+    def traced(model: nn.Module, shape: tuple[int, int, int]) -> Traced:
+        architecture = architecture_of(model)
+        if architecture is None:
+            return trace(model, shape)
+        if (architecture, shape) not in known:
+            if len(known) == MOST_TRACES:
+                known.clear()
+            known[architecture, shape] = trace(model, shape)
+        return copy.copy(known[architecture, shape])
+
+    return traced
+
+
+def architecture_of(model: nn.Module) -> tuple[object, ...] | None:
+    """What a network is apart from its weights; None if a module has attributes that cannot be compared."""
+    parts: list[object] = []
+    for name, module in model.named_modules(remove_duplicate=False):
+        attributes = [(key, value) for key, value in vars(module).items() if key not in vars(nn.Module())]
+        rows = [(key, *(value if isinstance(value, tuple | list) else [value])) for key, value in attributes]
+        if not all(isinstance(value, PLAIN) for _, *values in rows for value in values):
+            return None
+        parts.append((name, type(module), *rows))
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    ids = [id(tensor) for _, tensor in tensors]  # shared weights have one
+    return (*parts, *((name, tensor.shape, ids.index(id(tensor))) for name, tensor in tensors))
+
+
+@once_per_architecture
 def trace_layers(model: nn.Module, shape: tuple[int, int, int]) -> list[Layer]:
     """Every convolution in the order in which a forward pass reaches it.
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedortho.data.images import Batches, Images, check_labels, evaluation_batches
+from fedortho.devices import sum_dtype
 from fedortho.errors import BadData, BadSetting
 
 
@@ -29,12 +30,12 @@ class Evaluation:
 
 def evaluate(model: nn.Module, images: Images | Batches, *, device: torch.device | str = "cpu") -> Evaluation:
     """Loss, accuracy and confusion matrix, in evaluation mode and without augmentation; the model keeps its mode."""
-    loss, counts = 0.0, None
+    loss, counts = torch.zeros((), dtype=sum_dtype(device), device=device), None
     with evaluating(model):
         for outputs, labels in _answered(model, images, device):
             classes = outputs.shape[1]
             check_labels(labels, classes)
-            loss += float(functional.cross_entropy(outputs, labels, reduction="sum"))
+            loss = loss + functional.cross_entropy(outputs, labels, reduction="sum").to(sum_dtype(device))
             cells = torch.bincount(labels * classes + outputs.argmax(1), minlength=classes**2)
             counts = cells if counts is None else counts + cells
     if counts is None or not int(counts.sum()):
@@ -42,7 +43,7 @@ def evaluate(model: nn.Module, images: Images | Batches, *, device: torch.device
     table = counts.view(classes, classes)
     total = int(counts.sum())
     confusion = tuple(tuple(row) for row in table.tolist())
-    return Evaluation(total, loss / total, int(table.trace()) / total, confusion)
+    return Evaluation(total, float(loss) / total, int(table.trace()) / total, confusion)
 
 
 @contextmanager

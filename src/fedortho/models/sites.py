@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fedortho.errors import BadSetting, unknown
 from fedortho.models.capture import capture
-from fedortho.models.graph import Layer, Select, select_layers, trace_layers
+from fedortho.models.graph import Layer, Select, once_per_architecture, select_layers, trace_layers
 
 EDITS = ("conv", "channel")
 TAPS = ("conv", "bn", "relu", "stream")
@@ -71,8 +71,9 @@ class Structure:
         return list(sites.values())
 
 
+@once_per_architecture
 def trace_structure(model: nn.Module, shape: tuple[int, int, int]) -> Structure:
-    """The structure of a network that reads images of this shape; depends on its modules, so trace it once."""
+    """The structure of a network that reads images of this shape."""
     layers = trace_layers(model, shape)
     streams = _find_streams(model, shape, layers)
     return Structure(tuple(_judge(model, layer, layers, streams) for layer in layers), streams)

@@ -35,7 +35,8 @@ from fedortho.storage.files import locked, read_tensors, tensors_digest, write_j
 from fedortho.storage.provenance import environment
 from fedortho.storage.records import write_record
 from fedortho.storage.settings import as_mapping
-from fedortho.training.loop import Epoch, Watch, check_fit, fit, ortho_layers
+from fedortho.training.loop import Epoch, Watch, check_fit, fit
+from fedortho.training.penalties import ortho_layers
 
 logger = logging.getLogger(__name__)
 GUESSING = 1.5  # times the accuracy of a guess; below it the model has learnt nothing

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fedortho.devices import to_device
+
 
 @dataclass(frozen=True)
 class Augment:
@@ -22,8 +24,7 @@ class Augment:
             batch = _crop(batch, self.crop, generator)
         if self.flip:
             chosen = torch.rand(len(batch), generator=generator) < self.flip
-            chosen = chosen.to(batch.device).view(-1, 1, 1, 1)
-            batch = torch.where(chosen, batch.flip(3), batch)
+            batch = torch.where(to_device(chosen, batch.device).view(-1, 1, 1, 1), batch.flip(3), batch)
         if self.erase:
             batch = _erase(batch, self.erase, generator)
         return batch
@@ -32,7 +33,7 @@ class Augment:
 def _crop(batch: Tensor, padding: int, generator: torch.Generator) -> Tensor:
     number, channels, height, width = batch.shape
     padded = functional.pad(batch, (padding,) * 4)
-    top, left = torch.randint(0, 2 * padding + 1, (2, number), generator=generator).to(batch.device)
+    top, left = to_device(torch.randint(0, 2 * padding + 1, (2, number), generator=generator), batch.device)
     rows = top.view(-1, 1) + torch.arange(height, device=batch.device)  # (n, height)
     columns = left.view(-1, 1) + torch.arange(width, device=batch.device)  # (n, width)
     flat = (rows * (width + 2 * padding)).unsqueeze(2) + columns.unsqueeze(1)  # (n, height, width)
@@ -54,4 +55,4 @@ def _erase(batch: Tensor, probability: float, generator: torch.Generator) -> Ten
     inside_columns = (columns >= left.view(-1, 1)) & (columns < (left + wide).view(-1, 1))
     chosen = (draw[4] < probability).view(-1, 1, 1)
     hole = chosen & inside_rows.unsqueeze(2) & inside_columns.unsqueeze(1)  # (n, height, width)
-    return batch.masked_fill(hole.unsqueeze(1).to(batch.device), 0.0)
+    return batch.masked_fill(to_device(hole.unsqueeze(1), batch.device), 0.0)

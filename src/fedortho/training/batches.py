@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedortho.devices import to_device
 from fedortho.training.augmentation import Augment
 from fedortho.training.objectives import FitOptions, Rows, TrainingSet
 
@@ -48,6 +49,9 @@ def _mixed(training_sets: Sequence[TrainingSet], batch_size: int, seed: int, epo
     ]
 
 
+NO_ROWS = torch.zeros(0, dtype=torch.int64)
+
+
 def _each(training_sets: Sequence[TrainingSet], batch_size: int, seed: int, epoch: int) -> list[list[Tensor]]:
     """The shuffled batches of each training set; an empty set has none."""
     first = step_seed(seed, epoch, 0)
@@ -61,17 +65,15 @@ def _paired(training_sets: Sequence[TrainingSet], batch_size: int, seed: int, ep
     """At every step one batch of each set, for one pass over the first non-empty set; shorter sets repeat."""
     batches = _each(training_sets, batch_size, seed, epoch)
     steps = next((len(own) for own in batches if own), 0)
-    nothing = torch.zeros(0, dtype=torch.int64)
-    return [[own[step % len(own)] if own else nothing for own in batches] for step in range(steps)]
+    return [[own[step % len(own)] if own else NO_ROWS for own in batches] for step in range(steps)]
 
 
 def _turns(training_sets: Sequence[TrainingSet], batch_size: int, seed: int, epoch: int) -> list[Rows]:
     """All batches of the first set, then all of the next; a batch below the smallest size joins its neighbour."""
-    nothing = torch.zeros(0, dtype=torch.int64)
     steps: list[Rows] = []
     for number, own in enumerate(_each(training_sets, batch_size, seed, epoch)):
         for rows in own:
-            step = [rows if place == number else nothing for place in range(len(training_sets))]
+            step = [rows if place == number else NO_ROWS for place in range(len(training_sets))]
             if steps and min(len(rows), sum(map(len, steps[-1]))) < _smallest_batch(batch_size):
                 steps[-1] = [torch.cat(pair) for pair in zip(steps[-1], step, strict=True)]
             else:
@@ -79,11 +81,8 @@ def _turns(training_sets: Sequence[TrainingSet], batch_size: int, seed: int, epo
     return steps
 
 
-_ORDERS: Mapping[str, Callable[[Sequence[TrainingSet], int, int, int], list[Rows]]] = {
-    "mixed": _mixed,
-    "paired": _paired,
-    "turns": _turns,
-}
+_ORDERS: Mapping[str, Callable[[Sequence[TrainingSet], int, int, int], list[Rows]]]
+_ORDERS = {"mixed": _mixed, "paired": _paired, "turns": _turns}
 
 
 def count_images(
@@ -93,9 +92,7 @@ def count_images(
     seen = taught = 0
     for rows in plan_steps(training_sets, batch_size, 0, 0, options.order):  # the same number in every epoch
         seen += sum(map(len, rows))
-        taught += sum(
-            len(own) for training_set, own in zip(training_sets, rows, strict=True) if training_set.target.teacher
-        )
+        taught += sum(len(own) for each, own in zip(training_sets, rows, strict=True) if each.target.teacher)
     return epochs * seen, epochs * taught
 
 
@@ -108,9 +105,9 @@ def read_step(
     for training_set, own in zip(training_sets, rows, strict=True):
         if not len(own):
             continue
-        pixels = training_set.images.normalise(training_set.images.pixels[own].to(device))
+        pixels = training_set.images.normalise(to_device(training_set.images.pixels[own], device))
         inputs.append(pixels if training_set.given else augment(pixels, generator))
-        labels.append(_target_labels(training_set, own, label_generator).to(device))
+        labels.append(to_device(_target_labels(training_set, own, label_generator), device))
     return (inputs[0], labels[0]) if len(inputs) == 1 else (torch.cat(inputs), torch.cat(labels))
 
 

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from fedortho.data.images import Images
-from fedortho.devices import flops_of
+from fedortho.devices import sum_dtype
 from fedortho.errors import BadCheckpoint, BadSetting, FedOrthoError
-from fedortho.models.graph import Layer, select_layers, trace_layers
 from fedortho.models.norms import frozen_norms
 from fedortho.models.predictions import accuracy, answers_of
 from fedortho.storage.files import read_tensors, tensors_digest, write_tensors
@@ -33,11 +32,11 @@ from fedortho.training.objectives import (
     check_training_sets,
     step_loss,
 )
-from fedortho.training.orthogonality import add_align_gradient, add_ortho_gradient, ortho_penalty
+from fedortho.training.penalties import Penalties, ortho_layers
 from fedortho.training.recipe import Recipe, learning_rate
 
 CHECKPOINT_SECONDS = 30.0
-REPORT_SECONDS = 0.2
+REPORT_SECONDS = 0.2  # running sums are read, and reported, no more often: reading waits for the device
 ORTHO_SECONDS = 10.0  # measuring the penalty costs as much as applying it
 
 
@@ -103,21 +102,22 @@ def fit(
         options: batch order, optimiser, objective and batch-norm mode.
         teachers: the models that targets name.
     """
-    recipe = recipe or Recipe()
-    checkpoint = None if checkpoint is None else Path(checkpoint)
-    training_sets = as_training_sets(images)
-    twin = copy.deepcopy(model)
+    recipe, training_sets, device = recipe or Recipe(), as_training_sets(images), torch.device(device)
+    twin, teachers = copy.deepcopy(model), teachers or {}
     check_training_sets(twin, training_sets, recipe.batch_size)
-    check_teachers(training_sets, options, teachers or {})
+    check_teachers(training_sets, options, teachers)
     if checkpoint is not None and options.optimiser != "sgd":
         raise BadSetting(f"the optimiser is {options.optimiser}; a checkpoint needs sgd; train without a checkpoint")
-    with _reproducible():
-        state = _State(twin, training_sets, recipe, torch.device(device), reference, trainable, options, teachers)
+    layers = ortho_layers(twin, training_sets[0].images.shape, recipe, aligning=reference is not None)
+    with _reproducible(device):
+        state = _State(twin, training_sets, recipe, options, device, teachers)
+        state.penalties = Penalties(state.model, layers, recipe, reference)
+        state.held = _held(state.model, trainable or {})
         if checkpoint is not None:
             state.belongs_to = _identity(model, state, reference, trainable)
-            state.resume(checkpoint)
+            state.resume(Path(checkpoint))
         while state.epoch < recipe.epochs:
-            _run_epoch(state, valid, checkpoint, watch)
+            _run_epoch(state, valid, None if checkpoint is None else Path(checkpoint), watch)
     if not all(bool(torch.isfinite(weight).all()) for weight in state.model.parameters()):
         raise FedOrthoError(f"some weights are not finite after training (ortho {recipe.ortho}); lower lr or ortho")
     return arranged(state.model.eval().cpu(), torch.contiguous_format)
@@ -126,19 +126,6 @@ def fit(
 def check_fit(model: nn.Module, images: Images, recipe: Recipe) -> None:
     """Refuse images that the model cannot be trained on; raises BadData or BadSetting."""
     check_training_sets(model, [TrainingSet(images)], recipe.batch_size)
-
-
-def _identity(model: nn.Module, state: "_State", reference: nn.Module | None, trainable: Mask | None) -> str:
-    """A digest of everything that determines the trained weights; a checkpoint with another one is refused."""
-    parts = [json.dumps(asdict(state.recipe), sort_keys=True)]
-    for training_set in state.training_sets:
-        images = training_set.images
-        parts.append(tensors_digest({"rows": images.rows, "labels": images.store_labels, "pixels": images.pixels}))
-    parts += [tensors_digest(m.state_dict()) for m in (model, reference, *state.teachers.values()) if m is not None]
-    parts += [tensors_digest(trainable)] if trainable else []
-    targets = [training_set.target for training_set in state.training_sets]
-    parts += [f"{state.options} {targets}"] if state.options != PLAIN or targets != [Target()] else []
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def arranged(model: nn.Module, order: torch.memory_format) -> nn.Module:
@@ -154,47 +141,54 @@ class _State:
         model: nn.Module,
         training_sets: list[TrainingSet],
         recipe: Recipe,
+        options: FitOptions,
         device: torch.device,
-        reference: nn.Module | None,
-        trainable: Mask | None = None,
-        options: FitOptions = PLAIN,
-        teachers: Mapping[str, nn.Module] | None = None,
+        teachers: Mapping[str, nn.Module],
     ) -> None:
-        self.training_sets, self.recipe, self.device, self.options = training_sets, recipe, device, options
-        self.belongs_to = ""
-        layers = ortho_layers(model, training_sets[0].images.shape, recipe, aligning=reference is not None)
+        self.training_sets, self.recipe, self.options, self.device = training_sets, recipe, options, device
         self.model = arranged(model.to(device), torch.channels_last)
-        self.set_mode()
-        self.teachers = {name: copy.deepcopy(teacher).to(device).eval() for name, teacher in (teachers or {}).items()}
-        self.convs = [_conv(self.model, layer.name) for layer in layers]
-        self.aligned, self.reference = _aligned(self.model, reference, layers, recipe)
-        self.held = _held(self.model, trainable or {})
-        self.optimiser = OPTIMISERS[options.optimiser](
-            self.model.parameters(), recipe.lr, recipe.weight_decay, recipe.momentum, device.type in ("cpu", "cuda")
-        )
-        self.epoch, self.step = 0, 0
-        self.loss_sum, self.right, self.seen = 0.0, 0, 0
-        self.seconds = 0.0
-        self.measured: tuple[float, float] | None = None  # when the penalty was measured, and its value
-        self.history: list[Epoch] = []
+        self.teachers = {name: copy.deepcopy(teacher).to(device).eval() for name, teacher in teachers.items()}
+        self.penalties = Penalties(self.model, [], recipe)
+        self.held: list[tuple[nn.Parameter, Tensor, Tensor]] = []
+        fused = device.type in ("cpu", "cuda")
+        self.optimiser = OPTIMISERS[options.optimiser](self.model.parameters(), recipe, fused)
+        self.epoch, self.history = 0, list[Epoch]()
+        self.belongs_to = ""
+        self.measured: tuple[float, float | None] = (-math.inf, None)  # when the penalty was measured, and its value
+        self.begin_epoch()
 
-    def set_mode(self) -> None:
-        """Training mode; frozen batch norms stay in evaluation mode and keep their running statistics."""
+    def begin_epoch(self) -> None:
+        """Sums at 0, which stay on the device, and training mode; frozen batch norms stay in evaluation mode."""
+        self.step = self.seen = 0
+        self.seconds = 0.0
+        self.loss_sum = torch.zeros((), dtype=sum_dtype(self.device), device=self.device)
+        self.right = torch.zeros((), dtype=torch.int64, device=self.device)
         self.model.train()
         for name in frozen_norms(self.model, self.options.norms):
             self.model.get_submodule(name).eval()
 
+    def means(self) -> tuple[float, float]:
+        """Mean loss and accuracy of the epoch so far; stops a training whose loss is not finite."""
+        loss = float(self.loss_sum)
+        if not math.isfinite(loss):
+            raise FedOrthoError(
+                f"the loss became {loss} in epoch {self.epoch + 1}, step {self.step} or before "
+                f"(lr {self.recipe.lr:.3g}, ortho {self.recipe.ortho}); lower lr or ortho"
+            )
+        return loss / max(self.seen, 1), int(self.right) / max(self.seen, 1)
+
     def ortho(self, *, at_most_old: float = 0.0) -> float | None:
         """The orthogonality penalty, measured at most `at_most_old` seconds ago."""
-        if not self.convs:
-            return None
-        if self.measured is None or time.perf_counter() - self.measured[0] >= at_most_old:
-            with torch.no_grad():
-                value = float(sum(ortho_penalty(conv, self.recipe.tall) for conv in self.convs))
-            self.measured = (time.perf_counter(), value)
+        if time.perf_counter() - self.measured[0] >= at_most_old:
+            self.measured = (time.perf_counter(), self.penalties.ortho())
         return self.measured[1]
 
+    def progress(self, steps: int, images_per_second: float) -> Progress:
+        position, ortho = (self.epoch, self.recipe.epochs, self.step, steps), self.ortho(at_most_old=ORTHO_SECONDS)
+        return Progress(*position, *self.means(), images_per_second, ortho, tuple(self.history))
+
     def save(self, path: Path) -> None:
+        self.means()  # what is not finite is not saved
         tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
         for name, parameter in self.model.named_parameters():
             momentum = self.optimiser.state[parameter].get("momentum_buffer")
@@ -203,8 +197,8 @@ class _State:
         note: dict[str, object] = {
             "epoch": self.epoch,
             "step": self.step,
-            "loss_sum": self.loss_sum,
-            "right": self.right,
+            "loss_sum": float(self.loss_sum),
+            "right": int(self.right),
         }
         note |= {"seen": self.seen, "seconds": self.seconds, "history": [asdict(entry) for entry in self.history]}
         write_tensors(path, tensors, {"belongs_to": self.belongs_to, "progress": note})
@@ -218,66 +212,30 @@ class _State:
             raise BadCheckpoint(f"{error}; remove it to start again") from error
         if note.get("belongs_to") != self.belongs_to:
             raise BadCheckpoint(f"{path} belongs to other settings, data or weights; remove it to start again")
-        saved = note["progress"]
         weights = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
         self.model.load_state_dict(weights)
         for name, parameter in self.model.named_parameters():
             if f"momentum.{name}" in tensors:
                 momentum = torch.empty_like(parameter).copy_(tensors[f"momentum.{name}"]).detach()
                 self.optimiser.state[parameter]["momentum_buffer"] = momentum
-        self.epoch, self.step, self.loss_sum = saved["epoch"], saved["step"], saved["loss_sum"]
-        self.right, self.seen, self.seconds = saved["right"], saved["seen"], saved["seconds"]
+        saved = note["progress"]
+        self.epoch, self.step, self.seen, self.seconds = (saved[k] for k in ("epoch", "step", "seen", "seconds"))
+        self.loss_sum.fill_(saved["loss_sum"])
+        self.right.fill_(saved["right"])
         self.history = [Epoch(**entry) for entry in saved["history"]]
 
 
-def ortho_layers(
-    model: nn.Module, shape: tuple[int, int, int], recipe: Recipe, *, aligning: bool = False
-) -> list[Layer]:
-    """The layers that the penalties act on; raises BadSetting for a layer that cannot have one."""
-    if not recipe.ortho and not (aligning and recipe.align and recipe.align_layers == "ortho"):
-        return []
-    chosen = select_layers(trace_layers(model, shape), recipe.ortho_layers)
-    if unused := [layer.name for layer in chosen if layer.stage < 0]:
-        raise BadSetting(f"no forward pass reaches {', '.join(unused)}; choose other ortho-layers")
-    computed = [layer.name for layer in chosen if not isinstance(_conv(model, layer.name).weight, nn.Parameter)]
-    if computed:
-        raise BadSetting(f"the weights of {', '.join(computed)} are computed (such as by weight norm); choose others")
-    if recipe.tall == "skip":
-        chosen = [layer for layer in chosen if not layer.is_tall]
-        if not chosen:
-            raise BadSetting(f"tall = skip leaves none of the layers {recipe.ortho_layers!r}; choose others")
-    return chosen
-
-
-def ortho_flops(model: nn.Module, shape: tuple[int, int, int], recipe: Recipe) -> int:
-    """FLOPs of one step of the orthogonality penalty: the products of its gradient."""
-    if not recipe.ortho:
-        return 0
-    twin = copy.deepcopy(model).cpu()
-    convs = [_conv(twin, layer.name) for layer in ortho_layers(twin, shape, recipe)]
-    return flops_of(lambda: add_ortho_gradient(convs, recipe.ortho, _curvature_limit(recipe, 1.0)))
-
-
-def _conv(model: nn.Module, name: str) -> nn.Conv2d:
-    conv = model.get_submodule(name)
-    assert isinstance(conv, nn.Conv2d)
-    return conv
-
-
-def _aligned(
-    model: nn.Module, reference: nn.Module | None, layers: Sequence[Layer], recipe: Recipe
-) -> tuple[list[Tensor], list[Tensor]]:
-    """The weights that the alignment penalty acts on, and their values in the reference."""
-    if reference is None or not recipe.align:
-        return [], []
-    names = [f"{layer.name}.weight" for layer in layers]
-    if recipe.align_layers == "all":
-        names = [name for name, _ in model.named_parameters()]
-    mine, theirs = dict(model.named_parameters()), dict(reference.named_parameters())
-    names = [name for name in names if mine[name].requires_grad]
-    if other := [name for name in names if name not in theirs or theirs[name].shape != mine[name].shape]:
-        raise BadSetting(f"the reference is another network: it lacks {other[0]} or has it in another shape")
-    return [mine[n] for n in names], [torch.empty_like(mine[n]).copy_(theirs[n]).detach() for n in names]
+def _identity(model: nn.Module, state: _State, reference: nn.Module | None, trainable: Mask | None) -> str:
+    """A digest of everything that determines the trained weights; a checkpoint with another one is refused."""
+    parts = [json.dumps(asdict(state.recipe), sort_keys=True)]
+    for training_set in state.training_sets:
+        images = training_set.images
+        parts.append(tensors_digest({"rows": images.rows, "labels": images.store_labels, "pixels": images.pixels}))
+    parts += [tensors_digest(m.state_dict()) for m in (model, reference, *state.teachers.values()) if m is not None]
+    parts += [tensors_digest(trainable)] if trainable else []
+    targets = [training_set.target for training_set in state.training_sets]
+    parts += [f"{state.options} {targets}"] if state.options != PLAIN or targets != [Target()] else []
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def _held(model: nn.Module, trainable: Mask) -> list[tuple[nn.Parameter, Tensor, Tensor]]:
@@ -292,45 +250,37 @@ def _held(model: nn.Module, trainable: Mask) -> list[tuple[nn.Parameter, Tensor,
 def _run_epoch(state: _State, valid: Images | None, checkpoint: Path | None, watch: Watch | None) -> None:
     recipe = state.recipe
     batches = plan_steps(state.training_sets, recipe.batch_size, recipe.seed, state.epoch, state.options.order)
-    started = saved = reported = time.perf_counter()
+    started = saved = read = time.perf_counter()
     seen_before, seconds_before = state.seen, state.seconds
     for step in range(state.step, len(batches)):
-        number = sum(map(len, batches[step]))
-        loss, right = _take_step(state, batches[step], step, len(batches))
-        state.loss_sum += loss * number
-        state.right += right
-        state.seen += number
+        _take_step(state, batches[step], step, len(batches))
         state.step = step + 1
         now = time.perf_counter()
         state.seconds = seconds_before + now - started
-        if watch is not None and now - reported > REPORT_SECONDS:
-            reported = now
-            watch(_progress(state, len(batches), (state.seen - seen_before) / (now - started)))
+        if now - read > REPORT_SECONDS:
+            read = now
+            told = state.progress(len(batches), (state.seen - seen_before) / (now - started))
+            if watch is not None:
+                watch(told)
         if checkpoint is not None and now - saved > CHECKPOINT_SECONDS:
             state.save(checkpoint)
             saved = now
+    loss, train_accuracy = state.means()
     speed = (state.seen - seen_before) / max(time.perf_counter() - started, 1e-9)
     valid_accuracy = accuracy(state.model, valid, device=state.device) if valid is not None and len(valid) else None
-    loss, train_accuracy = state.loss_sum / state.seen, state.right / state.seen
     entry = Epoch(state.epoch, loss, train_accuracy, state.ortho(), valid_accuracy, state.seconds, images=state.seen)
     state.history.append(entry)
-    final = _progress(state, len(batches), speed)
-    state.epoch, state.step, state.loss_sum, state.right, state.seen, state.seconds = state.epoch + 1, 0, 0.0, 0, 0, 0.0
-    state.set_mode()
+    told = state.progress(len(batches), speed)
+    state.epoch += 1
+    state.begin_epoch()
     if checkpoint is not None:
         state.save(checkpoint)
     if watch is not None:
-        watch(final)
+        watch(told)
 
 
-def _progress(state: _State, steps: int, speed: float) -> Progress:
-    loss, right = state.loss_sum / max(state.seen, 1), state.right / max(state.seen, 1)
-    ortho, history = state.ortho(at_most_old=ORTHO_SECONDS), tuple(state.history)
-    return Progress(state.epoch, state.recipe.epochs, state.step, steps, loss, right, speed, ortho, history)
-
-
-def _take_step(state: _State, rows: Rows, step: int, steps: int) -> tuple[float, int]:
-    """One optimiser step on these rows; returns its mean loss and the number of correct predictions."""
+def _take_step(state: _State, rows: Rows, step: int, steps: int) -> None:
+    """One optimiser step on these rows; nothing here waits for the device."""
     recipe = state.recipe
     seed = step_seed(recipe.seed, state.epoch, step + 1)
     torch.manual_seed(seed)  # for dropout inside the model
@@ -343,32 +293,26 @@ def _take_step(state: _State, rows: Rows, step: int, steps: int) -> tuple[float,
     state.optimiser.zero_grad()
     loss.backward()
     lr = learning_rate(recipe, state.epoch + step / steps)
-    since_start = state.epoch * steps + step
-    if recipe.ortho and lr and since_start % recipe.ortho_every == 0:
-        add_ortho_gradient(state.convs, recipe.ortho * recipe.ortho_every, _curvature_limit(recipe, lr))
-    if state.aligned:
-        add_align_gradient(state.aligned, state.reference, recipe.align)
+    state.penalties.add_gradients(lr, state.epoch * steps + step)
     state.optimiser.param_groups[0]["lr"] = lr
     state.optimiser.step()
     with torch.no_grad():
         for parameter, mask, original in state.held:
             parameter.copy_(torch.where(mask, parameter, original))
-    value = loss.item()
-    if not math.isfinite(value):
-        raise FedOrthoError(
-            f"the loss became {value} in epoch {state.epoch + 1}, step {step + 1} "
-            f"(lr {lr:.3g}, ortho {recipe.ortho}); lower lr or ortho"
-        )
-    return value, int((outputs.argmax(1) == labels).sum())
-
-
-def _curvature_limit(recipe: Recipe, lr: float) -> float:
-    """Largest stable curvature of a penalty step: momentum descent with a push every k steps is stable below 3.6/k."""
-    return min(2.4, 1.3 * (1 + recipe.momentum)) / (recipe.ortho_every * lr)  # without momentum the limit is 2/k
+        state.loss_sum += loss.detach().to(state.loss_sum.dtype) * len(labels)
+        state.right += (outputs.argmax(1) == labels).sum()
+    state.seen += len(labels)
 
 
 @contextmanager
-def _reproducible() -> Iterator[None]:
+def _reproducible(device: torch.device) -> Iterator[None]:
     """Restore the caller's random state afterwards, and choose deterministic algorithms on a GPU."""
-    with torch.random.fork_rng(), torch.backends.cudnn.flags(deterministic=True, benchmark=False):
-        yield
+    cudnn = torch.backends.cudnn
+    before = (cudnn.deterministic, cudnn.benchmark)  # cudnn.flags() would also switch cuDNN off
+    kind = "cuda" if device.type == "cpu" else device.type
+    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=kind):
+        try:
+            cudnn.deterministic, cudnn.benchmark = True, False
+            yield
+        finally:
+            cudnn.deterministic, cudnn.benchmark = before

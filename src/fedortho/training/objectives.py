@@ -10,26 +10,23 @@ from torch.nn import functional
 from fedortho.data.images import Images, check_labels
 from fedortho.errors import BadData, BadSetting, unknown
 from fedortho.models.zoo import count_answers
+from fedortho.training.recipe import Recipe
 
 LABELS = ("true", "other", "any")
 ORDERS = ("mixed", "paired", "turns")  # of batches from several training sets; see training/batches.py
 BATCH_NORM = ("train", "trainable", "frozen")
 
-Weights = Iterable[nn.Parameter]
+
+def _sgd(weights: Iterable[nn.Parameter], recipe: Recipe, fused: bool) -> torch.optim.Optimizer:
+    momentum, weight_decay = recipe.momentum, recipe.weight_decay
+    return torch.optim.SGD(weights, lr=recipe.lr, momentum=momentum, weight_decay=weight_decay, fused=fused)
 
 
-def _sgd(weights: Weights, lr: float, weight_decay: float, momentum: float, fused: bool) -> torch.optim.Optimizer:
-    return torch.optim.SGD(weights, lr=lr, momentum=momentum, weight_decay=weight_decay, fused=fused)
+def _adam(weights: Iterable[nn.Parameter], recipe: Recipe, fused: bool) -> torch.optim.Optimizer:
+    return torch.optim.Adam(weights, lr=recipe.lr, weight_decay=recipe.weight_decay, fused=fused)
 
 
-def _adam(weights: Weights, lr: float, weight_decay: float, momentum: float, fused: bool) -> torch.optim.Optimizer:
-    return torch.optim.Adam(weights, lr=lr, weight_decay=weight_decay, fused=fused)
-
-
-OPTIMISERS: Mapping[str, Callable[[Weights, float, float, float, bool], torch.optim.Optimizer]] = {
-    "sgd": _sgd,
-    "adam": _adam,
-}
+OPTIMISERS = {"sgd": _sgd, "adam": _adam}
 
 
 @dataclass(frozen=True)
@@ -61,12 +58,8 @@ class FitOptions:
     local_epochs: int = 0  # in a federation: epochs of a client in a round; 0: as its settings say
 
     def __post_init__(self) -> None:
-        for name, choices in (
-            ("order", ORDERS),
-            ("norms", BATCH_NORM),
-            ("optimiser", OPTIMISERS),
-            ("objective", OBJECTIVES),
-        ):
+        known = {"order": ORDERS, "norms": BATCH_NORM, "optimiser": OPTIMISERS, "objective": OBJECTIVES}
+        for name, choices in known.items():
             if getattr(self, name) not in choices:
                 raise unknown(name, getattr(self, name), choices)
         if self.temperature <= 0:
@@ -91,10 +84,9 @@ def as_training_sets(what: Images | Sequence[TrainingSet]) -> list[TrainingSet]:
 
 def check_training_sets(model: nn.Module, training_sets: Sequence[TrainingSet], batch_size: int) -> None:
     """Refuse training sets that the model cannot be trained on; raises BadData or BadSetting."""
-    for training_set in training_sets:
-        if not isinstance(training_set.images, Images):
-            got = type(training_set.images).__name__
-            raise BadData(f"training needs Images (such as data.train or images_from_tensors), not {got}")
+    if foreign := [each.images for each in training_sets if not isinstance(each.images, Images)]:
+        got = type(foreign[0]).__name__
+        raise BadData(f"training needs Images (such as data.train or images_from_tensors), not {got}")
     number = sum(len(training_set.images) for training_set in training_sets)
     if not number:
         raise BadData("there are no images to train on")

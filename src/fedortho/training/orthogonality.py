@@ -58,10 +58,8 @@ def add_ortho_gradient(convs: Iterable[nn.Conv2d], weight: float, most: float = 
             rows = kernel_matrix(conv)
             narrow = rows.transpose(1, 2) if is_tall(conv) else rows
             gram = _gram(narrow) - _identity(narrow)
-            scale = gram.new_tensor(4 * weight)
-            if most < math.inf:
-                scale = (most / (2 + 3 * _spectral_norm(gram))).clamp(max=4 * weight)
-            gram *= scale  # the smallest of the matrices to scale
+            bound = (most / (2 + 3 * _spectral_norm(gram))).clamp(max=4 * weight) if most < math.inf else 4 * weight
+            gram *= bound  # the smallest of the matrices to scale
             if conv.weight.grad is None:
                 conv.weight.grad = torch.zeros_like(conv.weight)
             gradient = conv.weight.grad
@@ -100,11 +98,6 @@ def _spectral_norm(gram: Tensor, iterations: int = 4) -> Tensor:
 
 def _identity(rows: Tensor) -> Tensor:
     return torch.eye(rows.shape[1], dtype=rows.dtype, device=rows.device).expand(len(rows), -1, -1)
-
-
-def align_penalty(weights: Sequence[Tensor], reference: Sequence[Tensor]) -> Tensor:
-    """Squared distance to the weights received from the server, ‖W − W_global‖² (paper, stage two)."""
-    return torch.stack([(w - r.detach()).float().square().sum() for w, r in zip(weights, reference, strict=True)]).sum()
 
 
 def add_align_gradient(weights: Sequence[Tensor], reference: Sequence[Tensor], weight: float) -> None:
