@@ -38,7 +38,8 @@ from fedortho.engines.query import Selection
 from fedortho.evidence.bundle import make_bundle, open_bundle
 from fedortho.federated.engine import FederatedEngine
 from fedortho.federated.server import federated_engine, local_grid, train_federation
-from fedortho.methods import METHODS, PlanningMethod, make_method, unlearn
+from fedortho.methods import METHODS, make_method, unlearn
+from fedortho.methods.method import PlanningMethod
 from fedortho.models.zoo import build_model
 from fedortho.requests.federated_forgetting import forget_federated_run
 from fedortho.requests.forgetting import ServedRequest, serve_request, undo_run

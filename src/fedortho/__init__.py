@@ -17,7 +17,8 @@ from fedortho.errors import FedOrthoError
 from fedortho.evaluation.accuracies import accuracies_of
 from fedortho.evidence.bundle import make_bundle
 from fedortho.evidence.recheck import check_bundle
-from fedortho.methods import ForgetResult, forget, make_method, plan
+from fedortho.methods import forget, make_method, plan
+from fedortho.methods.method import ForgetResult
 from fedortho.models.patch import Patch
 from fedortho.models.predictions import evaluate
 from fedortho.models.sites import check_model

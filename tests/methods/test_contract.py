@@ -195,7 +195,7 @@ def test_it_says_what_it_is_and_what_its_settings_mean(name: str) -> None:
     kind = METHODS[name]
     assert kind.name == name
     assert set(kind.kinds) <= {"class", "client", "samples"}
-    assert kind.roles
+    assert kind.needs
     assert kind.norms
     assert kind.__doc__
     assert all(field_help(kind).values())

@@ -13,10 +13,11 @@ from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.engines.central import CentralEngine
 from fedortho.errors import FedOrthoError, UnknownName
-from fedortho.methods import METHODS, CannotServe, find_method, forget, known_methods, make_method, plan, unlearn
+from fedortho.methods import METHODS, find_method, forget, known_methods, make_method, plan, unlearn
 from fedortho.methods.finetune import FineTune
 from fedortho.methods.hide import Hide
 from fedortho.methods.logit_mask import LogitMask
+from fedortho.methods.method import CannotServe
 from fedortho.methods.ssd import SSD
 from fedortho.models.patch import undo_patch, write_undo
 from fedortho.storage.files import tensors_digest

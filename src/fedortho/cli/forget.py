@@ -27,9 +27,10 @@ from fedortho.cli.verdict import Budget, Reference, References, Retrain, judging
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import FedOrthoError
-from fedortho.methods import Method, find_method
+from fedortho.methods import find_method
 from fedortho.methods.directions import Directions
 from fedortho.methods.hide import Hide
+from fedortho.methods.method import Method
 from fedortho.methods.paper import Paper
 from fedortho.requests.dispatch import chosen_method, forget_run
 from fedortho.requests.federated_jobs import check_engine, forget_elsewhere

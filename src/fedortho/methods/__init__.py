@@ -38,43 +38,13 @@ from fedortho.statistics.observe import Observation
 from fedortho.storage.settings import as_mapping, make_settings
 from fedortho.unlearning.plan import ForgetPlan
 
-__all__ = [
-    "METHODS",
-    "CannotServe",
-    "ForgetResult",
-    "Method",
-    "PlanningMethod",
-    "as_dataset",
-    "find_method",
-    "forget",
-    "known_methods",
-    "make_method",
-    "plan",
-    "unlearn",
-]
-
 ENTRY_POINTS = "fedortho.methods"  # the group in which other packages name their methods
 METHODS: Mapping[str, type[Method]] = {
-    "retrain": Retrain,
-    "retrain-plain": RetrainPlain,
-    "hide": Hide,
-    "directions": Directions,
-    "paper": Paper,
-    "finetune": FineTune,
-    "not": NoT,
-    "fused": FUSED,
-    "ssd": SSD,
-    "salun": SalUn,
-    "unsir": UNSIR,
-    "bad-teacher": BadTeacher,
-    "class-pruning": ClassPruning,
-    "federaser": FedEraser,
-    "neggrad": NegGrad,
-    "scrub": SCRUB,
-    "eu-k": EUk,
-    "cf-k": CFk,
-    "subspace": Subspace,
-    "logit-mask": LogitMask,
+    method.name: method
+    for method in (
+        *(Retrain, RetrainPlain, Hide, Directions, Paper, FineTune, NoT, FUSED, SSD, SalUn, UNSIR, BadTeacher),
+        *(ClassPruning, FedEraser, NegGrad, SCRUB, EUk, CFk, Subspace, LogitMask),
+    )
 }
 
 

@@ -25,7 +25,7 @@ class BadTeacher(Schedule):
 
     name: ClassVar[str] = "bad-teacher"
     kinds: ClassVar[tuple[str, ...]] = KINDS
-    roles: ClassVar[str] = "forget: all epochs; retain: a share of them, all epochs; two more forward passes"
+    needs: ClassVar[str] = "forget: all epochs; retain: a share of them, all epochs; two more forward passes"
     norms: ClassVar[str] = "updated by training"
     epochs: Annotated[int, "passes over the images; in a federation rounds"] = 1
     lr: Annotated[float, "learning rate of Adam"] = 1e-4

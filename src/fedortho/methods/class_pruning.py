@@ -29,7 +29,7 @@ class ClassPruning(Schedule):
 
     name: ClassVar[str] = "class-pruning"
     kinds: ClassVar[tuple[str, ...]] = ("class",)
-    roles: ClassVar[str] = "all: one forward pass; retain: a few epochs"
+    needs: ClassVar[str] = "all: one forward pass; retain: a few epochs"
     norms: ClassVar[str] = "those of pruned channels reset, the others updated by training"
     lr: Annotated[float, "learning rate"] = 0.005
     ratio: Annotated[float, "share of all channels that is pruned"] = 0.05

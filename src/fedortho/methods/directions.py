@@ -27,7 +27,7 @@ class Directions(CalibrationSettings, PlanningMethod):
 
     name: ClassVar[str] = "directions"
     kinds: ClassVar[tuple[str, ...]] = ("class",)
-    roles: ClassVar[str] = "all: one forward pass over some; retain: another, to repair"
+    needs: ClassVar[str] = "all: one forward pass over some; retain: another, to repair"
     norms: ClassVar[str] = "re-estimated behind the edit"
 
     def plan(

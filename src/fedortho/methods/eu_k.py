@@ -33,7 +33,7 @@ class EUk(Schedule):
 
     name: ClassVar[str] = "eu-k"
     kinds: ClassVar[tuple[str, ...]] = KINDS
-    roles: ClassVar[str] = "retain: all epochs, backward through the last k layers only"
+    needs: ClassVar[str] = "retain: all epochs, backward through the last k layers only"
     norms: ClassVar[str] = "new in the last k layers, frozen in the others"
     resets: ClassVar[bool] = True
     epochs: Annotated[int, "passes over the images; in a federation rounds"] = 62

@@ -50,7 +50,7 @@ class FedEraser(Recipe):
 
     name: ClassVar[str] = "federaser"
     kinds: ClassVar[tuple[str, ...]] = ("client",)
-    roles: ClassVar[str] = "retain: a calibrating epoch for each stored round; every client's stored updates"
+    needs: ClassVar[str] = "retain: a calibrating epoch for each stored round; every client's stored updates"
     norms: ClassVar[str] = "updated by the calibrating training"
     epochs: Annotated[int, "rounds of the replayed training, for the schedule of lr"] = 100
     lr: Annotated[float, "learning rate at the start"] = 0.005

@@ -19,7 +19,7 @@ class FineTune(Schedule):
 
     name: ClassVar[str] = "finetune"
     kinds: ClassVar[tuple[str, ...]] = KINDS
-    roles: ClassVar[str] = "retain: a few epochs"
+    needs: ClassVar[str] = "retain: a few epochs"
     norms: ClassVar[str] = "updated by training"
     lr: Annotated[float, "learning rate"] = 0.001
 

@@ -34,7 +34,7 @@ class FUSED(Schedule):
 
     name: ClassVar[str] = "fused"
     kinds: ClassVar[tuple[str, ...]] = KINDS
-    roles: ClassVar[str] = "all: one local epoch; retain: all epochs; forget (relabel): all epochs"
+    needs: ClassVar[str] = "all: one local epoch; retain: all epochs; forget (relabel): all epochs"
     norms: ClassVar[str] = "frozen"
     epochs: Annotated[int, "passes over the images; in a federation rounds"] = 10
     lr: Annotated[float, "learning rate of the adapters"] = 0.005

@@ -19,7 +19,7 @@ class Hide(CalibrationSettings, KernelSettings, PlanningMethod):
 
     name: ClassVar[str] = "hide"
     kinds: ClassVar[tuple[str, ...]] = KINDS
-    roles: ClassVar[str] = "all: one forward pass, none with a ledger; retain: a forward pass over some, to repair"
+    needs: ClassVar[str] = "all: one forward pass, none with a ledger; retain: a forward pass over some, to repair"
     norms: ClassVar[str] = "re-estimated behind the edit"
 
     edit: Annotated[str, "channel (what leaves the layer) or conv (the kernel, as the paper prints)"] = "channel"

@@ -25,7 +25,7 @@ class LogitMask:
 
     name: ClassVar[str] = "logit-mask"
     kinds: ClassVar[tuple[str, ...]] = ("class",)
-    roles: ClassVar[str] = "none"
+    needs: ClassVar[str] = "none"
     norms: ClassVar[str] = "untouched"
 
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:

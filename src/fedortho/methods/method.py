@@ -1,7 +1,7 @@
 """What every way to forget has: hyper-parameters, one call, and what it says of itself."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, Protocol, runtime_checkable
 
 from torch import nn
@@ -22,7 +22,7 @@ class Method(Protocol):
 
     name: ClassVar[str]
     kinds: ClassVar[tuple[str, ...]]  # of requests that it serves: class, client, samples
-    roles: ClassVar[str]  # which images it needs, and what for
+    needs: ClassVar[str]  # which images, and what for
     norms: ClassVar[str]  # what becomes of batch-norm statistics
 
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
@@ -88,19 +88,8 @@ class Schedule:
 
     @property
     def recipe(self) -> Recipe:
-        return Recipe(
-            epochs=self.epochs,
-            batch_size=self.batch_size,
-            lr=self.lr,
-            schedule="constant",
-            momentum=self.momentum,
-            weight_decay=self.weight_decay,
-            crop=self.crop,
-            flip=self.flip,
-            ortho=0.0,
-            align=0.0,
-            seed=self.seed,
-        )
+        given = {field.name: getattr(self, field.name) for field in fields(Schedule)}
+        return Recipe(**given, schedule="constant", ortho=0.0, align=0.0)
 
 
 def serves(method: Method | type[Method], request: ForgetRequest) -> bool:

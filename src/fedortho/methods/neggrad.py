@@ -24,7 +24,7 @@ class NegGrad(Schedule):
 
     name: ClassVar[str] = "neggrad"
     kinds: ClassVar[tuple[str, ...]] = KINDS
-    roles: ClassVar[str] = "forget and retain: all epochs"
+    needs: ClassVar[str] = "forget and retain: all epochs"
     norms: ClassVar[str] = "updated by training"
     epochs: Annotated[int, "epochs over the retain set; in a federation rounds"] = 2
     beta: Annotated[float, "weight of the retain loss; the forget loss has weight beta − 1"] = 0.95

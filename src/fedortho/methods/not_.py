@@ -25,7 +25,7 @@ class NoT(Schedule):
 
     name: ClassVar[str] = "not"
     kinds: ClassVar[tuple[str, ...]] = KINDS
-    roles: ClassVar[str] = "retain: a few epochs"
+    needs: ClassVar[str] = "retain: a few epochs"
     norms: ClassVar[str] = "updated by training"
     layers: Annotated[str, "convolutions to negate: names, patterns, depths; empty: the first"] = ""
 

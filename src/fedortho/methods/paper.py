@@ -20,7 +20,7 @@ class Paper(KernelSettings, PlanningMethod):
 
     name: ClassVar[str] = "paper"
     kinds: ClassVar[tuple[str, ...]] = KINDS
-    roles: ClassVar[str] = "all: one forward pass, none with a ledger"
+    needs: ClassVar[str] = "all: one forward pass, none with a ledger"
     norms: ClassVar[str] = "untouched"
 
     ratio: Annotated[float, "share of kernels weakened in each layer"] = 0.01

@@ -22,7 +22,7 @@ class Retrain(Recipe):
 
     name: ClassVar[str] = "retrain"
     kinds: ClassVar[tuple[str, ...]] = KINDS
-    roles: ClassVar[str] = "retain: full training from new weights"
+    needs: ClassVar[str] = "retain: full training from new weights"
     norms: ClassVar[str] = "new, by training"
 
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:

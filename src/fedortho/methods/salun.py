@@ -28,7 +28,7 @@ class SalUn(Schedule):
 
     name: ClassVar[str] = "salun"
     kinds: ClassVar[tuple[str, ...]] = KINDS
-    roles: ClassVar[str] = "forget: one gradient pass and all epochs; retain: all epochs"
+    needs: ClassVar[str] = "forget: one gradient pass and all epochs; retain: all epochs"
     norms: ClassVar[str] = "updated by training"
     epochs: Annotated[int, "passes over the images; in a federation rounds"] = 10
     lr: Annotated[float, "learning rate"] = 0.013

@@ -27,7 +27,7 @@ class SCRUB(Schedule):
 
     name: ClassVar[str] = "scrub"
     kinds: ClassVar[tuple[str, ...]] = KINDS
-    roles: ClassVar[str] = "forget: the first epochs; retain: all epochs; one more forward pass of each"
+    needs: ClassVar[str] = "forget: the first epochs; retain: all epochs; one more forward pass of each"
     norms: ClassVar[str] = "updated by training, by the forget set too"
     epochs: Annotated[int, "passes over the retain set; in a federation rounds"] = 3
     max_epochs: Annotated[int, "epochs that begin with a pass over the forget set"] = 2

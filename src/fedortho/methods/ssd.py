@@ -31,7 +31,7 @@ class SSD:
 
     name: ClassVar[str] = "ssd"
     kinds: ClassVar[tuple[str, ...]] = KINDS
-    roles: ClassVar[str] = "forget: one gradient pass; all: one gradient pass, before any request if kept"
+    needs: ClassVar[str] = "forget: one gradient pass; all: one gradient pass, before any request if kept"
     norms: ClassVar[str] = "statistics untouched, scale and shift dampened like weights"
     alpha: Annotated[float, "select weights whose forget importance exceeds alpha times that of all images"] = 10.0
     lam: Annotated[float, "λ; a selected weight is multiplied by λ times the ratio of importances, at most 1"] = 1.0

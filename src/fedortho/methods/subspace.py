@@ -30,7 +30,7 @@ class Subspace:
 
     name: ClassVar[str] = "subspace"
     kinds: ClassVar[tuple[str, ...]] = ("class",)
-    roles: ClassVar[str] = "forget and retain: one forward pass over some hundred images"
+    needs: ClassVar[str] = "forget and retain: one forward pass over some hundred images"
     norms: ClassVar[str] = "untouched"
     alpha_retain: Annotated[float, "how much of the retain images' directions is spared; the paper: 10 to 1000"] = 100.0
     alpha_forget: Annotated[float, "how much of the forget images' directions is removed"] = 3.0

@@ -11,8 +11,9 @@ from fedortho.data.request import ForgetRequest
 from fedortho.devices import choose_device
 from fedortho.errors import FedOrthoError
 from fedortho.federated.server import Watch, sync, train_federation
-from fedortho.methods import Method, find_method, make_method
+from fedortho.methods import find_method, make_method
 from fedortho.methods.hyperparameters import read_settings
+from fedortho.methods.method import Method
 from fedortho.requests.federated_forgetting import forget_federated_run
 from fedortho.requests.federated_jobs import check_engine, sync_elsewhere, train_elsewhere
 from fedortho.requests.forgetting import ServedRequest, serve_request

@@ -11,7 +11,7 @@ from fedortho.devices import choose_device
 from fedortho.engines.central import CentralEngine
 from fedortho.errors import FedOrthoError
 from fedortho.federated.engine import FederatedEngine
-from fedortho.methods import Method
+from fedortho.methods.method import Method
 from fedortho.requests.forgetting import ServedRequest, serve_request
 from fedortho.runs.derived import check_output_paths
 from fedortho.runs.federation import held_rows

@@ -11,7 +11,7 @@ from fedortho.data.request import ForgetRequest
 from fedortho.errors import FedOrthoError, unknown
 from fedortho.federated import switch_off
 from fedortho.federated.launch import Scalar, need_flower, simulate, submit
-from fedortho.methods import Method
+from fedortho.methods.method import Method
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.settings import FederateSettings
 from fedortho.storage.settings import as_mapping

@@ -16,7 +16,8 @@ from fedortho.engines.engine import Engine
 from fedortho.engines.query import Query, Selection, Statistic
 from fedortho.errors import FedOrthoError
 from fedortho.evaluation.accuracies import accuracies_of
-from fedortho.methods import ForgetResult, Method, unlearn
+from fedortho.methods import unlearn
+from fedortho.methods.method import ForgetResult, Method
 from fedortho.models.patch import NOTHING, Patch, undo_patch, write_undo
 from fedortho.models.zoo import build_model
 from fedortho.runs.derived import check_output_paths, write_derived

@@ -10,7 +10,8 @@ from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadSetting, FedOrthoError
 from fedortho.federated.client import federate_settings
 from fedortho.federated.engine import RoundProgress
-from fedortho.methods import Method, make_method
+from fedortho.methods import make_method
+from fedortho.methods.method import Method
 from fedortho.runs.run import open_run
 from fedortho.runs.settings import FederateSettings
 from fedortho.storage.records import to_json

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from fedortho.errors import BadSetting, unknown
+from fedortho.errors import BadSetting
 from fedortho.models.patch import Patch
 from fedortho.models.sites import Site
 from fedortho.unlearning.rank import Ranking
@@ -54,10 +54,8 @@ def choose_kernels(
             site: kernel_count(min(ratio * share, 1.0), len(scores))
             for (site, scores), share in zip(ranking.scores.items(), shares, strict=True)
         }
-    elif scope == "global":
-        numbers = _global_numbers(ranking, ratio)
     else:
-        raise unknown("scope", scope, SCOPES)
+        numbers = _global_numbers(ranking, ratio)
     chosen = {}
     for site, number in numbers.items():
         kernels = ranking.order(site)[:number]

@@ -32,13 +32,11 @@ class EditSettings:
     seed: Annotated[int, "seed of all subsamples"] = 0
 
     @property
-    def edit(self) -> str:
-        """What is edited: `channel` (what leaves the layer) or `conv` (the kernel)."""
+    def edit(self) -> str:  # what is edited, and below where responses are read; a method may make fields of them
         return "channel"
 
     @property
     def tap(self) -> str:
-        """Where responses are read."""
         return "stream"
 
     def __post_init__(self) -> None:
@@ -66,18 +64,15 @@ class KernelSettings(EditSettings):
     min_difference: Annotated[float, "spare kernels whose difference is below this"] = -1e30
 
     @property
-    def spread(self) -> str:
-        """How the ratio is spread over layers."""
+    def spread(self) -> str:  # this and what follows is as printed; a method may make fields of it
         return "equal"
 
     @property
     def contrast(self) -> str:
-        """The retained images against which kernels are ranked."""
         return "retain"
 
     @property
     def repair(self) -> bool:
-        """Whether batch-norm statistics behind the edit are re-estimated."""
         return False
 
 
