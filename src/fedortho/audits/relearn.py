@@ -103,12 +103,17 @@ def _relearning_attack(k: str, steps: Mapping[str, int | None]) -> _Attack:
     finding = f"relearning with {k} forgotten images takes {words['unlearned']} steps"
     if "reference" not in steps:
         return _Attack(f"k = {k}", finding, counted, SPEED_UP_LIMIT)
-    ratio, limit = speed_up(steps["unlearned"], steps["reference"]), SPEED_UP_LIMIT.value
-    is_bound = steps["reference"] is None and steps["unlearned"] is not None
-    finding += f" (one reference model {words['reference']}; speed-up {'at least ' * is_bound}{ratio:.1f})"
-    is_undecided = is_bound and ratio <= limit
+    mine, theirs, limit = steps["unlearned"], steps["reference"], SPEED_UP_LIMIT.value
+    ratio = speed_up(mine, theirs)
+    speed = f"{ratio:.1f}"
+    if mine is None:
+        speed = "unknown" if theirs is None else f"at most {speed}"
+    elif theirs is None:
+        speed = f"at least {speed}"
+    finding += f" (one reference model {words['reference']}; speed-up {speed})"
+    is_undecided = mine is not None and theirs is None and ratio <= limit
     finding += f": not decided within {STEPS} steps" if is_undecided else ""
-    has_power = speed_up(0, steps["reference"]) > limit  # the original model needs no step
+    has_power = speed_up(0, theirs) > limit  # the original model needs no step
     return _Attack(f"k = {k}", finding, counted, SPEED_UP_LIMIT, ratio, has_power, is_undecided)
 
 
