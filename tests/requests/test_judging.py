@@ -170,6 +170,15 @@ def test_no_run_is_judged_against_itself(runs: Path, tmp_path: Path) -> None:
     assert not found.has_reference, "it is not taken for one where it is found"
 
 
+def test_a_method_that_edits_nothing_is_told_and_not_judged(runs: Path) -> None:
+    words = ("--method", "ssd", "--set", "alpha=100000", "--out", runs / "untouched")
+    text = told("forget", runs / "original", "class:3", *words)
+    assert "nothing was edited" in text
+    assert "audits:" not in text
+    with pytest.raises(BadSetting, match="same weights: nothing was edited"):
+        judge_run(runs / "untouched")
+
+
 def test_forgetting_audits_by_default_and_the_journal_tells_all_of_it(runs: Path, tmp_path: Path) -> None:
     words = ("--max-retain-drop", "0.04", "--out", runs / "again")
     text = told("forget", runs / "original", "class:3", *words)
