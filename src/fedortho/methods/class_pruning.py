@@ -54,16 +54,14 @@ class ClassPruning(Schedule):
             empty = [name for name, seen in zip(engine.info.class_names, observations, strict=True) if not seen.images]
             hint = withheld_hint(engine)
             raise BadData(f"class {empty[0]} has no training images{hint}; TF-IDF needs images of every class")
-        means = {
-            site.name: torch.stack([o.mean(site.name) for o in observations]) for site in sites
-        }  # (classes, kernels)
+        means = {site.name: torch.stack([o.mean(site.name) for o in observations]) for site in sites}
         chosen = highest_channels(tf_idf(means, request.labels(engine.info.class_names)), self.ratio)
         patch = kernel_patch(model, sites, {s: (k, torch.ones(len(k)).double()) for s, k in chosen.items()}, "channel")
         return engine.fit(edit_model(model, patch), retain, self.recipe, trainable=patch.trainable(model))
 
 
 def tf_idf(means: Mapping[str, Tensor], labels: Sequence[int]) -> dict[str, Tensor]:
-    """TF-IDF of each channel, per layer; with several labels the highest of them."""
+    """TF-IDF of each channel, per layer, from means (classes, channels); with several labels the highest of them."""
     scores = {}
     for layer, mean in means.items():
         wide = (mean >= mean.mean(0)).sum(0)  # number of classes with at least average activation
@@ -76,9 +74,7 @@ def tf_idf(means: Mapping[str, Tensor], labels: Sequence[int]) -> dict[str, Tens
 def highest_channels(scores: Mapping[str, Tensor], ratio: float) -> dict[str, Tensor]:
     """The share `ratio` of channels with the highest scores over all layers; each layer keeps at least one."""
     whole = torch.cat(list(scores.values()))
-    order = torch.argsort(whole, descending=True, stable=True)
-    rank = torch.empty_like(order)
-    rank[order] = torch.arange(len(order))
+    rank = torch.argsort(whole, descending=True, stable=True).argsort()
     number = kernel_count(ratio, len(whole))
     chosen = {}
     for (layer, own), ranks in zip(scores.items(), rank.split([len(s) for s in scores.values()]), strict=True):

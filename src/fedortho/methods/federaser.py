@@ -84,10 +84,8 @@ class FedEraser(Recipe):
                 new.load_state_dict(_first(stored))
             elif stored.clients:
                 new.load_state_dict(self._calibrated(new, stored, engine, request))
-        retained = Selection("train", None, request)
-        return engine.fit(
-            new, retained, self._recipe(0, epochs=0)
-        )  # no training: pools batch-norm statistics if the settings say so
+        # no training: pools batch-norm statistics if the settings say so
+        return engine.fit(new, Selection("train", None, request), self._recipe(0, epochs=0))
 
     def _recipe(self, number: int, epochs: int) -> Recipe:
         """The recipe of one stored round; its own seed, so that clients do not shuffle alike in every round."""

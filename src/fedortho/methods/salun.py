@@ -48,9 +48,8 @@ class SalUn(Schedule):
         ((gradient,),) = engine.measure(model, [Query((forget,), Statistic("gradient", batch_size=self.batch_size))])
         mask = salient(dict(model.named_parameters()), gradient.sums, self.ratio)
         relabelled = PlanPart(forget, Target("other" if self.exclude_true else "any"))
-        return engine.fit(
-            model, TrainingPlan((relabelled, PlanPart(retain)), FitOptions(self.order)), self.recipe, trainable=mask
-        )
+        plan = TrainingPlan((relabelled, PlanPart(retain)), FitOptions(self.order))
+        return engine.fit(model, plan, self.recipe, trainable=mask)
 
 
 def salient(weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], ratio: float) -> dict[str, Tensor]:

@@ -53,10 +53,8 @@ class UNSIR(Schedule):
         retain = replace(retain, limit=self.retain_images * (len(engine.info.class_names) - len(labels)))
         noise = torch.cat([self.make_noise(model, label, engine.info.image_shape) for label in labels])
         engine.tally.images_trained += self.noise_steps * len(noise)  # made here, without anybody's images
-        plan = TrainingPlan(
-            (PlanPart(given=self._noise_images(noise, labels, engine.info.class_names)), PlanPart(retain)),
-            FitOptions(optimiser="adam"),
-        )
+        images = self._noise_images(noise, labels, engine.info.class_names)
+        plan = TrainingPlan((PlanPart(given=images), PlanPart(retain)), FitOptions(optimiser="adam"))
         impaired = engine.fit(model, plan, self.recipe)
         repairing = replace(self.recipe, lr=self.repair_lr)
         return engine.fit(impaired, TrainingPlan((PlanPart(retain),), FitOptions(optimiser="adam")), repairing)

@@ -1,6 +1,7 @@
 """From a target and a retain budget to the smallest edit that meets both, or a refusal with its frontier."""
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from fedortho.errors import FedOrthoError
 from fedortho.models.patch import Patch
@@ -17,6 +18,7 @@ from fedortho.unlearning.trials import (
     read_baseline,
 )
 
+T = TypeVar("T")
 RATIOS = (0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.125, 0.15, 0.175, 0.2, 0.25, 0.3, 0.4, 0.5, 0.65, 0.8)
 STRENGTHS = tuple(step / 16 for step in range(1, 17))
 SCRUBBED_RATIOS = 6  # how many ratios within the budget are tried with scrub before giving up
@@ -74,17 +76,12 @@ def calibrate(
     """
     trials = _Trials(runner, edit)
     ratios = thinned(ratios, runner.parallel_trials)
-    enough = smallest(
-        ratios, lambda tried: [trial.reaches for trial in trials.unscrubbed(tried)], runner.parallel_trials
-    )
-    if enough is not None and not largest and trials[enough, 0.0].retain >= least_retain:
-        return trials[enough, 0.0], trials.all
-    too_much = smallest(
-        ratios,
-        lambda tried: [trial.retain < least_retain for trial in trials.unscrubbed(tried)],
-        runner.parallel_trials,
-    )
-    affordable = [ratio for ratio in ratios if too_much is None or ratio < too_much]
+    unscrubbed = [(ratio, 0.0) for ratio in ratios]
+    enough = trials.first(unscrubbed, lambda trial: trial.reaches)
+    if enough is not None and not largest and enough.retain >= least_retain:
+        return enough, trials.all
+    too_much = trials.first(unscrubbed, lambda trial: trial.retain < least_retain)
+    affordable = [ratio for ratio in ratios if too_much is None or ratio < too_much.ratio]
     if largest and affordable and trials[affordable[-1], 0.0].reaches:
         return trials[affordable[-1], 0.0], trials.all
     if may_scrub and runner.classifier is not None:
@@ -115,8 +112,10 @@ class _Trials:
             self.made.update(zip(new, found, strict=True))
         return [self.made[key] for key in keys]
 
-    def unscrubbed(self, ratios: Sequence[float]) -> list[Trial]:
-        return self.several([(ratio, 0.0) for ratio in ratios])
+    def first(self, keys: Sequence[tuple[float, float]], holds: Callable[[Trial], bool]) -> Trial | None:
+        """The first trial for which a monotone condition holds."""
+        key = smallest(keys, lambda tried: list(map(holds, self.several(tried))), self.runner.parallel_trials)
+        return None if key is None else self[key]
 
 
 def _scrubbed(trials: _Trials, largest_first: Sequence[float], least_retain: float) -> Trial | None:
@@ -128,13 +127,9 @@ def _scrubbed(trials: _Trials, largest_first: Sequence[float], least_retain: flo
         if parallel_trials > 1 and place % together == 0:  # in a federation: several ratios in one exchange
             batch = largest_first[place : place + together]
             trials.several([(each, strength) for each in batch for strength in strengths])
-
-        def reach(tried: Sequence[float], ratio: float = ratio) -> list[bool]:
-            return [trial.reaches for trial in trials.several([(ratio, strength) for strength in tried])]
-
-        strength = smallest(strengths, reach, parallel_trials)
-        if strength is not None and trials[ratio, strength].retain >= least_retain:
-            return trials[ratio, strength]
+        enough = trials.first([(ratio, strength) for strength in strengths], lambda trial: trial.reaches)
+        if enough is not None and enough.retain >= least_retain:
+            return enough
     return None
 
 
@@ -151,9 +146,7 @@ def _refusal(made: Sequence[Trial], least_retain: float) -> Refused:
     )
 
 
-def smallest(
-    values: Sequence[float], holds: Callable[[Sequence[float]], Sequence[bool]], parallel_trials: int = 1
-) -> float | None:
+def smallest(values: Sequence[T], holds: Callable[[Sequence[T]], Sequence[bool]], parallel_trials: int = 1) -> T | None:
     """The first of ascending values for which a monotone condition holds; None if none does.
 
     `holds` gets `parallel_trials` values per call: 1 is bisection, all values at once is a single call.

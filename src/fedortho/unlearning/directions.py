@@ -92,9 +92,8 @@ def projection(forget: Sequence[Moments], retain: Moments, means: Tensor, number
     unit = torch.eye(len(covariance), dtype=covariance.dtype)
     root = torch.linalg.cholesky(covariance + FLOOR * covariance.diagonal().mean() * unit)
     inverse = torch.linalg.inv(root)
-    apart = inverse @ (
-        means - means.mean(1, keepdim=True)
-    )  # centred on their own mean: that of all images also holds the class
+    # centred on their own mean: that of all images also holds the class
+    apart = inverse @ (means - means.mean(1, keepdim=True))
     basis, values, _ = torch.linalg.svd(apart, full_matrices=False)
     basis = basis[:, values > 1e-6 * values.max()]
     others = unit - basis @ basis.T

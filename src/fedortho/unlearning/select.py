@@ -34,12 +34,7 @@ def strengths(number: int, alpha: float, rank_base: int = 1) -> Tensor:
 
 
 def choose_kernels(
-    ranking: Ranking,
-    ratio: float,
-    *,
-    scope: str = "layer",
-    min_difference: float = -math.inf,
-    spread: str = "equal",
+    ranking: Ranking, ratio: float, *, scope: str = "layer", min_difference: float = -math.inf, spread: str = "equal"
 ) -> dict[str, Tensor]:
     """The top kernels: ⌈ratio · kernels⌉ of each site, or as many in all by scores over their spread.
 
