@@ -7,7 +7,7 @@
 started alike share the work. Networks come from --networks and are trained there if they are missing;
 benchmarks/manifest.py says how the classes were drawn.
 
-1. vgg-mini: the hyper-parameters of each method, tuned on frog of seed 0 as src/fedortho/requests/tuning.py says, at
+1. vgg-mini: the hyper-parameters of each method, tuned on frog of seed 0 as src/fedortho/requests/search.py says, at
    the one pass over all images at which they are reported;
 2. vgg-mini, seed 0: each method on automobile (seen during development), airplane and truck;
 3. and 4. the same for resnet-mini;
@@ -42,7 +42,8 @@ from fedortho.methods.hyperparameters import TUNED
 from fedortho.methods.method import Schedule, serves
 from fedortho.requests.comparing import compare
 from fedortho.requests.references import find_reference, reference_settings
-from fedortho.requests.tuning import Attempt, Budget, TuningTrials, is_tunable, tune
+from fedortho.requests.search import Attempt, Budget, is_tunable
+from fedortho.requests.tuning import TuningTrials, tune
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.settings import FederateSettings
 from fedortho.storage.files import locked, read_json
@@ -226,9 +227,10 @@ class Bench:
     def tune(self, job: Job) -> None:
         data, path = self.data(job.run.path), self.arguments.out / "tuning" / f"{job.tuned}.json"
         on = TUNED_ON if job.request.kind == "class" else None  # None: drawn
-        base = {}
-        if isinstance(job.run.settings, FederateSettings) and "batch_size" in field_types(METHODS[job.method]):
-            base = {job.method: {"batch_size": job.run.settings.batch_size}}
+        base: dict[str, dict[str, Any]] = {}
+        if isinstance(job.run.settings, FederateSettings):
+            size = {"batch_size": job.run.settings.batch_size}
+            base = {name: size for name, kind in METHODS.items() if "batch_size" in field_types(kind)}
         tune(
             job.run,
             job.request,

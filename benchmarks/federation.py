@@ -29,7 +29,7 @@ from fedortho.federated.server import federated_engine, local_grid, train_federa
 from fedortho.federated.transport import read_wire_log, total_bytes
 from fedortho.methods.hide import Hide
 from fedortho.methods.paper import Paper
-from fedortho.requests.federated_forgetting import forget_federated_run
+from fedortho.requests.forgetting import forget_federated_run
 from fedortho.runs.federation import held_rows
 from fedortho.runs.run import Run, load_run_data, open_run
 from fedortho.runs.settings import FederateSettings

@@ -18,7 +18,7 @@ CALLS = {  # a name of fedortho, or, for what operates a deployment or lists fil
     "evaluate": "evaluate",
     "check": "check_model",
     "federate": "federate_run",
-    "sync": "requests.dispatch.sync_run",
+    "sync": "requests.federated_jobs.sync_run",
     "deploy": "federated.deploy.write_deployment",
     "forget": "forget_run",
     "undo": "undo_run",

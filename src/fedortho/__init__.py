@@ -25,8 +25,8 @@ from fedortho.models.sites import check_model
 from fedortho.models.zoo import build_model
 from fedortho.reports.page import write_report
 from fedortho.requests.comparing import compare
-from fedortho.requests.dispatch import federate_run, forget_run
-from fedortho.requests.forgetting import undo_run
+from fedortho.requests.federated_jobs import federate_run
+from fedortho.requests.forgetting import forget_run, undo_run
 from fedortho.requests.judging import JudgeOptions, audit_run, judge_run
 from fedortho.requests.tuning import tune
 from fedortho.runs.record import Accuracies

@@ -4,12 +4,14 @@ import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 from fedortho.errors import BadCheckpoint, UnknownName
 from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
+from fedortho.storage.files import locked
 from fedortho.storage.settings import make_settings
 
 ROOT = Path(__file__).parents[2]
@@ -77,3 +79,70 @@ def test_no_weights_and_no_verdicts_are_in_the_repository() -> None:
     kept = {path.suffix for path in (ROOT / "benchmarks").rglob("*") if "networks" not in path.parts and path.is_file()}
     assert kept <= {".py", ".json", ".png", ".txt", ".pyc"}
     assert not list((ROOT / "src").rglob("*.trials.json"))
+
+
+@pytest.fixture
+def comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The benchmark on one small network, tuned on class 6 and reported on classes 1 and 0."""
+    train_run(tmp_path / "networks" / "small", SMALL)
+    module = script("comparison", monkeypatch)
+    monkeypatch.setattr(module, "original_name", lambda *_: "small")
+    monkeypatch.setattr(module, "DRAWN", ("class:0",))
+    monkeypatch.setattr(module, "SEEDS", {"vgg-mini": (0,)})
+    monkeypatch.setattr(module.Bench, "jobs", lambda bench: only_classes(module, bench))
+    return module
+
+
+def only_classes(module: ModuleType, bench: Any) -> list[Any]:
+    run = bench.network("vgg-mini")
+    tuning = list(bench._tuning(run, module.REPORTED))
+    compared = [job for request in ("class:1", "class:0") for job in bench._comparing(run, request)]
+    return [*tuning, *compared, *(job for job in bench._comparing(run, "class:1", "published") if job.epochs > 1)]
+
+
+def words(place: Path) -> list[str]:
+    flags = {"networks": place / "networks", "out": place / "out", "edited": place / "edited", "data-dir": ""}
+    budget = {"candidates": 2, "images": 300, "trials": 1, "methods": "retrain,finetune,logit-mask"}
+    return ["all", *(word for key, value in (flags | budget).items() for word in (f"--{key}", str(value)))]
+
+
+def test_the_comparison_goes_on_after_a_kill_and_leaves_what_another_process_does(
+    comparison: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kill(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(comparison, "print_trial", kill)
+    with pytest.raises(KeyboardInterrupt):
+        comparison.main(words(tmp_path))
+    tried: list[int] = []
+    monkeypatch.setattr(comparison, "print_trial", lambda name, number, trial: tried.append(number))
+    comparison.main(words(tmp_path))
+    assert tried == [1, 2], "the attempt before the kill was not made again"
+
+    rows = json.loads((tmp_path / "out" / "comparison.json").read_text())["rows"]
+    known = [(row["request"], row["label"], row["tuned-on"]) for row in rows]
+    assert known == [
+        *(("class:0", name, on) for name, on in (("retrain", ""), ("finetune", "class:6"), ("logit-mask", ""))),
+        *(("class:1", name, on) for name, on in (("retrain", ""), ("finetune", "class:6"), ("finetune ×5", "class:6"))),
+        ("class:1", "logit-mask", ""),
+    ]
+    assert all(row["accuracies"] and "kept-flops" in row["cost"] for row in rows)
+    (chosen,) = json.loads((tmp_path / "out" / "searches.json").read_text())["rows"]
+    assert (chosen["method"], chosen["setting"], chosen["attempts"]) == ("finetune", "lr", 3)
+    assert isinstance(chosen["inside"], bool)
+
+    monkeypatch.setattr(comparison, "compare", lambda *_, **__: pytest.fail("it was done"))
+    comparison.main(words(tmp_path))
+    (tmp_path / "out" / "comparison.json").unlink()
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(comparison.time, "sleep", sleep)
+    names = [f"compare-one-small-class:{label}-logit-mask" for label in (0, 1)]
+    with locked(tmp_path / "out" / names[0]), locked(tmp_path / "out" / names[1]), pytest.raises(KeyboardInterrupt):
+        comparison.main([*words(tmp_path)[:-1], "logit-mask"])
+    assert slept, "another process has both jobs"

@@ -210,7 +210,7 @@ def test_every_method_forgets_with_hyper_parameters_of_its_own(
         (("--settings", "fast"), "published, short, tuned"),
         (("--dry-run", "--keep-undo", undo), "--keep-undo"),
         (("--retrain",), "--retrain"),
-        (("--engine", "ray"), "federation"),
+        (("--backend", "ray"), "federation"),
     ):
         assert run(monkeypatch, *forget, *more, "--out", tmp_path / "new") == 2
         assert message in capsys.readouterr().err
@@ -328,8 +328,8 @@ def test_a_federation_is_trained_asked_to_forget_and_judged(
         (("--split", "dirichlet"), "'dirichlet'"),
         (("--clients", "3000"), "3000"),
         (("--without", "client:7"), "0 to 2"),
-        (("--engine", "cloud"), "inprocess, ray, superlink"),
-        (("--engine", "superlink"), "--deployment"),
+        (("--backend", "cloud"), "inprocess, ray, superlink"),
+        (("--backend", "superlink"), "--deployment"),
         (("--norms", "fedav"), "did you mean 'fedavg'"),
         (("--fraction", "0"), "fraction"),
         (("--start", "nowhere"), "nowhere"),

@@ -1,6 +1,7 @@
 """Flags that are made from dataclasses, and hyper-parameters that are given by name."""
 
 import pytest
+from commands import told
 
 from fedortho.cli.flags import method_changes, parse_assignments
 from fedortho.errors import BadSetting, UnknownName
@@ -26,3 +27,14 @@ def test_a_flag_that_the_method_does_not_have_is_refused_by_name() -> None:
         method_changes(SSD, {"alpha": 3.0, "target": 0.1}, [])
     with pytest.raises(UnknownName, match="'target'"):
         method_changes(SSD, {}, ["target=0.1"])
+
+
+COMPUTING = (
+    *("train", "import", "evaluate", "federate", "sync", "deploy", "forget"),
+    *("judge", "audit", "compare", "tune", "reproduce", "report"),
+)
+
+
+@pytest.mark.parametrize("name", COMPUTING)
+def test_every_command_that_computes_takes_a_device(name: str) -> None:
+    assert "--device" in told(name, "--help")

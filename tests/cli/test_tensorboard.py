@@ -119,6 +119,6 @@ def test_without_the_package_or_a_place_it_is_refused_before_anything_is_trained
     with pytest.raises(FedOrthoError, match="inprocess"):
         CliRunner().invoke(
             app,
-            ["federate", "--out", str(tmp_path / "x"), "--engine", "ray", "--tensorboard", str(tmp_path / "boards")],
+            ["federate", "--out", str(tmp_path / "x"), "--backend", "ray", "--tensorboard", str(tmp_path / "boards")],
             catch_exceptions=False,
         )

@@ -8,7 +8,7 @@ from bundles import HOW, REQUEST, Runs, no_audits
 from once import made_once
 
 from fedortho.audits.verdict import write_verdict
-from fedortho.cli.report import report_command
+from fedortho.cli.show import report_command
 from fedortho.data.request import ForgetRequest
 from fedortho.evidence.bundle import make_bundle
 from fedortho.evidence.signature import make_key

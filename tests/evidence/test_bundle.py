@@ -12,7 +12,7 @@ from bundles import HOW, REQUEST, Runs, edited, forge, manifest, no_audits
 from pages import data_pngs, embedded
 
 from fedortho.audits.verdict import write_verdict
-from fedortho.cli.report import report_command
+from fedortho.cli.show import report_command
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import FedOrthoError
 from fedortho.evidence.bundle import BadBundle, make_bundle, open_bundle, read_bundle

@@ -16,7 +16,7 @@ from fedortho.evidence.recheck import reapply_patch, rerun_decision
 from fedortho.federated.server import train_federation
 from fedortho.methods.hide import Hide
 from fedortho.models.patch import load_patch
-from fedortho.requests.federated_forgetting import forget_federated_run
+from fedortho.requests.forgetting import forget_federated_run
 from fedortho.runs.run import open_run
 from fedortho.storage.files import tensors_digest, write_tensors
 

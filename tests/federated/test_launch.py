@@ -19,8 +19,8 @@ from fedortho.errors import FedOrthoError
 from fedortho.federated import SWITCHES, deploy, launch
 from fedortho.federated.server import train_federation
 from fedortho.methods.hide import Hide
-from fedortho.requests.federated_forgetting import forget_federated_run
 from fedortho.requests.federated_jobs import app_config, run_ray
+from fedortho.requests.forgetting import forget_federated_run
 from fedortho.runs.run import open_run
 from fedortho.runs.settings import FederateSettings
 

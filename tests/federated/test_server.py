@@ -21,8 +21,7 @@ from fedortho.federated.transport import read_wire_log
 from fedortho.methods.hide import Hide
 from fedortho.methods.paper import Paper
 from fedortho.models.predictions import evaluate
-from fedortho.requests.federated_forgetting import forget_federated_run
-from fedortho.requests.forgetting import undo_run
+from fedortho.requests.forgetting import forget_federated_run, undo_run
 from fedortho.requests.server_app import do_job
 from fedortho.runs.federation import held_rows
 from fedortho.runs.run import Run, open_run
@@ -153,7 +152,7 @@ def test_a_request_can_be_undone_and_the_next_one_served(run: Run, forgot: Run, 
 
 def test_clients_that_are_elsewhere_are_not_made_up(run: Run, tmp_path: Path) -> None:
     path = shutil.copytree(run.path, tmp_path / "run", ignore=shutil.ignore_patterns("clients"))
-    with pytest.raises(FedOrthoError, match=r"has no clients/.* give --engine superlink --deployment DIR"):
+    with pytest.raises(FedOrthoError, match=r"has no clients/.* give --backend superlink --deployment DIR"):
         forget_federated_run(open_run(path), CLASS, Paper(), out=tmp_path / "out")
     with pytest.raises(FedOrthoError, match="give --deployment DIR"):
         sync(open_run(path))
@@ -243,9 +242,7 @@ def test_a_federation_is_asked_where_its_images_lie_now(tmp_path: Path, digits: 
     settings = replace(SETTINGS, data=str(old), rounds=1)
     moved = train_federation(tmp_path / "run", settings)
     old.rename(new)
-    served = forget_federated_run(
-        moved, ForgetRequest.parse("class:bee"), Paper(), out=tmp_path / "out", data_dir=str(new)
-    )
+    served = forget_federated_run(moved.at(str(new)), ForgetRequest.parse("class:bee"), Paper(), out=tmp_path / "out")
     assert served.run is not None
     with pytest.raises(FedOrthoError):
         forget_federated_run(moved, ForgetRequest.parse("class:bee"), Paper(), out=tmp_path / "lost")

@@ -201,8 +201,8 @@ def test_flags_that_would_have_no_effect_are_refused_before_anything_is_done(run
     with pytest.raises(FedOrthoError, match="cannot be written"):
         told("forget", first, "class:3", "--keep-undo", "/proc/undo.safetensors", "--out", out)
     apart = train_federation(tmp_path / "apart", replace(FEDERATION, clients=2, rounds=1))
-    with pytest.raises(FedOrthoError, match="--retrain has no effect with --engine ray"):
-        told("forget", apart.path, "class:3", "--engine", "ray", "--retrain", "--out", out)
+    with pytest.raises(FedOrthoError, match="--retrain has no effect with --backend ray"):
+        told("forget", apart.path, "class:3", "--backend", "ray", "--retrain", "--out", out)
     assert not out.exists()
 
 

@@ -19,7 +19,8 @@ from fedortho.methods import METHODS
 from fedortho.methods.hyperparameters import read_settings
 from fedortho.methods.method import Method
 from fedortho.requests.run_context import RunContext, open_context
-from fedortho.requests.tuning import FIXED, GRIDS, Attempt, Budget, Search, TuningTrials, stand_in, tune, tune_method
+from fedortho.requests.search import FIXED, GRIDS, Attempt, Budget, Search, grid_of
+from fedortho.requests.tuning import TuningTrials, stand_in, tune, tune_method
 from fedortho.runs.run import Run, load_run_data
 from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
@@ -57,7 +58,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, score_of: Any) -> list[tuple[Mappin
 
 @pytest.mark.parametrize("name", sorted(METHODS.keys() - set(FIXED)))
 def test_every_grid_fits_the_same_budget_and_holds_values_that_the_method_accepts(name: str) -> None:
-    grid = tune_module.grid_of(name)
+    grid = grid_of(name)
     sizes = [len(values) for values in grid.values()]
     assert 5 <= torch.tensor(sizes).prod() <= Budget().candidates
     for key, values in grid.items():
@@ -115,6 +116,12 @@ def test_a_value_at_the_limit_of_a_setting_is_no_edge_of_the_search(
     assert 0.98 < beta.value < 1, "its steps approach 1"
 
 
+def test_no_value_is_inside_if_all_of_them_do_the_same(context: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, lambda *_: 0.4)
+    found = tune_method(context, REQUEST, "ssd", Budget(images=500))
+    assert not found.choices["alpha"].inside, "it changed nothing, so nothing was found"
+
+
 def test_retaining_more_than_before_is_not_punished(context: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune_module, "_baseline", lambda *_: (0.5, 0.0))
     monkeypatch.setattr(tune_module, "_measured", lambda *_: (0.0, 0.9))
@@ -150,6 +157,8 @@ def test_a_search_serves_another_request_than_the_one_it_is_for(context: RunCont
     assert asked.split(context.data.train)[0].labels.sort().values.tolist() == (
         drawn.split(context.data.train)[0].labels.sort().values.tolist()
     )
+    with pytest.raises(FedOrthoError, match="no training image has the id 99999"):
+        stand_in(ForgetRequest.parse("samples:99999"), context, 0)
     clients = {0: torch.tensor(rows[:10]), 1: torch.tensor(rows[10:20]), 2: torch.tensor(rows[20:])}
     assert stand_in(ForgetRequest(clients=(1,)), replace(context, clients=clients), 0).clients[0] in (0, 2)
     with pytest.raises(FedOrthoError, match=r"no other request like client:1 .*--on"):

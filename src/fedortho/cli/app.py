@@ -12,22 +12,16 @@ from rich.logging import RichHandler
 from rich.markup import escape
 
 from fedortho.cli.console import err
-from fedortho.cli.evaluate import check_command, evaluate_command
 from fedortho.cli.evidence import bundle_app, journal_app
-from fedortho.cli.federation import deploy_command, federate_command, sync_command
 from fedortho.cli.forget import forget_command, undo_command
 from fedortho.cli.methods import compare_command, tune_command
-from fedortho.cli.report import report_command, results_command
 from fedortho.cli.reproduce import reproduce_command
-from fedortho.cli.train import import_command, train_command
+from fedortho.cli.show import check_command, evaluate_command, report_command, results_command
+from fedortho.cli.train import deploy_command, federate_command, import_command, sync_command, train_command
 from fedortho.cli.verdict import audit_command, judge_command
 from fedortho.errors import FedOrthoError
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 INTERRUPTED = 130  # typer's exit code after ctrl-C
 
 

@@ -1,10 +1,12 @@
 """Tables, sentences and progress bars of the command line."""
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
@@ -27,16 +29,17 @@ def say(text: str) -> None:
     out.print(text, highlight=False, soft_wrap=True)
 
 
+def say_json(value: object) -> None:
+    typer.echo(json.dumps(value, indent=2))
+
+
 def print_served(served: ServedRequest, run_path: Path) -> None:
     """A served request: accuracies before and after, the edit, its cost and where the run is."""
     record, result = served.record, served.result
     say(escape(f"{run_path}: {record.request} by {record.method}"))
-    table = Table()
-    for name in ("accuracy", "before", "after"):
-        table.add_column(name, justify="left" if name == "accuracy" else "right")
-    for name in ("forget", "retain", "test"):
-        table.add_row(name, f"{getattr(record.before, name):.1%}", f"{getattr(record.after, name):.1%}")
-    out.print(table)
+    pairs = [(name, getattr(record.before, name), getattr(record.after, name)) for name in ("forget", "retain", "test")]
+    shares = [(name, f"{before:.1%}", f"{after:.1%}") for name, before, after in pairs]
+    out.print(_filled(Table(), ("accuracy", "before", "after"), shares))
     print_target(served)
     say(edit_line(served))
     if result.plan is None:
@@ -48,8 +51,8 @@ def print_served(served: ServedRequest, run_path: Path) -> None:
     if result.cost.exchanges:
         say(wire_line(served))
     if len(record.all_forgotten) > 1:
-        shares = ", ".join(f"{request} {share:.1%}" for request, share in record.all_forgotten.items())
-        say(escape(f"forget accuracy of all requests: {shares}; retain accuracy lost in all: {served.retain_paid:.1%}"))
+        every = ", ".join(f"{request} {share:.1%}" for request, share in record.all_forgotten.items())
+        say(escape(f"forget accuracy of all requests: {every}; retain accuracy lost in all: {served.retain_paid:.1%}"))
     if served.advise_retraining:
         say("[yellow]these requests have lost much retain accuracy: retrain before the next one[/]")
     if served.run is None:
@@ -87,18 +90,21 @@ def edit_line(served: ServedRequest) -> str:
 
 def frontier_table(frontier: Sequence[Trial]) -> Table:
     table = Table(caption="trials: forget on training images, retain on validation images", caption_justify="left")
-    for name in ("ratio", "scrub", "forget", "retain"):
-        table.add_column(name, justify="right")
-    for trial in frontier:
-        table.add_row(f"{trial.ratio:g}", f"{trial.scrub:g}", f"{trial.forget:.1%}", f"{trial.retain:.1%}")
-    return table
+    lines = [(f"{one.ratio:g}", f"{one.scrub:g}", f"{one.forget:.1%}", f"{one.retain:.1%}") for one in frontier]
+    return _filled(table, ("ratio", "scrub", "forget", "retain"), lines, left=0)
 
 
 def words_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
     """A narrow table of words: the first column left-aligned, the others right-aligned."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = _filled(Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False), header, lines)
+    table.columns[0].no_wrap = True
+    return table
+
+
+def _filled(table: Table, header: Sequence[str], lines: Sequence[Sequence[str]], left: int = 1) -> Table:
+    """The table with columns and rows; the first `left` columns are left-aligned."""
     for place, name in enumerate(header):
-        table.add_column(name, justify="right" if place else "left", no_wrap=not place)
+        table.add_column(name, justify="left" if place < left else "right")
     for line in lines:
         table.add_row(*map(escape, line))
     return table
@@ -119,12 +125,9 @@ def check_table(findings: Sequence[Finding]) -> Table:
 
 
 def class_table(score: Evaluation, names: tuple[str, ...]) -> Table:
-    table = Table()
-    table.add_column("class")
-    table.add_column("images", justify="right")
-    table.add_column("right", justify="right")
-    for name, row, share in zip(names, score.confusion, score.per_class, strict=True):
-        table.add_row(escape(name), str(sum(row)), "–" if share is None else f"{share:.1%}")
+    found = zip(names, score.confusion, score.per_class, strict=True)
+    lines = [(name, str(sum(row)), "–" if share is None else f"{share:.1%}") for name, row, share in found]
+    table = _filled(Table(), ("class", "images", "right"), lines)
     table.add_section()
     table.add_row("all", str(score.images), f"{score.accuracy:.1%}")
     return table

@@ -1,6 +1,5 @@
 """The commands journal and bundle: the record of all requests, and evidence for an auditor."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from fedortho.cli.console import out, say, words_table
+from fedortho.cli.console import out, say, say_json, words_table
 from fedortho.cli.flags import AsJson, DataDir
 from fedortho.evidence.bundle import make_bundle
 from fedortho.evidence.recheck import check_bundle
@@ -45,7 +44,7 @@ def journal_show(place: Place = Path("runs"), as_json: AsJson = False) -> None:
     """List the entries of the journal, after checking it."""
     entries = check_journal(_journal_place(place)).entries
     if as_json:
-        typer.echo(json.dumps([asdict(entry) for entry in entries], indent=2))
+        say_json([asdict(entry) for entry in entries])
         return
     header = ("entry", "time", "event", "run", "request", "before", "after")
     lines = [
@@ -65,8 +64,7 @@ def bundle_make(
     out_path: Annotated[Path, typer.Option("--out", "-o", help="the zip file to write")],
     sign: Annotated[Path | None, typer.Option(help="sign with this Ed25519 private key (PEM)")] = None,
     journal: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="directory of the journal, if it is not beside RUN"),
+        Path | None, typer.Option(metavar="DIR", help="directory of the journal, if it is not beside RUN")
     ] = None,
 ) -> None:
     """Write the evidence of a served request into one file, without images and without removed weights."""

@@ -20,7 +20,7 @@ Config = Annotated[Path | None, typer.Option(help="a TOML file of settings; flag
 TensorBoard = Annotated[
     Path | None, typer.Option(metavar="DIR", help="a directory for TensorBoard: loss, accuracy, learning rate, seconds")
 ]
-EngineName = Annotated[str, typer.Option("--engine", help="where clients run: inprocess, ray or superlink")]
+Backend = Annotated[str, typer.Option(help="where clients run: inprocess, ray or superlink")]
 Deployment = Annotated[Path | None, typer.Option(help="for superlink: the directory that fedortho deploy wrote")]
 Settings = Annotated[
     str,

@@ -1,6 +1,5 @@
 """The commands that change a model: forget and undo."""
 
-import json
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,20 +8,20 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from fedortho.cli.console import bar, bars, err, frontier_table, print_served, say
-from fedortho.cli.federation import log_line, print_elsewhere
+from fedortho.cli.console import bar, bars, err, frontier_table, print_served, say, say_json
 from fedortho.cli.flags import (
     AsJson,
+    Backend,
     DataDir,
     Deployment,
     Device,
-    EngineName,
     OutPath,
     RunPath,
     Settings,
     method_changes,
     takes_settings,
 )
+from fedortho.cli.train import log_line, print_elsewhere
 from fedortho.cli.verdict import Budget, Reference, References, Retrain, judging_bars, print_verdict
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
@@ -32,9 +31,8 @@ from fedortho.methods.directions import Directions
 from fedortho.methods.hide import Hide
 from fedortho.methods.method import Method
 from fedortho.methods.paper import Paper
-from fedortho.requests.dispatch import chosen_method, forget_run
-from fedortho.requests.federated_jobs import check_engine, forget_elsewhere
-from fedortho.requests.forgetting import ServedRequest, undo_run
+from fedortho.requests.federated_jobs import check_backend, forget_elsewhere
+from fedortho.requests.forgetting import ServedRequest, chosen_method, forget_run, undo_run
 from fedortho.requests.judging import JudgeOptions, check_judge_options, judge_run
 from fedortho.runs.run import Run, open_run
 from fedortho.storage.records import to_json
@@ -58,7 +56,7 @@ def forget_command(
             "--set", metavar="NAME=VALUE", help="a hyper-parameter of any method, such as lr=0.01; repeatable"
         ),
     ] = None,
-    engine: EngineName = "inprocess",
+    backend: Backend = "inprocess",
     deployment: Deployment = None,
     audit: Budget = "quick",
     reference: Reference = None,
@@ -81,17 +79,17 @@ def forget_command(
     )
     options = JudgeOptions(audit, (), reference, references, retrain, data_dir=data_dir, device=device)
     check_judge_options(run, asked, options)
-    check_engine(engine, deployment)
+    check_backend(backend, deployment)
     if audit == "none":
         _refuse_with("--audit none, which judges nothing", reference=reference, references=references, retrain=retrain)
     if dry_run:
         _refuse_with("--dry-run, which changes nothing", keep_undo=keep_undo)
     out_dir = out_path or run_path.with_name(f"{run_path.name}-{asked.word}")
-    if engine != "inprocess":
+    if backend != "inprocess":
         here = {"dry_run": dry_run, "keep_undo": keep_undo, "data_dir": data_dir, "device": device != "auto"}
         judging = {"reference": reference, "references": references, "retrain": retrain, "json": as_json}
-        _refuse_with(f"--engine {engine}, which works elsewhere and does not judge", **here, **judging)
-        print_elsewhere(forget_elsewhere(run, asked, method, out=out_dir, deployment=deployment, say=log_line), out_dir)
+        _refuse_with(f"--backend {backend}, which works elsewhere and does not judge", **here, **judging)
+        print_elsewhere(forget_elsewhere(run, asked, method, out=out_dir, deployment=deployment, log=log_line), out_dir)
         say(escape(f"not audited yet: fedortho judge {out_dir}"))
         return
     served, data = _serve(run, asked, method, None if dry_run else out_dir, keep_undo, options)
@@ -110,7 +108,7 @@ def forget_command(
             raise
     if as_json:
         value = to_json(served.record) | ({} if verdict is None else {"verdict": verdict.to_json()})
-        typer.echo(json.dumps(value, indent=2))
+        say_json(value)
     elif verdict is not None and served.run is not None:
         print_verdict(verdict, whole=False)
         say(escape(f"all metrics: fedortho judge {served.run.path}; a page to read: fedortho report {served.run.path}"))

@@ -1,6 +1,5 @@
 """The commands compare and tune."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -8,11 +7,12 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from fedortho.cli.console import bars, out, say, words_table
+from fedortho.cli.console import bars, out, say, say_json, words_table
 from fedortho.cli.flags import AsJson, DataDir, Device, Request, RunPath, Settings
 from fedortho.data.request import ForgetRequest
 from fedortho.requests.comparing import NOTES, compare, compared_path, comparison_table
-from fedortho.requests.tuning import Attempt, Budget, Search, tune
+from fedortho.requests.search import Attempt, Budget, Search
+from fedortho.requests.tuning import tune
 from fedortho.runs.run import open_run
 from fedortho.storage.records import to_json
 
@@ -51,7 +51,7 @@ def compare_command(
             watch=lambda name, number, total: shown.update(task, completed=number, total=total, news=name),
         )
     if as_json:
-        typer.echo(json.dumps([to_json(row) for row in rows], indent=2))
+        say_json([to_json(row) for row in rows])
         return
     header, *lines = comparison_table(rows)
     out.print(words_table(header, [line for line in lines if len(line) == len(header)]))

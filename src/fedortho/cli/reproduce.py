@@ -11,8 +11,8 @@ import typer
 from rich.markup import escape
 from rich.progress import Progress as Bars
 
-from fedortho.cli.console import bar, bars, federation_bar, say, training_bar
-from fedortho.cli.flags import AsJson
+from fedortho.cli.console import bar, bars, federation_bar, say, say_json, training_bar
+from fedortho.cli.flags import AsJson, Device
 from fedortho.experiments.experiment import EXPERIMENTS, Experiment, load_experiment
 from fedortho.experiments.findings import ClaimFinding, ExperimentResults, printed_beside, row_verdict
 from fedortho.experiments.relations import METRICS, as_text, mean_and_sd, over_seeds
@@ -25,18 +25,15 @@ SETTING = {
 }
 
 
-class Once(logging.Filter):
-    """Passes each message once: every row of a table would repeat the same warning."""
+def _once() -> Callable[[logging.LogRecord], bool]:
+    """A filter that passes each message once: every row of a table would repeat the same warning."""
+    seen: Counter[str] = Counter()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[str] = set()
+    def is_new(record: logging.LogRecord) -> bool:
+        seen[record.getMessage()] += 1
+        return seen[record.getMessage()] == 1
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        text = record.getMessage()
-        is_new = text not in self.seen
-        self.seen.add(text)
-        return is_new
+    return is_new
 
 
 def reproduce_command(
@@ -47,6 +44,7 @@ def reproduce_command(
     rows: Annotated[str, typer.Option(help="only rows with these values, such as split=iid,request=class")] = "",
     data_dir: Annotated[str, typer.Option("--data-dir", help="directory that holds CIFAR, Tiny ImageNet")] = "",
     place: Annotated[Path, typer.Option("--out", help="directory of networks and results")] = Path("runs/reproduce"),
+    device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Reproduce a table of the paper: its values beside ours, and which of its claims hold; resumes if stopped."""
@@ -57,11 +55,11 @@ def reproduce_command(
         return
     experiment = load_experiment(name, scale, seeds=seeds, methods=methods, rows=rows)
     for handler in logging.getLogger().handlers:
-        handler.addFilter(Once())
+        handler.addFilter(_once())
     with bars() as shown:
-        results = reproduce(experiment, place, data_dir=data_dir, hooks=_hooks(shown, name))
+        results = reproduce(experiment, place, data_dir=data_dir, device=device, hooks=_hooks(shown, name))
     if as_json:
-        typer.echo(json.dumps(to_json(results), indent=2))
+        say_json(to_json(results))
         return
     _print(experiment, results)
     say(escape(f"all numbers: {place / f'{name}-{scale}.json'}; networks and models: {place}"))

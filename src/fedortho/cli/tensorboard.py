@@ -41,7 +41,12 @@ def tensorboard_watch(
         raise FedOrthoError(
             "--tensorboard needs the package tensorboard; run: pip install 'fedortho[tensorboard]'"
         ) from error
-    files, recipe = _directory_of(directory, run), settings.recipe
+    files, recipe = directory / run.absolute().name, settings.recipe
+    try:
+        files.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FedOrthoError(f"{files} cannot be written: {error.strerror}; choose another --tensorboard") from error
+    check_writable(files)
     if isinstance(settings, FederateSettings):
         recipe = replace(recipe, epochs=settings.rounds)
     writer: SummaryWriter | None = None
@@ -63,16 +68,6 @@ def tensorboard_watch(
     finally:
         if writer is not None:
             writer.close()
-
-
-def _directory_of(directory: Path, run: Path) -> Path:
-    files = directory / run.absolute().name
-    try:
-        files.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise FedOrthoError(f"{files} cannot be written: {error.strerror}; choose another --tensorboard") from error
-    check_writable(files)
-    return files
 
 
 def scalars(entry: Epoch, recipe: Recipe) -> dict[str, float]:

@@ -1,6 +1,5 @@
 """The commands judge and audit, and what forget shows of a verdict."""
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ from rich.table import Table
 
 from fedortho.audits import AUDITS
 from fedortho.audits.verdict import Verdict
-from fedortho.cli.console import bars, out, say, training_bar, words_table
+from fedortho.cli.console import bars, out, say, say_json, training_bar, words_table
 from fedortho.cli.flags import AsJson, DataDir, Device, RunPath
 from fedortho.errors import BadSetting
 from fedortho.evaluation.metrics import Metric
@@ -46,10 +45,7 @@ def judging_bars() -> Iterator[JudgeProgress]:
     with bars() as shown:
         on_training = training_bar(shown)
         task = shown.add_task("judging", total=None, news="")
-        yield {
-            "on_training": on_training,
-            "on_step": lambda title: shown.update(task, description=f"judging: {title}"),
-        }
+        yield {"on_training": on_training, "on_step": lambda title: shown.update(task, description=f"judging: {title}")}
 
 
 def judge_command(
@@ -71,7 +67,7 @@ def judge_command(
     with judging_bars() as progress:
         verdict = judge_run(run, request or None, options, original=original, **progress)
     if as_json:
-        typer.echo(json.dumps(verdict.to_json(), indent=2))
+        say_json(verdict.to_json())
     else:
         print_verdict(verdict)
         say(escape(f"written to {run.path / 'verdict.json'}"))
@@ -108,7 +104,7 @@ def audit_command(
     if as_json:
         keys = ("request", "label", "audits", "retention")
         shown = {str(n): {key: verdict.to_json()[key] for key in keys} for n, verdict in verdicts.items()}
-        typer.echo(json.dumps(shown if after_rounds else shown["0"], indent=2))
+        say_json(shown if after_rounds else shown["0"])
 
 
 def _rounds(run: Run, text: str) -> list[int]:

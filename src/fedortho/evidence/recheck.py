@@ -8,15 +8,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from fedortho.data.request import ForgetRequest
-from fedortho.devices import choose_device, using_threads
+from fedortho.devices import using_threads
 from fedortho.errors import FedOrthoError
 from fedortho.evidence.bundle import BadBundle, open_bundle
 from fedortho.evidence.contents import Bundle
 from fedortho.methods import make_method
 from fedortho.models.patch import Patch
 from fedortho.models.zoo import MODELS, build_model
-from fedortho.requests.federated_forgetting import forget_federated_run
-from fedortho.requests.forgetting import serve_request
+from fedortho.requests.forgetting import forget_run
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.served import served_requests
 from fedortho.runs.settings import FederateSettings
@@ -92,14 +91,8 @@ def rerun_decision(bundle: Bundle, run: Run, data_dir: str = "") -> None:
     request = ForgetRequest.parse(bundle.request.request)
     method = make_method(bundle.entry.method, bundle.entry.settings)
     threads = bundle.entry.threads or bundle.environment.run.threads
-    device = choose_device(bundle.entry.device)
-    data = run.load_data(data_dir)
     with using_threads(threads):
-        if isinstance(run.settings, FederateSettings):
-            how: dict[str, Any] = {"data": data, "data_dir": data_dir, "device": str(device)}
-            served = forget_federated_run(run, request, method, out=None, **how)
-        else:
-            served = serve_request(run, data, request, method, out=None, device=device)
+        served = forget_run(run, request, method, data_dir=data_dir, device=bundle.entry.device)
     patch = served.result.patch
     if _saved(patch) != bundle.files["patch.safetensors"]:
         raise BadBundle(

@@ -24,8 +24,7 @@ from fedortho.experiments.relations import SeedRow, as_text
 from fedortho.federated.server import train_federation
 from fedortho.methods.method import PlanningMethod
 from fedortho.requests.comparing import compare
-from fedortho.requests.federated_forgetting import forget_federated_run
-from fedortho.requests.forgetting import serve_request
+from fedortho.requests.forgetting import forget_run
 from fedortho.requests.references import find_reference, reference_name, reference_settings, train_reference
 from fedortho.requests.run_context import method_for_run, open_context
 from fedortho.runs.record import Accuracies
@@ -59,6 +58,7 @@ def reproduce(
     out: Path | str = "runs/reproduce",
     *,
     data_dir: str = "",
+    device: str = "auto",
     hooks: ProgressHooks = SILENT,
 ) -> ExperimentResults:
     """Run an experiment, given by its name or as `load_experiment` returns it; all rows and checked claims.
@@ -68,7 +68,7 @@ def reproduce(
     """
     experiment = load_experiment(experiment) if isinstance(experiment, str) else experiment
     out, rows = Path(out), list[SeedRow]()
-    networks = [_located(settings, data_dir) for settings in experiment.networks]
+    networks = [replace(_located(settings, data_dir), device=device) for settings in experiment.networks]
     for settings in {network.data: network for network in networks}.values():
         load_run_data(settings, progress=hooks.decoding)  # refuses missing data before anything is trained
     order = [replace(settings, seed=seed) for seed in experiment.seeds for settings in networks]
@@ -173,10 +173,7 @@ def _served(run: Run, data: Dataset, request: ForgetRequest, variant: MethodVari
         )
     if not out.exists():
         with using_threads(run.settings.threads):
-            if isinstance(run.settings, FederateSettings):
-                forget_federated_run(run, request, settings, out=out, data=data, data_dir=run.settings.data_dir)
-            else:
-                serve_request(run, data, request, settings, out=out, device=open_context(run, data).device)
+            forget_run(run, request, settings, out=out, data=data, device=run.settings.device)
     found = replace(open_run(out), settings=run.settings)
     served = found.record.requests[-1]
     made = (found.record.parent, served.request, served.settings)

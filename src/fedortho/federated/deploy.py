@@ -59,7 +59,7 @@ README = """{warning}Copy into one directory on each machine, with modes kept (r
 {where}
 
 Every machine needs the same version of fedortho[federated]. Start superlink.sh, {register}start each
-node-N.sh; then, on the SuperLink's machine: fedortho federate --engine superlink --deployment THIS_DIRECTORY --out RUN
+node-N.sh; then, on the SuperLink's machine: fedortho federate --backend superlink --deployment THIS_DIRECTORY --out RUN
 Anyone who reaches the SuperLink's port can run code there and on every client: let only the clients' machines reach it.
 {secret}"""
 SECRET = "Keep server.key only on the SuperLink's machine and keys/node-N only on client N's; remove the copies here.\n"

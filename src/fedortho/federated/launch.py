@@ -55,7 +55,7 @@ def simulate(server: Any, client: Any, *, clients: int, threads: int, workers: i
             run_simulation(_guarded(server, stopped, outcome), client, clients, backend_config=resources)
         except RuntimeError as error:
             if not outcome:
-                raise FedOrthoError("Ray failed; see the log above, or use another --engine") from error
+                raise FedOrthoError("Ray failed; see the log above, or use another --backend") from error
         finally:
             interrupted = stopped.is_set()
             stopped.set()

@@ -188,7 +188,7 @@ def copied_clients(run: Run, out: Path | None) -> Iterator[tuple[Path, Path | No
     Both become `out` in one step at the end of a successful block; the original run does not change.
     """
     check_output_paths(out, None)
-    _require_clients(run, "--engine superlink --deployment DIR")
+    _require_clients(run, "--backend superlink --deployment DIR")
     with locked(out or run.path):
         place = Path(tempfile.mkdtemp()) if out is None else out.parent / f".{out.name}.clients"
         try:

@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
@@ -45,6 +45,7 @@ NOTES = (
     "hide and directions choose their ratio on validation images of this very request; the settings of the others "
     "come from elsewhere (tuned: another request)",
 )
+R = TypeVar("R")
 Watch = Callable[[str, int, int], None]
 Settings = str | Path | Mapping[str, Mapping[str, Any]]
 
@@ -162,10 +163,12 @@ def settings_by_method(run: Run, settings: Settings) -> Mapping[str, Mapping[str
 def _row(context: RunContext, request: ForgetRequest, method: Method, path: Path, references: Path | None) -> Row:
     planned = Row(context.run.record.model.digest, str(request), method.name, as_mapping(method))
     if path.exists():
-        row = _read_row(path)
+        row = read_result(Row, path)
         if replace(row, accuracies=None, cost=None, weights="", refused="", environment=None) == planned:
             return row
-    _check_replaceable(path.with_suffix(""))
+    place = path.with_suffix("")
+    if place.exists() and not ((place / "run.json").is_file() and open_run(place).record.parent):
+        raise FedOrthoError(f"{place} exists and is no result of a comparison; choose another --out")
     planned = replace(planned, environment=environment(context.device))
     try:
         model, cost = _outcome(context, request, method, references)
@@ -174,22 +177,17 @@ def _row(context: RunContext, request: ForgetRequest, method: Method, path: Path
     else:
         digest = tensors_digest(model.state_dict())
         row = replace(planned, accuracies=context.accuracies(model, request), cost=cost, weights=digest)
-        _write_outcome(context, request, row, model, path.with_suffix(""))
+        _write_outcome(context, request, row, model, place)
     write_record(path, row)
     return row
 
 
-def _read_row(path: Path) -> Row:
+def read_result(kind: type[R], path: Path) -> R:
+    """The record in a file that an earlier call wrote; any other file is refused."""
     try:
-        return read_record(Row, path)
+        return read_record(kind, path)
     except BadRecord as error:
-        raise BadRecord(f"{error}; it is no result of this comparison: move it away or choose another --out") from error
-
-
-def _check_replaceable(path: Path) -> None:
-    """Refuse to replace a directory that is not an earlier outcome."""
-    if path.exists() and not ((path / "run.json").is_file() and open_run(path).record.parent):
-        raise FedOrthoError(f"{path} exists and is no result of a comparison; choose another --out")
+        raise BadRecord(f"{error}; move it away or choose another --out") from error
 
 
 def _outcome(
@@ -214,17 +212,8 @@ def _write_outcome(context: RunContext, request: ForgetRequest, row: Row, model:
     """Write a method's model as a run of its own."""
     assert row.accuracies is not None, "it was measured"
     before, after, record = context.accuracies(context.run.load_model(), request), row.accuracies, context.run.record
-    served = ServedRecord(
-        request=str(request),
-        method=row.method,
-        settings=row.settings,
-        before=before,
-        after=after,
-        retain_paid=before.retain - after.retain,
-        cost=row.cost,
-        model_before=row.original,
-        model_after=row.weights,
-    )
+    outcome = (before, after, before.retain - after.retain, row.cost)
+    served = ServedRecord(str(request), row.method, row.settings, *outcome, row.original, row.weights)
     changed = replace(record, requests=(*record.requests, served), result=ResultRecord(after.test))
     if path.exists():
         shutil.rmtree(path)

@@ -1,7 +1,8 @@
-"""Jobs of a federation outside this process: on Ray, or on a SuperLink."""
+"""Work of a federation: with clients simulated in this process, on Ray, or on a SuperLink."""
 
 import importlib.util
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,16 +12,16 @@ from fedortho.data.request import ForgetRequest
 from fedortho.errors import FedOrthoError, unknown
 from fedortho.federated import switch_off
 from fedortho.federated.launch import Scalar, need_flower, simulate, submit
+from fedortho.federated.server import Watch, copied_clients, sync, train_federation
 from fedortho.methods.method import Method
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.settings import FederateSettings
 from fedortho.storage.settings import as_mapping
 
-ENGINES = ("inprocess", "ray", "superlink")
-JOB = {  # keys besides the settings
-    **{"do": "train", "out": "", "run": "", "request": "", "method": "hide"},
-    **{"forget": "", "store": ""},
-}
+logger = logging.getLogger(__name__)
+Log = Callable[[str], None]
+BACKENDS = ("inprocess", "ray", "superlink")
+JOB = {"do": "train", "out": "", "run": "", "request": "", "method": "hide", "forget": "", "store": ""}  # its own keys
 
 
 def app_config(settings: FederateSettings | None = None) -> dict[str, Any]:
@@ -28,68 +29,101 @@ def app_config(settings: FederateSettings | None = None) -> dict[str, Any]:
     return {**JOB, **as_mapping(settings or FederateSettings())}
 
 
-def check_engine(engine: str, deployment: Path | None) -> None:
-    """Refuse an unknown engine, and a SuperLink without its deployment."""
-    if engine not in ENGINES:
-        raise unknown("engine", engine, ENGINES)
-    if (engine == "superlink") != (deployment is not None):
-        raise FedOrthoError("--engine superlink and --deployment DIR belong together; fedortho deploy writes DIR")
+def check_backend(backend: str, deployment: Path | None) -> None:
+    """Refuse an unknown backend, and a SuperLink without its deployment."""
+    if backend not in BACKENDS:
+        raise unknown("backend", backend, BACKENDS)
+    if (backend == "superlink") != (deployment is not None):
+        raise FedOrthoError("--backend superlink and --deployment DIR belong together; fedortho deploy writes DIR")
 
 
-def train_elsewhere(
-    path: Path, settings: FederateSettings, deployment: Path | None, say: Callable[[str], None]
-) -> None:
-    """Train into `path` on this machine (Ray) or on the SuperLink's."""
+def federate_run(
+    path: Path | str,
+    settings: FederateSettings,
+    *,
+    backend: str = "inprocess",
+    deployment: Path | str | None = None,
+    workers: int = 1,
+    watch: Watch | None = None,
+    log: Log = logger.info,
+) -> Run | None:
+    """Train a federation into a run directory; an interrupted one continues after its last complete round.
+
+    `backend` is `inprocess` (clients run here, in `workers` processes at a time, with the same result for any number),
+    `ray`, or `superlink` with the directory that `write_deployment` wrote as `deployment`. `watch` receives the
+    progress of rounds in process, `log` the lines of a SuperLink's log. Returns None if the run was written on the
+    SuperLink's machine and is not on this one.
+    """
+    path, deployment = Path(path), None if deployment is None else Path(deployment)
+    check_backend(backend, deployment)
+    if workers < 1 or (workers > 1 and backend != "inprocess"):
+        raise FedOrthoError(f"--workers is {workers} with --backend {backend}; expected 1 or more, with inprocess only")
+    if backend == "inprocess":
+        return train_federation(path, settings, watch=watch, workers=workers)
     config = {**app_config(settings), "do": "train", "out": str(path.absolute())}
     if settings.start:
         config["start"] = str(Path(settings.start).absolute())  # the server app has another working directory
-    if deployment is not None:
-        submit(deployment, config, say=say)
-    else:
-        _on_ray(config, settings, path / "clients")
+    _do_elsewhere(config, settings, path / "clients", deployment, log)
+    return open_run(path) if (path / "run.json").exists() else None
 
 
 def forget_elsewhere(
-    run: Run,
-    request: ForgetRequest,
-    method: Method,
-    *,
-    out: Path,
-    deployment: Path | None,
-    say: Callable[[str], None],
+    run: Run, request: ForgetRequest, method: Method, *, out: Path, deployment: Path | None, log: Log = logger.info
 ) -> Run | None:
     """Serve a request on Ray or a SuperLink; the run that has forgotten, or None if it is not on this machine."""
-    federated = run.settings
-    if not isinstance(federated, FederateSettings):
-        raise FedOrthoError(f"{run.path} was not trained by a federation; leave --engine out")
-    job = {"do": "forget", "run": str(run.path.absolute()), "out": str(out.absolute())}
-    job |= {"request": str(request), "method": method.name, "forget": json.dumps(as_mapping(method))}
-    config = app_config(federated) | job
+    settings = _federation_of(run)
+    config = app_config(settings) | {"do": "forget", "run": str(run.path.absolute()), "out": str(out.absolute())}
+    config |= {"request": str(request), "method": method.name, "forget": json.dumps(as_mapping(method))}
     if deployment is not None:
-        submit(deployment, config, say=say)
+        _do_elsewhere(config, settings, out, deployment, log)
         return open_run(out) if (out / "run.json").exists() else None
-    from fedortho.federated.server import copied_clients
-
     with copied_clients(run, out.absolute()) as (store, fresh):
-        _on_ray(config | {"out": str(fresh)}, federated, store)
+        _do_elsewhere(config | {"out": str(fresh)}, settings, store, None, log)
     return open_run(out)
 
 
-def sync_elsewhere(run: Run, deployment: Path, say: Callable[[str], None]) -> None:
-    """Send the clients of a SuperLink the patches that they missed."""
-    assert isinstance(run.settings, FederateSettings), "the caller looked"
-    submit(deployment, {**app_config(run.settings), "do": "sync", "run": str(run.path.absolute())}, say=say)
+def sync_run(
+    run: Run | Path | str,
+    *,
+    deployment: Path | str | None = None,
+    data_dir: str = "",
+    device: str = "auto",
+    log: Log = logger.info,
+) -> list[int]:
+    """Send the clients of a federation the patches that they missed; returns the clients that have the run's model.
+
+    With a `deployment` the clients are those of its SuperLink, which reports them in its log and not here.
+    """
+    run = open_run(run).at(data_dir, device)
+    settings = _federation_of(run)
+    if deployment is None:
+        return sync(run)
+    config = {**app_config(settings), "do": "sync", "run": str(run.path.absolute())}
+    _do_elsewhere(config, settings, run.path, Path(deployment), log)
+    return []
 
 
-def _on_ray(config: dict[str, Any], settings: FederateSettings, store: Path) -> None:
-    run_ray(config, clients=settings.clients, store=store, threads=settings.threads or 1)
+def _federation_of(run: Run) -> FederateSettings:
+    if not isinstance(run.settings, FederateSettings):
+        raise FedOrthoError(f"{run.path} was not trained by a federation; it has no clients")
+    return run.settings
+
+
+def _do_elsewhere(
+    config: dict[str, Any], settings: FederateSettings, store: Path, deployment: Path | None, log: Log
+) -> None:
+    """Do a job on the SuperLink of a deployment or, without one, on Ray with the clients' directories in `store`."""
+    if deployment is not None:
+        submit(deployment, config, say=log)
+    else:
+        run_ray(config, clients=settings.clients, store=store, threads=settings.threads or 1)
 
 
 def run_ray(config: Mapping[str, Scalar], *, clients: int, store: Path, threads: int, workers: int = 2) -> None:
     """Run both apps in Flower's Ray simulation until the server app returns; its errors are raised here."""
     need_flower()
     if importlib.util.find_spec("ray") is None:
-        raise FedOrthoError("Ray is not installed; run: pip install 'fedortho[simulation]', or use another --engine")
+        raise FedOrthoError("Ray is not installed; run: pip install 'fedortho[simulation]', or use another --backend")
     switch_off(os.environ)
     from fedortho.federated.client import client_app
     from fedortho.requests.server_app import server_app

@@ -1,34 +1,48 @@
 """Serve a request on a run: unlearn, measure, and write a new run that has forgotten; the old run is not changed."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from fedortho.audits.verdict import spoken_time
 from fedortho.data.images import Dataset
 from fedortho.data.request import Clients, ForgetRequest
+from fedortho.devices import choose_device
 from fedortho.engines.central import CentralEngine
 from fedortho.engines.engine import Engine
 from fedortho.engines.query import Query, Selection, Statistic
 from fedortho.errors import FedOrthoError
 from fedortho.evaluation.accuracies import accuracies_of
-from fedortho.methods import unlearn
+from fedortho.federated.engine import FederatedEngine
+from fedortho.federated.server import copied_clients, federated_engine, local_grid, patches_of
+from fedortho.federated.transport import append_wire_log
+from fedortho.methods import find_method, make_method, unlearn
+from fedortho.methods.hyperparameters import read_settings
 from fedortho.methods.method import ForgetResult, Method
 from fedortho.models.patch import NOTHING, Patch, undo_patch, write_undo
-from fedortho.models.zoo import build_model
+from fedortho.requests.run_context import method_for_run
 from fedortho.runs.derived import check_output_paths, write_derived
+from fedortho.runs.federation import held_rows
 from fedortho.runs.record import Accuracies, ResultRecord, ServedRecord, TrialRecord
-from fedortho.runs.run import Run, open_run
+from fedortho.runs.run import Run, load_run_data, open_run
 from fedortho.runs.served import excluded_by, last_request, served_requests
+from fedortho.runs.settings import FederateSettings
 from fedortho.statistics.ledger import forget_lines, load_ledger, rebind_ledger
 from fedortho.statistics.observe import Observation
 from fedortho.storage.files import tensors_digest
 from fedortho.storage.journal import append_entry
+from fedortho.storage.settings import as_mapping
+from fedortho.unlearning.calibrate import Refused
 from fedortho.unlearning.trials import Trial
+
+if TYPE_CHECKING:
+    from flwr.serverapp import Grid
 
 logger = logging.getLogger(__name__)
 RETRAIN_AFTER = 0.03  # retain accuracy lost over all requests, above which retraining is advised
@@ -46,6 +60,52 @@ class ServedRequest:
     @property
     def advise_retraining(self) -> bool:
         return self.retain_paid > RETRAIN_AFTER
+
+
+def forget_run(
+    run: Run | Path | str,
+    request: ForgetRequest | str,
+    method: Method | str = "hide",
+    *,
+    out: Path | str | None = None,
+    undo: Path | str | None = None,
+    data: Dataset | None = None,
+    data_dir: str = "",
+    device: str = "auto",
+) -> ServedRequest:
+    """Make the model of a run forget and write a new run to `out`; the given run stays as it is.
+
+    `method` is a name or a method with its hyper-parameters. Without `out` nothing is written and the result shows
+    what the method finds. `undo` is a file for the tensors that are changed, from which `undo_run` restores them.
+    `data` is the run's data if it is already loaded. A federation is simulated with its clients on this machine. Raises
+    `Refused`, with the trials that were measured, if target and budget cannot both hold.
+    """
+    run, request = open_run(run), ForgetRequest.parse(request) if isinstance(request, str) else request
+    method = chosen_method(run, method) if isinstance(method, str) else method
+    paths: dict[str, Any] = {"out": None if out is None else Path(out), "undo": None if undo is None else Path(undo)}
+    data = data or run.load_data(data_dir)
+    try:
+        if isinstance(run.settings, FederateSettings):
+            return forget_federated_run(run.at(data_dir, device), request, method, data=data, **paths)
+        return serve_request(run, data, request, method, device=choose_device(device), **paths)
+    except Refused as refusal:
+        seconds = sum(entry.seconds for entry in run.history())
+        cost = f"training took {spoken_time(seconds)}" if seconds else "its cost is unknown"
+        flags = "--max-retain-drop or --target" if request.classes else "--max-retain-drop"
+        advice = f"raise {flags}, edit more layers with --layers mid,deep, or retrain ({cost})"
+        raise Refused(f"{refusal}; {advice}", refusal.frontier) from refusal
+
+
+def chosen_method(run: Run, name: str, settings: str = "published", changes: Mapping[str, Any] | None = None) -> Method:
+    """A method with its hyper-parameters for a run: those of `settings`, overridden by `changes`.
+
+    `settings` is `published`, `short`, `tuned` or a JSON file. Methods that train use the run's augmentation and seed,
+    and retraining its recipe.
+    """
+    known = read_settings(run.settings.data, run.settings.model, settings).get(name, {})
+    is_planning = hasattr(find_method(name), "plan")  # a method of ours, whose seed is not the run's
+    base = make_method(name, known) if is_planning else method_for_run(run, name, known)
+    return make_method(name, as_mapping(base), changes or {})
 
 
 def serve_request(
@@ -67,60 +127,102 @@ def serve_request(
     """
     check_output_paths(out, undo)
     request = ForgetRequest.parse(request) if isinstance(request, str) else request
-    serve = partial(_serve, run, data, request, method, out, undo, device, engine, clients)
-    return serve() if out is None else _journaled(serve, run, request, out.name)
-
-
-def _journaled(serve: Callable[[], ServedRequest], run: Run, request: ForgetRequest, name: str) -> ServedRequest:
-    """Serve, and record in the journal beside the run that the request was received, and executed or refused."""
-    directory, before = run.path.absolute().parent, run.record.model.digest
-    append_entry(directory, "received", run.path.name, str(request), before=before)
-    try:
-        served = serve()
-    except FedOrthoError as error:
-        append_entry(directory, "refused", run.path.name, str(request), before=before, details={"reason": str(error)})
-        raise
-    append_entry(directory, "executed", name, str(request), before=before, after=served.result.patch.after)
+    with _journaled(run, request, out):
+        model = run.load_model().to(device)
+        ledger = load_ledger(run.path / "ledger.safetensors", model)
+        engine = engine or CentralEngine(data, ledger, clients, device, build=run.new_model)
+        result = unlearn(model, engine, request, method, forgotten=excluded_by(run))
+        before, after, all_forgotten = _measure(run, model, result, data, engine, clients, device)
+        record = replace(
+            _served_record(result, before, after),
+            all_forgotten=all_forgotten,
+            threads=torch.get_num_threads(),
+            device=str(device),
+            ledger=None if ledger is None else ledger.digest,
+        )
+        retain_paid = record.retain_paid + sum(earlier.retain_paid for earlier in run.record.requests)
+        served = ServedRequest(result, record, retain_paid)
+        if out is None:
+            return served
+        if undo is not None:
+            write_undo(undo, result.patch, model)
+        changed = replace(run.record, requests=(*run.record.requests, record), result=ResultRecord(after.test))
+        kept = None if ledger is None else _kept_ledger(ledger, model, result, data, clients)
+        served = replace(served, run=write_derived(out, run, result.model, changed, patch=result.patch, ledger=kept))
+    append_entry(
+        run.path.absolute().parent,
+        "executed",
+        out.name,
+        str(request),
+        before=run.record.model.digest,
+        after=result.patch.after,
+    )
     return served
 
 
-def _serve(
-    run: Run,
-    data: Dataset,
-    request: ForgetRequest,
-    method: Method | str,
-    out: Path | None,
-    undo: Path | None,
-    device: torch.device | str,
-    engine: Engine | None,
-    clients: Clients | None,
-) -> ServedRequest:
-    model = run.load_model().to(device)
-    ledger = load_ledger(run.path / "ledger.safetensors", model)
-    engine = engine or CentralEngine(data, ledger, clients, device, build=partial(_fresh_model, run))
-    result = unlearn(model, engine, request, method, forgotten=excluded_by(run))
-    before, after, all_forgotten = _measure(run, model, result, data, engine, clients, device)
-    record = replace(
-        _served_record(result, before, after),
-        all_forgotten=all_forgotten,
-        threads=torch.get_num_threads(),
-        device=str(device),
-        ledger=None if ledger is None else ledger.digest,
-    )
-    retain_paid = record.retain_paid + sum(earlier.retain_paid for earlier in run.record.requests)
-    served = ServedRequest(result, record, retain_paid)
+@contextmanager
+def _journaled(run: Run, request: ForgetRequest, out: Path | None) -> Iterator[None]:
+    """Record in the journal beside the run that a request was received and, after an error, refused."""
     if out is None:
-        return served
-    if undo is not None:
-        write_undo(undo, result.patch, model)
-    changed = replace(run.record, requests=(*run.record.requests, record), result=ResultRecord(after.test))
-    kept = None if ledger is None else _kept_ledger(ledger, model, result, data, clients)
-    return replace(served, run=write_derived(out, run, result.model, changed, patch=result.patch, ledger=kept))
+        yield
+        return
+    directory, before = run.path.absolute().parent, run.record.model.digest
+    append_entry(directory, "received", run.path.name, str(request), before=before)
+    try:
+        yield
+    except FedOrthoError as error:
+        append_entry(directory, "refused", run.path.name, str(request), before=before, details={"reason": str(error)})
+        raise
 
 
-def _fresh_model(run: Run, seed: int) -> nn.Module:
-    known = run.record.model
-    return build_model(run.settings.model, num_classes=known.num_classes, channels=known.channels, seed=seed)
+def forget_federated_run(
+    run: Run,
+    request: ForgetRequest,
+    method: Method | str = "hide",
+    grid: "Grid | None" = None,
+    *,
+    out: Path | None,
+    undo: Path | None = None,
+    data: Dataset | None = None,
+) -> ServedRequest:
+    """Serve a request in a federation: unlearn with its clients, write the new run, send the patch.
+
+    Without a grid the clients of the run are simulated here, on a copy of their directories. With `out` None nothing
+    is written and no patch is sent.
+    """
+    check_output_paths(out, undo)
+    settings, fresh = run.settings, out
+    assert isinstance(settings, FederateSettings), "the caller looked"
+    with ExitStack() as stack:
+        if grid is None:
+            store, fresh = stack.enter_context(copied_clients(run, out))
+            grid = stack.enter_context(local_grid(settings, store))
+        data = data or load_run_data(settings)
+        engine = federated_engine(grid, settings, data, served_requests(run))
+        engine.bring_up_to_date(run.load_model(), patches_of(run))
+        is_remote = any(info.has_own_images for info in engine.clients.values())
+        clients = None if is_remote else held_rows(data, settings, settings.partition_seed)
+        if clients is not None:  # all images are known here, so ids are checked before any client is asked
+            for holder in (engine, CentralEngine(data, clients=clients)):
+                holder.check(request, excluded_by(run))
+        how: dict[str, Any] = {"device": choose_device(settings.device), "engine": engine, "clients": clients}
+        served = serve_request(run, data, request, method, out=fresh, undo=undo, **how)
+        if fresh is not None:
+            _send_patch(engine, served, settings.clients, fresh)
+    return served if out is None else replace(served, run=open_run(out))
+
+
+def _send_patch(engine: FederatedEngine, served: ServedRequest, clients: int, out: Path) -> None:
+    """Send the patch to the clients, name those that have not confirmed it, and write what travelled."""
+    try:
+        engine.send_patch(served.result.patch, served.result.request)
+    except FedOrthoError as error:  # too few clients confirmed; the run is written, and sync sends the patch again
+        logger.warning("%s", error)
+    after = served.result.patch.after
+    done = {client for client, info in engine.clients.items() if info.model == after or info.has_left} | engine.left
+    if late := sorted(set(range(clients)) - done):
+        logger.warning("clients %s have not confirmed the patch; fedortho sync %s sends it again", late[:5], out.name)
+    append_wire_log(out / "wire.json", engine.transport.log)
 
 
 def _kept_ledger(

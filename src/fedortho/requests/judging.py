@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from fedortho.evaluation.shadows import ShadowPlan, ShadowSettings
 from fedortho.federated.server import train_on
 from fedortho.methods import find_method, make_method, unlearn
 from fedortho.methods.retrain import Retrain
-from fedortho.models.zoo import build_model
 from fedortho.requests.references import (
     case_of,
     check_reference,
@@ -235,11 +233,10 @@ def shadow_plan(run: Run, served: ServedRecord, directory: Path, shadows: int, d
     """Shadow models for the membership audit, trained like the run, which forget by the recorded method."""
     recipe, kind = shadow_recipe(run.settings), find_method(served.method)
     epochs = {"epochs": recipe.epochs} if issubclass(kind, Retrain) else {}  # no longer than the shadow models
-    method, info = make_method(served.method, served.settings, epochs), run.record.model
-    build = partial(build_model, run.settings.model, num_classes=info.num_classes, channels=info.channels)
+    method = make_method(served.method, served.settings, epochs)
 
     def forget(model: nn.Module, data: Dataset, request: ForgetRequest) -> nn.Module:
-        engine = CentralEngine(data, device=device, build=lambda seed: build(seed=seed))
+        engine = CentralEngine(data, device=device, build=run.new_model)
         return unlearn(model, engine, request, method).model
 
     return ShadowPlan(forget, directory, ShadowSettings(models=shadows, recipe=recipe))

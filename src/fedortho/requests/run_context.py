@@ -5,7 +5,6 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from fedortho.federated.server import federated_engine, local_grid, patches_of
 from fedortho.methods import find_method, make_method
 from fedortho.methods.method import Method, Schedule
 from fedortho.methods.retrain import Retrain, RetrainPlain
-from fedortho.models.zoo import build_model
 from fedortho.runs.federation import held_rows
 from fedortho.runs.record import Accuracies
 from fedortho.runs.run import Run
@@ -71,10 +69,8 @@ class RunContext:
     def _central_engine(self, model: nn.Module) -> CentralEngine:
         ledger = load_ledger(self.run.path / "ledger.safetensors", model)
         train, valid = (Selection(exclude=self.forgotten).select(part) for part in (self.data.train, self.data.valid))
-        channels, num_classes = self.data.train.shape[0], self.data.train.classes
-        build = partial(build_model, self.run.settings.model, num_classes=num_classes, channels=channels)
         data = replace(self.data, train=train, valid=valid)
-        return CentralEngine(data, ledger, None, self.device, build=lambda seed: build(seed=seed))
+        return CentralEngine(data, ledger, None, self.device, build=self.run.new_model)
 
     def accuracies(self, model: nn.Module, request: ForgetRequest) -> Accuracies:
         """Forget, retain and test accuracy; what the run has forgotten before is not part of the retain set."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from flwr.serverapp import Grid, ServerApp
 
 from fedortho.federated.server import sync, train_federation
-from fedortho.requests.federated_forgetting import forget_federated_run
+from fedortho.requests.forgetting import forget_federated_run
 
 remote = logging.getLogger("flwr")  # the log that a SuperLink hands to whoever submitted the job
 

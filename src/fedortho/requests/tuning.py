@@ -1,16 +1,13 @@
 """Hyper-parameters by an equal budget for every method, chosen on validation images, never on test images.
 
-First every candidate of a method's grid is tried on some of the training images. Then the two best are tried at the
-size that a comparison reports (all training images, as many passes), and after them the neighbours of the best one, in
-the grid or a step beyond its edge, until it has been compared with all of them or the budget is spent. The chosen
-values were therefore measured at the reported size. A search takes place on another request than the one that it is
-for: another class, another client, other samples.
+A search takes place on another request than the one that it is for: another class, another client, other samples.
 """
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,87 +18,20 @@ from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.devices import using_threads
 from fedortho.engines.query import Selection, draw
-from fedortho.errors import BadRecord, BadSetting, Busy, FedOrthoError
-from fedortho.methods import find_method, known_methods, make_method, unlearn
+from fedortho.errors import Busy, FedOrthoError
+from fedortho.methods import find_method, make_method, unlearn
 from fedortho.methods.method import Schedule, serves
 from fedortho.models.predictions import accuracy, evaluate
-from fedortho.requests.comparing import Settings, chosen_methods, settings_by_method
+from fedortho.requests.comparing import Settings, chosen_methods, read_result, settings_by_method
 from fedortho.requests.run_context import RunContext, method_for_run, open_context
+from fedortho.requests.search import Attempt, Budget, GridSearch, Search, grid_of, is_tunable
 from fedortho.runs.run import Run, open_run
 from fedortho.storage.files import check_writable, locked, write_json
 from fedortho.storage.provenance import Environment, environment
-from fedortho.storage.records import Scalar, read_record, write_record
+from fedortho.storage.records import write_record
 from fedortho.storage.settings import as_mapping, field_types
 
-Grid = Mapping[str, tuple[Any, ...]]  # values to try of each setting, in ascending order
-GRIDS: Mapping[str, Grid] = {
-    "paper": {"ratio": (0.01, 0.03, 0.1, 0.2, 0.4)},  # α stays at the 0.5 of the paper
-    "finetune": {"lr": (0.001, 0.003, 0.01, 0.03, 0.1)},
-    "not": {"lr": (0.001, 0.003, 0.01, 0.03, 0.1)},
-    "fused": {"lr": (0.005, 0.05, 0.15, 0.5, 1.5)},
-    "ssd": {"alpha": (10.0, 30.0, 50.0, 100.0), "lam": (0.3, 1.0, 3.0)},
-    "salun": {"lr": (0.0039, 0.013, 0.039, 0.13), "ratio": (0.3, 0.5, 0.8)},
-    "unsir": {"lr": (0.0006, 0.002, 0.006, 0.02), "repair_lr": (0.0003, 0.001, 0.003)},
-    "bad-teacher": {"lr": (0.00003, 0.0001, 0.0003, 0.001, 0.003)},
-    "class-pruning": {"ratio": (0.02, 0.05, 0.1), "lr": (0.0015, 0.005, 0.015)},
-    "neggrad": {"lr": (0.0003, 0.001, 0.003, 0.01), "beta": (0.9, 0.95, 0.98)},
-    "scrub": {"lr": (0.0005, 0.0015, 0.005, 0.015), "alpha": (0.001, 0.03, 1.0)},
-    "eu-k": {"lr": (0.01, 0.03, 0.1), "k": (1, 2, 3, 5)},
-    "cf-k": {"lr": (0.003, 0.01, 0.03, 0.1), "k": (1, 3, 5)},
-    "subspace": {"alpha_retain": (10.0, 100.0, 1000.0), "alpha_forget": (1.0, 3.0, 10.0, 30.0)},
-}
-FACTORS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)  # methods without a grid: of their own learning rate
-# references, methods that search by themselves, a replay of updates, a control
-FIXED = ("retrain", "retrain-plain", "hide", "directions", "federaser", "logit-mask")
-STARTS = 2  # candidates that are tried at the reported size before any neighbour
 PATIENCE = 60.0  # seconds to wait while another process writes
-
-
-@dataclass(frozen=True)
-class Budget:
-    """What every method may spend."""
-
-    candidates: int = 12  # of the first stage, at most
-    images: int = 10_000  # training images of a candidate in the first stage; a federation uses all
-    trials: int = 6  # at the reported size, at most
-    epochs: int = 1  # passes of a trial, at most
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if min(self.candidates, self.images, self.trials, self.epochs) < 1:
-            raise BadSetting(f"candidates, images, trials and epochs must be at least 1, not {self}")
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """Settings and their outcome on validation images."""
-
-    settings: Mapping[str, Any]
-    images: int  # of the training set
-    forget: float
-    retain: float
-    score: float  # mean of |forget − wanted| and max(0, retain before − retain); less is better
-    error: str = ""  # why it failed; its numbers are then the worst possible ones
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A chosen value and the range in which it was searched."""
-
-    value: Scalar
-    lowest: Scalar  # of the values that were tried
-    highest: Scalar
-    inside: bool  # a lower and a higher value were tried, or are out of the setting's range
-
-
-@dataclass(frozen=True)
-class Search:
-    """The attempts of one method in their order; the best is chosen among those at the reported size."""
-
-    attempts: tuple[Attempt, ...]
-    best: Attempt | None = None  # None: it goes on
-    settled: bool = False  # the best was compared with all its neighbours at the reported size
-    choices: Mapping[str, Choice] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -116,21 +46,6 @@ class TuningTrials:
     base: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # settings to start from
     searches: Mapping[str, Search] = field(default_factory=dict)
     environment: Environment | None = None
-
-
-def is_tunable(name: str) -> bool:
-    """Whether a method has something to tune: a grid of its own, or a learning rate."""
-    return name not in FIXED and (name in GRIDS or "lr" in field_types(find_method(name)))
-
-
-def grid_of(name: str) -> Grid:
-    """The values to try of each setting of a method."""
-    if not is_tunable(name):
-        raise FedOrthoError(f"{name} has nothing to tune; choose from {', '.join(filter(is_tunable, known_methods()))}")
-    if name in GRIDS:
-        return GRIDS[name]
-    published: float = as_mapping(find_method(name)())["lr"]
-    return {"lr": tuple(_rounded(published * factor) for factor in FACTORS)}
 
 
 def tune(
@@ -162,24 +77,19 @@ def tune(
     on = ForgetRequest.parse(on) if isinstance(on, str) else on or stand_in(request, context, budget.seed)
     about = TuningTrials(run.record.model.digest, str(request), str(on), budget, dict(base))
     file = None if out is None else _TuningFile(Path(out), about)
-    found, busy = {} if file is None else file.searches(), []
+    search = partial(tune_method, context, on, budget=budget, watch=watch)
+    if file is None:
+        return {name: search(name, base=base.get(name)) for name in names}
+    busy = []
     for name in names:
-        if name in found and found[name].best is not None:
-            continue
-        if file is None:
-            found[name] = tune_method(context, on, name, budget, base=base.get(name), watch=watch)
-            continue
         try:
             with locked(file.path.with_suffix(f".{name}")):
                 known = file.searches().get(name, Search(()))
-                save = lambda search, name=name: file.write(name, search)  # noqa: E731
-                found[name] = tune_method(
-                    context, on, name, budget, base=base.get(name), known=known.attempts, save=save, watch=watch
-                )
+                if known.best is None:
+                    search(name, base=base.get(name), known=known.attempts, save=partial(file.write, name))
         except Busy:
             busy.append(name)
-    if file is not None:
-        found = file.write_best()
+    found = file.write_best()
     if busy:
         raise Busy(f"another process is tuning {', '.join(busy)} into {out}; run this again when it has finished")
     return found
@@ -197,29 +107,27 @@ def _tuned_methods(methods: str | Sequence[str], request: ForgetRequest) -> list
 
 
 def stand_in(request: ForgetRequest, context: RunContext, seed: int) -> ForgetRequest:
-    """Another request of the same kinds, drawn by a seed: as many other classes and clients, other samples of the
-    same labels; nothing that the run has forgotten before."""
-    drawn, data = random.Random(seed), context.data
+    """Another request of the same kinds, drawn by a seed, of nothing that the run has forgotten before.
+
+    It names as many other classes and clients, and other samples of the same labels.
+    """
+    drawn, train = random.Random(seed), context.data.train
     taken = request if context.forgotten is None else context.forgotten + request
-    labels, forgotten = set(taken.labels(data.train.names)), Selection(exclude=taken)
-    classes = [str(label) for label in range(data.train.classes) if label not in labels]
+    labels = set(taken.labels(train.names))
+    classes = [str(label) for label in range(train.classes) if label not in labels]
     clients = [client for client in context.clients or () if client not in taken.clients]
-    asked = (
-        ForgetRequest(samples=request.samples).split(data.train, context.clients)[0].labels if request.samples else ()
-    )
-    left = forgotten.select(data.train, context.clients)
-    samples: list[str] = []
+    left = Selection(exclude=taken).select(train, context.clients)
+    asked: list[int] = []
+    if request.samples:
+        asked = ForgetRequest(samples=request.samples).split(train, context.clients)[0].labels.tolist()
+    samples: list[int] = []
     try:
-        for label in sorted({int(label) for label in asked}):
-            rows = left.rows[left.labels == label].tolist()
-            samples += map(str, drawn.sample(rows, int((torch.as_tensor(asked) == label).sum())))
-        return ForgetRequest(
-            tuple(drawn.sample(classes, len(request.classes))),
-            tuple(drawn.sample(clients, len(request.clients))),
-            tuple(samples),
-        )
+        for label, number in Counter(asked).items():
+            samples += drawn.sample(left.rows[left.labels == label].tolist(), number)
+        classes, clients = drawn.sample(classes, len(request.classes)), drawn.sample(clients, len(request.clients))
     except ValueError as error:
         raise FedOrthoError(f"there is no other request like {request} to tune on; name one with --on") from error
+    return ForgetRequest(tuple(classes), tuple(clients), tuple(map(str, samples)))
 
 
 def tune_method(
@@ -239,137 +147,30 @@ def tune_method(
     labels are by the original model: an estimate of what retraining gives, which ignores that a client's images differ
     from others. An attempt that fails (its loss diverges) counts as the worst. `known` attempts are not made again.
     """
-    budget, grid, made = budget or Budget(), grid_of(name), list[Attempt]()
     if not serves(find_method(name), request):
         raise FedOrthoError(f"{name} does not serve {request}; leave it out")
-    reported = len(context.data.train)
+    budget, reported, save = budget or Budget(), len(context.data.train), save or (lambda _: None)
+    images = min(budget.images, reported) if context.clients is None else reported
+    search, contexts = GridSearch(name, budget, images, reported), {reported: context}
+    if images < reported:
+        contexts[images] = _on_fewer_images(context, request, images, budget.seed)
     with using_threads(context.run.settings.threads):
         before, wanted = _baseline(context, request)
-
-        def attempt(settings: Mapping[str, Any], images: int) -> Attempt:
-            for earlier in known:
-                if earlier.images == images and _place(grid, earlier.settings) == _place(grid, settings):
-                    return earlier
-            smaller = context if images == reported else _on_fewer_images(context, request, images, budget.seed)
-            return _attempt(smaller, request, name, {**(base or {}), **settings}, budget, before, wanted)
-
-        for number, tried in enumerate(_attempts(name, grid, budget, reported, context.clients is not None, attempt)):
-            made.append(tried)
-            if number >= len(known):
-                if save is not None:
-                    save(Search(tuple(made)))
+        while (step := search.following()) is not None:
+            settings, images = step
+            same = [
+                one for one in known if one.images == images and search.place(one.settings) == search.place(settings)
+            ]
+            settings = {**(base or {}), **settings}
+            tried = same[0] if same else _attempt(contexts[images], request, name, settings, budget, before, wanted)
+            search.made.append(tried)
+            if not same:
+                save(Search(tuple(search.made)))
                 if watch is not None:
-                    watch(name, number, tried)
-    if all(tried.error for tried in made):
-        raise FedOrthoError(f"no settings of {name} worked, so none is best: {made[0].error}")
-    search = _finished(name, grid, made, reported)
-    if save is not None:
-        save(search)
-    return search
-
-
-def _attempts(
-    name: str,
-    grid: Grid,
-    budget: Budget,
-    reported: int,
-    is_federation: bool,
-    attempt: Callable[[Mapping[str, Any], int], Attempt],
-) -> Iterator[Attempt]:
-    """The grid on fewer images, then, at the reported size, the best of it and its neighbours."""
-    images = reported if is_federation else min(budget.images, reported)
-    combined = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
-    made: list[Attempt] = []
-    for settings in combined[: budget.candidates]:
-        made.append(attempt(settings, images))
-        yield made[-1]
-    for _ in range(budget.trials):
-        following = _following(name, grid, made, reported)
-        if following is None:
-            return
-        made.append(attempt(following, reported))
-        yield made[-1]
-
-
-def _following(name: str, grid: Grid, made: Sequence[Attempt], reported: int) -> Mapping[str, Any] | None:
-    """The settings to try next at the reported size; None: the best has been compared with all its neighbours.
-
-    Those beyond the edge of what was tried come first, the others by their score on fewer images.
-    """
-    measured = [attempt for attempt in made if attempt.images == reported]
-    done = {_place(grid, attempt.settings) for attempt in measured}
-    screened = {_place(grid, attempt.settings): _rank(attempt) for attempt in made if attempt.images != reported}
-    places = [place for place in screened if place not in done]
-    if len(measured) >= STARTS or not places:
-        best = min(measured, key=_rank)
-        places = [place for place in _neighbours(name, grid, made, best.settings) if place not in done]
-    places.sort(key=lambda place: screened.get(place, (False, 0.0, 0.0)))
-    return dict(zip(grid, places[0], strict=True)) if places else None
-
-
-def _rank(attempt: Attempt) -> tuple[bool, float, float]:
-    """Of two attempts with the same score the one that retains more is better."""
-    return bool(attempt.error), attempt.score, -attempt.retain
-
-
-def _place(grid: Grid, settings: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(settings[name] for name in grid)
-
-
-def _tried(grid: Grid, made: Sequence[Attempt], name: str) -> list[Any]:
-    return sorted({*(attempt.settings[name] for attempt in made), *grid[name]})
-
-
-def _neighbours(name: str, grid: Grid, made: Sequence[Attempt], settings: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    """The next lower and the next higher value of each setting, as far as the method allows them."""
-    found = []
-    for key in grid:
-        for values in (_tried(grid, made, key), _tried(grid, made, key)[::-1]):
-            at = values.index(settings[key])
-            value = values[at + 1] if at + 1 < len(values) else _beyond(key, values)
-            place = _place(grid, {**settings, key: value})
-            if value is not None and _is_allowed(name, dict(zip(grid, place, strict=True))):
-                found.append(place)
-    return found
-
-
-def _beyond(key: str, values: Sequence[Any]) -> Any:
-    """The value after the last, at the distance of the last two: a factor, for whole numbers a difference."""
-    if len(values) < 2:
-        return None
-    last, before = values[-1], values[-2]
-    if isinstance(last, int):
-        return 2 * last - before
-    if key in ("beta",):  # a weight near 1: what counts is its distance to 1
-        return _rounded(1 - (1 - last) ** 2 / (1 - before))
-    return _rounded(last**2 / before)
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.3g}")
-
-
-def _is_allowed(name: str, settings: Mapping[str, Any]) -> bool:
-    try:
-        make_method(name, settings)
-    except BadSetting:
-        return False
-    return True
-
-
-def _finished(name: str, grid: Grid, made: Sequence[Attempt], reported: int) -> Search:
-    best = min((attempt for attempt in made if attempt.images == reported), key=_rank)
-    choices = {}
-    for key in grid:
-        values, value = _tried(grid, made, key), best.settings[key]
-        open_ends = [
-            ends[-1] == value
-            and (further := _beyond(key, ends)) is not None
-            and _is_allowed(name, {**best.settings, key: further})
-            for ends in (values, values[::-1])
-        ]
-        choices[key] = Choice(value, values[0], values[-1], not any(open_ends))
-    return Search(tuple(made), best, _following(name, grid, made, reported) is None, choices)
+                    watch(name, len(search.made) - 1, tried)
+    result = search.result()
+    save(result)
+    return result
 
 
 def _on_fewer_images(context: RunContext, request: ForgetRequest, images: int, seed: int) -> RunContext:
@@ -451,10 +252,7 @@ class _TuningFile:
         """The searches of earlier calls; a file about another model, request, budget or settings is refused."""
         if not self.trials.exists():
             return {}
-        try:
-            found = read_record(TuningTrials, self.trials)
-        except BadRecord as error:
-            raise BadRecord(f"{error}; move it away or choose another --out") from error
+        found = read_result(TuningTrials, self.trials)
         if replace(found, searches={}, environment=None) != self.about:
             raise FedOrthoError(
                 f"{self.trials} is about another model, request, budget or settings; choose another --out"

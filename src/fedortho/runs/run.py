@@ -27,13 +27,17 @@ class Run:
     settings: TrainSettings
     record: RunRecord
 
+    def new_model(self, seed: int = 0) -> nn.Module:
+        """The network of the run with new weights."""
+        about = self.record.model
+        return build_model(self.settings.model, num_classes=about.num_classes, channels=about.channels, seed=seed)
+
     def load_model(self) -> nn.Module:
         """The trained model, in eval mode; weights that the record does not describe are refused."""
-        about = self.record.model
-        model = build_model(self.settings.model, num_classes=about.num_classes, channels=about.channels)
+        model = self.new_model()
         weights, _ = read_tensors(self.path / "model.safetensors")
         load_weights(model, weights, self.path / "model.safetensors")
-        if tensors_digest(model.state_dict()) != about.digest:
+        if tensors_digest(model.state_dict()) != self.record.model.digest:
             raise BadCheckpoint(f"{self.path / 'model.safetensors'} is not the model that run.json describes")
         return model.eval()
 

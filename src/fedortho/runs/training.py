@@ -4,6 +4,7 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from fedortho.storage.files import locked, read_tensors, tensors_digest, write_j
 from fedortho.storage.provenance import environment
 from fedortho.storage.records import write_record
 from fedortho.storage.settings import as_mapping
-from fedortho.training.loop import Epoch, Watch, check_fit, fit
+from fedortho.training.loop import Epoch, Progress, Watch, check_fit, fit
 from fedortho.training.penalties import ortho_layers
 
 logger = logging.getLogger(__name__)
@@ -60,77 +61,58 @@ def train_run(
     A `trainer` replaces `fit`: it receives the new model, the data and the path of a checkpoint (a federation).
     `requests` are those that the run which training starts from has served.
     """
-    with locked(Path(path)), using_threads(settings.threads):
-        return _train_run(Path(path), settings, watch, progress, observing, trainer, requests)
-
-
-def _train_run(
-    path: Path,
-    settings: TrainSettings,
-    watch: Watch | None,
-    progress: Report | None,
-    observing: Report | None,
-    trainer: Trainer | None,
-    requests: tuple[ServedRecord, ...],
-) -> Run:
-    record = read_run_record(path)
-    data = load_run_data(settings, progress=progress)
-    _refuse_foreign(path, record, settings, data)
-    if isinstance(record, RunRecord):
-        (path / "checkpoint.safetensors").unlink(missing_ok=True)  # interrupted just before it was removed
-        return open_run(path)
-    device = choose_device(settings.device)
-    model = _fresh_model(settings, data)
-    if trainer is None and settings.without:
-        data = replace(data, train=ForgetRequest.parse(settings.without).split(data.train)[1])
-    check_fit(model, data.train, settings)  # this and the next line refuse before anything is written
-    ortho_layers(model, data.train.shape, settings)
-    if record is None:
-        record = replace(_new_record(settings, data, device), requests=requests)
-        _write_split(path, settings, data)
-        write_record(path / "run.json", record)
-    elif record.environment.threads != torch.get_num_threads():
-        began, now = record.environment.threads, torch.get_num_threads()
-        logger.warning(
-            "training began with %d threads, continues with %d: weights may differ; see --threads", began, now
-        )
-    checkpoint = path / "checkpoint.safetensors"
-    if trainer is None:
-        trained = _train_centrally(path, settings, model, data, device, watch)
-    else:
-        trained, history = trainer(model, data, checkpoint)
+    path = Path(path)
+    with locked(path), using_threads(settings.threads):
+        record = read_run_record(path)
+        data = load_run_data(settings, progress=progress)
+        _refuse_foreign(path, record, settings, data)
+        if isinstance(record, RunRecord):
+            (path / "checkpoint.safetensors").unlink(missing_ok=True)  # interrupted just before it was removed
+            return open_run(path)
+        device = choose_device(settings.device)
+        model = _fresh_model(settings, data)
+        if trainer is None and settings.without:
+            data = replace(data, train=ForgetRequest.parse(settings.without).split(data.train)[1])
+        check_fit(model, data.train, settings)  # this and the next line refuse before anything is written
+        ortho_layers(model, data.train.shape, settings)
+        if record is None:
+            record = replace(_begun(path, settings, data, device), requests=requests)
+            write_record(path / "run.json", record)
+        elif record.environment.threads != torch.get_num_threads():
+            began, now = record.environment.threads, torch.get_num_threads()
+            logger.warning(
+                "training began with %d threads, continues with %d: weights may differ; see --threads", began, now
+            )
+        checkpoint = path / "checkpoint.safetensors"
+        trained, history = (trainer or partial(_train_centrally, settings, device, watch))(model, data, checkpoint)
         write_json(path / "history.json", [asdict(entry) for entry in history])
-    has_ledger = trainer is None  # clients of a federation keep their ledgers
-    run = _finish(path, record, trained, data, device=device, observing=observing, has_ledger=has_ledger)
-    checkpoint.unlink(missing_ok=True)
-    return run
+        has_ledger = trainer is None  # clients of a federation keep their ledgers
+        run = _finish(path, record, trained, data, device=device, observing=observing, has_ledger=has_ledger)
+        checkpoint.unlink(missing_ok=True)
+        return run
 
 
 def _train_centrally(
-    path: Path, settings: TrainSettings, model: nn.Module, data: Dataset, device: torch.device, watch: Watch | None
-) -> nn.Module:
-    checkpoint = path / "checkpoint.safetensors"
-    history: tuple[Epoch, ...] = ()
+    settings: TrainSettings,
+    device: torch.device,
+    watch: Watch | None,
+    model: nn.Module,
+    data: Dataset,
+    checkpoint: Path,
+) -> tuple[nn.Module, Sequence[Epoch]]:
+    history: Sequence[Epoch] = ()
 
-    def keep(news: Any) -> None:
+    def keep(news: Progress) -> None:
         nonlocal history
         history = news.history
         if watch is not None:
             watch(news)
 
-    trained = fit(
-        model, data.train, settings.recipe, valid=data.valid, device=device, checkpoint=checkpoint, watch=keep
-    )
-    if history or not checkpoint.exists():
-        write_json(path / "history.json", [asdict(entry) for entry in history])
-    else:  # interrupted after the last epoch
-        write_json(path / "history.json", read_tensors(checkpoint)[1]["progress"]["history"])
-    return trained
-
-
-def _write_split(path: Path, settings: TrainSettings, data: Dataset) -> None:
-    rows = data.valid.rows.tolist()
-    write_record(path / "split.json", SplitRecord(settings.partition_seed, settings.valid, tuple(rows)))
+    how: dict[str, Any] = {"valid": data.valid, "device": device, "checkpoint": checkpoint, "watch": keep}
+    trained = fit(model, data.train, settings.recipe, **how)
+    if not history and checkpoint.exists():  # interrupted after the last epoch
+        history = [Epoch(**entry) for entry in read_tensors(checkpoint)[1]["progress"]["history"]]
+    return trained, history
 
 
 def _fresh_model(settings: TrainSettings, data: Dataset) -> nn.Module:
@@ -172,7 +154,10 @@ def _is_left_over(file: Path) -> bool:
     return re.fullmatch(r"\.[a-z]+\.(json|safetensors)\.\w{8}", file.name) is not None
 
 
-def _new_record(settings: TrainSettings, data: Dataset, device: torch.device) -> TrainingRecord:
+def _begun(path: Path, settings: TrainSettings, data: Dataset, device: torch.device) -> TrainingRecord:
+    """The record of a run that begins, after its validation split was written."""
+    rows = tuple(data.valid.rows.tolist())
+    write_record(path / "split.json", SplitRecord(settings.partition_seed, settings.valid, rows))
     sizes = {"train": len(data.train), "valid": len(data.valid), "test": len(data.test)}
     known = DataRecord(name=data.name, digest=data.digest, class_names=data.train.names, **sizes)
     return TrainingRecord(settings=as_mapping(settings), data=known, environment=environment(device))
@@ -236,7 +221,6 @@ def import_run(
     model = _fresh_model(known, data)
     load_weights(model, state, weights)
     device = choose_device(settings.device)
-    record = replace(_new_record(known, data, device), imported_from=weights.name)
-    _write_split(path, known, data)
+    record = replace(_begun(path, known, data, device), imported_from=weights.name)
     write_json(path / "history.json", [])
     return _finish(path, record, model.eval(), data, device=device, observing=observing)

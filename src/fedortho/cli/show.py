@@ -1,0 +1,124 @@
+"""The commands that show what there is: evaluate, check, report and results."""
+
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from fedortho.cli.console import bar, bars, check_table, class_table, out, say, say_json, words_table
+from fedortho.cli.flags import AsJson, DataDir, Device, RunPath
+from fedortho.devices import choose_device
+from fedortho.errors import FedOrthoError, unknown
+from fedortho.models.predictions import evaluate
+from fedortho.models.sites import check_model
+from fedortho.models.zoo import build_model
+from fedortho.reports.page import write_report
+from fedortho.reports.run_table import COLUMNS, SORTED_BY, by_directory, list_runs
+from fedortho.runs.run import open_run
+
+
+def evaluate_command(
+    run_path: RunPath,
+    split: Annotated[str, typer.Option(help="images to evaluate on: test, valid or train")] = "test",
+    data_dir: DataDir = "",
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Measure the accuracy of a run, in all and by class."""
+    if split not in ("test", "valid", "train"):
+        raise unknown("split", split, ("test", "valid", "train"))
+    run = open_run(run_path)
+    chosen = choose_device(device)
+    with bars() as shown:
+        data = run.load_data(data_dir, bar(shown, "decoding images"))
+    images = getattr(data, split)
+    score = evaluate(run.load_model().to(chosen), images, device=chosen)
+    if as_json:
+        value = {"run": str(run_path), "split": split, "images": score.images, "accuracy": score.accuracy}
+        value |= {"loss": score.loss, "per-class": dict(zip(images.names, score.per_class, strict=True))}
+        say_json(value)
+    else:
+        say(escape(f"{run_path}: {split} images of {data.name}"))
+        out.print(class_table(score, images.names))
+
+
+def check_command(
+    model: Annotated[str, typer.Argument(help="a run directory, a model's name, or package.module:function")],
+    shape: Annotated[str, typer.Option(help="CHANNELSxHEIGHTxWIDTH of its images; a run knows its own")] = "3x32x32",
+    classes: Annotated[int, typer.Option(help="number of classes; a run knows its own")] = 10,
+    data_dir: DataDir = "",
+    as_json: AsJson = False,
+) -> None:
+    """List every convolution and the edits that apply to it; exit code 1 if a layer cannot be edited."""
+    if (Path(model) / "run.json").exists():
+        run = open_run(Path(model))
+        net, sizes = run.load_model(), run.load_data(data_dir).train.shape
+    else:
+        if not re.fullmatch(r"\d+x\d+x\d+", shape):
+            raise FedOrthoError(f"--shape is {shape!r}; expected CHANNELSxHEIGHTxWIDTH, such as 3x32x32")
+        channels, height, width = map(int, shape.split("x"))
+        net, sizes = build_model(model, num_classes=classes, channels=channels), (channels, height, width)
+    findings = check_model(net, sizes)
+    if as_json:
+        say_json([asdict(finding) for finding in findings])
+    else:
+        say(escape(f"{model}: edits that apply to each layer"))
+        out.print(check_table(findings))
+    if any(finding.conv or finding.channel or finding.group for finding in findings):
+        raise typer.Exit(1)
+
+
+def report_command(
+    run_path: RunPath,
+    out_path: Annotated[
+        Path | None, typer.Option("--out", help="the HTML file to write (default: RUN/report.html)")
+    ] = None,
+    original: Annotated[Path | None, typer.Option(help="run before forgetting (default: found beside RUN)")] = None,
+    reference: Annotated[Path | None, typer.Option(help="run of a reference model (default: found beside RUN)")] = None,
+    images: Annotated[bool, typer.Option(help="show test images, those of a forgotten class too")] = True,
+    data_dir: DataDir = "",
+    device: Device = "auto",
+) -> None:
+    """Write one HTML page: verdict, numbers, figures, images, audits, costs, and what was not tested."""
+    with bars() as shown:
+        shown.add_task("drawing", total=None, news="")
+        path = write_report(
+            run_path,
+            out=out_path,
+            original=original,
+            reference=reference,
+            images=images,
+            data_dir=data_dir,
+            device=device,
+            on_remark=say,
+        )
+    say(f"written to {path} ({path.stat().st_size / 1e6:.1f} MB); open it in any browser")
+
+
+def results_command(
+    place: Annotated[Path, typer.Argument(metavar="DIR", help="a directory of runs")] = Path("runs"),
+    data: Annotated[str, typer.Option(help="only this dataset")] = "",
+    model: Annotated[str, typer.Option(help="only this model")] = "",
+    request: Annotated[str, typer.Option(help="only requests that contain this text, such as class:3")] = "",
+    method: Annotated[str, typer.Option(help="only this method; 'without class:3' finds reference models")] = "",
+    sort: Annotated[str, typer.Option(help=f"order by {', '.join(SORTED_BY)}; smallest first")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """List the runs of a directory with their requests, accuracies and failed audits."""
+    rows = list_runs(place, data=data, model=model, request=request, method=method, sort=sort)
+    if as_json:
+        say_json([asdict(row) for row in rows])
+        return
+    console = out if out.is_terminal else Console(emoji=False, width=1000)  # a file gets whole lines
+    for directory, inside in ({"": rows} if sort else by_directory(rows)).items():
+        if directory:
+            say(escape(f"{directory}:"))
+        table = words_table(COLUMNS, [row.words() for row in inside])
+        for number, column in enumerate(table.columns):  # a narrow terminal folds names and keeps numbers whole
+            column.no_wrap, column.overflow = number > 1, "fold"
+        console.print(table)
+    say("forget, retain, test: accuracy; probe: recall of a linear probe; failed: audits; – not measured")
