@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from fedortho.errors import BadSetting
-from fedortho.models.reinitialise import reinitialised
+from fedortho.models.zoo import reinitialised
 from fedortho.storage.files import tensors_digest
 
 

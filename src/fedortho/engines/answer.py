@@ -17,7 +17,7 @@ from fedortho.models.capture import capture
 from fedortho.models.classifier import classifier_inputs
 from fedortho.models.norms import estimate_norms, norm_sums
 from fedortho.models.patch import edit_in_place
-from fedortho.models.sites import Site, Structure, trace_structure
+from fedortho.models.sites import Site, find_sites
 from fedortho.models.split import Split, entry_inputs, find_split, run_tail, tail_model
 from fedortho.statistics.gram import gram_sums
 from fedortho.statistics.observe import Observation, key_of, observe, weighted_difference
@@ -35,7 +35,6 @@ class AnswerCache:
     tails: dict[tuple[object, ...], "CachedTail"] | None = None  # None: nothing is cached
     observed: dict[tuple[object, ...], Observation] | None = None
     tally: Tally = field(default_factory=Tally)
-    structure: Structure | None = None  # of the network, traced at the first query
     is_charged: bool = False  # whether the FLOPs that made the ledger are in the tally
 
 
@@ -50,10 +49,9 @@ class QueryContext:
     device: torch.device | str
 
     def sites(self) -> list[Site]:
-        """The sites that the statistic names; the network is traced once per model."""
-        if self.cache.structure is None:
-            self.cache.structure = trace_structure(self.model, self.train.shape)
-        return self.cache.structure.sites(self.statistic.layers, self.statistic.edit, self.statistic.tap)
+        """The sites that the statistic names."""
+        which = (self.statistic.layers, self.statistic.edit, self.statistic.tap)
+        return find_sites(self.model, self.train.shape, *which)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from fedortho.engines.engine import EngineInfo, Tally
 from fedortho.engines.query import Query, Selection
 from fedortho.engines.training_plan import TrainingPlan, as_training_plan
 from fedortho.errors import BadData
-from fedortho.models.reinitialise import reinitialised
+from fedortho.models.zoo import reinitialised
 from fedortho.statistics.observe import Observation
 from fedortho.storage.files import tensors_digest
 from fedortho.training.batches import count_images

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fedortho.data.images import Images
-from fedortho.engines.answer import AnswerCache, answer
+from fedortho.engines.answer import answer
 from fedortho.engines.query import Query, Selection
 from fedortho.engines.training_plan import TrainingPlan
 from fedortho.federated.messages import LocalResult
@@ -129,8 +129,7 @@ def blank_observations(
     """The observations of a client without images: the layers, labels and shapes that every reply must have."""
     no_labels, zeros = torch.zeros(0, dtype=torch.int64), (0.0,) * shape[0]
     no_images = Images(torch.zeros(0, *shape, dtype=torch.uint8), no_labels, no_labels, names, zeros, zeros)
-    cache = AnswerCache()  # traces the network once
-    return [answer(model, no_images, [no_images] * len(q.selections), q.statistic, cache=cache) for q in queries]
+    return [answer(model, no_images, [no_images] * len(q.selections), q.statistic) for q in queries]
 
 
 def add_observations(

@@ -101,38 +101,27 @@ def trace_layers(model: nn.Module, shape: tuple[int, int, int]) -> list[Layer]:
     if not calls:
         raise BadSetting("the model has no 2d convolution that a forward pass reaches; there is nothing to treat")
     graph = _dependencies(twin, example, list(calls))
+    convs = {name: module for name, module in twin.named_modules() if isinstance(module, nn.Conv2d)}
     layers = []
-    for name, call in calls.items():
-        conv = twin.get_submodule(name)
-        assert isinstance(conv, nn.Conv2d)
+    for name, sizes in calls.items():
         norm = graph.norms.get(name)
-        layers.append(
-            Layer(
-                name=name,
-                kernels=conv.out_channels,
-                inputs=conv.weight[0].numel(),
-                groups=conv.groups,
-                size=call.size,
-                norm=norm,
-                norm_kind=type(twin.get_submodule(norm)).__name__ if norm else None,
-                writers=graph.writers.get(name, (name,)),
-                is_shortcut=name in graph.aside,
-                stage=0,
-                problem=graph.failure or _problem(call, graph, name),
-            )
+        known = replace(
+            _unreached(name, convs[name]),
+            size=sizes[0],
+            norm=norm,
+            norm_kind=type(twin.get_submodule(norm)).__name__ if norm else None,
+            writers=graph.writers.get(name, (name,)),
+            is_shortcut=name in graph.aside,
+            problem=graph.failure or _problem(len(sizes), graph, name),
         )
-    reached = set(calls)
-    unused = [n for n, m in twin.named_modules() if isinstance(m, nn.Conv2d) and n not in reached]
-    pointwise = {n for n in calls if _kernel_area(twin, n) == 1}
-    return _with_stages(layers, pointwise) + [_unreached(n, twin.get_submodule(n)) for n in unused]
+        layers.append(known)
+    pointwise = {name for name in calls if convs[name].kernel_size == (1, 1)}
+    return _with_stages(layers, pointwise) + [_unreached(n, conv) for n, conv in convs.items() if n not in calls]
 
 
-@dataclass(frozen=True)
-class _Call:
-    """How a forward pass used a convolution."""
-
-    size: tuple[int, int]  # of its first output
-    times: int
+def _unreached(name: str, conv: nn.Conv2d) -> Layer:
+    sizes = (conv.out_channels, conv.weight[0].numel(), conv.groups, (0, 0))
+    return Layer(name, *sizes, None, None, (name,), False, -1, "no forward pass reaches it")
 
 
 @dataclass(frozen=True)
@@ -146,16 +135,17 @@ class _Graph:
     failure: str | None = None
 
 
-def _problem(call: _Call, graph: _Graph, name: str) -> str | None:
-    if call.times > 1:
-        return f"runs {call.times} times in one pass"
+def _problem(times: int, graph: _Graph, name: str) -> str | None:
+    if times > 1:
+        return f"runs {times} times in one pass"
     if name not in graph.writers:
         return "its structure could not be traced: no gradient flows through it"
     other = graph.foreign.get(name)
     return None if other is None else f"{other} writes into the same residual stream"
 
 
-def _record_calls(model: nn.Module, example: Tensor) -> dict[str, _Call]:
+def _record_calls(model: nn.Module, example: Tensor) -> dict[str, list[tuple[int, int]]]:
+    """The convolutions in the order of their first calls, with the size of the output at each call."""
     convs = [name for name, module in model.named_modules() if isinstance(module, nn.Conv2d)]
     try:
         with torch.no_grad(), capture(model, convs, lambda out: (out.shape[2], out.shape[3])) as seen:
@@ -163,7 +153,7 @@ def _record_calls(model: nn.Module, example: Tensor) -> dict[str, _Call]:
     except Exception as error:  # a foreign model: it may fail in any way
         shape = "x".join(map(str, example.shape[1:]))
         raise BadSetting(f"the model cannot read images of {shape}: {first_line(error)}") from error
-    return {name: _Call(sizes[0], len(sizes)) for name, sizes in seen.items()}
+    return seen
 
 
 def _dependencies(model: nn.Module, example: Tensor, names: list[str]) -> _Graph:
@@ -258,20 +248,6 @@ def _sources(join: Any) -> set[Any]:
 def _joined(groups: Iterable[set[str]], new: set[str]) -> list[set[str]]:
     apart = [group for group in groups if not group & new]
     return [*apart, new.union(*(group for group in groups if group & new))]
-
-
-def _kernel_area(model: nn.Module, name: str) -> int:
-    conv = model.get_submodule(name)
-    assert isinstance(conv, nn.Conv2d)
-    return conv.kernel_size[0] * conv.kernel_size[1]
-
-
-def _unreached(name: str, conv: nn.Module) -> Layer:
-    assert isinstance(conv, nn.Conv2d)
-    number, inputs = conv.out_channels, conv.weight[0].numel()
-    return Layer(
-        name, number, inputs, conv.groups, (0, 0), None, None, (name,), False, -1, "no forward pass reaches it"
-    )
 
 
 def _with_stages(layers: list[Layer], pointwise: set[str]) -> list[Layer]:

@@ -1,8 +1,10 @@
 """The paper's networks for small images, two small networks, and networks of your own."""
 
+import copy
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -125,38 +127,19 @@ def _initialise(model: nn.Module) -> None:
                 nn.init.zeros_(module.bias)
 
 
-def resnet18(num_classes: int, channels: int) -> ResNet:
-    return ResNet(BasicBlock, 64, [(64, 2, 1), (128, 2, 2), (256, 2, 2), (512, 2, 2)], num_classes, channels)
+def _resnet(block: type[BasicBlock] | type[Bottleneck], *blocks: int) -> Callable[[int, int], nn.Module]:
+    widths = ((64, 1), (128, 2), (256, 2), (512, 2))
+    return partial(ResNet, block, 64, [(width, n, stride) for (width, stride), n in zip(widths, blocks, strict=True)])
 
 
-def resnet34(num_classes: int, channels: int) -> ResNet:
-    return ResNet(BasicBlock, 64, [(64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)], num_classes, channels)
-
-
-def resnet50(num_classes: int, channels: int) -> ResNet:
-    return ResNet(Bottleneck, 64, [(64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)], num_classes, channels)
-
-
-def vgg16(num_classes: int, channels: int) -> VGG:
-    blocks = [[64] * 2, [128] * 2, [256] * 3, [512] * 3, [512] * 3]
-    return VGG(blocks, num_classes, channels, bias=True, last_pool=True)
-
-
-def resnet_mini(num_classes: int, channels: int) -> ResNet:
-    return ResNet(BasicBlock, 32, [(48, 1, 2), (96, 1, 2), (128, 1, 2)], num_classes, channels)
-
-
-def vgg_mini(num_classes: int, channels: int) -> VGG:
-    return VGG([[32], [48, 48], [64], [128] * 4], num_classes, channels, bias=False, last_pool=False)
-
-
-MODELS: dict[str, Callable[[int, int], nn.Module]] = {
-    "resnet18": resnet18,
-    "resnet34": resnet34,
-    "resnet50": resnet50,
-    "vgg16": vgg16,
-    "resnet-mini": resnet_mini,
-    "vgg-mini": vgg_mini,
+VGG16 = ([64] * 2, [128] * 2, [256] * 3, [512] * 3, [512] * 3)
+MODELS: dict[str, Callable[[int, int], nn.Module]] = {  # from the number of classes and of channels
+    "resnet18": _resnet(BasicBlock, 2, 2, 2, 2),
+    "resnet34": _resnet(BasicBlock, 3, 4, 6, 3),
+    "resnet50": _resnet(Bottleneck, 3, 4, 6, 3),
+    "vgg16": partial(VGG, VGG16, bias=True, last_pool=True),
+    "resnet-mini": partial(ResNet, BasicBlock, 32, [(48, 1, 2), (96, 1, 2), (128, 1, 2)]),
+    "vgg-mini": partial(VGG, ([32], [48, 48], [64], [128] * 4), bias=False, last_pool=False),
 }
 
 
@@ -239,3 +222,20 @@ def count_answers(model: nn.Module, shape: tuple[int, int, int]) -> int:
         got = tuple(answer.shape) if isinstance(answer, Tensor) else type(answer).__name__
         raise BadSetting(f"the model answers one image with {got}, not with a tensor (1, classes)")
     return answer.shape[1]
+
+
+def reinitialised(model: nn.Module, seed: int) -> nn.Module:
+    """A copy of the network whose modules have drawn their initial weights again, by the seed."""
+    fresh = copy.deepcopy(model).cpu()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for name, module in fresh.named_modules():
+            reset = getattr(module, "reset_parameters", None)
+            if callable(reset):
+                reset()
+            elif next(module.parameters(recurse=False), None) is not None:
+                raise BadSetting(
+                    f"{name or type(module).__name__} has weights and no reset_parameters(), so no new network can be "
+                    "made of this one; give the engine build=, a function from a seed to a network"
+                )
+    return fresh

@@ -36,7 +36,8 @@ from fedortho.storage.files import locked, read_tensors, tensors_digest, write_j
 from fedortho.storage.provenance import environment
 from fedortho.storage.records import write_record
 from fedortho.storage.settings import as_mapping
-from fedortho.training.loop import Epoch, Progress, Watch, check_fit, fit
+from fedortho.training.loop import Epoch, Progress, Watch, fit
+from fedortho.training.objectives import TrainingSet, check_training_sets
 from fedortho.training.penalties import ortho_layers
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,9 @@ def train_run(
         model = _fresh_model(settings, data)
         if trainer is None and settings.without:
             data = replace(data, train=ForgetRequest.parse(settings.without).split(data.train)[1])
-        check_fit(model, data.train, settings)  # this and the next line refuse before anything is written
+        check_training_sets(
+            model, [TrainingSet(data.train)], settings.batch_size
+        )  # this and the next line refuse before anything is written
         ortho_layers(model, data.train.shape, settings)
         if record is None:
             record = replace(_begun(path, settings, data, device), requests=requests)

@@ -123,11 +123,6 @@ def fit(
     return arranged(state.model.eval().cpu(), torch.contiguous_format)
 
 
-def check_fit(model: nn.Module, images: Images, recipe: Recipe) -> None:
-    """Refuse images that the model cannot be trained on; raises BadData or BadSetting."""
-    check_training_sets(model, [TrainingSet(images)], recipe.batch_size)
-
-
 def arranged(model: nn.Module, order: torch.memory_format) -> nn.Module:
     """The model itself with its weights in this memory format; convolutions are faster in channels-last."""
     return model.to(memory_format=order)  # type: ignore[call-overload, no-any-return]  # torch's stub lacks this form

@@ -64,27 +64,11 @@ class Recipe:
         _milestones(self)
 
 
-def _cosine(recipe: Recipe, clock: float) -> float:
-    return 0.5 * (1 + math.cos(math.pi * min(clock / max(recipe.epochs, 1e-9), 1.0)))
-
-
-def _steps(recipe: Recipe, clock: float) -> float:
-    return float(recipe.gamma ** sum(clock >= epoch for epoch in _milestones(recipe)))
-
-
-def _geometric(recipe: Recipe, clock: float) -> float:
-    return float(recipe.gamma ** math.floor(clock))
-
-
-def _constant(recipe: Recipe, clock: float) -> float:
-    return 1.0
-
-
-SCHEDULES: dict[str, Callable[[Recipe, float], float]] = {
-    "cosine": _cosine,
-    "steps": _steps,
-    "geometric": _geometric,
-    "constant": _constant,
+SCHEDULES: dict[str, Callable[[Recipe, float], float]] = {  # factor of lr after so many epochs
+    "cosine": lambda recipe, clock: 0.5 * (1 + math.cos(math.pi * min(clock / max(recipe.epochs, 1e-9), 1.0))),
+    "steps": lambda recipe, clock: float(recipe.gamma ** sum(clock >= epoch for epoch in _milestones(recipe))),
+    "geometric": lambda recipe, clock: float(recipe.gamma ** math.floor(clock)),
+    "constant": lambda recipe, clock: 1.0,
 }
 
 
