@@ -3,8 +3,8 @@
     python benchmarks/figures.py --data-dir ../shared/data [--networks DIR] [--only gram,frontier]
 
 CIFAR-10 networks come from --networks and are trained there if they are missing. For figures with orthogonality in
-other layers and for the costs of methods in a federation, small fashion-mini networks are trained into runs/figures
-(minutes, once).
+other layers small fashion-mini networks are trained into runs/figures (minutes, once). Figures of costs are drawn by
+scripts/tables.py from result files.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from frontier import trace_frontier
 from manifest import REPORTED, benchmark_parser, open_network, original_name, reference_names
-from paper_figures import activations, costs, kernels, relearning
+from paper_figures import activations, kernels, relearning
 from torch import Tensor, nn
 
 from fedortho.audits.measurements import balanced_sample, classifier_name, editable_copy, features
@@ -26,15 +26,13 @@ from fedortho.data.request import ForgetRequest
 from fedortho.engines.central import CentralEngine, central_engine
 from fedortho.engines.query import draw
 from fedortho.evaluation.case import Case
-from fedortho.federated.server import train_federation
 from fedortho.methods.directions import Directions
 from fedortho.methods.hide import Hide
 from fedortho.models.predictions import accuracy, evaluate
 from fedortho.reports.figures import attention, recovery, results
 from fedortho.reports.figures.style import ROLES, entitle, finding_of, percent, png
-from fedortho.requests.comparing import compare
 from fedortho.runs.run import Run
-from fedortho.runs.settings import FederateSettings, TrainSettings
+from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
 from fedortho.statistics.ledger import load_ledger
 from fedortho.statistics.observe import Observation
@@ -48,7 +46,6 @@ HERE = Path(__file__).parent
 RUNS = HERE.parent / "runs" / "figures"
 REQUEST = ForgetRequest.parse(REPORTED)
 PLACES = {"none": "deep", "shallow": "shallow", "mid": "mid", "deep": "deep"}
-METHODS = ["retrain", "hide", "paper", "finetune", "not", "fused", "ssd"]
 TARGET = 0.75  # validation accuracy while a network is trained
 RELEARN = Recipe(epochs=1, batch_size=50, lr=0.01, schedule="constant", ortho=0.0, crop=0, flip=0.0)
 
@@ -203,21 +200,6 @@ def grad_cam(shared: FigureData) -> "Figure":
     return attention.grad_cam_figure(images, maps, shared.forget_labels)
 
 
-def cost(shared: FigureData) -> "Figure":
-    settings = FederateSettings(
-        data="fashion-mini", clients=10, fraction=1.0, rounds=8, split="dirichlet:0.3", batch_size=32, threads=1
-    )
-    run = train_federation(RUNS / "fashion-mini-federation", settings)
-    rows = compare(
-        run,
-        "class:3",
-        METHODS,
-        out=RUNS / "fashion-mini-compared",
-        settings="short",
-    )
-    return costs.cost_figure({row.method: row.cost for row in rows if row.cost is not None})
-
-
 def frontier(shared: FigureData) -> "Figure":
     model, settings = shared.run("vgg-mini").load_model(), Hide(scrub=False)
     ledger = shared.ledger("vgg-mini")
@@ -301,7 +283,7 @@ FIGURES = {
     function.__name__.replace("_", "-"): function
     for function in (
         *(gram, gram_layers, features_by_depth, placed_by_depth, placed_curves, answers, answers_strongest),
-        *(grad_cam, cost, frontier, classes, confusion, confidence, relearn, probe, training),
+        *(grad_cam, frontier, classes, confusion, confidence, relearn, probe, training),
     )
 }
 

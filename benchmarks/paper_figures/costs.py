@@ -1,29 +1,45 @@
-"""Costs of methods as bars on a log axis."""
+"""Costs of methods as bars on a log axis, and who is cheaper than ours."""
 
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fedortho.engines.cost import Cost
-from fedortho.reports.figures.style import GREEN, SKY, entitle, grid_lines, new_figure, times
+from fedortho.reports.figures.style import GREEN, SKY, entitle, grid_lines, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+SENT, COUNTED, KEPT = "bytes, all clients", "FLOPs, everything counted", "FLOPs, kept by everybody"
+
+
+def quantities(costs: Mapping[str, Cost]) -> dict[str, dict[str, float]]:
+    """What each method sends and computes, by both conventions; where nothing travels, the latter only."""
+    sent = {name: float(cost.bytes_up + cost.bytes_down) for name, cost in costs.items()}
+    counted = {name: cost.flops for name, cost in costs.items()}
+    kept = {name: cost.request_flops for name, cost in costs.items()}
+    return ({SENT: sent} if any(sent.values()) else {}) | {COUNTED: counted, KEPT: kept}
+
+
+def cheaper(values: Mapping[str, float], ours: str = "hide") -> list[str]:
+    """The methods that need less than ours, the cheapest first.
+
+    >>> cheaper({"retrain": 9.0, "hide": 2.0, "ssd": 3.0, "paper": 1.0, "logit-mask": 0.0})
+    ['logit-mask', 'paper']
+    """
+    return sorted((name for name in values if values[name] < values[ours]), key=lambda name: values[name])
+
 
 def cost_figure(costs: Mapping[str, Cost], ours: str = "hide", standard: str = "retrain") -> "Figure":
-    """Communication and computation of each method on log axes (paper, Fig. 5); if nothing travels, the latter only."""
-    computed = {name: cost.flops for name, cost in costs.items()}
-    sent = {name: float(cost.bytes_up + cost.bytes_down) for name, cost in costs.items()}
-    panels = [("computation (FLOPs)", computed)]
-    panels = [("communication (bytes, all clients)", sent), *panels] if any(sent.values()) else panels
-    figure, (axes,) = new_figure(3.5 * len(panels) + 1.3, 0.3 * len(costs) + 1.5, 1, len(panels), share_y=True)
-    for ax, (label, values) in zip(axes, panels, strict=True):
+    """Communication and computation of each method on log axes (paper, Fig. 5)."""
+    panels = quantities(costs)
+    figure, (axes,) = new_figure(2.9 * len(panels) + 1.3, 0.26 * len(costs) + 1.7, 1, len(panels), share_y=True)
+    for ax, (label, values) in zip(axes, panels.items(), strict=True):
         _log_bars(ax, values, ours)
         ax.set_xlabel(label, fontsize=9)
     axes[0].invert_yaxis()
-    entitle(figure, _cost_finding(dict(panels), ours, standard))
+    entitle(figure, cost_finding(panels, ours, standard))
     return figure
 
 
@@ -34,7 +50,7 @@ def _log_bars(ax: "Axes", values: Mapping[str, float], ours: str) -> None:
     for place, (name, value) in enumerate(values.items()):
         colour = GREEN if name == ours else SKY
         ax.barh(place, max(value - start, 0), left=start, color=colour, edgecolor="#333333", linewidth=0.5)
-        text = _short_number(value) if value > 0 else "none"
+        text = short_number(value) if value > 0 else "none"
         ax.text(max(value, start) * 1.15, place, text, va="center", fontsize=7.5)
     ax.set_xscale("log")
     ax.set_xlim(start, high * 10 ** (0.25 * math.log10(high / start)))
@@ -42,10 +58,10 @@ def _log_bars(ax: "Axes", values: Mapping[str, float], ours: str) -> None:
     grid_lines(ax, "x")
 
 
-def _short_number(value: float) -> str:
+def short_number(value: float) -> str:
     """
-    >>> _short_number(1234.0), _short_number(5.6e10), _short_number(12.0)
-    ('1.2 k', '56 G', '12')
+    >>> short_number(1234.0), short_number(5.6e10), short_number(12.0), short_number(0.0)
+    ('1.2 k', '56 G', '12', '0')
     """
     for size, letter in ((1e15, " P"), (1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
         if value >= size:
@@ -53,15 +69,22 @@ def _short_number(value: float) -> str:
     return f"{value:.0f}"
 
 
-def _cost_finding(panels: Mapping[str, Mapping[str, float]], ours: str, standard: str) -> str:
-    parts = []
+def cost_finding(panels: Mapping[str, Mapping[str, float]], ours: str, standard: str) -> str:
+    """How much less ours needs than the standard, and what needs less than ours."""
+    parts, others = [], []
     for label, values in panels.items():
-        if values.get(ours, 0) > 0 and values.get(standard, 0) > 0:
+        if values[ours] > 0 and values.get(standard, 0) > 0:
             ratio = values[standard] / values[ours]
-            verb = "sends" if label.startswith("comm") else "computes"
-            parts.append(f"{verb} {times(ratio)} less" if ratio >= 1 else f"{verb} {times(1 / ratio)} more")
-    if parts:
-        return f"{ours} {' and '.join(parts)} than {standard}"
-    label, values = next(iter(panels.items()))
-    least = min(values, key=lambda name: values[name])
-    return f"{least} needs least {label.partition(' ')[0]}"
+            parts.append(f"{times(ratio)} fewer {label}" if ratio >= 1 else f"{times(1 / ratio)} more {label}")
+        others.append(f"{label}: {', '.join(cheaper(values, ours)) or 'nothing'}")
+    text = f"{ours} needs {'; '.join(parts)} than {standard}. " if parts else ""
+    return f"{text}Cheaper than {ours} by {'; '.join(others)}"
+
+
+def times(ratio: float) -> str:
+    """A ratio for people.
+
+    >>> times(152.3), times(3.27), times(1.0)
+    ('152 times', '3.3 times', '1.0 times')
+    """
+    return f"{ratio:,.0f} times" if ratio >= 10 else f"{ratio:.1f} times"

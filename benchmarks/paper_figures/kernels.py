@@ -12,8 +12,9 @@ from fedortho.errors import unknown
 from fedortho.models.capture import capture
 from fedortho.models.graph import Layer, select_layers, trace_layers
 from fedortho.models.predictions import evaluating
-from fedortho.reports.figures.style import DASHES, MARKERS, SERIES, entitle, grid_lines, new_figure, times
+from fedortho.reports.figures.style import DASHES, MARKERS, SERIES, entitle, grid_lines, new_figure
 from fedortho.training.orthogonality import kernel_matrix
+from paper_figures.costs import times
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

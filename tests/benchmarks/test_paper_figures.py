@@ -102,14 +102,19 @@ def test_steps_of_relearning_are_told_by_role() -> None:
     assert told == "Steps until the class is relearned: after forgetting 10, retrained without it over 20"
 
 
-def test_costs_are_compared_with_retraining_and_none_is_none() -> None:
+def test_costs_are_compared_with_retraining_by_both_conventions_and_what_is_cheaper_is_named() -> None:
     rows = {
         "retrain": Cost(1.0, 0, 0, 5e12, 1, 600_000, 400_000),
-        "hide": Cost(1.0, 0, 0, 1e11, 1, 900, 100),
+        "hide": Cost(1.0, 0, 0, 1e11, 1, 900, 100, 5e10),
+        "ssd": Cost(1.0, 0, 0, 2e11, 1, 9000, 1000, 1.9e11),
         "logit-mask": Cost(1.0, 0, 0, 0.0, 0, 0, 0),
     }
     figure = costs.cost_figure(rows)
-    assert finding_of(figure) == "Hide sends 1,000 times less and computes 50 times less than retrain"
-    assert [text.get_text() for text in figure.axes[0].texts] == ["1 M", "1 k", "none"]
+    assert finding_of(figure) == (
+        "Hide needs 1,000 times fewer bytes, all clients; 50 times fewer FLOPs, everything counted; 100 times fewer "
+        "FLOPs, kept by everybody than retrain. Cheaper than hide by bytes, all clients: logit-mask; FLOPs, everything "
+        "counted: logit-mask; FLOPs, kept by everybody: logit-mask, ssd"
+    )
+    assert [text.get_text() for text in figure.axes[0].texts] == ["1 M", "1 k", "10 k", "none"]
     alone = {name: replace(cost, bytes_up=0, bytes_down=0) for name, cost in rows.items()}
-    assert len(costs.cost_figure(alone).axes) == 1, "where nothing travels there is nothing to draw"
+    assert len(costs.cost_figure(alone).axes) == 2, "where nothing travels there is nothing to draw"

@@ -15,7 +15,7 @@ from fedortho.storage.files import locked
 from fedortho.storage.settings import make_settings
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = [path for path in sorted((ROOT / "benchmarks").glob("*.py")) if path.stem != "result_files"]
+SCRIPTS = [path for path in sorted((ROOT / "benchmarks").glob("*.py")) if "__main__" in path.read_text()]
 MANIFEST = json.loads((ROOT / "benchmarks" / "manifest.json").read_text(encoding="utf-8"))
 SMALL = TrainSettings(data="digits", model="small:TinyNet", epochs=1, batch_size=64, threads=1, crop=0, flip=0.0)
 

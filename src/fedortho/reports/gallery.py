@@ -96,15 +96,11 @@ def _score_pictures(models: Mapping[str, nn.Module], case: Case) -> list[Picture
 
 def _trial_pictures(served: ServedRecord) -> list[Picture]:
     """The trials of the request, if the run recorded several."""
-    points = [
-        results.Point(trial.ratio, trial.forget, trial.retain)
-        for trial in served.trials
-        if trial.ratio and not trial.scrub
-    ]
-    if len(points) < 2 or served.chosen is None:
+    trials = [trial for trial in served.trials if trial.ratio and not trial.scrub]
+    if len(trials) < 2 or served.chosen is None:
         return []
-    chosen, target = served.chosen, served.settings.get("target")
-    best = results.Point(chosen.ratio, chosen.forget, chosen.retain)
+    *points, best = (results.Point(trial.ratio, trial.forget, trial.retain) for trial in (*trials, served.chosen))
+    target = served.settings.get("target")
     figure = results.frontier_figure(points, best, target=None if target is None else float(target))
     about = "Forget accuracy on training images of the forget set, retain accuracy on validation images; no test image."
     return [picture_of("frontier", figure, about)]

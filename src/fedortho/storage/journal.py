@@ -193,8 +193,10 @@ def _examine(path: Path, text: bytes, head: Head) -> Journal:
                 rest = line + b"\n"  # a crash may leave other bytes that end in a newline
                 break
             raise BadJournal(f"{path}: entry {number} was changed: {first_line(error)}") from error
-        if entry.number != number:
-            raise BadJournal(_misplaced(path, number, entry.number))
+        if entry.number > number:
+            raise BadJournal(f"{path}: entry {number} is missing: entry {entry.number} stands in its place")
+        if entry.number < number:
+            raise BadJournal(f"{path}: line {number} repeats entry {entry.number}: inserted, or out of order")
         if entry.previous != previous:
             raise BadJournal(f"{path}: entry {number} does not follow from entry {number - 1}: one was changed")
         previous = _digest(line.decode())
@@ -203,12 +205,6 @@ def _examine(path: Path, text: bytes, head: Head) -> Journal:
     if rest and not (head.announced and len(entries) == head.number):
         raise BadJournal(f"{path}: entry {len(entries) + 1} is an incomplete line, and no append was under way")
     return Journal(tuple(entries), head, rest)
-
-
-def _misplaced(path: Path, line: int, number: int) -> str:
-    if number > line:
-        return f"{path}: entry {line} is missing: entry {number} stands in its place"
-    return f"{path}: line {line} repeats entry {number}: inserted, or out of order"
 
 
 def _compare(path: Path, entries: list[JournalEntry], head: Head) -> None:

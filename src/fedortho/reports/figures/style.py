@@ -95,15 +95,6 @@ def percent(share: float) -> str:
     return f"{share:.{digits}%}".replace("%", " %")
 
 
-def times(ratio: float) -> str:
-    """A ratio for people.
-
-    >>> times(152.3), times(3.27), times(1.0)
-    ('152 times', '3.3 times', '1.0 times')
-    """
-    return f"{ratio:,.0f} times" if ratio >= 10 else f"{ratio:.1f} times"
-
-
 def grid_lines(ax: "Axes", axis: str = "y") -> None:
     ax.grid(axis=axis, color="#dddddd", linewidth=0.6)  # type: ignore[arg-type]  # x, y or both
 

@@ -1,0 +1,49 @@
+"""What every method sends and computes to forget a class in a small federation; accuracies beside it.
+
+    python benchmarks/costs.py
+
+fashion-mini, ten clients, Dirichlet 0.3, vgg-mini, eight rounds; methods that train have one round. The federation and
+the edited models are in runs/costs (minutes, once). Results go to benchmarks/results/costs.json, from which
+`benchmarks/figures.py --only cost` draws and `scripts/tables.py` writes tables and sentences.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from result_files import write_results
+
+from fedortho.federated.server import train_federation
+from fedortho.methods import METHODS
+from fedortho.requests.comparing import compare
+from fedortho.runs.settings import FederateSettings
+from fedortho.storage.records import to_json
+
+HERE = Path(__file__).parent
+RUNS = HERE.parent / "runs" / "costs"
+REQUEST = "class:3"
+LEFT_OUT = ("retrain-plain", "federaser")  # a second reference; a method that needs the history of all rounds
+SETTINGS = FederateSettings(
+    data="fashion-mini", clients=10, fraction=1.0, rounds=8, split="dirichlet:0.3", batch_size=32, threads=1
+)
+
+
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "costs.json")
+    arguments = parser.parse_args(words)
+    torch.set_num_threads(1)
+    run = train_federation(RUNS / "federation", SETTINGS)
+    rows: list[dict[str, Any]] = []
+    for method in (name for name in METHODS if name not in LEFT_OUT):
+        (row,) = compare(run, REQUEST, [method], out=RUNS / "compared", settings="short", passes="one")
+        told = to_json(row)
+        rows.append({key: told[key] for key in ("method", "request", "settings", "accuracies", "cost", "refused")})
+        print(method, told["accuracies"], told["cost"], row.refused, flush=True)
+        what = "cost of a class request in a federation of ten clients; fashion-mini, vgg-mini; one round each"
+        write_results(arguments.out, what, "python benchmarks/costs.py", rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""The tables of README and docs, from result files that can be checked by hand."""
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ORIGIN = {
+    "command": "python x.py",
+    "environment": {"processor": "none", "cores": 1, "versions": {"torch": "2", "fedortho": "0"}},
+}
+
+
+@pytest.fixture
+def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """scripts/tables.py with result files and figures of its own."""
+    spec = importlib.util.spec_from_file_location("scripts_tables", ROOT / "scripts" / "tables.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for name in ("ROOT", "RESULTS", "FIGURES"):
+        monkeypatch.setattr(module, name, tmp_path)
+    return module
+
+
+def row(method: str, forget: float, retain: float, flops: float, **more: Any) -> dict[str, Any]:
+    cost = {"seconds": 1.0, "images-read": 0, "images-trained": 0, "flops": flops, "exchanges": 0}
+    cost |= {"bytes-up": 0, "bytes-down": 0, "kept-flops": more.pop("kept", 0.0)}
+    about = {"run": "one", "engine": "central", "model": "vgg-mini", "seed": 0, "request": "class:0"}
+    told = {"method": method, "accuracies": {"forget": forget, "retain": retain}, "cost": cost, "refused": ""}
+    return about | told | {"label": method, "tuned-on": "class:6"} | more
+
+
+ROWS = [
+    row("retrain", 0.0, 0.8, 9e12),
+    row("hide", 0.02, 0.8, 2e12, kept=1.5e12),
+    row("ssd", 0.0, 0.81, 3e12, kept=2.9e12),
+    row("logit-mask", 0.0, 0.8, 0.0),
+    row("salun", 0.5, 0.8, 4e12, request="class:1"),
+    row("salun", 0.0, 0.8, 40e12, label="salun ×10", request="class:1"),
+    row("retrain", 0.1, 0.8, 9e12, request="class:1"),
+]
+
+
+def write(place: Path, name: str, rows: list[dict[str, Any]]) -> None:
+    (place / f"{name}.json").write_text(json.dumps(ORIGIN | {"rows": rows}))
+
+
+def cells(text: str) -> dict[str, list[str]]:
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    return {line[1]: line[2:] for line in lines[2:]}
+
+
+def test_the_best_is_the_nearest_to_retraining_whoever_made_it_and_both_costs_are_told(
+    tables: ModuleType, tmp_path: Path
+) -> None:
+    write(tmp_path, "comparison", ROWS)
+    found = cells(tables.comparison())
+    assert found["ssd"] == ["1", "0.0", "81.0", "**0.5**", "–", "3.00", "0.10"]
+    assert found["hide"] == ["1", "2.0", "80.0", "1.0", "–", "2.00", "0.50"]
+    assert found["logit-mask"][3] == "0.0", "a control is never the best"
+    assert found["salun"][:1] + found["salun"][4:5] == ["–", "20.0"], "automobile stands in a column of its own"
+    assert found["salun ×10"][4] == "**5.0**"
+
+
+def test_a_row_without_kept_statistics_has_a_dash_and_not_a_number(tables: ModuleType, tmp_path: Path) -> None:
+    old = [json.loads(json.dumps(one)) for one in ROWS]
+    del old[1]["cost"]["kept-flops"]
+    write(tmp_path, "comparison", old)
+    assert cells(tables.comparison())["hide"][-2:] == ["2.00", "–"]
+
+
+def test_a_value_at_the_edge_of_its_grid_is_told(tables: ModuleType, tmp_path: Path) -> None:
+    assert tables.searches() == "No search has ended."
+    about = {"file": "f", "tuned-on": "class:6", "method": "ssd", "attempts": 7, "settled": True}
+    chosen = {"setting": "alpha", "value": 30.0, "lowest": 1.0, "highest": 30.0, "inside": False}
+    write(tmp_path, "searches", [about | chosen, about | chosen | {"setting": "lr", "value": 3.0, "inside": True}])
+    first, second = (line for line in tables.searches().splitlines() if "class:6" in line)
+    assert "| 30 | 1 to 30 | **no** | 7 | yes |" in first
+    assert "| 3 | 1 to 30 | yes |" in second
+
+
+def test_what_is_cheaper_than_ours_is_said_and_figures_name_the_numbers_that_they_show(
+    tables: ModuleType, tmp_path: Path
+) -> None:
+    write(tmp_path, "comparison", ROWS)
+    sent = {"retrain": 374e6, "hide": 7e6, "paper": 37e3}
+    rows = [row(name, 0.0, 0.8, 1e12) for name in sent]
+    for one, number in zip(rows, sent.values(), strict=True):
+        one["cost"]["bytes-up"] = int(number)
+    write(tmp_path, "costs", rows)
+    large = [{"kind": "class", "method": name, "bytes_up": 1e9, "bytes_down": 1e6} for name in ("paper", "retrain")]
+    write(tmp_path, "federation-cifar10", large)
+    text = tables.cheaper_sentences()
+    counted, kept, *_ = text.splitlines()
+    assert counted.startswith(
+        "- vgg-mini, central, FLOPs, everything counted: `hide` 2 T (2.0 %), `retrain` 9 T (5.0 %)"
+    )
+    assert counted.endswith("cheaper than `hide`: `logit-mask` 0 (0.0 %).")
+    assert kept.endswith("cheaper than `hide`: `logit-mask` 0 (0.0 %), `ssd` 100 G (0.0 %).")
+    assert "The paper's own edit of a class sends 37 kB where retraining sends 374 MB (ten clients" in text
+    assert tables.stale_figures(write=True) == ["cost.png", "cost-central.png"]
+    assert tables.stale_figures(write=False) == []
+    rows[1]["cost"]["bytes-up"] = 8_000_000
+    write(tmp_path, "costs", rows)
+    assert tables.stale_figures(write=False) == ["cost.png"]
