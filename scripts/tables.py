@@ -307,13 +307,18 @@ def cheaper_sentences() -> str:
     """What costs less than hide and what it leaves, in words; and what the paper's own edit sends."""
     lines = []
     for where, found in (("vgg-mini, central", class_rows()), ("ten clients, fashion-mini", federated_rows())):
-        left = {name: mean(row["accuracies"]["forget"] for row in rows) for name, rows in found.items()}
+        left = {
+            name: " / ".join(
+                f"{100 * mean(row['accuracies'][key] for row in rows):.0f}" for key in ("forget", "retain")
+            )
+            for name, rows in found.items()
+        }
         for label, values in quantities(mean_costs(found)).items() if {"hide", "retrain"} <= found.keys() else ():
             if label == KEPT and not all(
                 key in row["cost"] for rows in found.values() for row in rows for key in FLOPS
             ):
                 continue  # rows from before statistics were told apart
-            told = {name: f"`{name}` {short_number(values[name])} ({100 * left[name]:.1f} %)" for name in values}
+            told = {name: f"`{name}` {short_number(values[name])} ({left[name]})" for name in values}
             less = ", ".join(told[name] for name in cheaper(values)) or "nothing"
             lines.append(f"- {where}, {label}: {told['hide']}, {told['retrain']}; cheaper than `hide`: {less}.")
     large = {

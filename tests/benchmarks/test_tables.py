@@ -99,10 +99,10 @@ def test_what_is_cheaper_than_ours_is_said_and_figures_name_the_numbers_that_the
     text = tables.cheaper_sentences()
     counted, kept, *_ = text.splitlines()
     assert counted.startswith(
-        "- vgg-mini, central, FLOPs, everything counted: `hide` 2 T (2.0 %), `retrain` 9 T (5.0 %)"
+        "- vgg-mini, central, FLOPs, everything counted: `hide` 2 T (2 / 80), `retrain` 9 T (5 / 80)"
     )
-    assert counted.endswith("cheaper than `hide`: `logit-mask` 0 (0.0 %).")
-    assert kept.endswith("cheaper than `hide`: `logit-mask` 0 (0.0 %), `ssd` 100 G (0.0 %).")
+    assert counted.endswith("cheaper than `hide`: `logit-mask` 0 (0 / 80).")
+    assert kept.endswith("cheaper than `hide`: `logit-mask` 0 (0 / 80), `ssd` 100 G (0 / 81).")
     assert "The paper's own edit of a class sends 37 kB where retraining sends 374 MB (ten clients" in text
     assert tables.stale_figures(write=True) == ["cost.png", "cost-central.png"]
     assert tables.stale_figures(write=False) == []
