@@ -22,10 +22,11 @@ from fedortho.federated.messages import (
     KeepModel,
     LocalResult,
     Observe,
+    PatchInfo,
     TaskInfo,
     TrainLocal,
 )
-from fedortho.federated.wire import pack_patch, pack_queries, pack_training_plan, prefixed, unpack_observations
+from fedortho.federated.wire import pack_queries, pack_training_plan, prefixed, unpack_observations
 from fedortho.models.patch import bind_patch
 from fedortho.models.sites import find_sites
 from fedortho.models.zoo import build_model
@@ -52,8 +53,8 @@ def keep(client: ClientState, model: torch.nn.Module) -> None:
 
 
 def observation(client: ClientState, queries: list[Query], least_group: int = 1, model: str = "") -> tuple[Any, Any]:
-    tensors, described = pack_queries(queries)
-    return observe_images(client, tensors, Observe(TASK, model or client.record.model, described, 1, least_group))
+    tensors, *described = pack_queries(queries)
+    return observe_images(client, tensors, Observe(TASK, model or client.record.model, *described, 1, least_group))
 
 
 def test_own_images_get_the_federations_labels_by_name_and_its_normalisation(client: ClientState) -> None:
@@ -72,7 +73,7 @@ def test_own_images_get_the_federations_labels_by_name_and_its_normalisation(cli
 def test_a_client_trains_answers_and_ignores_samples_of_others(client: ClientState) -> None:
     recipe = Recipe(epochs=1, batch_size=16, crop=0, ortho=0.0)
     _, plan = pack_training_plan(as_training_plan(Selection()))
-    order = TrainLocal(TASK, recipe, plan, align=False, frozen=(), base="", num_clients=1)
+    order = TrainLocal(TASK, recipe, plan, {}, align=False, frozen=(), base="", num_clients=1)
     sent = prefixed("model.", network().state_dict())
     tensors, reply = train_local(client, sent, order)
     assert isinstance(reply.result, LocalResult)
@@ -130,7 +131,8 @@ def reopened(client: ClientState) -> ClientState:
 def send_patch(client: ClientState, model: torch.nn.Module, request: str) -> None:
     sites = find_sites(model, (1, 8, 8), "all", "channel", "stream")
     chosen = {sites[-1].name: (torch.tensor([1]), torch.ones(1, dtype=torch.float64))}
-    tensors, info = pack_patch(bind_patch(kernel_patch(model, sites, chosen, "channel"), model))
+    patch = bind_patch(kernel_patch(model, sites, chosen, "channel"), model)
+    tensors, info = patch.packed()[0], PatchInfo(patch.before, patch.after)
     apply_patch(client, tensors, ApplyPatch(info, ForgetRequest.parse(request)))
 
 

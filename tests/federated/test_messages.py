@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from fedortho.data.request import ForgetRequest
-from fedortho.engines.query import Selection, Statistic
+from fedortho.engines.query import Query, Selection, Statistic
+from fedortho.engines.training_plan import PlanPart, TrainingPlan
 from fedortho.errors import BadRecord
 from fedortho.federated.messages import (
     ORDERS,
@@ -19,10 +20,7 @@ from fedortho.federated.messages import (
     ModelReply,
     Observe,
     ObserveReply,
-    PartInfo,
     PatchInfo,
-    PlanInfo,
-    QueryInfo,
     TaskInfo,
     TrainLocal,
     TrainReply,
@@ -34,20 +32,20 @@ from fedortho.training.recipe import Recipe
 
 TASK = TaskInfo(("ant", "bee"), (1, 8, 8), (0.5,), (0.25,))
 REQUEST = ForgetRequest(("3",), (2,), ("1/4",))
-PART = PartInfo(Selection("train", REQUEST, None, 7, 1), Target("other", -1.0), 0.5)
-PLAN = PlanInfo((PART,), FitOptions("turns"), Adapters(("fc",)), {"wise": "d"})
+PART = PlanPart(Selection("train", REQUEST, None, 7, 1), Target("other", -1.0), 0.5)
+PLAN = TrainingPlan((PART,), FitOptions("turns"), adapters=Adapters(("fc",)))
 PATCH = PatchInfo("a" * 64, "b" * 64)
-QUERY = QueryInfo((Selection(),), Statistic("moments", norms=("n",), patches=()), (PATCH,))
+QUERY = Query((Selection(),), Statistic("moments", norms=("n",), patches=()))
 MESSAGES: list[Any] = [
     Hello(TASK),
     HelloReply(3, 100, False, "c" * 64, True),
-    TrainLocal(TASK, Recipe(lr=0.125), PLAN, True, ("fc.weight",), "d" * 64, 4),
+    TrainLocal(TASK, Recipe(lr=0.125), PLAN, {"wise": "d" * 64}, True, ("fc.weight",), "d" * 64, 4),
     TrainReply(3, LocalResult(90, 0.5, 0.75, None, 1.5, 0, 90, 4.5)),
     TrainReply(3, None),
     KeepModel(TASK, True, REQUEST),
     KeepModel(TASK, False, None),
     ModelReply(3, "e" * 64),
-    Observe(TASK, "f" * 64, (QUERY,), 4, 5),
+    Observe(TASK, "f" * 64, (QUERY,), (3,), 4, 5),
     ObserveReply(3, "done", ((0, 1),), 1, 2, 3, 4.0, 1.0),
     ApplyPatch(PATCH, REQUEST),
 ]

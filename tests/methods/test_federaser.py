@@ -74,7 +74,7 @@ def orders(trained: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[TrainLoc
         sent.append(from_json(TrainLocal, value, "a message"))
         return record_of(arrays, value)
 
-    monkeypatch.setattr("fedortho.federated.engine.record_of", record)
+    monkeypatch.setattr("fedortho.federated.wire.record_of", record)
     return sent
 
 

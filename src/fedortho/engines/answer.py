@@ -12,7 +12,6 @@ from fedortho.devices import FlopCounter, sum_dtype
 from fedortho.engines.cost import flops_per_image
 from fedortho.engines.engine import Tally
 from fedortho.engines.query import Statistic
-from fedortho.errors import BadData
 from fedortho.models.capture import capture
 from fedortho.models.classifier import classifier_inputs
 from fedortho.models.norms import estimate_norms, norm_sums
@@ -52,6 +51,9 @@ class QueryContext:
         """The sites that the statistic names."""
         which = (self.statistic.layers, self.statistic.edit, self.statistic.tap)
         return find_sites(self.model, self.train.shape, *which)
+
+
+AnswerFunction = Callable[[QueryContext, Images], Observation]
 
 
 @dataclass(frozen=True)
@@ -154,17 +156,11 @@ def _from_ledger(
     counts = torch.bincount(images.labels, minlength=train.classes)
     whole = (counts == ledger.counts) & (counts > 0)
     known = ledger.only(whole.nonzero().flatten().tolist())
-    partial = (counts > 0) & ~whole
-    if not bool(partial.any()):
+    partial = ((counts > 0) & ~whole).nonzero().flatten().tolist()
+    if not partial:
         return known
     left, subtract = _left_to_observe(ledger.counts, train, images)
-    if subtract:
-        return known + (ledger.only(partial.nonzero().flatten().tolist()) - look(left))
-    return known + look(left)
-
-
-def _inputs(images: Images, device: torch.device | str) -> Tensor:
-    return images.normalise(images.pixels[images.rows].to(device))
+    return known + (ledger.only(partial) - look(left) if subtract else look(left))
 
 
 def _tail(context: QueryContext, images: Images) -> CachedTail:
@@ -172,11 +168,8 @@ def _tail(context: QueryContext, images: Images) -> CachedTail:
     key = (context.statistic.layers, context.statistic.edit, context.statistic.tap, images.rows.numpy().tobytes())
     if context.cache.tails is not None and key in context.cache.tails:
         return context.cache.tails[key]
-    if not len(images):
-        raise BadData("no image is left to try candidates on")
-    sites = context.sites()
-    inputs = _inputs(images, context.device)
-    split = find_split(context.model, sites, inputs[:2])
+    inputs = images.normalise(images.pixels[images.rows].to(context.device))
+    split = find_split(context.model, context.sites(), inputs[:2])
     found = CachedTail(split, entry_inputs(context.model, split, inputs))
     context.cache.tally.images_read += len(images)
     if context.cache.tails is not None:
@@ -185,58 +178,53 @@ def _tail(context: QueryContext, images: Images) -> CachedTail:
 
 
 def _tried(context: QueryContext, images: Images) -> Iterator[tuple[int, nn.Module, CachedTail]]:
-    """Every candidate: its number, the tail of the network with the candidate applied, and the tail's inputs."""
-    for number, patch in enumerate(context.statistic.patches):
+    """Every candidate: its number, the network's tail with it applied, and the tail's inputs; none without images."""
+    for number, patch in enumerate(context.statistic.patches if len(images) else ()):
         tail = _tail(context, images)
         yield number, edit_in_place(tail_model(context.model, tail.split), patch), tail
 
 
 def _right(context: QueryContext, images: Images) -> Observation:
     """Correct predictions of each candidate, by label."""
-    sums = {
-        f"{number}": torch.zeros(context.train.classes, 1, dtype=torch.float64)
-        for number in range(len(context.statistic.patches))
-    }
-    if len(images):
-        for number, twin, tail in _tried(context, images):
-            with torch.no_grad():
-                answers = run_tail(twin, tail.split, tail.inputs).argmax(1).cpu()
-            right = torch.bincount(images.labels[answers == images.labels], minlength=context.train.classes)
-            sums[f"{number}"] = right.double().unsqueeze(1)  # on the CPU
+    nothing = torch.zeros(context.train.classes, 1, dtype=torch.float64)
+    sums = {f"{number}": nothing for number in range(len(context.statistic.patches))}
+    for number, twin, tail in _tried(context, images):
+        with torch.no_grad():
+            answers = run_tail(twin, tail.split, tail.inputs).argmax(1).cpu()
+        right = torch.bincount(images.labels[answers == images.labels], minlength=context.train.classes)
+        sums[f"{number}"] = right.double().unsqueeze(1)  # on the CPU
     return Observation(sums, torch.bincount(images.labels, minlength=context.train.classes))
 
 
 def _moments(context: QueryContext, images: Images) -> Observation:
     """First and second moments of batch-norm inputs, as each candidate's own batch statistics give them."""
-    widths = {norm: context.model.get_buffer(f"{norm}.running_mean").numel() for norm in context.statistic.norms}
-    sums, count = _no_moments(widths, context.statistic), 0
-    if len(images) > 1:  # batch statistics of one image are no statistics
-        for number, twin, tail in _tried(context, images):
-            buffers, count = estimate_norms(twin, tail.split, context.statistic.norms, tail.inputs)
-            for norm in context.statistic.norms:
-                mean, variance = (buffers[f"{norm}.running_{kind}"].cpu().double() for kind in ("mean", "var"))
-                sums[f"{number}:{norm}:mean"] = count * mean.unsqueeze(0)
-                sums[f"{number}:{norm}:square"] = count * (variance + mean.square()).unsqueeze(0)
+    several = images if len(images) > 1 else images.subset([])  # batch statistics of one image are no statistics
+    sums, count = _no_moments(context), 0
+    for number, twin, tail in _tried(context, several):
+        buffers, count = estimate_norms(twin, tail.split, context.statistic.norms, tail.inputs)
+        for norm in context.statistic.norms:
+            mean, variance = (buffers[f"{norm}.running_{kind}"].cpu().double() for kind in ("mean", "var"))
+            sums[f"{number}:{norm}:mean"] = count * mean.unsqueeze(0)
+            sums[f"{number}:{norm}:square"] = count * (variance + mean.square()).unsqueeze(0)
     return Observation(sums, torch.tensor([count]))
 
 
-def _no_moments(widths: Mapping[str, int], statistic: Statistic) -> dict[str, Tensor]:
-    return {
-        f"{number}:{norm}:{kind}": torch.zeros(1, width, dtype=torch.float64)
-        for number in range(len(statistic.patches))
-        for norm, width in widths.items()
-        for kind in ("mean", "square")
-    }
+def _no_moments(context: QueryContext) -> dict[str, Tensor]:
+    sums: dict[str, Tensor] = {}
+    for number in range(len(context.statistic.patches)):
+        for norm in context.statistic.norms:
+            nothing = torch.zeros(1, context.model.get_buffer(f"{norm}.running_mean").numel(), dtype=torch.float64)
+            sums |= {f"{number}:{norm}:mean": nothing, f"{number}:{norm}:square": nothing}
+    return sums
 
 
 def _layer(context: QueryContext, images: Images) -> Observation:
     """Sums of one batch norm's inputs and of their squares, by each candidate as it is; exact on any partition."""
     (norm,) = context.statistic.norms
-    sums, count = _no_moments({norm: context.model.get_buffer(f"{norm}.running_mean").numel()}, context.statistic), 0
-    if len(images):
-        for number, twin, tail in _tried(context, images):
-            total, count = norm_sums(twin, tail.split, norm, tail.inputs)
-            sums |= {f"{number}:{norm}:mean": total[:1], f"{number}:{norm}:square": total[1:]}
+    sums, count = _no_moments(context), 0
+    for number, twin, tail in _tried(context, images):
+        total, count = norm_sums(twin, tail.split, norm, tail.inputs)
+        sums |= {f"{number}:{norm}:mean": total[:1], f"{number}:{norm}:square": total[1:]}
     return Observation(sums, torch.tensor([count]))
 
 
@@ -248,15 +236,14 @@ def _classifier_inputs(context: QueryContext, images: Images) -> Observation:
     sums = {
         f"{number}:{kind}": nothing for number in range(len(context.statistic.patches)) for kind in ("sum", "square")
     }
-    if len(images):
-        for number, twin, tail in _tried(context, images):
-            given = classifier_inputs(twin, tail.split, context.statistic.classifier, tail.inputs)
-            sums[f"{number}:sum"] = given.sum(0, keepdim=True)
-            sums[f"{number}:square"] = given.square().sum(0, keepdim=True)
+    for number, twin, tail in _tried(context, images):
+        given = classifier_inputs(twin, tail.split, context.statistic.classifier, tail.inputs)
+        sums[f"{number}:sum"] = given.sum(0, keepdim=True)
+        sums[f"{number}:square"] = given.square().sum(0, keepdim=True)
     return Observation(sums, torch.tensor([len(images)]))
 
 
-def _gradient_sums(reduce: Callable[[Tensor], Tensor]) -> "AnswerFunction":
+def _gradient_sums(reduce: Callable[[Tensor], Tensor]) -> AnswerFunction:
     def add_up(context: QueryContext, images: Images) -> Observation:
         """Sums over batches of `reduce` of the gradient of the batch's mean loss, per parameter."""
         twin = copy.deepcopy(context.model).to(context.device).eval().requires_grad_(True)
@@ -283,15 +270,8 @@ def _drift(context: QueryContext, images: Images) -> Observation:
     used = len(images) if len(images) > 1 else 0  # batch norm cannot train on one
     moved = context.model
     if used:
-        recipe = Recipe(
-            epochs=1,
-            batch_size=context.statistic.batch_size,
-            lr=context.statistic.lr,
-            schedule="constant",
-            crop=0,
-            flip=0.0,
-            ortho=0.0,
-        )
+        size, lr = context.statistic.batch_size, context.statistic.lr
+        recipe = Recipe(epochs=1, batch_size=size, lr=lr, schedule="constant", crop=0, flip=0.0, ortho=0.0)
         moved = fit(context.model, images, recipe, device=context.device)
         context.cache.tally.images_trained += used
     sums = {}
@@ -305,7 +285,10 @@ def _averages(context: QueryContext, images: Images) -> Observation:
     """Sums over images, by label, of each kernel's mean response over the map, negative responses being 0."""
     sites = context.sites()
     sums = {site.name: torch.zeros(context.train.classes, site.kernels, dtype=torch.float64) for site in sites}
-    at = {_tapped(site, context.statistic.tap): site.name for site in sites}
+    at = {}  # the module whose output is read → the site
+    for site in sites:
+        layer = site.layers[0]
+        at[layer.norm if context.statistic.tap != "conv" and layer.norm else layer.name] = site.name
     with torch.no_grad():
         for inputs, labels in evaluation_batches(images, device=context.device):
             with capture(context.model, at, lambda out: out.clamp_min(0).mean((2, 3))) as seen:
@@ -314,12 +297,6 @@ def _averages(context: QueryContext, images: Images) -> Observation:
                 sums[at[module]].index_add_(0, labels.cpu(), means[-1].cpu().double())
     context.cache.tally.images_read += len(images)
     return Observation(sums, torch.bincount(images.labels, minlength=context.train.classes))
-
-
-def _tapped(site: Site, tap: str) -> str:
-    """The module whose output is read."""
-    layer = site.layers[0]
-    return layer.norm if tap != "conv" and layer.norm else layer.name
 
 
 def _responses(context: QueryContext, images: Images) -> Observation:
@@ -334,7 +311,6 @@ def _gram(context: QueryContext, images: Images) -> Observation:
     return gram_sums(context.model, images, context.device)
 
 
-AnswerFunction = Callable[[QueryContext, Images], Observation]
 ANSWERS: Mapping[str, AnswerFunction] = {
     "peaks": _peaks,
     "right": _right,

@@ -68,9 +68,8 @@ class CentralEngine:
         found = []
         for query in queries:
             groups = [self._images(group) for group in query.selections]
-            statistic = replace(
-                query.statistic, by_label=query.statistic.by_label or query.statistic.kind == "peaks"
-            )  # nobody to protect
+            by_label = query.statistic.by_label or query.statistic.kind == "peaks"  # there is nobody to protect
+            statistic = replace(query.statistic, by_label=by_label)
             found.append(answer(model, self.data.train, groups, statistic, cache=cache, device=self.device))
         return found
 
@@ -78,8 +77,7 @@ class CentralEngine:
         request.split(Selection(exclude=forgotten).select(self.data.train, self.clients), self.clients)
 
     def _images(self, group: Selection) -> Images:
-        images: Images = getattr(self.data, group.split)
-        return group.select(images, self.clients)
+        return group.select(getattr(self.data, group.split), self.clients)
 
     def _remembered(self, model: nn.Module) -> tuple[nn.Module, AnswerCache]:
         """A copy of the model on the engine's device, and what is known of it from earlier asks."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from fedortho.federated.messages import LocalResult
 from fedortho.federated.wire import BadReply
 from fedortho.models.norms import frozen_norms
 from fedortho.statistics.observe import Observation
-from fedortho.storage.files import write_tensors
+from fedortho.storage.files import tensors_digest, write_tensors
 from fedortho.training.loop import Epoch, Mask
 from fedortho.training.recipe import Recipe
 
@@ -51,6 +52,16 @@ class TrainingJob:
     base: str  # digest of the initial model without adapters
     updates: Path | None = None  # directory that keeps every client's model of every round
     norms: str = "fedavg"  # the federation's policy for running statistics
+
+    @cached_property
+    def teacher_digests(self) -> dict[str, str]:
+        """The digest of each of the plan's teachers, by name."""
+        return {name: tensors_digest(teacher.state_dict()) for name, teacher in self.plan.teachers.items()}
+
+    @property
+    def teachers(self) -> dict[str, Mapping[str, Tensor]]:
+        """The weights of the plan's teachers by digest."""
+        return {self.teacher_digests[name]: teacher.state_dict() for name, teacher in self.plan.teachers.items()}
 
     @property
     def pools_norms(self) -> bool:

@@ -1,7 +1,6 @@
 """What a client does for each message of the server: plain values in and out, nothing of Flower."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,32 +14,9 @@ from fedortho.engines.engine import Tally
 from fedortho.engines.query import Query
 from fedortho.engines.training_plan import TrainingPlan
 from fedortho.errors import FedOrthoError
+from fedortho.federated import messages, wire
 from fedortho.federated.client_state import ClientImages, ClientState
-from fedortho.federated.messages import (
-    ORDERS,
-    ApplyPatch,
-    Hello,
-    HelloReply,
-    KeepModel,
-    LocalResult,
-    ModelReply,
-    Observe,
-    ObserveReply,
-    Reply,
-    TaskInfo,
-    TrainLocal,
-    TrainReply,
-)
-from fedortho.federated.wire import (
-    Json,
-    Tensors,
-    below,
-    pack_observations,
-    patch_from_wire,
-    prefixed,
-    unpack_queries,
-    unpack_training_plan,
-)
+from fedortho.federated.wire import Json, Tensors, below, prefixed
 from fedortho.models.zoo import build_model
 from fedortho.statistics.ledger import load_ledger, write_ledger
 from fedortho.statistics.observe import Observation
@@ -54,24 +30,27 @@ from fedortho.training.loop import Progress, fit
 SERVER = Path("the server's model")  # named in errors about weights that were sent
 
 
-def hello(state: ClientState, tensors: Tensors, order: Hello) -> tuple[Tensors, HelloReply]:
+def hello(state: ClientState, tensors: Tensors, order: messages.Hello) -> tuple[Tensors, messages.HelloReply]:
     """Tell who the client is and which model it has, after finishing what a crash interrupted."""
     state.clean_up()
     record = state.record
     images = 0 if record.has_left else len(state.images(order.task).train)
     model = record.model if state.model_path(record.model).exists() else ""
-    return {}, HelloReply(state.client, images, bool(state.own_data), model, record.has_left)
+    return {}, messages.HelloReply(state.client, images, bool(state.own_data), model, record.has_left)
 
 
-def train_local(state: ClientState, tensors: Tensors, order: TrainLocal) -> tuple[Tensors, TrainReply]:
+def train_local(
+    state: ClientState, tensors: Tensors, order: messages.TrainLocal
+) -> tuple[Tensors, messages.TrainReply]:
     """Train the model that was sent on the client's images, and send the trained tensors back."""
     images = state.images(order.task)
-    state.forget_teachers(keep=order.plan.teachers.values())
-    plan = unpack_training_plan(tensors, order.plan, images.train.names, partial(_teacher, state, order.task))
+    state.forget_teachers(keep=order.teachers.values())
+    teachers = {name: _teacher(state, order.task, digest, tensors) for name, digest in order.teachers.items()}
+    plan = wire.unpack_training_plan(tensors, order.plan, images.train.names, teachers)
     training_sets = [part.training_set(images.select(part.group, order.num_clients)) for part in plan.parts]
     own_images = sum(len(training_set.images) for training_set in training_sets if not training_set.given)
     if own_images < 2:
-        return {}, TrainReply(state.client, None)
+        return {}, messages.TrainReply(state.client, None)
     model = _received_model(state, below("model.", tensors), plan, order)
     progress: list[Progress] = []
     with FlopCounter(apart=True) as counter:
@@ -88,7 +67,7 @@ def train_local(state: ClientState, tensors: Tensors, order: TrainLocal) -> tupl
         )
     epoch = progress[-1].history[-1]
     trained_on, read = count_images(training_sets, order.recipe.batch_size, order.recipe.epochs, plan.options)
-    result = LocalResult(
+    result = messages.LocalResult(
         own_images,
         epoch.loss,
         epoch.accuracy,
@@ -99,33 +78,35 @@ def train_local(state: ClientState, tensors: Tensors, order: TrainLocal) -> tupl
         flops=counter.flops,
     )
     sent = {name: value for name, value in trained.state_dict().items() if name not in order.frozen}
-    return prefixed("model.", sent), TrainReply(state.client, result)
+    return prefixed("model.", sent), messages.TrainReply(state.client, result)
 
 
-def keep_model(state: ClientState, tensors: Tensors, order: KeepModel) -> tuple[Tensors, ModelReply]:
+def keep_model(state: ClientState, tensors: Tensors, order: messages.KeepModel) -> tuple[Tensors, messages.ModelReply]:
     """Keep the model that later requests are about, and write its ledger, which never leaves this disk."""
     if state.record.has_left:
-        return {}, ModelReply(state.client, "", "left")
+        return {}, messages.ModelReply(state.client, "", "left")
     model = _build(state, order.task, below("model.", tensors)).eval()
     if tensors_digest(model.state_dict()) in state.record.patched_away:
-        return {}, ModelReply(state.client, state.record.model, "patched-away")
+        return {}, messages.ModelReply(state.client, state.record.model, "patched-away")
     state.images(order.task)  # refused before anything changes: images that do not fit the task
     state.keep_model(model, task=order.task, forgotten=state.forgotten_with(order.forgotten))
     train = state.images().train
     if len(train) and order.write_ledger:
         device = choose_device(state.settings.device)
         write_ledger(state.ledger_path, model.to(device), train, device=device)
-    return {}, ModelReply(state.client, state.record.model)
+    return {}, messages.ModelReply(state.client, state.record.model)
 
 
-def observe_images(state: ClientState, tensors: Tensors, order: Observe) -> tuple[Tensors, ObserveReply]:
+def observe_images(
+    state: ClientState, tensors: Tensors, order: messages.Observe
+) -> tuple[Tensors, messages.ObserveReply]:
     """Sums over selections of the client's images, by its own model or one that was sent."""
     sent = below("model.", tensors)
     if state.record.has_left:
-        return {}, ObserveReply(state.client, "left", (), 0, 0, 0, 0.0, 0.0)
+        return {}, messages.ObserveReply(state.client, "left", (), 0, 0, 0, 0.0, 0.0)
     if not sent and state.record.model != order.model:
-        return {}, ObserveReply(state.client, "other-model", (), 0, 0, 0, 0.0, 0.0)
-    queries, images = unpack_queries(tensors, order.queries), state.images(order.task)
+        return {}, messages.ObserveReply(state.client, "other-model", (), 0, 0, 0, 0.0, 0.0)
+    queries, images = wire.unpack_queries(tensors, order.queries, order.candidates), state.images(order.task)
     device = choose_device(state.settings.device)
     model = _build(state, order.task, sent).eval() if sent else state.load_model(order.model)
     model = model.to(device)
@@ -141,59 +122,61 @@ def observe_images(state: ClientState, tensors: Tensors, order: Observe) -> tupl
         if query.statistic.by_label:
             answers = [_without_small_labels(each, order.least_group) for each in answers]
         observed.append(answers)
-    sums, empty = pack_observations(observed, queries)
+    sums, empty = wire.pack_observations(observed, queries)
     cost = (tally.images_read, tally.images_trained, tally.flops, tally.kept_flops)
-    return sums, ObserveReply(state.client, "done", empty, withheld, *cost)
+    return sums, messages.ObserveReply(state.client, "done", empty, withheld, *cost)
 
 
-def apply_patch(state: ClientState, tensors: Tensors, order: ApplyPatch) -> tuple[Tensors, ModelReply]:
+def apply_patch(
+    state: ClientState, tensors: Tensors, order: messages.ApplyPatch
+) -> tuple[Tensors, messages.ModelReply]:
     """Apply a patch once, stop using the forgotten images, and leave if the request names this client."""
-    patch, model = patch_from_wire(tensors, order.patch), state.record.model
+    patch, model = wire.patch_from_wire(tensors, order.patch), state.record.model
     if state.record.has_left:
-        return {}, ModelReply(state.client, model, "left")
+        return {}, messages.ModelReply(state.client, model, "left")
     if model not in (patch.before, patch.after):
-        return {}, ModelReply(state.client, model, "other-model")
+        return {}, messages.ModelReply(state.client, model, "other-model")
     if model == patch.before:
         state.apply_patch(patch, order.request)
     if state.record.has_left:
         state.leave()
-    return {}, ModelReply(state.client, patch.after)
+    return {}, messages.ModelReply(state.client, patch.after)
 
 
-Handler = Callable[[ClientState, Tensors, Any], tuple[Tensors, Reply]]
+Handler = Callable[[ClientState, Tensors, Any], tuple[Tensors, messages.Reply]]
 HANDLERS: Mapping[str, Handler] = {
-    Hello.action: hello,
-    TrainLocal.action: train_local,
-    KeepModel.action: keep_model,
-    Observe.action: observe_images,
-    ApplyPatch.action: apply_patch,
+    messages.Hello.action: hello,
+    messages.TrainLocal.action: train_local,
+    messages.KeepModel.action: keep_model,
+    messages.Observe.action: observe_images,
+    messages.ApplyPatch.action: apply_patch,
 }
 
 
-def handle(state: ClientState, action: str, tensors: Tensors, value: Json) -> tuple[Tensors, Reply]:
+def handle(state: ClientState, action: str, tensors: Tensors, value: Json) -> tuple[Tensors, messages.Reply]:
     """Validate a message and answer it, with the run's number of threads."""
-    order = from_json(ORDERS[action], value, f"the server's {action}")
-    if not isinstance(order, TrainLocal):
+    order = from_json(messages.ORDERS[action], value, f"the server's {action}")
+    if not isinstance(order, messages.TrainLocal):
         state.forget_teachers()  # the training that they belong to is over
     with using_threads(state.settings.threads):
         return HANDLERS[action](state, tensors, order)
 
 
-def _build(state: ClientState, task: TaskInfo, tensors: Tensors) -> nn.Module:
+def _build(state: ClientState, task: messages.TaskInfo, tensors: Tensors) -> nn.Module:
     """The federation's network with weights that were sent."""
     model = build_model(state.settings.model, num_classes=len(task.names), channels=task.shape[0])
     load_weights(model, dict(tensors), SERVER)
     return model
 
 
-def _teacher(state: ClientState, task: TaskInfo, digest: str, sent: Tensors) -> nn.Module:
+def _teacher(state: ClientState, task: messages.TaskInfo, digest: str, tensors: Tensors) -> nn.Module:
     """A teacher by its digest: as it was sent in this training, now or before, or the client's own model."""
-    if sent:
+    if sent := below(f"teacher.{digest}.", tensors):
         state.keep_teacher(digest, sent)
     return _build(state, task, sent or state.teacher_weights(digest))
 
 
-def _received_model(state: ClientState, sent: Tensors, plan: TrainingPlan, order: TrainLocal) -> nn.Module:
+def _received_model(state: ClientState, sent: Tensors, plan: TrainingPlan, order: messages.TrainLocal) -> nn.Module:
     """The model that was sent; frozen tensors come from the client's own model if the server left them out."""
     base = read_tensors(state.model_path(order.base))[0] if order.base else base_tensors(sent)
     model = _build(state, order.task, base)
@@ -212,7 +195,7 @@ def _drift(received: nn.Module, trained: nn.Module) -> float:
     return float(torch.stack(squares).sum().sqrt())
 
 
-def _select_groups(query: Query, images: ClientImages, order: Observe) -> tuple[list[Images], int]:
+def _select_groups(query: Query, images: ClientImages, order: messages.Observe) -> tuple[list[Images], int]:
     """The images of each selection, and how many selections are withheld because they have too few images."""
     if query.statistic.by_label and query.statistic.kind != "right":
         raise FedOrthoError(

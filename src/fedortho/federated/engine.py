@@ -18,30 +18,12 @@ from fedortho.engines.engine import EngineInfo, Tally
 from fedortho.engines.query import Query, Selection, Statistic
 from fedortho.engines.training_plan import TrainingPlan, as_training_plan
 from fedortho.errors import BadCheckpoint, FedOrthoError, first_line
-from fedortho.federated.aggregation import (
-    RunningMean,
-    TrainingJob,
-    add_observations,
-    blank_observations,
-    check_state,
-    round_history,
-)
+from fedortho.federated import aggregation, wire
+from fedortho.federated.aggregation import RunningMean, TrainingJob, check_state, round_history
 from fedortho.federated.messages import LocalResult, Observe, ObserveReply, TaskInfo, TrainLocal, TrainReply
 from fedortho.federated.roster import Common, Roster, first_few
 from fedortho.federated.transport import ClientReply, Exchange, total_bytes
-from fedortho.federated.wire import (
-    BadReply,
-    Tensors,
-    arrays_of,
-    below,
-    pack,
-    pack_queries,
-    pack_teachers,
-    pack_training_plan,
-    prefixed,
-    record_of,
-    unpack_observations,
-)
+from fedortho.federated.wire import BadReply, Tensors, below, prefixed
 from fedortho.models.norms import batch_norms, frozen_norms
 from fedortho.runs.federation import Federation, sample_clients
 from fedortho.statistics.observe import Observation
@@ -54,7 +36,7 @@ from fedortho.training.recipe import Recipe, learning_rate
 from fedortho.unlearning.repair import norm_buffers
 
 if TYPE_CHECKING:
-    from flwr.app import Array, RecordDict
+    from flwr.app import RecordDict
     from flwr.serverapp import Grid
 
 
@@ -112,7 +94,7 @@ class FederatedEngine(Roster):
         self._spent = Tally()
         self.contacts = dict.fromkeys(range(federation.clients), 0)
         self.history: list[Epoch] = []  # of the last training
-        self._teachers: dict[int, set[str]] = {}  # client → digests of the teachers it was sent in this training
+        self._taught: set[int] = set()  # clients that have the teachers of this training
 
     @property
     def info(self) -> EngineInfo:
@@ -160,7 +142,7 @@ class FederatedEngine(Roster):
         job = TrainingJob(plan, recipe, trainable, local_epochs, base, updates, self.federation.norms)
         identity = _identity(model, job, self.federation)
         self.contacts = dict.fromkeys(self.contacts, 0)  # alignment starts anew with each training
-        self._teachers = {}
+        self._taught.clear()
         first, self.history = self._resume(checkpoint, identity, current)
         clients = [client for client in self.present() if job.may_train(client)]
         for number in range(first, recipe.epochs):
@@ -224,14 +206,13 @@ class FederatedEngine(Roster):
         state = current.state_dict()
         job.save_global(number, state)
         contents = self._train_contents(current, job, number, sampled)
-        teachers = {tensors_digest(teacher.state_dict()) for teacher in job.plan.teachers.values()}
         frozen = job.frozen_tensors(current)
         trained = {name: value for name, value in state.items() if name not in frozen}
         mean, results = RunningMean(trained), []
-        held = {client: self._teachers.pop(client, set()) for client in sampled}  # no longer, if a client fails
+        self._taught -= set(sampled)  # a client that fails is sent the teachers again
         for reply in self.transport.ask(TrainLocal, TrainReply, contents, progress=progress):
             self.contacts[reply.client] += 1
-            self._teachers[reply.client] = held[reply.client] | teachers
+            self._taught.add(reply.client)
             result, sent = reply.message.result, below("model.", reply.tensors)
             if result is None:
                 continue
@@ -256,32 +237,32 @@ class FederatedEngine(Roster):
         """The record for each client, without frozen tensors and teachers that the client has."""
         frozen = job.frozen_tensors(current)
         masks = {name: mask for name, mask in (job.trainable or {}).items() if name not in frozen}
-        shared = arrays_of(prefixed("model.", current.state_dict()) | prefixed("mask.", masks))
-        teachers: dict[str, dict[str, Array]] = {
-            digest: arrays_of(pack_teachers(job.plan, [digest]))
-            for digest in pack_training_plan(job.plan)[1].teachers.values()
-        }
+        shared = wire.arrays_of(prefixed("model.", current.state_dict()) | prefixed("mask.", masks))
+        teachers = {digest: wire.arrays_of(prefixed(f"teacher.{digest}.", t)) for digest, t in job.teachers.items()}
         given_shares = self._given_shares(job.plan, sampled)
+        given_seed = step_seed(job.recipe.seed, number, self.federation.clients)  # of no client's training
         contents = {}
         for client in sampled:
-            has_base = bool(frozen) and self.clients[client].model == job.base
-            seed = step_seed(job.recipe.seed, number, self.federation.clients)  # of no client's training
-            parts = tuple(part.given_share(*given_shares[client], seed) for part in job.plan.parts)
-            given, plan = pack_training_plan(replace(job.plan, parts=parts))
+            own_model = self.clients[client].model
+            has_base = bool(frozen) and own_model == job.base
+            parts = tuple(part.given_share(*given_shares[client], given_seed) for part in job.plan.parts)
+            given, plan = wire.pack_training_plan(replace(job.plan, parts=parts))
             order = TrainLocal(
                 self.task,
                 self._local_recipe(job, number, client),
                 plan,
+                job.teacher_digests,
                 align=self.contacts[client] >= self.federation.warmup_contacts,
                 frozen=frozen,
                 base=job.base if has_base else "",
                 num_clients=len(sampled),
             )
             left_out = {f"model.{name}" for name in frozen} if has_base else set()
-            arrays = {name: array for name, array in shared.items() if name not in left_out} | arrays_of(given)
-            for digest in sorted(teachers.keys() - self._teachers.get(client, set()) - {self.clients[client].model}):
-                arrays |= teachers[digest]
-            contents[client] = record_of(arrays, to_json(order))
+            arrays = {name: array for name, array in shared.items() if name not in left_out} | wire.arrays_of(given)
+            for digest, weights in teachers.items():
+                if client not in self._taught and digest != own_model:
+                    arrays |= weights
+            contents[client] = wire.record_of(arrays, to_json(order))
         return contents
 
     def _given_shares(self, plan: TrainingPlan, sampled: Sequence[int]) -> dict[int, tuple[float, float]]:
@@ -303,14 +284,8 @@ class FederatedEngine(Roster):
 
     def _local_recipe(self, job: TrainingJob, number: int, client: int) -> Recipe:
         """The recipe of one client in one round: the round's learning rate and a seed of its own."""
-        return replace(
-            job.recipe,
-            epochs=job.local_epochs,
-            lr=learning_rate(job.recipe, number),
-            schedule="constant",
-            warmup=0.0,
-            seed=step_seed(job.recipe.seed, number, client),
-        )
+        lr, seed = learning_rate(job.recipe, number), step_seed(job.recipe.seed, number, client)
+        return replace(job.recipe, epochs=job.local_epochs, lr=lr, schedule="constant", warmup=0.0, seed=seed)
 
     def _resume(self, path: Path | None, identity: str, current: nn.Module) -> tuple[int, list[Epoch]]:
         """Load a checkpoint into the current model; returns the number of finished rounds and their history."""
@@ -355,10 +330,10 @@ class FederatedEngine(Roster):
     ) -> list[list[Observation]]:
         """Sums over these clients, of the model that they have or of one that is sent along and not kept."""
         digest = tensors_digest(model.state_dict())
-        tensors, described = pack_queries(queries)
-        order = Observe(self.task, digest, described, max(len(clients), 1), self.federation.least_group)
-        contents = dict.fromkeys(clients, pack({**tensors, **sent}, order))
-        blank = total = blank_observations(model, self.task.shape, self.task.names, queries)
+        tensors, stripped, candidates = wire.pack_queries(queries)
+        order = Observe(self.task, digest, stripped, candidates, max(len(clients), 1), self.federation.least_group)
+        contents = dict.fromkeys(clients, wire.pack({**tensors, **sent}, order))
+        blank = total = aggregation.blank_observations(model, self.task.shape, self.task.names, queries)
         for reply in self.transport.ask(Observe, ObserveReply, contents):
             total = self._add(total, reply, queries)
         if total is blank:  # no reply was added
@@ -374,7 +349,7 @@ class FederatedEngine(Roster):
             exchange.reject(reply.client, f"has {'left' if message.status == 'left' else 'another model'}")
             return total
         try:
-            total = add_observations(total, unpack_observations(reply.tensors, queries, message.empty))
+            total = aggregation.add_observations(total, wire.unpack_observations(reply.tensors, queries, message.empty))
         except (FedOrthoError, KeyError, TypeError, ValueError, RuntimeError) as error:
             exchange.reject(reply.client, f"its sums do not match ({first_line(error)})")
             return total
@@ -389,6 +364,7 @@ class FederatedEngine(Roster):
 def _identity(model: nn.Module, job: TrainingJob, federation: Federation) -> str:
     """What a checkpoint belongs to: model, plan, recipe and the lasting settings of the federation."""
     lasting = replace(federation, timeout=1.0, evaluate_every=0, quorum=0.0)
-    tensors, plan = pack_training_plan(job.plan)
-    parts = [tensors_digest(model.state_dict()), str(plan), str(job.recipe), str(lasting), str(job.local_epochs)]
+    tensors, plan = wire.pack_training_plan(job.plan)
+    values = (plan, job.teacher_digests, job.recipe, lasting, job.local_epochs)
+    parts = [tensors_digest(model.state_dict()), *map(str, values)]
     return "|".join(parts + [tensors_digest(each) for each in (tensors, job.trainable) if each])

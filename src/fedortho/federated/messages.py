@@ -9,14 +9,32 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from fedortho.data.request import ForgetRequest
-from fedortho.engines.query import Selection, Statistic
+from fedortho.engines.query import Query
+from fedortho.engines.training_plan import TrainingPlan
 from fedortho.models.patch import PATCH_SCHEMA
 from fedortho.storage.records import Scalar
-from fedortho.training.adapters import Adapters
-from fedortho.training.objectives import FitOptions, Target
 from fedortho.training.recipe import Recipe
 
-WIRE_SCHEMA = 2
+
+@dataclass(frozen=True)
+class WireMessage:
+    """What all messages share."""
+
+    schema: ClassVar[int] = 2
+
+
+@dataclass(frozen=True)
+class Order(WireMessage):
+    """What the server asks of a client."""
+
+    action: ClassVar[str]  # the type of the Flower message
+
+
+@dataclass(frozen=True)
+class Reply(WireMessage):
+    """What a client replies."""
+
+    client: int
 
 
 @dataclass(frozen=True)
@@ -30,12 +48,18 @@ class TaskInfo:
 
 
 @dataclass(frozen=True)
-class HelloReply:
+class Hello(Order):
+    """Asks a client who it is."""
+
+    action: ClassVar[str] = "query.hello"
+
+    task: TaskInfo
+
+
+@dataclass(frozen=True)
+class HelloReply(Reply):
     """Who a client is, how many images it trains on, and which model it has."""
 
-    schema: ClassVar[int] = WIRE_SCHEMA
-
-    client: int
     images: int
     has_own_images: bool  # not a share of the common dataset
     model: str  # digest; "": none
@@ -43,44 +67,15 @@ class HelloReply:
 
 
 @dataclass(frozen=True)
-class Hello:
-    """Asks a client who it is."""
-
-    action: ClassVar[str] = "query.hello"
-    schema: ClassVar[int] = WIRE_SCHEMA
-
-    task: TaskInfo
-
-
-@dataclass(frozen=True)
-class PartInfo:
-    """A part of a training plan; generated images travel as tensors."""
-
-    selection: Selection
-    target: Target
-    fraction: float
-
-
-@dataclass(frozen=True)
-class PlanInfo:
-    """A training plan; the weights of a teacher travel as tensors, once to each client."""
-
-    parts: tuple[PartInfo, ...]
-    options: FitOptions
-    adapters: Adapters | None
-    teachers: Mapping[str, str]  # name → digest
-
-
-@dataclass(frozen=True)
-class TrainLocal:
+class TrainLocal(Order):
     """Asks a client to train the model that is sent for one round."""
 
     action: ClassVar[str] = "train.local"
-    schema: ClassVar[int] = WIRE_SCHEMA
 
     task: TaskInfo
     recipe: Recipe  # of this client in this round: its learning rate and seed
-    plan: PlanInfo
+    plan: TrainingPlan  # its generated images and teachers travel as tensors
+    teachers: Mapping[str, str]  # name → digest; a teacher is sent once to each client
     align: bool  # penalise the distance from the model that is sent
     frozen: tuple[str, ...]  # tensors that do not change and are not sent back
     base: str  # digest of the client's own model, which has the frozen tensors; "": all tensors are sent
@@ -102,21 +97,17 @@ class LocalResult:
 
 
 @dataclass(frozen=True)
-class TrainReply:
+class TrainReply(Reply):
     """The trained tensors, and how training went; None if the client has fewer than two images for it."""
 
-    schema: ClassVar[int] = WIRE_SCHEMA
-
-    client: int
     result: LocalResult | None
 
 
 @dataclass(frozen=True)
-class KeepModel:
+class KeepModel(Order):
     """Asks a client to keep the model that later requests are about."""
 
     action: ClassVar[str] = "train.keep"
-    schema: ClassVar[int] = WIRE_SCHEMA
 
     task: TaskInfo
     write_ledger: bool
@@ -135,57 +126,41 @@ class PatchInfo:
 
 
 @dataclass(frozen=True)
-class ApplyPatch:
+class ApplyPatch(Order):
     """Asks a client to apply a patch and to stop using the forgotten images."""
 
     action: ClassVar[str] = "train.patch"
-    schema: ClassVar[int] = WIRE_SCHEMA
 
     patch: PatchInfo
     request: ForgetRequest | None
 
 
 @dataclass(frozen=True)
-class ModelReply:
+class ModelReply(Reply):
     """The model that a client has now, in reply to a model or a patch."""
 
-    schema: ClassVar[int] = WIRE_SCHEMA
-
-    client: int
     model: str  # digest
     status: Literal["done", "left", "patched-away", "other-model"] = "done"
 
 
 @dataclass(frozen=True)
-class QueryInfo:
-    """A query; its candidate patches travel as tensors."""
-
-    selections: tuple[Selection, ...]
-    statistic: Statistic  # without patches
-    patches: tuple[PatchInfo, ...]
-
-
-@dataclass(frozen=True)
-class Observe:
+class Observe(Order):
     """Asks a client for sums over its images."""
 
     action: ClassVar[str] = "query.observe"
-    schema: ClassVar[int] = WIRE_SCHEMA
 
     task: TaskInfo
     model: str  # digest of the model to measure: the client's own, unless one is sent
-    queries: tuple[QueryInfo, ...]
+    queries: tuple[Query, ...]
+    candidates: tuple[int, ...]  # of each query how many candidate patches travel as tensors
     num_clients: int  # clients asked; they share the limits of selections
     least_group: int  # sums over fewer images are withheld
 
 
 @dataclass(frozen=True)
-class ObserveReply:
+class ObserveReply(Reply):
     """The cost of the sums that are sent along; no sums unless the status is `done`."""
 
-    schema: ClassVar[int] = WIRE_SCHEMA
-
-    client: int
     status: Literal["done", "left", "other-model"]
     empty: tuple[tuple[int, int], ...]  # query and place of sums over no images; they are not sent
     withheld: int  # selections with fewer than `least_group` images
@@ -195,28 +170,22 @@ class ObserveReply:
     kept_flops: float  # of which not dependent on the request
 
 
-Order = Hello | TrainLocal | KeepModel | Observe | ApplyPatch
-Reply = HelloReply | TrainReply | ModelReply | ObserveReply
 ORDERS: Mapping[str, type[Order]] = {
     order.action: order for order in (Hello, TrainLocal, KeepModel, Observe, ApplyPatch)
 }
 
 
 @dataclass(frozen=True)
-class WorkerSetup:
+class WorkerSetup(WireMessage):
     """The first frame to a worker process: the configuration of the run and of its nodes."""
-
-    schema: ClassVar[int] = WIRE_SCHEMA
 
     config: Mapping[str, Scalar]
     node: Mapping[str, Scalar]
 
 
 @dataclass(frozen=True)
-class WorkerOrder:
+class WorkerOrder(WireMessage):
     """A frame to a worker process: a message to one client."""
-
-    schema: ClassVar[int] = WIRE_SCHEMA
 
     client: int
     num_clients: int
@@ -225,9 +194,7 @@ class WorkerOrder:
 
 
 @dataclass(frozen=True)
-class WorkerReply:
+class WorkerReply(WireMessage):
     """A frame from a worker process: the client's reply, or None if it failed."""
-
-    schema: ClassVar[int] = WIRE_SCHEMA
 
     message: Mapping[str, Any] | None  # as JSON; the server validates it

@@ -12,9 +12,9 @@ from fedortho.data.images import Images
 from fedortho.data.request import Clients, EmptyGroup, ForgetRequest, union_of
 from fedortho.engines.query import Selection
 from fedortho.errors import FedOrthoError
-from fedortho.federated.messages import ApplyPatch, Hello, HelloReply, KeepModel, ModelReply, TaskInfo
+from fedortho.federated.messages import ApplyPatch, Hello, HelloReply, KeepModel, ModelReply, PatchInfo, TaskInfo
 from fedortho.federated.transport import Transport
-from fedortho.federated.wire import pack, pack_patch, prefixed
+from fedortho.federated.wire import pack, prefixed
 from fedortho.models.patch import Patch
 from fedortho.runs.federation import Federation
 from fedortho.storage.files import tensors_digest
@@ -121,8 +121,7 @@ class Roster:
         self, patch: Patch, request: ForgetRequest | None, clients: Sequence[int] | None = None
     ) -> list[int]:
         """Have clients apply a patch and stop using the forgotten images; returns those that did."""
-        tensors, info = pack_patch(patch)
-        content = pack(tensors, ApplyPatch(info, request))
+        content = pack(patch.packed()[0], ApplyPatch(PatchInfo(patch.before, patch.after), request))
         receivers = self.present() if clients is None else clients
         done = self._confirmed(ApplyPatch, dict.fromkeys(receivers, content), patch.after)
         for client in done:

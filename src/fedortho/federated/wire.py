@@ -1,7 +1,7 @@
 """Values ↔ Flower records: tensors as NumPy arrays, the message as one line of JSON."""
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -10,30 +10,30 @@ from torch import Tensor, nn
 
 from fedortho.data.images import made_images
 from fedortho.engines.query import Query
-from fedortho.engines.training_plan import PlanPart, TrainingPlan
+from fedortho.engines.training_plan import TrainingPlan
 from fedortho.errors import FedOrthoError
-from fedortho.federated.messages import Order, PartInfo, PatchInfo, PlanInfo, QueryInfo, Reply
+from fedortho.federated.messages import PatchInfo, WireMessage
 from fedortho.models.patch import Patch, unpack_patch
 from fedortho.statistics.observe import Observation
-from fedortho.storage.files import tensors_digest
 from fedortho.storage.records import from_json, to_json
 
 if TYPE_CHECKING:
     from flwr.app import Array, RecordDict
 
 
-M = TypeVar("M", bound=Order | Reply)
+M = TypeVar("M", bound=WireMessage)
 Json = Mapping[str, Any]
 Tensors = Mapping[str, Tensor]
 # float32 suffices for these sums; moments are subtracted from one another and need float64
 FLOAT32 = ("peaks", "difference", "averages", "gram", "fisher", "fisher-abs", "gradient")
+NO_DIGESTS = PatchInfo("", "")  # of candidates
 
 
 class BadReply(FedOrthoError):
     """A client's reply that does not match the server's message."""
 
 
-def pack(tensors: Tensors, message: Order | Reply) -> "RecordDict":
+def pack(tensors: Tensors, message: WireMessage) -> "RecordDict":
     """A Flower record of tensors and a message."""
     return pack_json(tensors, to_json(message))
 
@@ -44,15 +44,15 @@ def unpack(content: "RecordDict", kind: type[M], source: str) -> tuple[dict[str,
     return tensors, from_json(kind, value, source)
 
 
-def pack_json(tensors: Tensors, value: Json) -> "RecordDict":
-    return record_of(arrays_of(tensors), value)
-
-
 def arrays_of(tensors: Tensors) -> "dict[str, Array]":
     """Tensors as Flower arrays, which several records can share."""
     from flwr.app import Array
 
     return {name: Array(tensor.detach().cpu().contiguous().numpy()) for name, tensor in tensors.items()}
+
+
+def pack_json(tensors: Tensors, value: Json) -> "RecordDict":
+    return record_of(arrays_of(tensors), value)
 
 
 def record_of(arrays: "Mapping[str, Array]", value: Json) -> "RecordDict":
@@ -87,71 +87,51 @@ def below(prefix: str, tensors: Tensors) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def pack_patch(patch: Patch) -> tuple[dict[str, Tensor], PatchInfo]:
-    """A patch as tensors and its digests, without its list of kernels."""
-    return patch.packed()[0], PatchInfo(patch.before, patch.after)
-
-
 def patch_from_wire(tensors: Tensors, info: PatchInfo) -> Patch:
+    """A patch of tensors and digests, without its list of kernels."""
     return unpack_patch(tensors, to_json(info), "the server's patch")
 
 
-def pack_queries(queries: Sequence[Query]) -> tuple[dict[str, Tensor], tuple[QueryInfo, ...]]:
-    """Queries as tensors (their candidate patches) and descriptions."""
+def pack_queries(queries: Sequence[Query]) -> tuple[dict[str, Tensor], tuple[Query, ...], tuple[int, ...]]:
+    """Candidate patches as tensors, the queries without them, and the number of candidates of each query."""
     tensors: dict[str, Tensor] = {}
-    described = []
     for number, query in enumerate(queries):
-        patches = []
         for place, patch in enumerate(query.statistic.patches):
-            edits, info = pack_patch(patch)
-            tensors |= prefixed(f"{number}.{place}.", edits)
-            patches.append(info)
-        described.append(QueryInfo(query.selections, replace(query.statistic, patches=()), tuple(patches)))
-    return tensors, tuple(described)
+            tensors |= prefixed(f"{number}.{place}.", patch.packed()[0])
+    stripped = tuple(replace(query, statistic=replace(query.statistic, patches=())) for query in queries)
+    return tensors, stripped, tuple(len(query.statistic.patches) for query in queries)
 
 
-def unpack_queries(tensors: Tensors, described: Sequence[QueryInfo]) -> list[Query]:
-    queries = []
-    for number, info in enumerate(described):
-        patches = tuple(patch_from_wire(below(f"{number}.{i}.", tensors), p) for i, p in enumerate(info.patches))
-        queries.append(Query(info.selections, replace(info.statistic, patches=patches)))
-    return queries
+def unpack_queries(tensors: Tensors, queries: Sequence[Query], candidates: Sequence[int]) -> list[Query]:
+    """The queries with so many candidate patches each."""
+    found = []
+    for number, (query, many) in enumerate(zip(queries, candidates, strict=True)):
+        patches = tuple(patch_from_wire(below(f"{number}.{i}.", tensors), NO_DIGESTS) for i in range(many))
+        found.append(replace(query, statistic=replace(query.statistic, patches=patches)))
+    return found
 
 
-def pack_training_plan(plan: TrainingPlan) -> tuple[dict[str, Tensor], PlanInfo]:
-    """A training plan as tensors (generated images) and a description; teachers are packed by `pack_teachers`."""
+def pack_training_plan(plan: TrainingPlan) -> tuple[dict[str, Tensor], TrainingPlan]:
+    """A training plan as tensors (generated images) and the plan without them and without its teachers."""
     tensors: dict[str, Tensor] = {}
     for number, part in enumerate(plan.parts):
         if part.given is not None:
             used, rows = part.given.rows.unique(return_inverse=True)  # a repeated image travels once
             made = {"pixels": part.given.pixels[used], "labels": part.given.store_labels[used], "rows": rows}
             tensors |= prefixed(f"given.{number}.", made)
-    parts = tuple(PartInfo(part.group, part.target, part.fraction) for part in plan.parts)
-    teachers = {name: tensors_digest(teacher.state_dict()) for name, teacher in plan.teachers.items()}
-    return tensors, PlanInfo(parts, plan.options, plan.adapters, teachers)
-
-
-def pack_teachers(plan: TrainingPlan, digests: Collection[str]) -> dict[str, Tensor]:
-    """The weights of the plan's teachers that have these digests."""
-    tensors: dict[str, Tensor] = {}
-    for teacher in plan.teachers.values():
-        digest = tensors_digest(teacher.state_dict())
-        if digest in digests:
-            tensors |= prefixed(f"teacher.{digest}.", teacher.state_dict())
-    return tensors
+    return tensors, replace(plan, parts=tuple(replace(part, given=None) for part in plan.parts), teachers={})
 
 
 def unpack_training_plan(
-    tensors: Tensors, info: PlanInfo, names: Sequence[str], teacher: Callable[[str, Tensors], nn.Module]
+    tensors: Tensors, plan: TrainingPlan, names: Sequence[str], teachers: Mapping[str, nn.Module]
 ) -> TrainingPlan:
-    """The training plan that was packed; `teacher` makes a teacher from its digest and the weights that were sent."""
+    """The training plan that was packed, with these teachers."""
     parts = []
-    for number, part in enumerate(info.parts):
+    for number, part in enumerate(plan.parts):
         made = below(f"given.{number}.", tensors)
         given = replace(made_images(made["pixels"], made["labels"], names), rows=made["rows"]) if made else None
-        parts.append(PlanPart(part.selection, part.target, part.fraction, given))
-    teachers = {name: teacher(digest, below(f"teacher.{digest}.", tensors)) for name, digest in info.teachers.items()}
-    return TrainingPlan(tuple(parts), info.options, teachers, info.adapters)
+        parts.append(replace(part, given=given))
+    return replace(plan, parts=tuple(parts), teachers=teachers)
 
 
 def pack_observations(
@@ -175,25 +155,19 @@ def pack_observations(
 def unpack_observations(
     tensors: Tensors, queries: Sequence[Query], empty: Sequence[tuple[int, int]] = ()
 ) -> list[list[Observation | None]]:
-    """The observations of one client, None for empty ones.
+    """The observations of one client, None for empty ones; missing and impossible ones are refused."""
 
-    Missing observations, sums that are not finite and negative counts are refused.
-    """
-    observed = []
-    for number, query in enumerate(queries):
-        places = 1 if query.statistic.kind == "difference" else len(query.selections)
-        row: list[Observation | None] = []
-        for place in range(places):
-            if (number, place) in empty:
-                row.append(None)
-                continue
-            part = below(f"{number}.{place}.", tensors)
-            if "counts" not in part:
-                raise BadReply(f"query {number}, selection {place} has no counts")
-            sums = {key: value.double() for key, value in below("sums.", part).items()}
-            is_finite = all(bool(torch.isfinite(value).all()) for value in sums.values())
-            if not is_finite or bool((part["counts"] < 0).any()):
-                raise BadReply(f"query {number}, selection {place} has a sum that is not finite or a negative count")
-            row.append(Observation(sums, part["counts"].long()))
-        observed.append(row)
-    return observed
+    def unpacked(number: int, place: int) -> Observation | None:
+        if (number, place) in empty:
+            return None
+        part = below(f"{number}.{place}.", tensors)
+        if "counts" not in part:
+            raise BadReply(f"query {number}, selection {place} has no counts")
+        sums = {key: value.double() for key, value in below("sums.", part).items()}
+        is_finite = all(bool(torch.isfinite(value).all()) for value in sums.values())
+        if not is_finite or bool((part["counts"] < 0).any()):
+            raise BadReply(f"query {number}, selection {place} has a sum that is not finite or a negative count")
+        return Observation(sums, part["counts"].long())
+
+    places = [1 if query.statistic.kind == "difference" else len(query.selections) for query in queries]
+    return [[unpacked(number, place) for place in range(many)] for number, many in enumerate(places)]
