@@ -73,15 +73,8 @@ class TrainingJob:
         selections = [part.group for part in self.plan.parts if part.given is None]
         return any(_may_hold(selection, client) for selection in selections)
 
-    def save_global(self, number: int, state: Mapping[str, Tensor]) -> None:
-        """Keep the model that round `number` starts from, if updates are kept."""
-        self._save(number, "global", state, 0)
-
-    def save_update(self, number: int, client: int, state: Mapping[str, Tensor], images: int) -> None:
-        """Keep what a client sent in round `number`, if updates are kept."""
-        self._save(number, f"client-{client}", state, images)
-
-    def _save(self, number: int, name: str, state: Mapping[str, Tensor], images: int) -> None:
+    def save(self, number: int, name: str, state: Mapping[str, Tensor], images: int = 0) -> None:
+        """Keep the model that round `number` starts from (`global`) or ends with on a client, if updates are kept."""
         if self.updates is not None:
             note = {"images": images, "epochs": self.local_epochs}
             write_tensors(self.updates / f"round-{number:05}" / f"{name}.safetensors", state, note)

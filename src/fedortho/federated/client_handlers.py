@@ -45,7 +45,10 @@ def train_local(
     """Train the model that was sent on the client's images, and send the trained tensors back."""
     images = state.images(order.task)
     state.forget_teachers(keep=order.teachers.values())
-    teachers = {name: _teacher(state, order.task, digest, tensors) for name, digest in order.teachers.items()}
+    teachers = {}
+    for name, digest in order.teachers.items():
+        weights = state.teacher_weights(digest, below(f"teacher.{digest}.", tensors))
+        teachers[name] = _build(state, order.task, weights)
     plan = wire.unpack_training_plan(tensors, order.plan, images.train.names, teachers)
     training_sets = [part.training_set(images.select(part.group, order.num_clients)) for part in plan.parts]
     own_images = sum(len(training_set.images) for training_set in training_sets if not training_set.given)
@@ -167,13 +170,6 @@ def _build(state: ClientState, task: messages.TaskInfo, tensors: Tensors) -> nn.
     model = build_model(state.settings.model, num_classes=len(task.names), channels=task.shape[0])
     load_weights(model, dict(tensors), SERVER)
     return model
-
-
-def _teacher(state: ClientState, task: messages.TaskInfo, digest: str, tensors: Tensors) -> nn.Module:
-    """A teacher by its digest: as it was sent in this training, now or before, or the client's own model."""
-    if sent := below(f"teacher.{digest}.", tensors):
-        state.keep_teacher(digest, sent)
-    return _build(state, task, sent or state.teacher_weights(digest))
 
 
 def _received_model(state: ClientState, sent: Tensors, plan: TrainingPlan, order: messages.TrainLocal) -> nn.Module:

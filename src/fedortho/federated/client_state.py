@@ -107,28 +107,22 @@ class ClientState:
             raise BadCheckpoint(f"{path} holds another model than its name says; remove it, and it is sent again")
         return model.eval()
 
-    def keep_teacher(self, digest: str, tensors: Mapping[str, Tensor]) -> None:
-        """Keep the weights of a teacher for the rounds to come; others than the digest says are refused."""
-        if tensors_digest(tensors) != digest:
-            raise BadCheckpoint(f"the server's teacher is not {digest[:12]}")
-        if digest != self.record.model:
-            write_tensors(self._teacher_path(digest), tensors)
-
-    def teacher_weights(self, digest: str) -> dict[str, Tensor]:
-        """The weights of a teacher that was sent before, or of the client's own model."""
-        path = self.model_path(digest) if digest == self.record.model else self._teacher_path(digest)
-        if not path.exists():
-            raise BadCheckpoint(f"client {self.client} does not have the teacher {digest[:12]}; it is sent again")
-        return read_tensors(path)[0]
+    def teacher_weights(self, digest: str, sent: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A teacher as it was sent in this training, now or before, or the client's own model."""
+        own = digest == self.record.model
+        path = self.model_path(digest) if own else self.folder / "teachers" / f"{digest}.safetensors"
+        if sent and not path.exists():
+            write_tensors(path, sent)
+        weights = read_tensors(path)[0]
+        if tensors_digest(weights) != digest:
+            raise BadCheckpoint(f"{path} is another teacher than its name says; remove it, and it is sent again")
+        return weights
 
     def forget_teachers(self, keep: Collection[str] = ()) -> None:
         """Remove all teachers but those with these digests."""
         for path in (self.folder / "teachers").glob("*.safetensors"):
             if path.stem not in keep:
                 path.unlink()
-
-    def _teacher_path(self, digest: str) -> Path:
-        return self.folder / "teachers" / f"{digest}.safetensors"
 
     def keep_model(self, model: nn.Module, **changes: Any) -> None:
         """Make this the client's model, with further changes to its record.

@@ -72,6 +72,7 @@ class TrainingCheckpoint:
 
 
 Watch = Callable[[RoundProgress], None]
+Progress = Callable[[int, int], None]  # receives how many of how many clients have answered
 
 
 class FederatedEngine(Roster):
@@ -83,14 +84,13 @@ class FederatedEngine(Roster):
         federation: Federation,
         task: TaskInfo,
         *,
-        seed: int = 0,
         left: Sequence[int] = (),
         build: Callable[[int], nn.Module] | None = None,
         local_epochs: int = 1,
         common: Common | None = None,
     ) -> None:
         super().__init__(grid, federation, task, left, common)
-        self.seed, self.build, self.local_epochs = seed, build, local_epochs
+        self.build, self.local_epochs = build, local_epochs
         self._spent = Tally()
         self.contacts = dict.fromkeys(range(federation.clients), 0)
         self.history: list[Epoch] = []  # of the last training
@@ -101,14 +101,8 @@ class FederatedEngine(Roster):
         """Which images there are, only the clients know: the digest is over how many each of them has."""
         images = {client: self.clients[client].images for client in self.present()}
         known = json.dumps([to_json(Selection()), to_json(self.task), images])
-        return EngineInfo(
-            self.task.names,
-            self.task.shape,
-            hashlib.sha256(known.encode()).hexdigest(),
-            is_federated=True,  # ledgers stay with the clients
-            parallel_trials=PARALLEL_TRIALS,
-            build=self.build,
-        )
+        task = (self.task.names, self.task.shape, hashlib.sha256(known.encode()).hexdigest())
+        return EngineInfo(*task, is_federated=True, parallel_trials=PARALLEL_TRIALS, build=self.build)
 
     @property
     def tally(self) -> Tally:
@@ -135,8 +129,7 @@ class FederatedEngine(Roster):
         training goes on after its last finished round, to the same bytes. `updates` is a directory that keeps every
         client's model of every round, which only FedEraser needs.
         """
-        current = copy.deepcopy(model).cpu().eval()
-        plan = as_training_plan(what)
+        current, plan = copy.deepcopy(model).cpu().eval(), as_training_plan(what)
         local_epochs = plan.options.local_epochs or self.local_epochs
         base = tensors_digest(base_tensors(model.state_dict()))
         job = TrainingJob(plan, recipe, trainable, local_epochs, base, updates, self.federation.norms)
@@ -188,15 +181,11 @@ class FederatedEngine(Roster):
     def _named(self, plan: TrainingPlan) -> set[int]:
         """Clients whose images a part of the plan names, such as the one that leaves: they train in every round."""
         requests = [part.group.include for part in plan.parts if part.given is None and part.group.include is not None]
-        return {client for request in requests for client in request.named_clients(self.shares)}
+        shares = None if self.common is None else self.common[1]
+        return {client for request in requests for client in request.named_clients(shares)}
 
     def _average(
-        self,
-        current: nn.Module,
-        job: TrainingJob,
-        number: int,
-        sampled: Sequence[int],
-        progress: Callable[[int, int], None],
+        self, current: nn.Module, job: TrainingJob, number: int, sampled: Sequence[int], progress: Progress
     ) -> list[LocalResult]:
         """Send the model, have clients train it, average what they send; results of the clients that had images.
 
@@ -204,7 +193,7 @@ class FederatedEngine(Roster):
         there is only the message that carries it.
         """
         state = current.state_dict()
-        job.save_global(number, state)
+        job.save(number, "global", state)
         contents = self._train_contents(current, job, number, sampled)
         frozen = job.frozen_tensors(current)
         trained = {name: value for name, value in state.items() if name not in frozen}
@@ -224,10 +213,8 @@ class FederatedEngine(Roster):
                 self.transport.log[-1].reject(reply.client, f"its reply does not match ({error})")
                 continue
             mean.add(sent, result.images)
-            job.save_update(number, reply.client, sent, result.images)
-            self._spent.images_read += result.images_read
-            self._spent.images_trained += result.images_trained
-            self._spent.flops += result.flops
+            job.save(number, f"client-{reply.client}", sent, result.images)
+            self._spend(result)
             results.append(result)
         return results
 
@@ -346,7 +333,7 @@ class FederatedEngine(Roster):
         """The sums with those of one reply; as they were if the reply is rejected."""
         message, exchange = reply.message, self.transport.log[-1]
         if message.status != "done":
-            exchange.reject(reply.client, f"has {'left' if message.status == 'left' else 'another model'}")
+            exchange.reject(reply.client, "has left" if message.status == "left" else "has another model")
             return total
         try:
             total = aggregation.add_observations(total, wire.unpack_observations(reply.tensors, queries, message.empty))
@@ -354,11 +341,14 @@ class FederatedEngine(Roster):
             exchange.reject(reply.client, f"its sums do not match ({first_line(error)})")
             return total
         self._spent.withheld += message.withheld
-        self._spent.flops += message.flops
         self._spent.kept_flops += message.kept_flops
-        self._spent.images_read += message.images_read
-        self._spent.images_trained += message.images_trained
+        self._spend(message)
         return total
+
+    def _spend(self, cost: LocalResult | ObserveReply) -> None:
+        self._spent.flops += cost.flops
+        self._spent.images_read += cost.images_read
+        self._spent.images_trained += cost.images_trained
 
 
 def _identity(model: nn.Module, job: TrainingJob, federation: Federation) -> str:

@@ -176,9 +176,8 @@ def _read_deployment(folder: Path, config: Mapping[str, Scalar]) -> tuple[str, P
         connection = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))["superlink"][CONNECTION]
         project = tomllib.loads((folder / "app" / "pyproject.toml").read_text(encoding="utf-8"))
         known = project["tool"]["flwr"]["app"]["config"]
-        certificate = (
-            None if connection.get("insecure") else folder.absolute() / "ca.crt"
-        )  # the folder may have been moved
+        is_insecure = connection.get("insecure")
+        certificate = None if is_insecure else folder.absolute() / "ca.crt"  # the folder may have been moved
         link = str(connection["address"])
     except (OSError, KeyError, tomllib.TOMLDecodeError) as error:
         raise FedOrthoError(f"{folder} is not a deployment ({error}); write one with fedortho deploy") from error
@@ -206,8 +205,9 @@ class _Flower:
         overrides.write_text(tomli_w.dumps(dict(config)), encoding="utf-8")
         answer = self.call("run", str(app), CONNECTION, "--run-config", str(overrides))
         if not answer.get("success"):
+            reason = " ".join(str(answer.get("error-message")).split())[:300]  # on one line
             raise FedOrthoError(
-                f"the SuperLink at {self.link} did not take the run ({_line(answer.get('error-message'))}); "
+                f"the SuperLink at {self.link} did not take the run ({reason}); "
                 "is superlink.sh running there, and can this machine reach it?"
             )
         return str(answer["run-id"])
@@ -250,8 +250,3 @@ class _Flower:
         environ = os.environ | SWITCHES | {"FLWR_HOME": str(self.home), "PYTHONUNBUFFERED": "1"}
         pipe, same = subprocess.PIPE, subprocess.STDOUT
         return subprocess.Popen(command, env=environ, stdout=pipe, stderr=same, encoding="utf-8", errors="replace")
-
-
-def _line(text: object) -> str:
-    """The beginning of a long message, on one line."""
-    return " ".join(str(text).split())[:300]

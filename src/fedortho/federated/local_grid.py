@@ -15,7 +15,7 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedortho.federated.client import ClientFailed, client_app
-from fedortho.federated.messages import WorkerOrder, WorkerSetup
+from fedortho.federated.messages import WorkerOrder
 from fedortho.federated.wire import pack_json, unpack_json
 from fedortho.federated.workers import Worker
 
@@ -69,10 +69,15 @@ class LocalGrid(Grid):
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         return [reply for id_ in self.push_messages(messages) for reply in self.pull_messages([id_])]
 
+    def _node(self, client: int) -> dict[str, Any]:
+        """The configuration of a client's node."""
+        return {**self._node_config, "partition-id": client, "num-partitions": self._clients}
+
     def _answer(self, message: Message) -> Message:
         client = message.metadata.dst_node_id - FIRST_NODE
-        config = {**self._node_config, "partition-id": client, "num-partitions": self._clients}
-        context = Context(1, message.metadata.dst_node_id, config, self._states.get(client, RecordDict()), {})
+        context = Context(
+            1, message.metadata.dst_node_id, self._node(client), self._states.get(client, RecordDict()), {}
+        )
         try:
             # a broadcast shares one record among all messages; the copies keep clients from changing each other's
             reply = copy.deepcopy(self._app(copy.deepcopy(message), context))
@@ -92,7 +97,8 @@ class WorkerGrid(LocalGrid):
 
     def __init__(self, config: Mapping[str, Any], clients: int, node_config: Mapping[str, Any], workers: int) -> None:
         super().__init__(client_app(config), clients, node_config)
-        self._workers = [Worker(WorkerSetup(config, node_config)) for _ in range(workers)]
+        self._config = config
+        self._workers = [Worker() for _ in range(workers)]
         self._idle: SimpleQueue[Worker] = SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
@@ -131,8 +137,8 @@ class WorkerGrid(LocalGrid):
         worker = self._idle.get()
         try:
             tensors, value = unpack_json(message.content)
-            client = message.metadata.dst_node_id - FIRST_NODE
-            order = WorkerOrder(client, self._clients, message.metadata.message_type, value)
+            node = self._node(message.metadata.dst_node_id - FIRST_NODE)
+            order = WorkerOrder(message.metadata.message_type, node, self._config, value)
             return Message(pack_json(*worker.ask(order, tensors)), reply_to=message)
         except ClientFailed as error:
             return Message(Error(code=2, reason=type(error).__name__), reply_to=message)

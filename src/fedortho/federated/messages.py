@@ -176,25 +176,10 @@ ORDERS: Mapping[str, type[Order]] = {
 
 
 @dataclass(frozen=True)
-class WorkerSetup(WireMessage):
-    """The first frame to a worker process: the configuration of the run and of its nodes."""
-
-    config: Mapping[str, Scalar]
-    node: Mapping[str, Scalar]
-
-
-@dataclass(frozen=True)
 class WorkerOrder(WireMessage):
-    """A frame to a worker process: a message to one client."""
+    """A frame to a worker process: a message to one client, and the configuration of its node and of the run."""
 
-    client: int
-    num_clients: int
     action: str
+    node: Mapping[str, Scalar]
+    config: Mapping[str, Scalar]
     message: Mapping[str, Any]  # as JSON; the client validates it
-
-
-@dataclass(frozen=True)
-class WorkerReply(WireMessage):
-    """A frame from a worker process: the client's reply, or None if it failed."""
-
-    message: Mapping[str, Any] | None  # as JSON; the server validates it

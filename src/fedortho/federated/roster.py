@@ -62,18 +62,13 @@ class Roster:
         return [client for client, info in self.clients.items() if not info.has_left and client not in self.left]
 
     @cached_property
-    def _shared_out(self) -> tuple[Images, Clients] | None:
+    def common(self) -> tuple[Images, Clients] | None:
         """The training images of the common dataset and each client's rows; None if clients have images of their own.
 
-        A request is checked and its samples are found with them; nothing is computed of them here.
+        Requests are checked and their samples are found with them; nothing is computed of them here.
         """
         has_own = any(info.has_own_images for info in self.clients.values())
         return None if has_own or self._common is None else self._common()
-
-    @property
-    def shares(self) -> Clients | None:
-        """The rows of the common dataset that each client holds, if there is one."""
-        return None if self._shared_out is None else self._shared_out[1]
 
     def check(self, request: ForgetRequest, forgotten: ForgetRequest | None) -> None:
         """Refuse a request for classes, clients or samples that do not exist or were forgotten before."""
@@ -85,8 +80,8 @@ class Roster:
             raise FedOrthoError("clients have images of their own: name samples as client/row, such as 3/17")
         if again := [name for name in request.classes if forgotten is not None and name in forgotten.classes]:
             raise EmptyGroup(f"class:{again[0]} selects no images: it was forgotten before")
-        if self._shared_out is not None:
-            images, clients = self._shared_out
+        if self.common is not None:
+            images, clients = self.common
             request.split(Selection(exclude=forgotten).select(images, clients), clients)
 
     def _check_client(self, client: int) -> None:

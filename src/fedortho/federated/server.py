@@ -3,9 +3,9 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ from fedortho.engines.query import Selection
 from fedortho.errors import FedOrthoError
 from fedortho.federated import switch_off
 from fedortho.federated.client import client_app
-from fedortho.federated.engine import FederatedEngine, RoundProgress
+from fedortho.federated.engine import FederatedEngine, Watch
 from fedortho.federated.messages import TaskInfo
 from fedortho.federated.transport import append_wire_log
 from fedortho.models.patch import Patch, load_patch
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from flwr.serverapp import Grid
 
 
-Watch = Callable[[RoundProgress], None]
 # settings that a federation shares with the run that it continues: its data, model and client partition
 FIXED_SETTINGS = ("data", "image-size", "valid", "seed", "split-seed", "model", "clients", "split", "least-images")
 
@@ -68,7 +67,6 @@ def federated_engine(
         grid,
         settings.federation,
         task,
-        seed=settings.seed,
         left=left,
         build=lambda seed: build(seed=seed),
         local_epochs=settings.epochs,
@@ -98,7 +96,33 @@ def train_federation(
             return train_federation(path, settings, own_grid, watch=watch, updates=updates)
     start = _start_run(settings)
     updates = updates or (path / "updates" if settings.keep_updates else None)
-    trainer = _Trainer(path, settings, grid, watch, start, updates)
+
+    def trainer(model: nn.Module, data: Dataset, checkpoint: Path) -> tuple[nn.Module, Sequence[Epoch]]:
+        served = [] if start is None else served_requests(start)
+        engine = federated_engine(grid, settings, data, served)
+        without = union_of([ForgetRequest.parse(text) for text in [settings.without] if text])
+        if without is not None:
+            engine.check(without, None)
+        trainable: Mask = {}
+        if start is not None:
+            model = start.load_model()
+            trainable = trainable_masks(start, model)
+            without = union_of([request for request in (excluded_by(start), without) if request is not None])
+            copy_patches(start, path, len(served))
+        trained = engine.fit(
+            model,
+            Selection("train", None, without),
+            replace(settings.recipe, epochs=settings.rounds),
+            trainable=trainable or None,
+            checkpoint=checkpoint,
+            score=lambda net: accuracy(net, data.valid) if len(data.valid) else 0.0,
+            watch=watch,
+            updates=updates,
+        )
+        engine.send_model(trained, forgotten=union_of(served))
+        append_wire_log(path / "wire.json", engine.transport.log)
+        return trained, engine.history
+
     return train_run(path, settings, trainer=trainer, requests=start.record.requests if start else ())
 
 
@@ -131,45 +155,6 @@ def _start_run(settings: FederateSettings) -> Run | None:
                 f"--{key} is {given[key]}; --start {settings.start} needs {expected[key]}: give --{key} {expected[key]}"
             )
     return run
-
-
-@dataclass(frozen=True)
-class _Trainer:
-    """How `train_run` trains a federation."""
-
-    path: Path
-    settings: FederateSettings
-    grid: "Grid"
-    watch: Watch | None
-    start: Run | None
-    updates: Path | None = None
-
-    def __call__(self, model: nn.Module, data: Dataset, checkpoint: Path) -> tuple[nn.Module, Sequence[Epoch]]:
-        settings, start = self.settings, self.start
-        served = [] if start is None else served_requests(start)
-        engine = federated_engine(self.grid, settings, data, served)
-        without = union_of([ForgetRequest.parse(text) for text in [settings.without] if text])
-        trainable: Mask = {}
-        if start is not None:
-            model = start.load_model()
-            trainable = trainable_masks(start, model)
-            without = union_of([request for request in (excluded_by(start), without) if request is not None])
-            copy_patches(start, self.path, len(served))
-        if settings.without:
-            engine.check(ForgetRequest.parse(settings.without), None)
-        trained = engine.fit(
-            model,
-            Selection("train", None, without),
-            replace(settings.recipe, epochs=settings.rounds),
-            trainable=trainable or None,
-            checkpoint=checkpoint,
-            score=lambda net: accuracy(net, data.valid) if len(data.valid) else 0.0,
-            watch=self.watch,
-            updates=self.updates,
-        )
-        engine.send_model(trained, forgotten=union_of(served))
-        append_wire_log(self.path / "wire.json", engine.transport.log)
-        return trained, engine.history
 
 
 def trainable_masks(run: Run, model: nn.Module) -> dict[str, Tensor]:

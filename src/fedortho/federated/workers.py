@@ -1,6 +1,7 @@
 """Clients in worker processes on this machine: orders go in by one pipe, replies come out by another.
 
-A frame is two lengths, a JSON object and tensors as safetensors bytes. A process serves one client after another.
+A frame is two lengths, a JSON value (None: the client failed) and tensors as safetensors bytes. A process serves one
+client after another.
 """
 
 import json
@@ -9,15 +10,13 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import IO, Any
 
 from safetensors.torch import load, save
 
-from fedortho.errors import BadRecord
 from fedortho.federated.client import ClientFailed, client_reply
-from fedortho.federated.messages import WorkerOrder, WorkerReply, WorkerSetup
+from fedortho.federated.messages import WorkerOrder
 from fedortho.federated.wire import Json, Tensors
 from fedortho.storage.files import savable
 from fedortho.storage.records import from_json, to_json
@@ -28,8 +27,7 @@ LENGTHS = struct.Struct(">QQ")
 class Worker:
     """A process that answers for clients; it starts with the first order, and again if it died."""
 
-    def __init__(self, setup: WorkerSetup) -> None:
-        self._setup = setup
+    def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self.is_busy = False
 
@@ -42,22 +40,19 @@ class Worker:
             assert process.stdout is not None
             send(process.stdin, to_json(order), tensors)
             value, reply_tensors = receive(process.stdout)
-            reply = from_json(WorkerReply, value, "the worker's frame")
-        except (OSError, EOFError, ValueError, BadRecord) as error:
+        except (OSError, EOFError, ValueError) as error:
             self.close()
             raise ClientFailed("its process ended") from error
         finally:
             self.is_busy = False
-        if reply.message is None:
+        if value is None:
             raise ClientFailed("failed; its own log says why")
-        return reply_tensors, reply.message
+        return reply_tensors, value
 
     def _start(self) -> "subprocess.Popen[bytes]":
         command = [sys.executable, "-m", "fedortho.federated.workers"]
-        process = self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert process.stdin is not None
-        send(process.stdin, to_json(self._setup), {})
-        return process
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        return self._process
 
     def kill(self) -> None:
         """End the process from another thread; the thread that waits for its reply finds the pipe closed."""
@@ -75,7 +70,7 @@ class Worker:
                     pipe.close()
 
 
-def send(pipe: IO[bytes], value: Json, tensors: Tensors) -> None:
+def send(pipe: IO[bytes], value: Json | None, tensors: Tensors) -> None:
     """Write one frame."""
     text, arrays = json.dumps(value).encode(), save(savable(tensors))
     for part in (LENGTHS.pack(len(text), len(arrays)), text, arrays):
@@ -104,7 +99,6 @@ def run_worker() -> None:
         sys.path.append("")  # --model package.module:function may lie in the working directory
     orders, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # printed text must not become part of a reply
-    setup = from_json(WorkerSetup, receive(orders)[0], "the first frame")
     while True:
         try:
             value, tensors = receive(orders)
@@ -112,16 +106,11 @@ def run_worker() -> None:
             return
         order = from_json(WorkerOrder, value, "a frame")
         try:
-            reply_tensors, reply = client_reply(order.action, _node(setup, order), setup.config, tensors, order.message)
+            reply_tensors, reply = client_reply(order.action, order.node, order.config, tensors, order.message)
         except ClientFailed:
-            send(replies, to_json(WorkerReply(None)), {})
+            send(replies, None, {})
         else:
-            send(replies, to_json(WorkerReply(to_json(reply))), reply_tensors)
-
-
-def _node(setup: WorkerSetup, order: WorkerOrder) -> Mapping[str, Any]:
-    """The configuration of the node whose client the order is for."""
-    return {**setup.node, "partition-id": order.client, "num-partitions": order.num_clients}
+            send(replies, to_json(reply), reply_tensors)
 
 
 if __name__ == "__main__":

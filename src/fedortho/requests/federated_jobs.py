@@ -11,8 +11,9 @@ from typing import Any
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import FedOrthoError, unknown
 from fedortho.federated import switch_off
+from fedortho.federated.engine import Watch
 from fedortho.federated.launch import Scalar, need_flower, simulate, submit
-from fedortho.federated.server import Watch, copied_clients, sync, train_federation
+from fedortho.federated.server import copied_clients, sync, train_federation
 from fedortho.methods.method import Method
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.settings import FederateSettings
