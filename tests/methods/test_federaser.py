@@ -71,7 +71,8 @@ def orders(trained: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[TrainLoc
     sent: list[TrainLocal] = []
 
     def record(arrays: Any, value: dict[str, Any]) -> Any:
-        sent.append(from_json(TrainLocal, value, "a message"))
+        if "recipe" in value:
+            sent.append(from_json(TrainLocal, value, "a message"))
         return record_of(arrays, value)
 
     monkeypatch.setattr("fedortho.federated.wire.record_of", record)
