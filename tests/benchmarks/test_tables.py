@@ -101,8 +101,11 @@ def test_what_is_cheaper_than_ours_is_said_and_figures_name_the_numbers_that_the
     assert counted.startswith(
         "- vgg-mini, central, FLOPs, everything counted: `hide` 2 T (2 / 80), `retrain` 9 T (5 / 80)"
     )
-    assert counted.endswith("cheaper than `hide`: `logit-mask` 0 (0 / 80).")
-    assert kept.endswith("cheaper than `hide`: `logit-mask` 0 (0 / 80), `ssd` 100 G (0 / 81).")
+    assert counted.endswith("within one point: `logit-mask` 0 (0 / 80); cheaper and worse: none.")
+    assert kept.endswith("within one point: `logit-mask` 0 (0 / 80), `ssd` 100 G (0 / 81); cheaper and worse: none.")
+    assert tables.is_level((3.0, 79.0), (2.0, 80.0))
+    assert not tables.is_level((3.1, 80.0), (2.0, 80.0))
+    assert not tables.is_level((0.0, 78.9), (2.0, 80.0))
     assert "The paper's own edit of a class sends 37 kB where retraining sends 374 MB (ten clients" in text
     assert tables.stale_figures(write=True) == ["cost.png", "cost-central.png"]
     assert tables.stale_figures(write=False) == []
