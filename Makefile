@@ -51,7 +51,7 @@ pytest: $(STAMP)
 
 test-slow: $(STAMP)  ## the same federation on Ray and on a loopback SuperLink with TLS and keys (about ten minutes)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch -e '.[dev,simulation]'
-	$(BIN)/pytest -m slow tests/federated
+	$(BIN)/pytest -m slow tests
 
 benchmark: $(STAMP)  ## overhead of the penalties, in one run (about half an hour on two cores)
 	$(BIN)/python benchmarks/overhead.py
