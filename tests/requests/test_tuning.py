@@ -1,6 +1,7 @@
 """Tuning: an equal budget, validation images only."""
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -234,6 +235,23 @@ def test_two_processes_tune_different_methods_and_none_twice(
         tune(run, REQUEST, ["finetune", "not"], out=file, data=data, budget=Budget(2, 300, 1))
     assert len(tried) == 3
     assert set(read_json(file)) == {"not"}
+
+
+def test_a_method_that_another_process_finished_meanwhile_is_no_error(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, file, budget = load_run_data(run.settings), tmp_path / "tuned.json", Budget(2, 300, 1)
+    pretend(monkeypatch, lambda settings, _: 0.1)
+
+    def finish_finetune(name: str, *_: object) -> None:
+        if name == "not" and "finetune" not in (read_json(file) if file.exists() else {}):
+            held.close()  # the other process ends its search and gives the lock back
+            tune(run, REQUEST, ["finetune"], out=file, data=data, budget=budget)
+
+    with ExitStack() as held:
+        held.enter_context(locked(file.with_suffix(".finetune")))
+        found = tune(run, REQUEST, ["finetune", "not"], out=file, data=data, budget=budget, watch=finish_finetune)
+    assert set(found) == set(read_json(file)) == {"finetune", "not"}
 
 
 def test_an_attempt_that_fails_says_why_and_never_is_the_best(

@@ -90,7 +90,7 @@ def tune(
         except Busy:
             busy.append(name)
     found = file.write_best()
-    if busy:
+    if busy := [name for name in busy if name not in found or found[name].best is None]:
         raise Busy(f"another process is tuning {', '.join(busy)} into {out}; run this again when it has finished")
     return found
 
