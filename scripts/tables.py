@@ -352,10 +352,11 @@ def cheaper_sentences() -> str:
         f"{short_number(values['paper'])}B where retraining sends {short_number(values['retrain'])}B ({where})"
         for where, values in sent.items()
     ]
-    kept = 100 * federated_rows()["paper"][0]["accuracies"]["forget"]
+    (paper,) = federated_rows()["paper"]
+    after = shares(tuple(100 * paper["accuracies"][key] for key in ("forget", "retain")))
     lines.append(
         f"- The paper's own edit of a class sends {' and '.join(parts)}. "
-        f"With ten clients it leaves a forget accuracy of {kept:.0f} %."
+        f"With ten clients forget / retain accuracy are {after} after it."
     )
     return "\n".join(lines)
 
