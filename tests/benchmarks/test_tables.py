@@ -1,14 +1,14 @@
 """The tables of README and docs, from result files that can be checked by hand."""
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import comparison_tables
 import pytest
+import result_text
 
-ROOT = Path(__file__).parents[2]
 ORIGIN = {
     "command": "python x.py",
     "environment": {"processor": "none", "cores": 1, "versions": {"torch": "2", "fedortho": "0"}},
@@ -17,15 +17,11 @@ ORIGIN = {
 
 @pytest.fixture
 def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """scripts/tables.py with result files and figures of its own."""
-    spec = importlib.util.spec_from_file_location("scripts_tables", ROOT / "scripts" / "tables.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    """scripts/comparison_tables.py with result files and figures of its own."""
     for name in ("ROOT", "RESULTS", "FIGURES"):
-        monkeypatch.setattr(module, name, tmp_path)
-    return module
+        monkeypatch.setattr(comparison_tables, name, tmp_path)
+    monkeypatch.setattr(result_text, "RESULTS", tmp_path)
+    return comparison_tables
 
 
 def row(method: str, forget: float, retain: float, flops: float, **more: Any) -> dict[str, Any]:

@@ -1,0 +1,236 @@
+"""Tables, sentences and figures about methods side by side: the comparison, its searches, and costs."""
+
+import hashlib
+import io
+import sys
+from itertools import chain
+from statistics import mean
+from typing import Any
+
+from PIL import Image, PngImagePlugin
+from result_text import RESULTS, ROOT, grid, origin, read, spread
+
+from fedortho.engines.cost import Cost
+from fedortho.reports.figures.style import png
+from fedortho.storage.files import canonical_json
+from fedortho.storage.records import from_json, to_json
+
+sys.path.append(str(ROOT / "benchmarks"))
+
+from paper_figures.costs import KEPT, SENT, cheaper, cost_figure, quantities, short_number  # needs the path
+
+FIGURES = ROOT / "benchmarks" / "figures"
+FLOPS = ("flops", "kept-flops")
+CONTROLS = ("retrain", "retrain-plain", "logit-mask")  # never marked as best
+SEEN, NAMES = "class:1", {"class:0": "airplane", "class:1": "automobile", "class:9": "truck"}
+Rows = list[dict[str, Any]]
+
+
+def compared(kinds: tuple[str, ...]) -> dict[tuple[str, str], dict[str, Rows]]:
+    """The rows of the comparison by engine and model, then by method, each with its gap to Retrain (None: unknown)."""
+    found: dict[tuple[str, str], dict[str, Rows]] = {}
+    rows = [row for row in read("comparison")["rows"] if row["request"].partition(":")[0] in kinds]
+    exact = {(row["run"], row["request"]): row["accuracies"] for row in rows if row["method"] == "retrain"}
+    for row in rows:
+        reference = exact.get((row["run"], row["request"]))
+        pairs = [
+            (row["accuracies"][key], reference[key]) for key in ("forget", "retain") if reference and row["accuracies"]
+        ]
+        gap = 50 * sum(abs(ours - theirs) for ours, theirs in pairs) if pairs else None
+        methods = found.setdefault((row["engine"], row["model"]), {})
+        methods.setdefault(row.get("label", row["method"]), []).append(row | {"gap": gap})
+    return found
+
+
+def cells_of(rows: Rows, best: bool = False) -> list[str]:
+    """Forget and retain accuracy and the gap, as means over rows; the best gap in bold."""
+    served = [row for row in rows if row["accuracies"]]
+    if not served:
+        why = "refused: cannot serve it" if any("serves" in row["refused"] for row in rows) else "refused"
+        return [why if rows else "–", "–", "–"]
+    gap = spread([row["gap"] for row in served if row["gap"] is not None])
+    shares = [spread([100 * row["accuracies"][key] for row in served]) for key in ("forget", "retain")]
+    return [*shares, f"**{gap}**" if best else gap]
+
+
+def flops_of(rows: Rows) -> list[str]:
+    """TFLOPs of a request: everything counted, and kept by everybody (a dash where rows do not tell)."""
+    costs = [row["cost"] for row in rows if row["cost"]]
+    counted = [cost["flops"] / 1e12 for cost in costs]
+    kept = [(cost["flops"] - cost["kept-flops"]) / 1e12 for cost in costs if "kept-flops" in cost]
+    return [tera(counted), tera(kept if len(kept) == len(costs) else [])]
+
+
+def tera(values: list[float]) -> str:
+    if not values:
+        return "–"
+    value = mean(values)
+    return f"{value:.2f}" if value >= 0.005 or not value else f"{value:.1g}"
+
+
+def smallest_gap(methods: dict[str, Rows]) -> str | None:
+    """The method nearest to Retrain, whoever made it; only among methods with as many rows as the most."""
+    known = {name: [row["gap"] for row in rows if row["gap"] is not None] for name, rows in methods.items()}
+    most = max(map(len, known.values()), default=0)
+    able = [name for name in known if most and len(known[name]) == most and methods[name][0]["method"] not in CONTROLS]
+    return min(able, key=lambda name: mean(known[name]), default=None)
+
+
+EARLIER = """**This protocol has not been run to its end** (`python benchmarks/comparison.py all`). The rows below
+are of an earlier one: automobile only, six trials per method on 10,000 images of frog, FLOPs by numbers of images."""
+
+
+def comparison() -> str:
+    """Classes: the drawn ones together, automobile, which was seen during development, beside them."""
+    rows = []
+    for (_, model), methods in compared(("class",)).items():
+        drawn = {name: [row for row in found if row["request"] != SEEN] for name, found in methods.items()}
+        seen = {name: [row for row in found if row["request"] == SEEN] for name, found in methods.items()}
+        best, best_seen = smallest_gap(drawn), smallest_gap(seen)
+        for name, found in methods.items():
+            number = str(len(drawn[name])) if drawn[name] else "–"
+            gap = cells_of(seen[name], name == best_seen)[2]
+            rows.append([model, name, number, *cells_of(drawn[name], name == best), gap, *flops_of(found)])
+    header = ["model", "method", "networks × classes", "forget", "retain", "gap to retrain", "gap on automobile"]
+    table = grid([*header, "TFLOPs, everything counted", "kept by everybody"], rows) + origin(read("comparison"))
+    every = chain.from_iterable(chain.from_iterable(each.values()) for each in compared(("class",)).values())
+    has_drawn = any(row["request"] != SEEN for row in every)
+    return table if has_drawn else f"{EARLIER}\n\n{table}"
+
+
+def comparison_each(kinds: tuple[str, ...] = ("class",)) -> str:
+    """Every request by itself; several seeds as mean ± deviation."""
+    rows = []
+    for (engine, model), methods in compared(kinds).items():
+        for request in dict.fromkeys(row["request"] for found in methods.values() for row in found):
+            here = {name: [row for row in found if row["request"] == request] for name, found in methods.items()}
+            best = smallest_gap({name: found for name, found in here.items() if found})
+            what = NAMES.get(request, request if len(request) < 20 else "samples")
+            for name, found in here.items():
+                if found:
+                    tuned = found[0].get("tuned-on", "–") or "–"
+                    about = [engine, model, what, str(len(found)), name, tuned if len(tuned) < 20 else "other samples"]
+                    rows.append([*about, *cells_of(found, name == best), *flops_of(found)])
+    header = ["engine", "model", "request", "seeds", "method", "tuned on", "forget", "retain", "gap to retrain"]
+    return grid([*header, "TFLOPs, everything counted", "kept by everybody"], rows) + origin(read("comparison"))
+
+
+def searches() -> str:
+    """Every search's chosen value, the range that was tried, and whether the value lies inside it."""
+    if not (RESULTS / "searches.json").exists():
+        return "No search has ended."
+    rows = []
+    for row in read("searches")["rows"]:
+        chosen, lowest, highest = (
+            f"{row[key]:g}" if isinstance(row[key], float) else str(row[key]) for key in ("value", "lowest", "highest")
+        )
+        tuned_on = row["tuned-on"] if len(row["tuned-on"]) < 20 else "other samples"
+        told = ["yes" if row["inside"] else "**no**", str(row["attempts"]), "yes" if row["settled"] else "no"]
+        rows.append([row["file"], tuned_on, row["method"], row["setting"], chosen, f"{lowest} to {highest}", *told])
+    header = ["settings", "tuned on", "method", "setting", "chosen", "tried", "inside", "trials", "settled"]
+    return grid(header, rows) + origin(read("searches"))
+
+
+def one_pass(methods: dict[str, Rows]) -> dict[str, Rows]:
+    """The methods that were not refused, at one pass."""
+    served = {name: [row for row in rows if row["accuracies"]] for name, rows in methods.items() if "×" not in name}
+    return {name: rows for name, rows in served.items() if rows}
+
+
+def class_rows() -> dict[str, Rows]:
+    """Rows of class requests on vgg-mini, central, all networks and classes."""
+    return one_pass(compared(("class",)).get(("central", "vgg-mini"), {}))
+
+
+def federated_rows() -> dict[str, Rows]:
+    """Rows of a class request in a federation of ten clients."""
+    return one_pass({row["method"]: [row] for row in read("costs")["rows"]})
+
+
+def mean_costs(methods: dict[str, Rows]) -> dict[str, Cost]:
+    """The cost of each method, its FLOPs as means over rows."""
+    return {
+        name: from_json(
+            Cost, rows[0]["cost"] | {key: mean(row["cost"].get(key, 0) for row in rows) for key in FLOPS}, ""
+        )
+        for name, rows in methods.items()
+    }
+
+
+def costs() -> str:
+    """What a class request sends and computes in a small federation, and what it leaves."""
+    rows = []
+    for row in read("costs")["rows"]:
+        shares = [f"{100 * row['accuracies'][key]:.1f}" for key in ("forget", "retain")] if row["accuracies"] else []
+        cost = row["cost"]
+        sent = [f"{short_number(cost[key])}B" for key in ("bytes-down", "bytes-up")] if cost else []
+        rows.append([row["method"], *(shares or ["refused", "–"]), *(sent or ["–", "–"]), *flops_of([row])])
+    header = ["method", "forget", "retain", "down", "up", "TFLOPs, everything counted", "kept by everybody"]
+    return grid(header, rows) + origin(read("costs"))
+
+
+def shares(ends: tuple[float, ...]) -> str:
+    return " / ".join(f"{share:.0f}" for share in ends)
+
+
+def is_level(ends: tuple[float, ...], ours: tuple[float, ...]) -> bool:
+    """Whether forget and retain accuracy are at most one point worse."""
+    return ends[0] <= ours[0] + 1 and ends[1] >= ours[1] - 1
+
+
+def cheaper_sentences() -> str:
+    """What costs less than hide and what it leaves, in words; and what the paper's own edit sends."""
+    lines = []
+    for where, found in (("vgg-mini, central", class_rows()), ("ten clients, fashion-mini", federated_rows())):
+        ends = {
+            name: tuple(100 * mean(row["accuracies"][key] for row in rows) for key in ("forget", "retain"))
+            for name, rows in found.items()
+        }
+        for label, values in quantities(mean_costs(found)).items() if {"hide", "retrain"} <= found.keys() else ():
+            if label == KEPT and not all(
+                key in row["cost"] for rows in found.values() for row in rows for key in FLOPS
+            ):
+                continue  # rows from before statistics were told apart
+            told = {name: f"`{name}` {short_number(values[name])} ({shares(ends[name])})" for name in values}
+            less = cheaper(values)
+            level = [name for name in less if is_level(ends[name], ends["hide"])]
+            worse = ", ".join(f"`{name}` ({shares(ends[name])})" for name in less if name not in level) or "none"
+            lines.append(
+                f"- {where}, {label}: {told['hide']}, {told['retrain']}; cheaper than `hide` and as accurate within "
+                f"one point: {', '.join(told[name] for name in level) or 'none'}; cheaper and worse: {worse}."
+            )
+    large = {
+        row["method"]: float(row["bytes_up"] + row["bytes_down"])
+        for row in read("federation-cifar10")["rows"]
+        if row.get("kind") == "class" and "bytes_up" in row
+    }
+    small = quantities(mean_costs(federated_rows()))[SENT]
+    sent = {"ten clients, eight rounds": small, "100 clients, sixty rounds": large}
+    parts = [
+        f"{short_number(values['paper'])}B where retraining sends {short_number(values['retrain'])}B ({where})"
+        for where, values in sent.items()
+    ]
+    (paper,) = federated_rows()["paper"]
+    after = shares(tuple(100 * paper["accuracies"][key] for key in ("forget", "retain")))
+    lines.append(
+        f"- The paper's own edit of a class sends {' and '.join(parts)}. "
+        f"With ten clients forget / retain accuracy are {after} after it."
+    )
+    return "\n".join(lines)
+
+
+def stale_figures(*, write: bool) -> list[str]:
+    """The figures of costs that were drawn from other numbers than today's: a PNG names the digest of its numbers."""
+    stale = []
+    for name, costs in (("cost", mean_costs(federated_rows())), ("cost-central", mean_costs(class_rows()))):
+        path = FIGURES / f"{name}.png"
+        numbers = {method: {**to_json(cost), "seconds": 0} for method, cost in costs.items()}
+        digest = hashlib.sha256(canonical_json(numbers).encode()).hexdigest()
+        drawn = Image.open(io.BytesIO(path.read_bytes())).info.get("numbers") if path.exists() else None
+        if drawn != digest:
+            stale.append(str(path.relative_to(ROOT)))
+            if write:
+                note = PngImagePlugin.PngInfo()
+                note.add_text("numbers", digest)
+                Image.open(io.BytesIO(png(cost_figure(costs)))).save(path, pnginfo=note, optimize=True)
+    return stale
