@@ -115,6 +115,20 @@ def comparison_each(kinds: tuple[str, ...] = ("class",)) -> str:
     return grid([*header, "TFLOPs, everything counted", "kept by everybody"], rows) + origin(read("comparison"))
 
 
+def comparison_small() -> str:
+    """All methods on the data of the package, one seed."""
+    result = read("comparison-fashion-mini")
+    exact = next(row["accuracies"] for row in result["rows"] if row["method"] == "retrain")
+    rows = []
+    for row in result["rows"]:
+        ends, cost = row["accuracies"], from_json(Cost, row["cost"], "comparison-fashion-mini.json")
+        gap = 50 * sum(abs(ends[key] - exact[key]) for key in ("forget", "retain"))
+        told = [f"{value:.1f}" for value in (100 * ends["forget"], 100 * ends["retain"], gap)]
+        rows.append([row["method"], *told, f"{cost.flops / 1e9:.1f}", f"{cost.request_flops / 1e9:.1f}"])
+    header = ["method", "forget %", "retain %", "gap to Retrain", "GFLOPs, everything counted", "kept by everybody"]
+    return grid(header, rows) + origin(result)
+
+
 def searches() -> str:
     """Every search's chosen value, the range that was tried, and whether the value lies inside it."""
     if not (RESULTS / "searches.json").exists():

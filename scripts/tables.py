@@ -10,7 +10,15 @@ from collections.abc import Callable
 from statistics import mean
 from typing import Any
 
-from comparison_tables import cheaper_sentences, comparison, comparison_each, costs, searches, stale_figures
+from comparison_tables import (
+    cheaper_sentences,
+    comparison,
+    comparison_each,
+    comparison_small,
+    costs,
+    searches,
+    stale_figures,
+)
 from result_text import RESULTS, ROOT, grid, origin, read
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -234,6 +242,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "comparison": comparison,
     "comparison-each": comparison_each,
     "comparison-others": lambda: comparison_each(("client", "samples")),
+    "comparison-small": comparison_small,
     "searches": searches,
     "costs": costs,
     "cheaper": cheaper_sentences,

@@ -15,11 +15,11 @@ SENT, COUNTED, KEPT = "bytes, all clients", "FLOPs, everything counted", "FLOPs,
 
 
 def quantities(costs: Mapping[str, Cost]) -> dict[str, dict[str, float]]:
-    """What each method sends and computes, by both conventions; where nothing travels, the latter only."""
+    """What each method sends and computes, by both conventions; without what nobody sends and what nobody kept."""
     sent = {name: float(cost.bytes_up + cost.bytes_down) for name, cost in costs.items()}
     counted = {name: cost.flops for name, cost in costs.items()}
     kept = {name: cost.request_flops for name, cost in costs.items()}
-    return ({SENT: sent} if any(sent.values()) else {}) | {COUNTED: counted, KEPT: kept}
+    return ({SENT: sent} if any(sent.values()) else {}) | {COUNTED: counted} | ({KEPT: kept} if kept != counted else {})
 
 
 def cheaper(values: Mapping[str, float], ours: str = "hide") -> list[str]:

@@ -16,6 +16,8 @@ from fedortho.errors import FedOrthoError
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 HEADER = 30  # bytes in front of a file, besides its name
 LARGEST = 1 << 30  # bytes; more is not evidence
+# What zipfile raises for hostile archives: bad sizes (struct, EOF, OS errors), unknown or encrypted packing
+# (NotImplementedError, RuntimeError), negative offsets and names that are no text (ValueError).
 DAMAGE = (zipfile.BadZipFile, struct.error, OSError, EOFError, NotImplementedError, RuntimeError, ValueError)
 
 
