@@ -31,7 +31,7 @@ from fedortho.runs.record import (
 from fedortho.runs.run import Run, load_run_data, open_run, settings_of
 from fedortho.runs.settings import FREE, ImportSettings, TrainSettings
 from fedortho.statistics.ledger import write_ledger
-from fedortho.storage.checkpoints import load_weights, read_weights
+from fedortho.storage.checkpoints import fitted_weights, load_weights, read_weights
 from fedortho.storage.files import locked, read_tensors, tensors_digest, write_json, write_tensors
 from fedortho.storage.provenance import environment
 from fedortho.storage.records import write_record
@@ -222,7 +222,7 @@ def import_run(
     known = TrainSettings(**asdict(settings), epochs=0)
     data = load_run_data(known, progress=progress)
     model = _fresh_model(known, data)
-    load_weights(model, state, weights)
+    load_weights(model, fitted_weights(model, state, weights), weights)
     device = choose_device(settings.device)
     record = replace(_begun(path, known, data, device), imported_from=weights.name)
     write_json(path / "history.json", [])

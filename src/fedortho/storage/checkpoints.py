@@ -1,20 +1,28 @@
-"""Weights that were trained elsewhere: safetensors or a plain state dict, never a file that could run code."""
+"""Weights that were trained elsewhere: safetensors or a state dict, never a file that could run code."""
 
+import logging
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedortho.errors import BadCheckpoint
 from fedortho.storage.files import read_tensors
 
+logger = logging.getLogger(__name__)
+NESTED = ("state_dict", "model_state_dict", "net", "model")  # keys under which a checkpoint keeps the weights
+PREFIX = re.compile(r"(module|_orig_mod|model)\.")  # of DataParallel, torch.compile, and Lightning
+Shapes = Mapping[str, Tensor]
 
-def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """The state dict in a safetensors file, or in a .pt file if it holds tensors and nothing else."""
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The state dict in a safetensors file, or in a file of torch.save that holds tensors and plain values only."""
     if not path.is_file():
         raise BadCheckpoint(f"{path} does not exist; give a file of weights")
     if path.suffix == ".safetensors":
-        return _without_wrapper(read_tensors(path)[0])
+        return read_tensors(path)[0]
     try:
         value = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many types here, with one meaning for the user
@@ -22,28 +30,82 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
             f"{path} is not a plain state dict; files that could run code are never loaded; "
             "save it with safetensors, or torch.save(model.state_dict(), FILE)"
         ) from error
-    for key in ("state_dict", "model_state_dict", "model"):
-        if isinstance(value, dict) and isinstance(value.get(key), dict):
-            value = value[key]
-    if not isinstance(value, dict) or not value or not all(isinstance(t, torch.Tensor) for t in value.values()):
-        raise BadCheckpoint(f"{path} is not a state dict; expected a mapping of names to tensors")
-    return _without_wrapper(value)
-
-
-def _without_wrapper(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors without the prefix of DataParallel in their names."""
-    return {str(name).removeprefix("module."): tensor for name, tensor in state.items()}
-
-
-def load_weights(model: nn.Module, weights: dict[str, torch.Tensor], source: Path) -> None:
-    """Load weights into a model; other names or shapes are refused, the first of them named."""
-    mine = model.state_dict()
-    missing, extra = sorted(mine.keys() - weights.keys()), sorted(weights.keys() - mine.keys())
-    shapes = [n for n in mine.keys() & weights.keys() if mine[n].shape != weights[n].shape]
-    if missing or extra or shapes:
-        parts = [("lacks", missing), ("has unknown", extra), ("has other shapes for", sorted(shapes))]
-        differences = "; ".join(
-            f"{what} {', '.join(names[:3])}{' …' if len(names) > 3 else ''}" for what, names in parts if names
+    while isinstance(value, dict) and (inner := [key for key in NESTED if isinstance(value.get(key), dict)]):
+        value = value[inner[0]]
+    if not isinstance(value, dict) or not value or not all(isinstance(t, Tensor) for t in value.values()):
+        keys = f" under the keys {', '.join(map(str, value))[:200]}" if isinstance(value, dict) else ""
+        raise BadCheckpoint(
+            f"{path} is not a state dict: it has a {type(value).__name__}{keys}; expected names and tensors, at the "
+            f"top or under {', '.join(NESTED)}"
         )
-        raise BadCheckpoint(f"{source} does not fit the model: it {differences}")
+    return {str(name): tensor for name, tensor in value.items()}
+
+
+def fitted_weights(model: nn.Module, weights: Shapes, source: Path) -> dict[str, Tensor]:
+    """Weights as others save them, in the model's names and types; infinite values and NaN are refused.
+
+    Prefixes of wrappers are removed from names that the model does not know. Counters of batches, which nothing of ours
+    reads, may be missing. Other precisions become those of the model.
+    """
+    mine, found = model.state_dict(), dict[str, Tensor]()
+    for name, tensor in weights.items():
+        own = _own_name(name, mine)
+        if own in found:
+            raise BadCheckpoint(f"{source} has {own} twice, under {name} and another name; save one of them")
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise BadCheckpoint(f"{source}: {name} has values that are NaN or infinite; save a checkpoint from before")
+        found[own] = tensor
+    other = {t.dtype for n, t in found.items() if n in mine and t.is_floating_point() and t.dtype != mine[n].dtype}
+    if other:
+        logger.info("%s: weights become float32 (were %s)", source.name, ", ".join(sorted(map(str, other))))
+    counters = {name: tensor for name, tensor in mine.items() if name.endswith("num_batches_tracked")}
+    return counters | {name: tensor.to(mine[name].dtype) if name in mine else tensor for name, tensor in found.items()}
+
+
+def _own_name(name: str, mine: Shapes) -> str:
+    """The model's name of a tensor: the name without prefixes of wrappers; as it is if that is no name either."""
+    short = name.replace("._orig_mod.", ".")  # parts may be compiled too
+    while short not in mine and (prefix := PREFIX.match(short)):
+        short = short[prefix.end() :]
+    return short if short in mine else name
+
+
+def load_weights(model: nn.Module, weights: dict[str, Tensor], source: Path) -> None:
+    """Load weights into a model; other names or shapes are refused, the first of them named with the likely cause."""
+    mine = model.state_dict()
+    missing = [name for name in mine if name not in weights]
+    extra = [name for name in weights if name not in mine]
+    shapes = [name for name in mine if name in weights and mine[name].shape != weights[name].shape]
+    if missing or extra or shapes:
+        both = [f"{n} ({_shape(weights[n])}, not {_shape(mine[n])})" for n in shapes]
+        parts = [("lacks", missing), ("has unknown", extra), ("has other shapes for", both)]
+        differences = "; ".join(
+            f"{what} {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
+            for what, names in parts
+            if names
+        )
+        cause = _likely_cause(mine, weights, missing, extra, shapes)
+        raise BadCheckpoint(f"{source} does not fit the model: it {differences}; likely cause: {cause}")
     model.load_state_dict(weights)
+
+
+def _shape(tensor: Tensor) -> str:
+    return "x".join(map(str, tensor.shape)) or "one value"
+
+
+def _likely_cause(mine: Shapes, weights: Shapes, missing: list[str], extra: list[str], shapes: list[str]) -> str:
+    """Why weights do not fit a model, as far as names and shapes tell."""
+    for names, others, whose in ((extra, missing, "the file's"), (missing, extra, "the model's")):
+        longer = [name for name in names if others and name.endswith(f".{others[0]}")]
+        if longer:
+            return f"{whose} names begin with {longer[0].removesuffix(others[0])!r}; rename the tensors"
+    classifiers = {([n for n in each if each[n].dim() == 2] or [""])[-1].rpartition(".")[0] for each in (mine, weights)}
+    if all(name.rpartition(".")[0] in classifiers for name in [*missing, *extra, *shapes]):
+        outputs = [len(weights[name]) for name in [*extra, *shapes] if weights[name].dim()]
+        classes = f"{outputs[-1]} classes, the data another number" if shapes and outputs else "another name"
+        return f"another classifier: the file's has {classes}"
+    if not missing and not extra:
+        return "the same architecture with another width, or for images with another number of channels"
+    if len(missing) + len(extra) < len(mine) / 2:
+        return "a variant of this architecture (biases, norms, shortcuts or depth); make the model as the file's was"
+    return "another architecture; --model must make the network that was saved"
