@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fedortho.data.images import Batches, Images, evaluation_batches
+from fedortho.data.images import Images, evaluation_batches
+from fedortho.data.loaders import ImageSource
 from fedortho.errors import unknown
 from fedortho.models.capture import capture
 from fedortho.models.graph import Layer, select_layers, trace_layers
@@ -42,7 +43,7 @@ def kernel_similarity(model: nn.Module, layers: Sequence[str]) -> dict[str, Tens
 
 
 def feature_similarity(
-    model: nn.Module, images: Images | Batches, layers: Sequence[str], *, device: torch.device | str = "cpu"
+    model: nn.Module, images: Images | ImageSource, layers: Sequence[str], *, device: torch.device | str = "cpu"
 ) -> dict[str, Tensor]:
     """|cosine| between the response maps of every two kernels, taken over all images and places together.
 

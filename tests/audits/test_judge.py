@@ -9,7 +9,7 @@ from fedortho.audits.judge import judge
 from fedortho.audits.verdict import Verdict
 from fedortho.data.images import Images, make_dataset
 from fedortho.data.request import ForgetRequest
-from fedortho.errors import BadSetting
+from fedortho.errors import BadData, BadSetting
 
 
 def shown(verdict: Verdict) -> list[tuple[str, float | None]]:
@@ -18,8 +18,8 @@ def shown(verdict: Verdict) -> list[tuple[str, float | None]]:
 
 def test_images_a_dataset_and_a_request_in_words_give_the_same_verdict(toy: Images) -> None:
     model = TinyNet().eval()
-    by_dataset = judge(model, make_dataset(toy), ForgetRequest.parse("class:1"), original=model, audit="none")
-    by_images = judge(model, toy, "class:1", original=model, audit="none")
+    by_dataset = judge(model, make_dataset(toy, toy), ForgetRequest.parse("class:1"), original=model, audit="none")
+    by_images = judge(model, {"train": toy, "test": toy}, "class:1", original=model, audit="none")
     assert shown(by_images) == shown(by_dataset)
     assert by_images.subject == by_dataset.subject == "class 1"
     assert by_images.label == "no reference; none of 6 run"
@@ -38,11 +38,16 @@ def test_no_model_is_judged_against_itself(toy: Images, same: tuple[str, str], n
     models = {role: TinyNet().eval() for role in ("model", "original", "reference", "second_reference")}
     models[same[1]] = copy.deepcopy(models[same[0]])
     with pytest.raises(BadSetting, match=f"{named} have the same weights"):
-        judge(data=toy, request="class:1", **models)
+        judge(data={"train": toy, "test": toy}, request="class:1", **models)
 
 
 def test_without_the_original_no_audit_is_run(toy: Images) -> None:
-    verdict = judge(TinyNet().eval(), toy, "class:1")
+    verdict = judge(TinyNet().eval(), make_dataset(toy, toy), "class:1")
     assert {audit.outcome for audit in verdict.audits} == {"NOT RUN"}
     assert verdict.retention is None
     assert not verdict.passes
+
+
+def test_data_without_test_images_is_refused(toy: Images) -> None:
+    with pytest.raises(BadData, match="the data has no test images, on which a model is judged"):
+        judge(TinyNet().eval(), toy, "class:1")

@@ -173,8 +173,3 @@ def test_a_loader_is_asked_for_one_pass_only() -> None:
 def test_labels_of_another_kind_are_refused() -> None:
     with pytest.raises(BadData, match=r"labels must be whole numbers, not torch\.float32"):
         next(evaluation_batches([(floats(2), torch.zeros(2))]))
-
-
-def test_what_gives_no_batches_is_refused() -> None:
-    with pytest.raises(BadData, match="a TensorDataset gives no batches"):
-        next(evaluation_batches(TensorDataset(floats(2), torch.arange(2))))

@@ -180,8 +180,8 @@ def test_a_loss_that_is_not_finite_stops_with_advice(tiny: TinyNet, toy: Images)
 
 
 def test_nothing_to_train_on_and_unknown_layers_are_refused(tiny: TinyNet, toy: Images) -> None:
-    with pytest.raises(BadData, match=r"training needs Images .* not list"):
-        fit(tiny, [(toy.pixels, toy.labels)], QUICK)  # type: ignore[arg-type]
+    with pytest.raises(BadData, match=r"list must give batches"):
+        fit(tiny, [toy.pixels], QUICK)
     with pytest.raises(BadData, match="no images to train on"):
         fit(tiny, toy.subset([]), QUICK)
     with pytest.raises(UnknownName, match=r"no layer 'layer4'; choose from .*features\.0"):

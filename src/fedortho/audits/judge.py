@@ -12,7 +12,7 @@ from fedortho.audits.measurements import MeasurementCache
 from fedortho.audits.retention import RETENTION
 from fedortho.audits.verdict import Verdict, subject_of
 from fedortho.data.request import Clients, ForgetRequest
-from fedortho.errors import BadSetting
+from fedortho.errors import BadData, BadSetting
 from fedortho.evaluation.case import Case
 from fedortho.evaluation.metric_suite import MetricSuite
 from fedortho.methods import Data, as_dataset
@@ -35,14 +35,16 @@ def judge(
 ) -> Verdict:
     """Measure a model that is said to have forgotten, and try to recover the forget set.
 
-    `data` is the original model's training data: a dataset or its name, images, or a re-iterable `DataLoader` of
-    (images, labels). Without a `reference`, a model retrained without the forget set, the verdict cannot pass. Audits
-    need the `original` model; without it none is run. `audit` is their budget (`quick`, `full` or `none`), `only` the
-    names of those to run. A model is not judged against itself: two models with the same weights are refused.
+    `data` is the original model's data, as in `forget`, with test images. Without a `reference`, a model retrained
+    without the forget set, the verdict cannot pass. Audits need the `original` model; without it none is run. `audit`
+    is their budget (`quick`, `full` or `none`), `only` the names of those to run. A model is not judged against itself:
+    two models with the same weights are refused.
     """
     request = ForgetRequest.parse(request) if isinstance(request, str) else request
-    before = model if original is None else original
-    case = Case(model, before, reference, second_reference, as_dataset(data), request, None, clients, device)
+    before, dataset = model if original is None else original, as_dataset(data)
+    if not len(dataset.test):
+        raise BadData('the data has no test images, on which a model is judged; pass {"train": ..., "test": ...}')
+    case = Case(model, before, reference, second_reference, dataset, request, None, clients, device)
     return judge_case(case, "none" if original is None else audit, only=only)
 
 

@@ -1,13 +1,17 @@
 """Images as uint8 tensors with labels, datasets of them, and batches for evaluation."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from fedortho.data.loaders import ImageSource, class_names, read_batches
 from fedortho.devices import to_device
 from fedortho.errors import BadData, BadSetting
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -110,31 +114,52 @@ def made_images(pixels: Tensor, labels: Tensor, names: Sequence[str]) -> Images:
     return Images(pixels, labels, torch.arange(len(pixels)), tuple(names), (0.0,) * channels, (1.0,) * channels)
 
 
-def collect_images(loader: "Batches", names: Sequence[str] | None = None) -> Images:
-    """The batches of a re-iterable `DataLoader` of (images, labels) in memory, as the model reads them.
+def collect_images(source: ImageSource, names: Sequence[str] | None = None) -> Images:
+    """The images of a `DataLoader`, of a dataset of PyTorch or Hugging Face, or of any re-iterable, in memory.
 
-    A row is a position in the loader's order, so requests for single samples need a loader that does not shuffle.
+    Floats are what the model reads. Bytes are normalised by their own mean and deviation, as in `images_from_tensors`.
+    A row is a position in the dataset, also if the loader shuffles.
     """
-    parts = list(evaluation_batches(loader))
+    where = type(source).__name__
+    parts = list(read_batches(source))
     if not parts:
-        raise BadData("the loader gives no batch")
+        raise BadData(f"{where} gives no images")
     pixels, labels = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+    names = names or class_names(source)
     if not pixels.is_floating_point():
-        return images_from_tensors(pixels, labels, names, where="the loader")
-    shaped = images_from_tensors(
-        torch.zeros(len(pixels), 1, 1, 1, dtype=torch.uint8), labels, names, where="the loader"
-    )
+        logger.warning(
+            "%s gives bytes: they are normalised by their own mean and deviation; a model that was trained on other "
+            "values needs the transform that it was trained with",
+            where,
+        )
+        return images_from_tensors(pixels, labels, names, where=where)
+    shaped = images_from_tensors(torch.zeros(len(pixels), 1, 1, 1, dtype=torch.uint8), labels, names, where=where)
     return replace(shaped, pixels=pixels, mean=(0.0,) * pixels.shape[1], std=(1.0,) * pixels.shape[1])
 
 
 def make_dataset(
-    train: "Images | Batches", test: "Images | Batches | None" = None, *, valid: float = 0.1, seed: int = 0
+    train: Images | ImageSource,
+    test: Images | ImageSource | None = None,
+    *,
+    valid: Images | ImageSource | float = 0.1,
+    seed: int = 0,
 ) -> Dataset:
-    """A dataset of your own images or loaders; the validation set is a share `valid` of the training images."""
+    """A dataset of your own images, loaders or datasets.
+
+    The validation set is given, or a share `valid` of the training images. Bytes of all three are normalised as those
+    of `train`.
+    """
     whole = train if isinstance(train, Images) else collect_images(train)
-    tested = (
-        whole.subset([]) if test is None else test if isinstance(test, Images) else collect_images(test, whole.names)
-    )
+
+    def beside(source: Images | ImageSource) -> Images:
+        images = source if isinstance(source, Images) else collect_images(source, whole.names)
+        if images.pixels.is_floating_point() != whole.pixels.is_floating_point():
+            raise BadData("some images are bytes and some are floats; give the training and the test set one transform")
+        return replace(images, mean=whole.mean, std=whole.std)
+
+    tested = whole.subset([]) if test is None else beside(test)
+    if not isinstance(valid, int | float):
+        return Dataset("own images", whole, beside(valid), tested, "")
     train_rows, valid_rows = split_stratified(whole.labels, valid, seed)
     return Dataset("own images", whole.subset(train_rows), whole.subset(valid_rows), tested, "")
 
@@ -172,37 +197,17 @@ def split_stratified(labels: Tensor, share: float, seed: int) -> tuple[Tensor, T
     return (~aside).nonzero().flatten(), aside.nonzero().flatten()
 
 
-Batches = Iterable[tuple[Tensor, Tensor]]
-
-
 def evaluation_batches(
-    source: "Images | Batches", batch_size: int = 500, device: torch.device | str = "cpu"
+    source: Images | ImageSource, batch_size: int = 500, device: torch.device | str = "cpu"
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Normalised batches in order, no augmentation; a re-iterable `DataLoader` passes through as it is."""
-    if isinstance(source, Images):
-        for rows in source.rows.split(batch_size):
-            pixels, labels = source.pixels[rows], source.store_labels[rows]
-            yield source.normalise(to_device(pixels, device)), to_device(labels, device)
+    """Normalised batches in order, no augmentation; a `DataLoader` or a dataset gives its images as they are."""
+    if not isinstance(source, Images):
+        for pixels, labels in read_batches(source, batch_size):
+            yield pixels.to(device), labels.to(device)
         return
-    if isinstance(source, Iterator):
-        raise BadData(
-            f"{type(source).__name__} can be read only once; pass Images or a DataLoader, "
-            "which can be read again (forgetting needs several passes)"
-        )
-    if not isinstance(source, Iterable):
-        raise BadData(f"a {type(source).__name__} gives no batches; pass Images (such as data.test) or a DataLoader")
-    for pair in source:
-        if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(x, Tensor) for x in pair)):
-            raise BadData(
-                f"{type(source).__name__} must give batches (images, labels) of tensors, not {type(pair).__name__}"
-            )
-        images, labels = pair
-        if images.dim() != 4 or labels.dim() != 1 or len(images) != len(labels):
-            shapes = f"{tuple(images.shape)} and {tuple(labels.shape)}"
-            raise BadData(f"a batch must be images (n, channels, height, width) and labels (n,), not {shapes}")
-        if labels.is_floating_point():
-            raise BadData(f"labels must be whole numbers, not {labels.dtype}")
-        yield images.to(device), labels.to(device, torch.int64)
+    for rows in source.rows.split(batch_size):
+        pixels, labels = source.pixels[rows], source.store_labels[rows]
+        yield source.normalise(to_device(pixels, device)), to_device(labels, device)
 
 
 def check_labels(labels: Tensor, classes: int) -> None:

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from fedortho.data.images import Dataset, Images
 from fedortho.data.request import Clients, ForgetRequest
 from fedortho.errors import BadData
+from fedortho.methods import Data, as_dataset
 from fedortho.models.predictions import accuracy, evaluate
 from fedortho.runs.record import Accuracies
 
@@ -33,7 +34,7 @@ def share_correct(scores: Tensor, labels: Tensor) -> float:
 
 def accuracies_of(
     model: nn.Module,
-    data: Dataset,
+    data: Data,
     request: ForgetRequest | str,
     *,
     forgotten: ForgetRequest | None = None,
@@ -48,6 +49,7 @@ def accuracies_of(
     """
     if isinstance(request, str):
         request = ForgetRequest.parse(request)
+    data = as_dataset(data)
     excluded = (request if forgotten is None else forgotten + request).labels(data.test.names)
     table = torch.tensor(evaluate(model, data.test, device=device).confusion)  # [true label][predicted label]
     correct, number = table.diagonal(), table.sum(1)

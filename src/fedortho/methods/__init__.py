@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedortho.data.images import Batches, Dataset, Images, make_dataset
+from fedortho.data.images import Dataset, Images, make_dataset
+from fedortho.data.loaders import ImageSource
 from fedortho.data.request import Clients, ForgetRequest
 from fedortho.data.sources import load_images
 from fedortho.engines.central import central_engine
 from fedortho.engines.cost import Meter
 from fedortho.engines.engine import Engine
-from fedortho.errors import FedOrthoError, unknown
+from fedortho.errors import BadData, FedOrthoError, unknown
 from fedortho.methods.bad_teacher import BadTeacher
 from fedortho.methods.class_pruning import ClassPruning
 from fedortho.methods.directions import Directions
@@ -120,7 +121,8 @@ def _checked(request: ForgetRequest | str, method: Method | str) -> tuple[Forget
     return request, method
 
 
-Data = Dataset | Images | Batches | str
+Data = Dataset | Images | ImageSource | Mapping[str, Images | ImageSource] | str
+SPLITS = {"train": "train", "test": "test", "valid": "valid", "validation": "valid"}  # in a mapping
 
 
 def forget(
@@ -135,8 +137,9 @@ def forget(
 ) -> ForgetResult:
     """Make a model forget what the request names; the given model stays as it was.
 
-    `data` is what the model was trained on: a dataset or its name, images, or a re-iterable `DataLoader` of (images,
-    labels). `method` is a name (`hide`, `paper`, `directions`, `ssd`, …) or a method with its hyper-parameters.
+    `data` is what the model was trained on: a dataset or its name, images, a `DataLoader`, a dataset of PyTorch or
+    Hugging Face, or a mapping of those with the keys train, test and valid. `method` is a name (`hide`, `paper`,
+    `directions`, `ssd`, …) or a method with its hyper-parameters.
     `clients` are the rows that each client holds, for requests that name clients; a `ledger` of the model saves the
     forward pass over all images.
     """
@@ -163,7 +166,14 @@ def plan(
 
 
 def as_dataset(data: Data) -> Dataset:
-    """A dataset from whatever a user has: the name of one, images, or batches of them."""
+    """A dataset from whatever a user has: the name of one, images, a loader or dataset of them, or several by split."""
     if isinstance(data, str):
         return load_images(data)
+    if isinstance(data, Mapping):
+        if strange := [split for split in data if split not in SPLITS]:
+            raise unknown("split", strange[0], SPLITS)
+        if "train" not in data:
+            raise BadData(f"the data has only {', '.join(data)}; expected train, what the model was trained on")
+        parts: dict[str, Any] = {SPLITS[split]: images for split, images in data.items()}
+        return make_dataset(**parts)
     return data if isinstance(data, Dataset) else make_dataset(data)

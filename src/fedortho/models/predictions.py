@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fedortho.data.images import Batches, Images, check_labels, evaluation_batches
+from fedortho.data.images import Images, check_labels, evaluation_batches
+from fedortho.data.loaders import ImageSource
 from fedortho.devices import sum_dtype
 from fedortho.errors import BadData, BadSetting
 
@@ -28,7 +29,7 @@ class Evaluation:
         return tuple(row[label] / sum(row) if sum(row) else None for label, row in enumerate(self.confusion))
 
 
-def evaluate(model: nn.Module, images: Images | Batches, *, device: torch.device | str = "cpu") -> Evaluation:
+def evaluate(model: nn.Module, images: Images | ImageSource, *, device: torch.device | str = "cpu") -> Evaluation:
     """Loss, accuracy and confusion matrix, in evaluation mode and without augmentation; the model keeps its mode."""
     loss, counts = torch.zeros((), dtype=sum_dtype(device), device=device), None
     with evaluating(model):
@@ -59,7 +60,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _answered(
-    model: nn.Module, images: Images | Batches, device: torch.device | str
+    model: nn.Module, images: Images | ImageSource, device: torch.device | str
 ) -> Iterator[tuple[Tensor, Tensor]]:
     for inputs, labels in evaluation_batches(images, device=device):
         if not inputs.is_floating_point():
@@ -96,6 +97,6 @@ def answers_of(model: nn.Module, inputs: Tensor) -> Tensor:
     return outputs
 
 
-def accuracy(model: nn.Module, images: Images | Batches, *, device: torch.device | str = "cpu") -> float:
+def accuracy(model: nn.Module, images: Images | ImageSource, *, device: torch.device | str = "cpu") -> float:
     """The share of images whose class is predicted correctly."""
     return evaluate(model, images, device=device).accuracy

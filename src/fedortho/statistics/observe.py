@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fedortho.data.images import Batches, Images, evaluation_batches
+from fedortho.data.images import Images, evaluation_batches
+from fedortho.data.loaders import ImageSource
 from fedortho.errors import BadData
 from fedortho.models.capture import capture
 from fedortho.models.sites import Site
@@ -100,7 +101,7 @@ def key_of(site: Site, tap: str) -> str:
 
 def observe(
     model: nn.Module,
-    images: Images | Batches,
+    images: Images | ImageSource,
     taps: Sequence[tuple[Site, str]],
     *,
     classes: int,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fedortho.data.images import Images
+from fedortho.data.loaders import ImageSource
 from fedortho.devices import sum_dtype
 from fedortho.errors import BadCheckpoint, BadSetting, FedOrthoError
 from fedortho.models.norms import frozen_norms
@@ -77,10 +78,10 @@ PLAIN = FitOptions()
 
 def fit(
     model: nn.Module,
-    images: Images | Sequence[TrainingSet],
+    images: Images | ImageSource | Sequence[TrainingSet],
     recipe: Recipe | None = None,
     *,
-    valid: Images | None = None,
+    valid: Images | ImageSource | None = None,
     reference: nn.Module | None = None,
     device: torch.device | str = "cpu",
     checkpoint: Path | str | None = None,
@@ -95,7 +96,7 @@ def fit(
     a `reference`, the model that a client received from the server.
 
     Args:
-        images: training images, or training sets that each have a target of their own.
+        images: training images, a loader or a dataset of them, or training sets that each have a target of their own.
         valid: images whose accuracy is measured after each epoch; training does not use them.
         checkpoint: a file from which a killed training continues, to the same bytes.
         trainable: where it is False, a weight keeps its value bit for bit.
@@ -106,6 +107,8 @@ def fit(
     twin, teachers = copy.deepcopy(model), teachers or {}
     check_training_sets(twin, training_sets, recipe.batch_size)
     check_teachers(training_sets, options, teachers)
+    if isinstance(valid, Images) and not len(valid):
+        valid = None
     if checkpoint is not None and options.optimiser != "sgd":
         raise BadSetting(f"the optimiser is {options.optimiser}; a checkpoint needs sgd; train without a checkpoint")
     layers = ortho_layers(twin, training_sets[0].images.shape, recipe, aligning=reference is not None)
@@ -242,7 +245,7 @@ def _held(model: nn.Module, trainable: Mask) -> list[tuple[nn.Parameter, Tensor,
     return [(parameter, mask, parameter.detach().clone()) for parameter, mask in held]
 
 
-def _run_epoch(state: _State, valid: Images | None, checkpoint: Path | None, watch: Watch | None) -> None:
+def _run_epoch(state: _State, valid: Images | ImageSource | None, checkpoint: Path | None, watch: Watch | None) -> None:
     recipe = state.recipe
     batches = plan_steps(state.training_sets, recipe.batch_size, recipe.seed, state.epoch, state.options.order)
     started = saved = read = time.perf_counter()
@@ -262,7 +265,7 @@ def _run_epoch(state: _State, valid: Images | None, checkpoint: Path | None, wat
             saved = now
     loss, train_accuracy = state.means()
     speed = (state.seen - seen_before) / max(time.perf_counter() - started, 1e-9)
-    valid_accuracy = accuracy(state.model, valid, device=state.device) if valid is not None and len(valid) else None
+    valid_accuracy = None if valid is None else accuracy(state.model, valid, device=state.device)
     entry = Epoch(state.epoch, loss, train_accuracy, state.ortho(), valid_accuracy, state.seconds, images=state.seen)
     state.history.append(entry)
     told = state.progress(len(batches), speed)

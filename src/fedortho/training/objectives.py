@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fedortho.data.images import Images, check_labels
+from fedortho.data.images import Images, check_labels, collect_images
+from fedortho.data.loaders import ImageSource
 from fedortho.errors import BadData, BadSetting, unknown
 from fedortho.models.zoo import count_answers
 from fedortho.training.recipe import Recipe
@@ -75,11 +76,11 @@ class TrainingSet:
     given: bool = False
 
 
-def as_training_sets(what: Images | Sequence[TrainingSet]) -> list[TrainingSet]:
-    """The training sets themselves, or images as one training set with their true labels."""
+def as_training_sets(what: Images | ImageSource | Sequence[TrainingSet]) -> list[TrainingSet]:
+    """The training sets themselves, or images, a loader or a dataset as one training set with their true labels."""
     if isinstance(what, Sequence) and what and all(isinstance(training_set, TrainingSet) for training_set in what):
         return list(what)
-    return [TrainingSet(what)]  # type: ignore[arg-type]  # check_training_sets refuses anything else
+    return [TrainingSet(what if isinstance(what, Images) else collect_images(what))]
 
 
 def check_training_sets(model: nn.Module, training_sets: Sequence[TrainingSet], batch_size: int) -> None:
