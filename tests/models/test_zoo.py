@@ -80,7 +80,7 @@ def test_a_factory_of_ones_own_gets_the_sizes_that_it_asks_for(own_module: str) 
     [
         ("own_models:nothing", "has no function 'nothing'"),
         ("own_models:greedy", "needs width"),
-        ("own_models:wrong", "returned int"),
+        ("own_models:wrong", "must be a torch.nn.Module, not int"),
         ("own_models:lazy", "has lazy layers"),
         (":f", "cannot import ''"),
         (".own:f", "cannot import '.own'"),

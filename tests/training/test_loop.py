@@ -221,11 +221,11 @@ def test_frozen_weights_stay_as_they_are(tiny: TinyNet, toy: Images) -> None:
     assert not torch.equal(moved.features[3].weight, tiny.features[3].weight)
 
 
-def test_a_model_that_answers_otherwise_in_training_is_refused(toy: Images) -> None:
+def test_a_model_that_gives_no_logits_in_training_is_refused(toy: Images) -> None:
     class Auxiliary(TinyNet):
         def forward(self, x: torch.Tensor) -> object:
             answer = super().forward(x)
-            return (answer, answer) if self.training else answer
+            return (answer[:, :2], None) if self.training else answer
 
     with pytest.raises(BadSetting, match="in training the model answers 32 images with tuple"):
         fit(Auxiliary(), toy, QUICK)

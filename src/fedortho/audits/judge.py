@@ -15,7 +15,7 @@ from fedortho.data.request import Clients, ForgetRequest
 from fedortho.errors import BadData, BadSetting
 from fedortho.evaluation.case import Case
 from fedortho.evaluation.metric_suite import MetricSuite
-from fedortho.methods import Data, as_dataset
+from fedortho.methods import Data, as_dataset, as_model
 from fedortho.storage.files import tensors_digest
 from fedortho.storage.provenance import environment
 
@@ -41,10 +41,15 @@ def judge(
     two models with the same weights are refused.
     """
     request = ForgetRequest.parse(request) if isinstance(request, str) else request
-    before, dataset = model if original is None else original, as_dataset(data)
+    dataset = as_dataset(data)
     if not len(dataset.test):
         raise BadData('the data has no test images, on which a model is judged; pass {"train": ..., "test": ...}')
-    case = Case(model, before, reference, second_reference, dataset, request, None, clients, device)
+    unlearned, before, *references = (
+        None if each is None else as_model(each, dataset) for each in (model, original, reference, second_reference)
+    )
+    assert unlearned is not None, "a model was given"
+    known = (unlearned, unlearned if before is None else before, references[0], references[1])
+    case = Case(*known, dataset, request, None, clients, device)
     return judge_case(case, "none" if original is None else audit, only=only)
 
 

@@ -7,13 +7,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fedortho.data.images import Images, evaluation_batches
+from fedortho.data.images import Images
 from fedortho.engines.query import draw
 from fedortho.errors import BadData, BadSetting
 from fedortho.evaluation.accuracies import share_correct
 from fedortho.evaluation.case import Case
 from fedortho.models.capture import capture
 from fedortho.models.classifier import find_classifier
+from fedortho.models.layout import ordered_batches
 from fedortho.models.predictions import answers_of, refuse_broken
 
 T = TypeVar("T")
@@ -65,8 +66,8 @@ def checked_logits(case: Case, model: nn.Module, images: Images, role: str) -> T
     """The logits of these images, (n, classes) on the CPU; NaN and infinity are refused, naming the model."""
     parts = []
     with torch.no_grad():
-        for inputs, _ in evaluation_batches(images, device=case.device):
-            parts.append(answers_of(model, inputs.contiguous(memory_format=torch.channels_last)).float().cpu())
+        for inputs, _ in ordered_batches(model, images, case.device):
+            parts.append(answers_of(model, inputs).float().cpu())
     if not parts:
         raise BadData("there are no images to audit on")
     logits = torch.cat(parts)
@@ -107,9 +108,9 @@ def features(case: Case, model: nn.Module, images: Images, names: Sequence[str])
         return (inputs.flatten(2).mean(2) if inputs.dim() > 2 else inputs).cpu().double()
 
     parts: dict[str, list[Tensor]] = {name: [] for name in names}
-    for batch, _ in evaluation_batches(images, device=case.device):
+    for batch, _ in ordered_batches(model, images, case.device):
         with torch.no_grad(), capture(model, names, pooled, inputs=True) as captured:
-            model(batch.contiguous(memory_format=torch.channels_last))
+            model(batch)
         for name, inputs in captured.items():
             parts[name].append(inputs[-1])
     return {name: torch.cat(batches) for name, batches in parts.items()}

@@ -1,6 +1,7 @@
 """Unlearning methods: their table, and the functions that run one."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -35,6 +36,8 @@ from fedortho.methods.ssd import SSD
 from fedortho.methods.subspace import Subspace
 from fedortho.methods.unsir import UNSIR
 from fedortho.models.patch import patch_between
+from fedortho.models.prepare import prepare_model, released
+from fedortho.models.zoo import check_output
 from fedortho.statistics.observe import Observation
 from fedortho.storage.settings import as_mapping, make_settings
 from fedortho.unlearning.plan import ForgetPlan
@@ -137,14 +140,18 @@ def forget(
 ) -> ForgetResult:
     """Make a model forget what the request names; the given model stays as it was.
 
+    The model may be wrapped, compiled, in half precision or answer with more than logits; the result's is a plain
+    float32 copy (see `models.prepare`) whose answers have the form of the given one's.
     `data` is what the model was trained on: a dataset or its name, images, a `DataLoader`, a dataset of PyTorch or
     Hugging Face, or a mapping of those with the keys train, test and valid. `method` is a name (`hide`, `paper`,
     `directions`, `ssd`, …) or a method with its hyper-parameters.
     `clients` are the rows that each client holds, for requests that name clients; a `ledger` of the model saves the
     forward pass over all images.
     """
-    engine = central_engine(model, as_dataset(data), ledger, clients, device)
-    return unlearn(model, engine, request, method)
+    dataset = as_dataset(data)
+    known = as_model(model, dataset)
+    result = unlearn(known, central_engine(known, dataset, ledger, clients, device), request, method)
+    return replace(result, model=released(result.model))
 
 
 def plan(
@@ -162,7 +169,16 @@ def plan(
     if not isinstance(method, PlanningMethod):
         planning = [name for name, kind in METHODS.items() if hasattr(kind, "plan")]
         raise CannotServe(f"{method.name} trains and makes no plan; choose from {', '.join(planning)}")
-    return method.plan(model, central_engine(model, as_dataset(data), ledger, clients, device), request)
+    dataset = as_dataset(data)
+    known = as_model(model, dataset)
+    return method.plan(known, central_engine(known, dataset, ledger, clients, device), request)
+
+
+def as_model(model: nn.Module, data: Dataset) -> nn.Module:
+    """A copy of whatever network a user has, one that reads these images and answers with a logit for each class."""
+    known = prepare_model(model, data.train.classes)
+    check_output(known, data.train.shape, data.train.classes)
+    return known
 
 
 def as_dataset(data: Data) -> Dataset:

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fedortho.data.images import Images, check_labels, evaluation_batches
+from fedortho.data.images import Images, check_labels
 from fedortho.data.loaders import ImageSource
 from fedortho.devices import sum_dtype
 from fedortho.errors import BadData, BadSetting
+from fedortho.models.layout import ordered_batches
+from fedortho.models.prepare import find_logits
 
 
 @dataclass(frozen=True)
@@ -62,10 +64,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def _answered(
     model: nn.Module, images: Images | ImageSource, device: torch.device | str
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    for inputs, labels in evaluation_batches(images, device=device):
+    dtype = next((weight.dtype for weight in model.parameters()), torch.float32)
+    classes = images.classes if isinstance(images, Images) else 0
+    for inputs, labels in ordered_batches(model, images, device):
         if not inputs.is_floating_point():
             raise BadData(f"images must be floats, normalised as in training, not {inputs.dtype}")
-        yield answers_of(model, inputs.contiguous(memory_format=torch.channels_last)).float(), labels
+        yield answers_of(model, inputs.to(dtype), classes).float(), labels
 
 
 def logits_of(model: nn.Module, images: Images, *, device: torch.device | str = "cpu") -> Tensor:
@@ -87,9 +91,9 @@ def refuse_broken(logits: Tensor, what: str) -> None:
         )
 
 
-def answers_of(model: nn.Module, inputs: Tensor) -> Tensor:
-    """The logits of a batch, (images, classes); raises BadSetting if the model returns anything else."""
-    outputs = model(inputs)
+def answers_of(model: nn.Module, inputs: Tensor, num_classes: int = 0) -> Tensor:
+    """The logits of a batch, (images, classes); raises BadSetting if the model returns none."""
+    outputs = find_logits(model(inputs), num_classes)
     if not isinstance(outputs, Tensor) or outputs.dim() != 2 or len(outputs) != len(inputs):
         got = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
         mode = "training" if model.training else "evaluation"

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from fedortho.errors import BadSetting, UnknownName, first_line, unknown
+from fedortho.models.prepare import prepare_model
 
 
 class BasicBlock(nn.Module):
@@ -173,9 +173,10 @@ def _own_model(name: str, num_classes: int, channels: int) -> nn.Module:
         raise UnknownName(f"cannot import {place!r} for the model {name!r}: {error}") from error
     if place == "timm":
         try:
-            return _checked(name, module.create_model(function, num_classes=num_classes, in_chans=channels))
+            made = module.create_model(function, num_classes=num_classes, in_chans=channels)
         except RuntimeError as error:
             raise UnknownName(f"timm cannot build {function!r}: {error}") from error
+        return prepare_model(made, num_classes, name)
     factory: Any = getattr(module, function, None)
     if not callable(factory):
         raise UnknownName(f"{place!r} has no function {function!r}; write the model as package.module:function")
@@ -185,15 +186,7 @@ def _own_model(name: str, num_classes: int, channels: int) -> nn.Module:
     ]
     if missing := sorted(set(needed) - set(sizes)):
         raise BadSetting(f"{name} needs {', '.join(missing)}; a factory may require only {', '.join(sorted(sizes))}")
-    return _checked(name, factory(**{key: value for key, value in sizes.items() if key in known}))
-
-
-def _checked(name: str, model: Any) -> nn.Module:
-    if not isinstance(model, nn.Module):
-        raise BadSetting(f"{name} returned {type(model).__name__}, not a torch.nn.Module")
-    if any(map(is_lazy, [*model.parameters(), *model.buffers()])):  # the seed would not decide their weights
-        raise BadSetting(f"{name} has lazy layers, whose sizes are not known yet; give them their input sizes")
-    return model
+    return prepare_model(factory(**{key: value for key, value in sizes.items() if key in known}), num_classes, name)
 
 
 def check_output(model: nn.Module, shape: tuple[int, int, int], num_classes: int) -> None:

@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fedortho.data.images import Images, evaluation_batches
+from fedortho.data.images import Images
 from fedortho.data.loaders import ImageSource
 from fedortho.errors import BadData
 from fedortho.models.capture import capture
+from fedortho.models.layout import ordered_batches
 from fedortho.models.sites import Site
 from fedortho.storage.files import tensors_digest, write_tensors
 
@@ -122,10 +123,10 @@ def observe(
     model.eval()
     try:
         with torch.no_grad():
-            for inputs, labels in evaluation_batches(images, device=device):
+            for inputs, labels in ordered_batches(model, images, device):
                 if len(labels) and int(labels.max()) >= classes:
                     raise BadData(f"label {int(labels.max())} but {classes} classes are known")
-                peaks = _peaks(model, inputs.contiguous(memory_format=torch.channels_last), wanted)
+                peaks = _peaks(model, inputs, wanted)
                 for key, peak in peaks.items():
                     sums[key].index_add_(0, labels.cpu(), peak.cpu().double())
                 counts += torch.bincount(labels.cpu(), minlength=classes)

@@ -17,8 +17,10 @@ from fedortho.data.images import Images
 from fedortho.data.loaders import ImageSource
 from fedortho.devices import sum_dtype
 from fedortho.errors import BadCheckpoint, BadSetting, FedOrthoError
+from fedortho.models.layout import arranged, memory_format_of
 from fedortho.models.norms import frozen_norms
 from fedortho.models.predictions import accuracy, answers_of
+from fedortho.models.prepare import is_prepared, prepare_model, released
 from fedortho.storage.files import read_tensors, tensors_digest, write_tensors
 from fedortho.training.augmentation import Augment
 from fedortho.training.batches import plan_steps, read_step, step_seed
@@ -104,7 +106,7 @@ def fit(
         teachers: the models that targets name.
     """
     recipe, training_sets, device = recipe or Recipe(), as_training_sets(images), torch.device(device)
-    twin, teachers = copy.deepcopy(model), teachers or {}
+    twin, teachers = prepare_model(model, getattr(training_sets[0].images, "classes", 0), fold=False), teachers or {}
     check_training_sets(twin, training_sets, recipe.batch_size)
     check_teachers(training_sets, options, teachers)
     if isinstance(valid, Images) and not len(valid):
@@ -123,12 +125,8 @@ def fit(
             _run_epoch(state, valid, None if checkpoint is None else Path(checkpoint), watch)
     if not all(bool(torch.isfinite(weight).all()) for weight in state.model.parameters()):
         raise FedOrthoError(f"some weights are not finite after training (ortho {recipe.ortho}); lower lr or ortho")
-    return arranged(state.model.eval().cpu(), torch.contiguous_format)
-
-
-def arranged(model: nn.Module, order: torch.memory_format) -> nn.Module:
-    """The model itself with its weights in this memory format; convolutions are faster in channels-last."""
-    return model.to(memory_format=order)  # type: ignore[call-overload, no-any-return]  # torch's stub lacks this form
+    trained = arranged(state.model.eval().cpu(), torch.contiguous_format)
+    return trained if is_prepared(model) else released(trained)
 
 
 class _State:
@@ -144,7 +142,8 @@ class _State:
         teachers: Mapping[str, nn.Module],
     ) -> None:
         self.training_sets, self.recipe, self.options, self.device = training_sets, recipe, options, device
-        self.model = arranged(model.to(device), torch.channels_last)
+        self.order = memory_format_of(model, training_sets[0].images.shape)
+        self.model = arranged(model.to(device), self.order)
         self.teachers = {name: copy.deepcopy(teacher).to(device).eval() for name, teacher in teachers.items()}
         self.penalties = Penalties(self.model, [], recipe)
         self.held: list[tuple[nn.Parameter, Tensor, Tensor]] = []
@@ -284,7 +283,7 @@ def _take_step(state: _State, rows: Rows, step: int, steps: int) -> None:
     torch.manual_seed(seed)  # for dropout inside the model
     augment = Augment(recipe.crop, recipe.flip, recipe.erase)
     inputs, labels = read_step(state.training_sets, rows, augment, seed, state.device)
-    inputs = inputs.contiguous(memory_format=torch.channels_last)
+    inputs = inputs.contiguous(memory_format=state.order)
     with torch.autocast(state.device.type, torch.bfloat16, enabled=recipe.precision == "bfloat16"):
         outputs = answers_of(state.model, inputs)
     loss = step_loss(state.training_sets, rows, state.options, inputs, outputs.float(), labels, state.teachers)
