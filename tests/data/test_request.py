@@ -12,8 +12,25 @@ from fedortho.errors import FedOrthoError, UnknownName
 CLIENTS = dict(enumerate([torch.arange(0, 100), torch.arange(100, 240)]))
 
 
+NAMES = [
+    "3",
+    "cat",
+    "T-shirt/top",
+    "Ankle boot",
+    "black, white",
+    'the "best"',
+    "Men's, 6\"",
+    "猫",
+    "قطة",
+    "बिल्ली",
+    "🐈",
+    "$x_1$",
+    "[b]",
+]
+
+
 @given(
-    st.lists(st.sampled_from(["3", "cat", "T-shirt/top", "Ankle boot"]), unique=True),
+    st.lists(st.sampled_from(NAMES) | st.text(min_size=1, max_size=6), unique=True, max_size=4),
     st.lists(st.integers(0, 99), unique=True),
     st.lists(st.from_regex(r"\A(\d{1,2}/)?\d{1,4}\Z"), unique=True),
 )
@@ -32,6 +49,47 @@ def test_forget_and_retain_part_the_images(toy: Images) -> None:
 def test_classes_are_found_by_name_number_and_without_regard_to_case(toy: Images) -> None:
     names = ("cat", "Ankle boot", "3", "dog")
     assert ForgetRequest.parse("class:CAT,'ankle boot',3,1").labels(names) == [0, 1, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "classes"),
+    [
+        ('class:"black, white"', ("black, white",)),
+        ("""'class:"black, white"'""", ("black, white",)),  # with the quotes of a shell around it
+        ('class:cat,"Men\'s, shoes" client:3', ("cat", "Men's, shoes")),
+        ('class:"say ""no"", or"', ('say "no", or',)),
+        ("'class:big cat,6\" pipe'", ("big cat", '6" pipe')),
+        ("class:'big cat',dog", ("big cat", "dog")),
+        ("class:big\\ cat", ("big cat",)),
+    ],
+)
+def test_a_name_with_a_comma_stands_in_double_quotes(text: str, classes: tuple[str, ...]) -> None:
+    assert ForgetRequest.parse(text).classes == classes
+    assert ForgetRequest.parse(str(ForgetRequest.parse(text))) == ForgetRequest.parse(text)
+
+
+def test_a_name_that_is_quoted_badly_is_refused() -> None:
+    with pytest.raises(FedOrthoError, match=r"is not a list of names: .*; quote them as in CSV"):
+        ForgetRequest.parse('class:"a"b"c"')
+
+
+def test_a_name_of_several_classes_is_refused_with_their_numbers() -> None:
+    names = ("crane", "dog", "crane", "Owl", "owl")
+    with pytest.raises(FedOrthoError, match="2 classes are called 'crane': 0, 2; name one by number"):
+        ForgetRequest.parse("class:crane").labels(names)
+    with pytest.raises(FedOrthoError, match="2 classes are called 'OWL': 3, 4"):
+        ForgetRequest.parse("class:OWL").labels(names)
+    assert ForgetRequest.parse("'class:2, Dog,owl'").labels(names) == [2, 1, 4]
+    with pytest.raises(UnknownName, match=r'choose from .*"black, white"'):
+        ForgetRequest.parse("class:'black, white'").labels(("black, white", "grey"))
+
+
+def test_the_canonical_form_names_the_same_classes_if_names_are_numbers_of_others() -> None:
+    names = ("1", "10", "2")  # folders of numbered classes, in the order of their names
+    for label, name in enumerate(names):
+        settled = ForgetRequest.parse(f"class:{name}").settled(names)
+        assert ForgetRequest.parse(str(settled)).labels(names) == [label]
+        assert settled.settled(names) == settled
 
 
 def test_samples_come_from_a_file_or_inline_and_may_name_a_client(toy: Images, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A request to forget classes, clients or samples: its text form, and its forget and retain set."""
 
+import csv
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,8 @@ from fedortho.errors import FedOrthoError, unknown
 
 SAMPLE = re.compile(r"(?:(\d+)/)?(\d+)")
 KINDS = ("class", "client", "samples")
+WORD = re.compile(r"""(?:"[^"]*"|'[^']*'|\\.|[^ \t\r\n"'\\])+""", re.DOTALL)  # of a request's text, with its quotes
+QUOTED_NAMES = re.compile(r'class:([^"]*,)?"')
 
 
 Clients = Mapping[int, Tensor]  # the rows that each client holds
@@ -40,9 +43,15 @@ class ForgetRequest:
 
     @classmethod
     def parse(cls, text: str) -> "ForgetRequest":
-        """Read `class:3`, `class:3,7`, `class:cat`, `client:12`, `samples:FILE` or `samples:17,4/20`, or several."""
+        """Read `class:3`, `class:3,7`, `class:cat`, `client:12`, `samples:FILE` or `samples:17,4/20`, or several.
+
+        A class name with a comma stands in double quotes, as in CSV: `class:cat,"black, white"`. Quotes around a whole
+        word are those of a shell; they keep its spaces.
+        """
         try:
             words = shlex.split(text)
+            if QUOTED_NAMES.search(text):
+                words = [word if QUOTED_NAMES.match(word) else shlex.split(word)[0] for word in WORD.findall(text)]
         except ValueError as error:
             raise FedOrthoError(f"{text!r} is not a request: {error}") from error
         found: dict[str, list[str]] = {kind: [] for kind in KINDS}
@@ -52,7 +61,7 @@ class ForgetRequest:
                 raise FedOrthoError(f"{word!r} is not a request; write class:3, class:cat, client:12 or samples:FILE")
             if kind not in KINDS:
                 raise unknown("kind of request", kind, KINDS)
-            found[kind] += _sample_ids(rest) if kind == "samples" else [w for w in rest.split(",") if w]
+            found[kind] += _sample_ids(rest) if kind == "samples" else _listed(rest)
         if not any(found.values()):
             raise FedOrthoError(f"{text!r} asks for nothing; write class:3, class:cat, client:12 or samples:FILE")
         for word in found["client"]:
@@ -67,7 +76,8 @@ class ForgetRequest:
         return self.classes, tuple(map(str, self.clients)), self.samples
 
     def __str__(self) -> str:
-        return shlex.join(f"{k}:{','.join(words)}" for k, words in zip(KINDS, self._words, strict=True) if words)
+        kinds = zip(KINDS, self._words, strict=True)
+        return shlex.join(f"{kind}:{','.join(map(_quoted, words))}" for kind, words in kinds if words)
 
     @property
     def word(self) -> str:
@@ -98,12 +108,13 @@ class ForgetRequest:
         return ForgetRequest(classes, tuple(map(int, clients)), samples)
 
     def settled(self, names: Sequence[str]) -> "ForgetRequest":
-        """The same request in canonical form: labels as numbers, everything sorted.
+        """The same request in canonical form: labels as numbers (names where another class has the number as its name).
 
         >>> str(ForgetRequest.parse("class:cat,0 client:2,1").settled(["dog", "cat"]))
         'class:0,1 client:1,2'
         """
-        labels = tuple(str(label) for label in sorted(set(self.labels(names))))
+        numbers = sorted(set(self.labels(names)))
+        labels = tuple(names[n] if str(n) in names and names[n] != str(n) else str(n) for n in numbers)
         return ForgetRequest(labels, tuple(sorted(self.clients)), tuple(sorted(self.samples)))
 
     def covers(self, other: "ForgetRequest") -> bool:
@@ -194,15 +205,33 @@ def _sample_ids(text: str) -> list[str]:
     return lines
 
 
+def _listed(text: str) -> list[str]:
+    try:
+        return [word for word in next(csv.reader([text], strict=True)) if word]
+    except csv.Error as error:
+        raise FedOrthoError(f"{text!r} is not a list of names: {error}; quote them as in CSV") from error
+
+
+def _quoted(word: str) -> str:
+    """A name as `_listed` reads it.
+
+    >>> _quoted("cat"), _quoted("black, white")
+    ('cat', '"black, white"')
+    """
+    return '"' + word.replace('"', '""') + '"' if set(word) & set(',"\r\n') else word
+
+
 def _label(word: str, names: Sequence[str]) -> int:
-    if word in names:
-        return list(names).index(word)
-    if word.isdecimal() and int(word) < len(names):
+    same = [label for label, name in enumerate(names) if name == word]
+    if not same and word.isdecimal() and int(word) < len(names):
         return int(word)
-    folded = {name.casefold(): label for label, name in enumerate(names)}
-    if word.casefold() in folded:
-        return folded[word.casefold()]
-    raise unknown("class", word, [f"0 to {len(names) - 1}", *names])
+    folded = word.strip().casefold()
+    same = same or [label for label, name in enumerate(names) if name.casefold() == folded]
+    if len(same) > 1:
+        raise FedOrthoError(f"{len(same)} classes are called {word!r}: {', '.join(map(str, same))}; name one by number")
+    if not same:
+        raise unknown("class", word, [f"0 to {len(names) - 1}", *map(_quoted, names)])
+    return same[0]
 
 
 def _rows_of(client: int, clients: Clients | None) -> Tensor:
