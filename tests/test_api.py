@@ -29,6 +29,8 @@ CALLS = {  # a name of fedortho, or, for what operates a deployment or lists fil
     "reproduce": "experiments.runner.reproduce",
     "report": "write_report",
     "results": "reports.run_table.list_runs",
+    "data ls": "list_images",
+    "data find": "list_images",
     "bundle make": "make_bundle",
     "bundle check": "check_bundle",
     "bundle key": "evidence.signature.make_key",
@@ -51,7 +53,7 @@ def commands() -> set[str]:
 
 def test_the_names_are_sorted_few_and_documented() -> None:
     assert fo.__all__ == sorted(fo.__all__)
-    assert 25 <= len(fo.__all__) <= 40
+    assert 25 <= len(fo.__all__) <= 44
     for name in fo.__all__:
         found = getattr(fo, name)
         text = inspect.getdoc(found) or ""

@@ -10,6 +10,7 @@ from importlib.metadata import version
 from fedortho.audits.judge import judge
 from fedortho.audits.verdict import Verdict
 from fedortho.data.images import Dataset, Images, images_from_tensors, make_dataset
+from fedortho.data.listing import list_images
 from fedortho.data.partition import partition
 from fedortho.data.request import ForgetRequest
 from fedortho.data.sources import load_images
@@ -68,6 +69,7 @@ __all__ = [
     "import_run",
     "judge",
     "judge_run",
+    "list_images",
     "load_images",
     "make_bundle",
     "make_dataset",

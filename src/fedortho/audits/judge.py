@@ -11,7 +11,7 @@ from fedortho.audits import run_audits
 from fedortho.audits.measurements import MeasurementCache
 from fedortho.audits.retention import RETENTION
 from fedortho.audits.verdict import Verdict, subject_of
-from fedortho.data.request import Clients, ForgetRequest
+from fedortho.data.request import Clients, ForgetRequest, as_request
 from fedortho.errors import BadData, BadSetting
 from fedortho.evaluation.case import Case
 from fedortho.evaluation.metric_suite import MetricSuite
@@ -40,8 +40,8 @@ def judge(
     is their budget (`quick`, `full` or `none`), `only` the names of those to run. A model is not judged against itself:
     two models with the same weights are refused.
     """
-    request = ForgetRequest.parse(request) if isinstance(request, str) else request
     dataset = as_dataset(data)
+    request = as_request(request, dataset)
     if not len(dataset.test):
         raise BadData('the data has no test images, on which a model is judged; pass {"train": ..., "test": ...}')
     unlearned, before, *references = (

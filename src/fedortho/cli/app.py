@@ -12,6 +12,7 @@ from rich.logging import RichHandler
 from rich.markup import escape
 
 from fedortho.cli.console import err
+from fedortho.cli.data import data_app
 from fedortho.cli.evidence import bundle_app, journal_app
 from fedortho.cli.forget import forget_command, undo_command
 from fedortho.cli.methods import compare_command, tune_command
@@ -85,6 +86,7 @@ app.command("tune")(tune_command)
 app.command("reproduce")(reproduce_command)
 app.command("report")(report_command)
 app.command("results")(results_command)
+app.add_typer(data_app, name="data")
 app.add_typer(bundle_app, name="bundle")
 app.add_typer(journal_app, name="journal")
 

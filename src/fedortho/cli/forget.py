@@ -73,7 +73,8 @@ def forget_command(
     given: dict[str, Any],
 ) -> None:
     """Make the model of a run forget and judge the result; writes a new run directory and leaves RUN as it is."""
-    run, asked = open_run(run_path), ForgetRequest.parse(shlex.join(request))
+    run = open_run(run_path)
+    asked = run.request(shlex.join(request), data_dir)
     method = chosen_method(
         run, method_name, settings, method_changes(find_method(method_name), given, assignments or ())
     )

@@ -9,7 +9,6 @@ from rich.markup import escape
 
 from fedortho.cli.console import bars, out, say, say_json, words_table
 from fedortho.cli.flags import AsJson, DataDir, Device, Request, RunPath, Settings
-from fedortho.data.request import ForgetRequest
 from fedortho.requests.comparing import NOTES, compare, compared_path, comparison_table
 from fedortho.requests.search import Attempt, Budget, Search
 from fedortho.requests.tuning import tune
@@ -36,7 +35,8 @@ def compare_command(
     as_json: AsJson = False,
 ) -> None:
     """Run several methods from the same model and show accuracies, cost and the gap to retraining of each."""
-    run, parsed = open_run(run_path).at(data_dir, device), ForgetRequest.parse(request)
+    run = open_run(run_path).at(data_dir, device)
+    parsed = run.request(request)
     directory = out_path or compared_path(run, parsed)
     with bars() as shown:
         task = shown.add_task("comparing", total=None, news="")

@@ -1,5 +1,6 @@
 """Decode images of Parquet files or folders into uint8 tensors: check labels first, then decode in threads."""
 
+import hashlib
 import io
 import json
 import os
@@ -7,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -18,15 +19,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedortho.data.images import channel_statistics, split_stratified
+from fedortho.data.images import RowIds, channel_statistics, split_stratified
 from fedortho.errors import BadData, first_line
 
 Report = Callable[[int, int], None]  # images decoded so far, images in this split
+Encoded = tuple[str, str, bytes | None]  # location for errors, file name (empty: none), encoded image
 
 DECODER = 1  # part of every cache key: increase it when the same bytes decode to other pixels
 TEST_SHARE, TEST_SEED = 0.2, 0  # for sources without a test split; a fixed seed, so the test set is always the same
 IMAGE_COLUMNS, LABEL_COLUMNS = ("image", "img"), ("label", "fine_label", "labels", "target")
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
+SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
 BATCH, CHUNK = 1024, 64  # rows read at a time, and rows per task of a thread
 THREADS = min(8, max(2, os.cpu_count() or 2))
 
@@ -40,6 +43,7 @@ class SplitFiles:
     folders: tuple[str, ...] = ()  # class of each file, if every file is one image
     image: str = ""  # names of the columns; empty: the usual names are tried
     label: str = ""
+    root: Path = Path()  # the data directory, which file names are relative to
 
 
 @dataclass(frozen=True)
@@ -55,26 +59,45 @@ class DecodedImages:
     mean: tuple[float, ...]  # of the training rows
     std: tuple[float, ...]
     digest: str  # of the source's content
+    ids: RowIds
 
 
 @dataclass(frozen=True)
 class EncodedImages:
-    """Labels and splits of images that are not decoded yet; `images` yields batches of (location, bytes)."""
+    """Labels and splits of images that are not decoded yet; `images` yields batches of (location, name, bytes)."""
 
     labels: Tensor
     names: tuple[str, ...]
     splits: tuple[str, ...]  # one per row, or empty
-    images: Callable[[], Iterator[list[tuple[str, bytes | None]]]]
+    images: Callable[[], Iterator[list[Encoded]]]
 
 
 def decode_files(source: SplitFiles, size: int, digest: str, progress: Report | None) -> DecodedImages:
-    encoded = _open_folder(source) if source.folders else _open_parquet(source)
+    encoded = _open_source(source)
     if not len(encoded.labels):
         raise BadData(f"{source.files[0]} holds no images")
     train, test, test_from_train = _split_rows(encoded, source.role)
-    pixels = torch.from_numpy(_decode(encoded, size, progress))
+    pixels, ids = _decode(encoded, size, progress)
     mean, std = channel_statistics(pixels[train]) if len(train) else ((), ())
-    return DecodedImages(pixels, encoded.labels, train, test, test_from_train, encoded.names, mean, std, digest)
+    return DecodedImages(pixels, encoded.labels, train, test, test_from_train, encoded.names, mean, std, digest, ids)
+
+
+def decode_rows(source: SplitFiles, size: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The pixels and the labels of these rows, ascending; no other image is decoded."""
+    encoded, wanted = _open_source(source), set(rows.tolist())
+
+    def some() -> Iterator[list[Encoded]]:
+        first = 0
+        for batch in encoded.images():
+            yield [image for row, image in enumerate(batch, first) if row in wanted]
+            first += len(batch)
+
+    chosen = replace(encoded, labels=encoded.labels[rows], images=some)
+    return _decode(chosen, size, None)[0], chosen.labels
+
+
+def _open_source(source: SplitFiles) -> EncodedImages:
+    return _open_folder(source) if source.folders else _open_parquet(source)
 
 
 def _split_rows(encoded: EncodedImages, role: str) -> tuple[Tensor, Tensor, bool]:
@@ -96,9 +119,9 @@ def _open_folder(source: SplitFiles) -> EncodedImages:
     names = tuple(sorted(set(source.folders)))
     number = {name: label for label, name in enumerate(names)}
 
-    def images() -> Iterator[list[tuple[str, bytes | None]]]:
+    def images() -> Iterator[list[Encoded]]:
         for start in range(0, len(source.files), BATCH):
-            yield [(str(file), file.read_bytes()) for file in source.files[start : start + BATCH]]
+            yield [(str(file), "", file.read_bytes()) for file in source.files[start : start + BATCH]]
 
     return EncodedImages(torch.tensor([number[name] for name in source.folders]), names, (), images)
 
@@ -129,7 +152,7 @@ def _open_parquet(source: SplitFiles) -> EncodedImages:
             "number the classes from 0"
         )
 
-    def images() -> Iterator[list[tuple[str, bytes | None]]]:
+    def images() -> Iterator[list[Encoded]]:
         for file in source.files:
             yield from _encoded_images(file, source.image)
 
@@ -193,7 +216,7 @@ def _splits(file: Path, values: Sequence[object]) -> list[str]:
     return roles
 
 
-def _encoded_images(file: Path, wanted: str) -> Iterator[list[tuple[str, bytes | None]]]:
+def _encoded_images(file: Path, wanted: str) -> Iterator[list[Encoded]]:
     from pyarrow.compute import struct_field
     from pyarrow.types import is_binary, is_large_binary, is_struct
 
@@ -206,17 +229,22 @@ def _encoded_images(file: Path, wanted: str) -> Iterator[list[tuple[str, bytes |
             raise BadData(f"{file}: column {name!r} holds {kind}, not encoded images: struct(bytes, path) or binary")
         for batch in parquet.iter_batches(BATCH, columns=[name]):
             column = struct_field(batch.column(0), "bytes") if nested else batch.column(0)
-            yield [(f"{file}, row {row}", blob) for row, blob in enumerate(column.to_pylist(), first)]
+            has_names = nested and kind.get_field_index("path") >= 0
+            names = struct_field(batch.column(0), "path").to_pylist() if has_names else [""] * len(column)
+            images = enumerate(zip(names, column.to_pylist(), strict=True), first)
+            yield [(f"{file}, row {row}", str(name or ""), blob) for row, (name, blob) in images]
             first += len(column)
 
 
-def _decode(encoded: EncodedImages, size: int, progress: Report | None) -> NDArray[np.uint8]:
-    """All images as one array, with one channel if every image is grey and with three otherwise."""
+def _decode(encoded: EncodedImages, size: int, progress: Report | None) -> tuple[Tensor, RowIds]:
+    """All images as one tensor, with one channel if every image is grey and with three otherwise; and their ids."""
+    digests, files = np.empty((len(encoded.labels), 32), np.uint8), []
     pixels, done, total, origin = np.empty((0, 1, 0, 0), np.uint8), 0, len(encoded.labels), ""
     with ThreadPoolExecutor(THREADS) as pool:
         for batch in encoded.images():
             chunks = [batch[first : first + CHUNK] for first in range(0, len(batch), CHUNK)]
-            for where, image in chain.from_iterable(pool.map(partial(_decode_chunk, size), chunks)):
+            files += [name for _, name, _ in batch]
+            for where, image, digest in chain.from_iterable(pool.map(partial(_decode_chunk, size), chunks)):
                 if not done:
                     pixels, origin = np.empty((total, *image.shape), np.uint8), where
                 if (shape := image.shape[1:]) != (first := pixels.shape[2:]):
@@ -226,15 +254,15 @@ def _decode(encoded: EncodedImages, size: int, progress: Report | None) -> NDArr
                     )
                 if len(image) > pixels.shape[1]:
                     pixels = np.repeat(pixels, 3, axis=1)
-                pixels[done] = image
+                pixels[done], digests[done] = image, np.frombuffer(digest, np.uint8)
                 done += 1
             if progress is not None:
                 progress(done, total)
-    return pixels
+    return torch.from_numpy(pixels), RowIds(torch.from_numpy(digests), tuple(files) if any(files) else ())
 
 
-def _decode_chunk(size: int, chunk: Sequence[tuple[str, bytes | None]]) -> list[tuple[str, NDArray[np.uint8]]]:
-    return [(where, _decode_image(where, blob, size)) for where, blob in chunk]
+def _decode_chunk(size: int, chunk: Sequence[Encoded]) -> list[tuple[str, NDArray[np.uint8], bytes]]:
+    return [(where, _decode_image(where, blob, size), hashlib.sha256(blob or b"").digest()) for where, _, blob in chunk]
 
 
 def _decode_image(where: str, blob: bytes | None, size: int) -> NDArray[np.uint8]:

@@ -2,7 +2,9 @@
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from unicodedata import normalize
 
 import torch
 from torch import Tensor
@@ -12,6 +14,33 @@ from fedortho.devices import to_device
 from fedortho.errors import BadData, BadSetting
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RowIds:
+    """The digest of each row's encoded image (of its pixels if it has no file) and its file name, by row of a store."""
+
+    digests: Tensor  # (store, 32), uint8: SHA-256
+    files: tuple[str, ...] = ()  # relative to `root`; empty: the images have no file names
+    root: str = ""  # the data directory
+
+    def subset(self, rows: Tensor) -> "RowIds":
+        """The ids of these rows, in this order."""
+        files = tuple(self.files[row] for row in rows.tolist()) if self.files else ()
+        return replace(self, digests=self.digests[rows], files=files)
+
+    @cached_property
+    def by_file(self) -> dict[str, list[int]]:
+        """The rows of each file name, which is in the form NFC."""
+        rows: dict[str, list[int]] = {}
+        for row, file in enumerate(self.files):
+            rows.setdefault(normalize("NFC", file), []).append(row)
+        return rows
+
+    @cached_property
+    def by_digest(self) -> list[tuple[str, int]]:
+        """The digest of each row as hex, sorted."""
+        return sorted((bytes(digest).hex(), row) for row, digest in enumerate(self.digests.numpy()))
 
 
 @dataclass(frozen=True)
@@ -27,6 +56,7 @@ class Images:
     names: tuple[str, ...]  # one per class
     mean: tuple[float, ...]  # per channel, of pixels / 255
     std: tuple[float, ...]
+    ids: RowIds | None = None  # of the store; None: rows have numbers only
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -72,6 +102,15 @@ class Dataset:
     valid: Images
     test: Images
     digest: str  # of the content of all files read
+    gone: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))  # rows whose images were deleted
+
+    def without_rows(self, rows: Tensor) -> "Dataset":
+        """The dataset without these rows of the training store; `gone` has those that it had."""
+        train = self.train.subset(~torch.isin(self.train.rows, rows))
+        is_shared = self.valid.pixels.data_ptr() == self.train.pixels.data_ptr()  # else it has rows of its own
+        valid = self.valid.subset(~torch.isin(self.valid.rows, rows)) if is_shared else self.valid
+        had = torch.cat([self.gone, self.train.rows, *([self.valid.rows] if is_shared else [])])
+        return replace(self, train=train, valid=valid, gone=had[torch.isin(had, torch.cat([self.gone, rows]))].unique())
 
 
 def images_from_tensors(

@@ -1,19 +1,22 @@
 """A request to forget classes, clients or samples: its text form, and its forget and retain set."""
 
 import csv
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TextIO
 
 import torch
 from torch import Tensor
 
-from fedortho.data.images import Images
+from fedortho.data.decoding import SUFFIXES
+from fedortho.data.images import Dataset, Images
+from fedortho.data.rows import SAMPLE, training_rows
 from fedortho.errors import FedOrthoError, unknown
 
-SAMPLE = re.compile(r"(?:(\d+)/)?(\d+)")
 KINDS = ("class", "client", "samples")
 WORD = re.compile(r"""(?:"[^"]*"|'[^']*'|\\.|[^ \t\r\n"'\\])+""", re.DOTALL)  # of a request's text, with its quotes
 QUOTED_NAMES = re.compile(r'class:([^"]*,)?"')
@@ -39,14 +42,16 @@ class ForgetRequest:
 
     classes: tuple[str, ...] = ()  # labels or names, as given
     clients: tuple[int, ...] = ()
-    samples: tuple[str, ...] = ()  # `row`, or `client/row` with the row among that client's images
+    samples: tuple[str, ...] = ()  # `row`, `client/row` (among that client's images); names until `resolved`
 
     @classmethod
     def parse(cls, text: str) -> "ForgetRequest":
-        """Read `class:3`, `class:3,7`, `class:cat`, `client:12`, `samples:FILE` or `samples:17,4/20`, or several.
+        """Read `class:3`, `class:3,7`, `class:cat`, `client:12`, `samples:17,4/20`, or several.
 
         A class name with a comma stands in double quotes, as in CSV: `class:cat,"black, white"`. Quotes around a whole
-        word are those of a shell; they keep its spaces.
+        word are those of a shell; they keep its spaces. Samples may also be file names, globs or `sha256:DIGEST`, or be
+        listed in a file (`samples:FILE`, one a line) or in a column of a table (`samples:FILE.csv:COLUMN`). A word with
+        the suffix of an image is never read as a list.
         """
         try:
             words = shlex.split(text)
@@ -116,6 +121,20 @@ class ForgetRequest:
         numbers = sorted(set(self.labels(names)))
         labels = tuple(names[n] if str(n) in names and names[n] != str(n) else str(n) for n in numbers)
         return ForgetRequest(labels, tuple(sorted(self.clients)), tuple(sorted(self.samples)))
+
+    @property
+    def has_names(self) -> bool:
+        """Whether samples are named otherwise than by row."""
+        return not all(map(SAMPLE.fullmatch, self.samples))
+
+    def resolved(self, data: Dataset) -> "ForgetRequest":
+        """The same request with its samples by row: names, globs and digests are looked up in the training images."""
+        words = [
+            word
+            for given in self.samples
+            for word in ([given] if SAMPLE.fullmatch(given) else map(str, training_rows(given, data)))
+        ]
+        return replace(self, samples=tuple(dict.fromkeys(words)))
 
     def covers(self, other: "ForgetRequest") -> bool:
         """Whether this request names everything that `other` names; both in canonical form."""
@@ -191,18 +210,30 @@ def _short(request: ForgetRequest) -> str:
 
 
 def _sample_ids(text: str) -> list[str]:
+    """The words of `samples:TEXT`: ids, the lines or a column of a file, or TEXT itself, which names images."""
     if all(SAMPLE.fullmatch(word) for word in text.split(",")):
         return text.split(",")
+    table, _, column = text.rpartition(":")
+    is_table = table.lower().endswith(".csv")
+    path = Path(table if is_table else text).expanduser()
+    if text.startswith("sha256:") or path.suffix.lower() in SUFFIXES or not (is_table or os.path.isfile(path)):
+        return [text]
     try:
-        lines = Path(text).expanduser().read_text(encoding="utf-8").split()
-    except (OSError, UnicodeDecodeError) as error:
-        raise FedOrthoError(f"samples:{text} names neither ids nor a readable file; is the path right?") from error
-    wrong = [line for line in lines if not SAMPLE.fullmatch(line)]
-    if wrong:
-        raise FedOrthoError(f"{text}: {wrong[0]!r} is not a sample id; write one `row` or `client/row` a line")
-    if not lines:
-        raise FedOrthoError(f"{text} holds no sample id; write one `row` or `client/row` a line")
-    return lines
+        with path.open(encoding="utf-8-sig", newline="") as stream:
+            lines = _column(path, column, stream) if is_table else [line.strip() for line in stream]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise FedOrthoError(f"samples:{text}: {path} cannot be read ({error}); give a text file") from error
+    words = [word for line in lines for word in (line.split() if all(map(SAMPLE.fullmatch, line.split())) else [line])]
+    if not words:
+        raise FedOrthoError(f"{path} names no sample; write one row, client/row, file name or sha256:DIGEST a line")
+    return words
+
+
+def _column(path: Path, name: str, stream: TextIO) -> list[str]:
+    table = csv.DictReader(stream)
+    if name not in (table.fieldnames or ()):
+        raise unknown(f"column of {path}", name, table.fieldnames or ())
+    return [(line[name] or "").strip() for line in table]
 
 
 def _listed(text: str) -> list[str]:
@@ -244,13 +275,20 @@ def _rows_of(client: int, clients: Clients | None) -> Tensor:
 
 def _row(word: str, clients: Clients | None) -> int:
     match = SAMPLE.fullmatch(word)
-    assert match is not None, "checked when parsed"
+    if match is None:
+        what = "neither ids nor a readable file; names of images: request.resolved(data)"
+        raise FedOrthoError(f"samples:{word[:60]} names {what}")
     if match[1] is None:
         return int(match[2])
     rows = _rows_of(int(match[1]), clients)
     if int(match[2]) >= len(rows):
         raise FedOrthoError(f"no sample {word}; client {match[1]} has rows 0 to {len(rows) - 1}")
     return int(rows[int(match[2])])
+
+
+def as_request(request: ForgetRequest | str, data: Dataset) -> ForgetRequest:
+    """A request from its text, with its samples by row of this data."""
+    return (ForgetRequest.parse(request) if isinstance(request, str) else request).resolved(data)
 
 
 def union_of(requests: Sequence[ForgetRequest]) -> ForgetRequest | None:

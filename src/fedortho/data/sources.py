@@ -11,8 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fedortho.data.cache import cache_dir, cached, without_forgotten
 from fedortho.data.decoding import (
     DECODER,
+    SUFFIXES,
     TEST_SEED,
     TEST_SHARE,
     THREADS,
@@ -20,15 +22,14 @@ from fedortho.data.decoding import (
     Report,
     SplitFiles,
     decode_files,
+    decode_rows,
     split_of,
 )
-from fedortho.data.images import Dataset, Images, channel_statistics, split_stratified
-from fedortho.errors import BadCheckpoint, BadData, BadSetting, FedOrthoError, UnknownName, first_line, unknown
-from fedortho.storage.files import file_digest, read_tensors, replacing, tensors_digest, write_tensors
+from fedortho.data.images import Dataset, Images, RowIds, channel_statistics, split_stratified
+from fedortho.errors import BadData, BadSetting, FedOrthoError, UnknownName, first_line, unknown
+from fedortho.storage.files import file_digest, replacing, tensors_digest
 
 logger = logging.getLogger(__name__)
-
-SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,15 @@ def load_images(
     valid: float = 0.1,
     seed: int = 0,
     size: int = 0,
+    forgotten: bool = False,
     progress: Report | None = None,
 ) -> Dataset:
     """A dataset of `DATASETS`, or the Parquet file, directory of Parquet files or image folder at the path `name`.
 
     The validation set is a share `valid` of the training split. A row id is the row in the source's file; rows of
     several files are numbered on. Channel statistics of the training split normalise all three sets. `size` resizes
-    every image to a square.
+    every image to a square. Training and validation images that were forgotten and purged are left out, unless
+    `forgotten`.
     """
     if size < 0:
         raise BadSetting(f"image-size must be 0 (unchanged) or a number of pixels, not {size}")
@@ -77,18 +80,19 @@ def load_images(
     if not len(store.train):
         raise BadData(f"{name}: the training split is empty")
     names = store.names or tuple(map(str, range(int(store.labels[store.train].max()) + 1)))
-    whole = Images(store.pixels, store.labels, store.train, names, store.mean, store.std)
+    whole = Images(store.pixels, store.labels, store.train, names, store.mean, store.std, store.ids)
     tested = _test_images(name, whole, store, test or store)
     train_rows, valid_rows = split_stratified(whole.labels, valid, seed)
     digest = store.digest if test is None else _joined([store.digest, test.digest])
-    return Dataset(name, whole.subset(train_rows), whole.subset(valid_rows), tested, digest)
+    data = Dataset(name, whole.subset(train_rows), whole.subset(valid_rows), tested, digest)
+    return data if forgotten else without_forgotten(data)
 
 
 def _test_images(name: str, whole: Images, train: DecodedImages, test: DecodedImages) -> Images:
     """The test split with the training split's class numbers, channels and statistics."""
     if not len(test.test):
         raise BadData(f"{name}: the test split is empty")
-    pixels, labels = test.pixels, test.labels
+    pixels, labels, ids = test.pixels, test.labels, test.ids
     if train.names and test.names and train.names != test.names:  # the same classes may have other numbers
         number = {known: label for label, known in enumerate(train.names)}
         labels = torch.tensor([number.get(known, whole.classes) for known in test.names])[labels]
@@ -107,19 +111,12 @@ def _test_images(name: str, whole: Images, train: DecodedImages, test: DecodedIm
             "save both alike, or pass --image-size N if only the size differs"
         )
     if test is train:  # one source: training rows keep their numbers, the test set gets its own tensors
-        pixels, labels = pixels[test.test], labels[test.test]
-    return replace(whole, pixels=pixels, store_labels=labels, rows=torch.arange(len(labels)))
+        pixels, labels, ids = pixels[test.test], labels[test.test], ids.subset(test.test)
+    return replace(whole, pixels=pixels, store_labels=labels, rows=torch.arange(len(labels)), ids=ids)
 
 
 def _shape(pixels: Tensor) -> str:
     return "x".join(map(str, pixels.shape[1:]))
-
-
-def cache_dir() -> Path:
-    """The directory of decoded images and downloads; it may be deleted at any time."""
-    if own := os.environ.get("FEDORTHO_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fedortho"
 
 
 def _locate(name: str, source: Source | None, data_dir: Path | None) -> tuple[SplitFiles, ...]:
@@ -183,7 +180,8 @@ def _folder_splits(directory: Path) -> dict[str, SplitFiles]:
     for role, folder in folders.items():
         files = [(file, child.name) for child in _subfolders(folder) for file in _pictures(child)]
         if files and (role or folder is directory):  # beside train and test, folders with other names are ignored
-            splits[role] = SplitFiles(tuple(file for file, _ in files), folders=tuple(name for _, name in files))
+            names = tuple(name for _, name in files)
+            splits[role] = SplitFiles(tuple(file for file, _ in files), folders=names, root=directory)
     return splits
 
 
@@ -225,32 +223,16 @@ def _from_hub(name: str, source: Source) -> Path:
 
 
 def _load_decoded(files: SplitFiles, size: int, progress: Report | None) -> DecodedImages:
-    """The decoded images of these files: from the cache, or decoded now and cached."""
+    """The decoded images of these files, with those that were forgotten and purged from the cache."""
     digest = _content_digest(files)
     key = _joined([digest, str(DECODER), str(size), files.role, files.image, files.label])
-    try:
-        return _read_cache(cache_dir() / f"{key[:40]}.safetensors", digest)
-    except (BadCheckpoint, KeyError, ValueError, OSError, RuntimeError) as error:
-        logger.debug("no decoded images in the cache: %s", error)
-    store = decode_files(files, size, digest, progress)
-    note = {"test-from-train": store.test_from_train, "names": store.names, "mean": store.mean, "std": store.std}
-    tensors = {"pixels": store.pixels, "labels": store.labels, "train": store.train, "test": store.test}
-    try:
-        write_tensors(cache_dir() / f"{key[:40]}.safetensors", tensors, note)
-    except (OSError, RuntimeError, FedOrthoError) as error:  # RuntimeError: there is no home directory
-        logger.warning("decoded images are not cached (%s); set FEDORTHO_CACHE to a writable directory", error)
-    return store
-
-
-def _read_cache(file: Path, digest: str) -> DecodedImages:
-    tensors, note = read_tensors(file)
-    pixels, labels = tensors["pixels"], tensors["labels"]
-    if pixels.dtype != torch.uint8 or pixels.dim() != 4 or len(pixels) != len(labels):
-        raise ValueError(f"{file} does not hold images")
-    names, mean, std = (tuple(note[key]) for key in ("names", "mean", "std"))
-    return DecodedImages(
-        pixels, labels, tensors["train"], tensors["test"], note["test-from-train"], names, mean, std, digest
-    )
+    store = cached(key, lambda: decode_files(files, size, digest, progress))
+    purged = (store.labels < 0).nonzero().flatten()
+    if len(purged):
+        store.pixels[purged], store.labels[purged] = decode_rows(files, size, purged)
+    root = str(files.root)  # names are not part of the digest: the same images may have others now
+    names = tuple(str(file)[len(root) + 1 :] for file in files.files) if files.folders else store.ids.files
+    return replace(store, ids=replace(store.ids, files=names, root=root))
 
 
 def _content_digest(files: SplitFiles) -> str:
@@ -278,7 +260,9 @@ def _digits(size: int) -> DecodedImages:
     train, test = split_stratified(labels, TEST_SHARE, TEST_SEED)
     mean, std = channel_statistics(pixels[train])
     digest = tensors_digest({"pixels": pixels, "labels": labels})
-    return DecodedImages(pixels, labels, train, test, False, tuple("0123456789"), mean, std, digest)
+    rows = [list(hashlib.sha256(image.numpy().tobytes()).digest()) for image in pixels]
+    names, ids = tuple("0123456789"), RowIds(torch.tensor(rows, dtype=torch.uint8))
+    return DecodedImages(pixels, labels, train, test, False, names, mean, std, digest, ids)
 
 
 _CIFAR = "no licence stated; cite A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009"

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from fedortho.data.images import Dataset, Images
-from fedortho.data.request import Clients, ForgetRequest
+from fedortho.data.request import Clients, ForgetRequest, as_request
 from fedortho.errors import BadData
 from fedortho.methods import Data, as_dataset
 from fedortho.models.predictions import accuracy, evaluate
@@ -47,9 +47,8 @@ def accuracies_of(
     `clients` maps each client of a federation to its rows. If the images of a client request are not on this machine,
     `forget` is the accuracy that the clients report.
     """
-    if isinstance(request, str):
-        request = ForgetRequest.parse(request)
     data = as_dataset(data)
+    request = as_request(request, data)
     excluded = (request if forgotten is None else forgotten + request).labels(data.test.names)
     table = torch.tensor(evaluate(model, data.test, device=device).confusion)  # [true label][predicted label]
     correct, number = table.diagonal(), table.sum(1)

@@ -55,7 +55,7 @@ def make_bundle(
     run's parent directory.
     """
     run, out = open_run(run), Path(out)
-    request = ForgetRequest.parse(request) if isinstance(request, str) else request
+    request = run.request(request)
     if out.exists():
         raise FedOrthoError(f"{out} exists already; evidence is never overwritten: choose another -o")
     files = _collect(run, index_of_request(run, request), journal or run.path.resolve().parent)

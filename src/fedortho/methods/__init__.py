@@ -10,7 +10,7 @@ from torch import nn
 
 from fedortho.data.images import Dataset, Images, make_dataset
 from fedortho.data.loaders import ImageSource
-from fedortho.data.request import Clients, ForgetRequest
+from fedortho.data.request import Clients, ForgetRequest, as_request
 from fedortho.data.sources import load_images
 from fedortho.engines.central import central_engine
 from fedortho.engines.cost import Meter
@@ -150,7 +150,8 @@ def forget(
     """
     dataset = as_dataset(data)
     known = as_model(model, dataset)
-    result = unlearn(known, central_engine(known, dataset, ledger, clients, device), request, method)
+    engine = central_engine(known, dataset, ledger, clients, device)
+    result = unlearn(known, engine, as_request(request, dataset), method)
     return replace(result, model=released(result.model))
 
 
@@ -165,11 +166,11 @@ def plan(
     device: torch.device | str = "cpu",
 ) -> ForgetPlan:
     """The patch that `forget` would apply and the trials that led to it; nothing is changed."""
-    request, method = _checked(request, method)
+    dataset = as_dataset(data)
+    request, method = _checked(as_request(request, dataset), method)
     if not isinstance(method, PlanningMethod):
         planning = [name for name, kind in METHODS.items() if hasattr(kind, "plan")]
         raise CannotServe(f"{method.name} trains and makes no plan; choose from {', '.join(planning)}")
-    dataset = as_dataset(data)
     known = as_model(model, dataset)
     return method.plan(known, central_engine(known, dataset, ledger, clients, device), request)
 

@@ -76,7 +76,7 @@ def write_report(
     path = run.path / "report.html" if out is None else Path(out)
     if path.is_dir():
         raise FedOrthoError(f"{path} is a directory; give the file to write, such as --out {path / 'report.html'}")
-    request, verdict = _subject(run, ForgetRequest.parse(request) if isinstance(request, str) else request)
+    request, verdict = _subject(run, run.request(request, data_dir) if request else None)
     before = original_for(run, request) if original is None else open_run(original)
     found = find_references(before, request) if before is not None and reference is None else []
     never = next(iter(found), None) if reference is None else open_run(reference)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 from torch import nn
 
 from fedortho.data.images import Dataset
-from fedortho.data.request import ForgetRequest
+from fedortho.data.request import ForgetRequest, as_request
 from fedortho.devices import using_threads
 from fedortho.engines.cost import Cost
 from fedortho.errors import BadRecord, FedOrthoError, unknown
@@ -99,14 +99,16 @@ def compare(
     missing. `data` is the run's data if it is already loaded. `watch` receives each method's name, its number and the
     number of methods.
     """
-    run, request = open_run(run), ForgetRequest.parse(request) if isinstance(request, str) else request
+    run = open_run(run)
     names, chosen = chosen_methods(methods), settings_by_method(run, settings)
     wanted = _words(passes)
     for word in wanted or [""]:
         if word not in PASSES:
             raise unknown("passes", word, PASSES)
+    data = data or run.load_data()
+    request = as_request(request, data)
     directory = compared_path(run, request) if out is None else Path(out)
-    context, rows = open_context(run, data or run.load_data()), []
+    context, rows = open_context(run, data), []
     with using_threads(run.settings.threads):
         for number, name in enumerate(names):
             if watch is not None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from fedortho.audits.verdict import spoken_time
 from fedortho.data.images import Dataset
-from fedortho.data.request import Clients, ForgetRequest
+from fedortho.data.request import Clients, ForgetRequest, as_request
 from fedortho.devices import choose_device
 from fedortho.engines.central import CentralEngine
 from fedortho.engines.engine import Engine
@@ -80,10 +80,11 @@ def forget_run(
     `data` is the run's data if it is already loaded. A federation is simulated with its clients on this machine. Raises
     `Refused`, with the trials that were measured, if target and budget cannot both hold.
     """
-    run, request = open_run(run), ForgetRequest.parse(request) if isinstance(request, str) else request
+    run = open_run(run)
     method = chosen_method(run, method) if isinstance(method, str) else method
     paths: dict[str, Any] = {"out": None if out is None else Path(out), "undo": None if undo is None else Path(undo)}
     data = data or run.load_data(data_dir)
+    request = as_request(request, data)
     try:
         if isinstance(run.settings, FederateSettings):
             return forget_federated_run(run.at(data_dir, device), request, method, data=data, **paths)
@@ -126,7 +127,7 @@ def serve_request(
     rows that its `clients` hold so that their images can be measured here.
     """
     check_output_paths(out, undo)
-    request = ForgetRequest.parse(request) if isinstance(request, str) else request
+    request = as_request(request, data)
     with _journaled(run, request, out):
         model = run.load_model().to(device)
         ledger = load_ledger(run.path / "ledger.safetensors", model)

@@ -73,7 +73,7 @@ def judge_run(
     model's training, `on_step` the title of each measurement that begins.
     """
     run, options = open_run(run), options or JudgeOptions()
-    served = served_record(run, _parsed(run, request))
+    served = served_record(run, _parsed(run, request, options))
     request = ForgetRequest.parse(served.request)  # one spelling: verdicts are found by it
     original = original_of(run, original)
     check_judge_options(original, request, options)
@@ -114,7 +114,7 @@ def audit_run(
     A simulated federation is first trained for `after_rounds` more rounds without the forget set.
     """
     run, options = open_run(run), replace(options or JudgeOptions(), audit="full")
-    request, data, audited = _parsed(run, request), run.load_data(options.data_dir), run
+    request, data, audited = _parsed(run, request, options), run.load_data(options.data_dir), run
     original = original_of(run, original)
     if after_rounds:
         check_rounds(run)
@@ -148,11 +148,9 @@ def _refuse_itself(run: Run, original: Run, options: JudgeOptions) -> None:
         raise BadSetting(f"{options.reference} and {run.path} have the same weights; give a reference of another seed")
 
 
-def _parsed(run: Run, request: ForgetRequest | str | None) -> ForgetRequest:
+def _parsed(run: Run, request: ForgetRequest | str | None, options: JudgeOptions) -> ForgetRequest:
     last = last_request(run)  # refuses a run that has forgotten nothing
-    if isinstance(request, str):
-        request = ForgetRequest.parse(request)
-    return request or last
+    return run.request(request, options.data_dir) if request else last
 
 
 def _references_directory(run: Run, options: JudgeOptions) -> Path:

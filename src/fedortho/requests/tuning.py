@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fedortho.data.images import Dataset
-from fedortho.data.request import ForgetRequest
+from fedortho.data.request import ForgetRequest, as_request
 from fedortho.devices import using_threads
 from fedortho.engines.query import Selection, draw
 from fedortho.errors import Busy, FedOrthoError
@@ -70,11 +70,11 @@ def tune(
     `watch` receives the method's name, the attempt's number and the attempt.
     """
     run, budget = open_run(run), budget or Budget()
-    request = ForgetRequest.parse(request) if isinstance(request, str) else request
-    names, base = _tuned_methods(methods, request), settings_by_method(run, settings)
     data = data or run.load_data()
+    request = as_request(request, data)
+    names, base = _tuned_methods(methods, request), settings_by_method(run, settings)
     context = open_context(run, data)
-    on = ForgetRequest.parse(on) if isinstance(on, str) else on or stand_in(request, context, budget.seed)
+    on = as_request(on, data) if on else stand_in(request, context, budget.seed)
     about = TuningTrials(run.record.model.digest, str(request), str(on), budget, dict(base))
     file = None if out is None else _TuningFile(Path(out), about)
     search = partial(tune_method, context, on, budget=budget, watch=watch)

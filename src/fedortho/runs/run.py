@@ -7,6 +7,7 @@ from torch import nn
 
 from fedortho.data.decoding import Report
 from fedortho.data.images import Dataset
+from fedortho.data.request import ForgetRequest
 from fedortho.data.sources import load_images
 from fedortho.errors import BadCheckpoint, BadData, BadRecord, BadSetting, UnknownName
 from fedortho.models.zoo import build_model
@@ -49,6 +50,11 @@ class Run:
         if list(read_record(SplitRecord, self.path / "split.json").valid) != data.valid.rows.tolist():
             raise BadCheckpoint(f"{self.path / 'split.json'} has other validation images than its seed and share give")
         return data
+
+    def request(self, request: ForgetRequest | str, data_dir: str = "") -> ForgetRequest:
+        """A request from its text, with its samples by row of the run's data."""
+        parsed = ForgetRequest.parse(request) if isinstance(request, str) else request
+        return parsed.resolved(self.load_data(data_dir)) if parsed.has_names else parsed
 
     def at(self, data_dir: str = "", device: str = "auto") -> "Run":
         """The same run with its data in another directory, or on another device; nothing is written."""

@@ -13,7 +13,7 @@ from torch import nn
 
 from fedortho.data.decoding import Report
 from fedortho.data.images import Dataset
-from fedortho.data.request import ForgetRequest
+from fedortho.data.request import ForgetRequest, as_request
 from fedortho.devices import choose_device, using_threads
 from fedortho.errors import FedOrthoError
 from fedortho.models.predictions import evaluate
@@ -66,6 +66,8 @@ def train_run(
     with locked(path), using_threads(settings.threads):
         record = read_run_record(path)
         data = load_run_data(settings, progress=progress)
+        if settings.without:
+            settings = replace(settings, without=str(as_request(settings.without, data)))
         _refuse_foreign(path, record, settings, data)
         if isinstance(record, RunRecord):
             (path / "checkpoint.safetensors").unlink(missing_ok=True)  # interrupted just before it was removed

@@ -115,12 +115,14 @@ def savable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return plain
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], note: Mapping[str, Any] | None = None) -> None:
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], note: Mapping[str, Any] | None = None, *, mode: int = 0o644
+) -> None:
     """Write tensors as safetensors, with a `note` (JSON) in the same file, so that the two cannot disagree.
 
     The same tensors and note give the same bytes.
     """
-    with replacing(path) as temporary:
+    with replacing(path, mode) as temporary:
         # one key: safetensors writes several in random order
         save_file(savable(tensors), temporary, metadata={"note": json.dumps(note or {}, sort_keys=True)})
 
