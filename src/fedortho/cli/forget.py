@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
+from fedortho.audits.verdict import read_verdict
 from fedortho.cli.console import bar, bars, err, frontier_table, print_served, say, say_json
 from fedortho.cli.flags import (
     AsJson,
@@ -34,8 +35,10 @@ from fedortho.methods.paper import Paper
 from fedortho.requests.federated_jobs import check_backend, forget_elsewhere
 from fedortho.requests.forgetting import ServedRequest, chosen_method, forget_run, undo_run
 from fedortho.requests.judging import JudgeOptions, check_judge_options, judge_run
+from fedortho.requests.tickets import Ticket
 from fedortho.runs.run import Run, open_run
 from fedortho.storage.records import to_json
+from fedortho.storage.settings import read_toml
 from fedortho.unlearning.calibrate import Refused
 
 
@@ -47,8 +50,17 @@ def forget_command(
     ],
     out_path: Annotated[Path | None, typer.Option("--out", help="new run directory (default: RUN-REQUEST)")] = None,
     method_name: Annotated[
-        str, typer.Option("--method", help="hide, directions (classes only), paper, or a method of fedortho compare")
-    ] = "hide",
+        str,
+        typer.Option(
+            "--method", help="hide (default), directions (classes only), paper, or a method of fedortho compare"
+        ),
+    ] = "",
+    config: Annotated[
+        Path | None, typer.Option(help="a TOML file: method and its hyper-parameters; flags override it")
+    ] = None,
+    ticket: Annotated[
+        str, typer.Option("--id", metavar="TICKET", help="id of the request: served once, however often it is given")
+    ] = "",
     settings: Settings = "published",
     assignments: Annotated[
         list[str] | None,
@@ -73,27 +85,31 @@ def forget_command(
     given: dict[str, Any],
 ) -> None:
     """Make the model of a run forget and judge the result; writes a new run directory and leaves RUN as it is."""
-    run = open_run(run_path)
-    asked = run.request(shlex.join(request), data_dir)
-    method = chosen_method(
-        run, method_name, settings, method_changes(find_method(method_name), given, assignments or ())
-    )
+    run, parsed = open_run(run_path), ForgetRequest.parse(shlex.join(request))
+    out_dir = out_path or run_path.with_name(f"{run_path.name}-{parsed.word}")
+    if ticket and not dry_run and (finished := Ticket(ticket, run, parsed, out_dir).finished()):
+        _print_finished(finished, ticket, as_json)
+        return
+    asked = run.request(parsed, data_dir)
+    wishes = read_toml(config) if config else {}
+    method_name = method_name or str(wishes.pop("method", "hide"))
+    wishes |= method_changes(find_method(method_name), given, assignments or ())
+    method = chosen_method(run, method_name, settings, wishes)
     options = JudgeOptions(audit, (), reference, references, retrain, data_dir=data_dir, device=device)
     check_judge_options(run, asked, options)
     check_backend(backend, deployment)
     if audit == "none":
         _refuse_with("--audit none, which judges nothing", reference=reference, references=references, retrain=retrain)
     if dry_run:
-        _refuse_with("--dry-run, which changes nothing", keep_undo=keep_undo)
-    out_dir = out_path or run_path.with_name(f"{run_path.name}-{asked.word}")
+        _refuse_with("--dry-run, which changes nothing", keep_undo=keep_undo, id=ticket)
     if backend != "inprocess":
         here = {"dry_run": dry_run, "keep_undo": keep_undo, "data_dir": data_dir, "device": device != "auto"}
-        judging = {"reference": reference, "references": references, "retrain": retrain, "json": as_json}
+        judging = {"reference": reference, "references": references, "retrain": retrain, "json": as_json, "id": ticket}
         _refuse_with(f"--backend {backend}, which works elsewhere and does not judge", **here, **judging)
         print_elsewhere(forget_elsewhere(run, asked, method, out=out_dir, deployment=deployment, log=log_line), out_dir)
         say(escape(f"not audited yet: fedortho judge {out_dir}"))
         return
-    served, data = _serve(run, asked, method, None if dry_run else out_dir, keep_undo, options)
+    served, data = _serve(run, parsed, method, None if dry_run else out_dir, keep_undo, options, ticket)
     if not as_json:
         print_served(served, run_path)
     verdict = None
@@ -115,6 +131,19 @@ def forget_command(
         say(escape(f"all metrics: fedortho judge {served.run.path}; a page to read: fedortho report {served.run.path}"))
 
 
+def _print_finished(finished: Run, ticket: str, as_json: bool) -> None:
+    """What a ticket led to when it was served before."""
+    record, verdict = finished.record.requests[-1], read_verdict(finished.path)
+    if as_json:
+        say_json(to_json(record) | ({} if verdict is None else {"verdict": verdict.to_json()}))
+        return
+    say(escape(f"the ticket {ticket} was served before: {record.request} by {record.method}, in {finished.path}"))
+    if verdict is None:
+        say(escape(f"not judged yet: fedortho judge {finished.path}"))
+    else:
+        print_verdict(verdict, whole=False)
+
+
 def _refuse_with(flag: str, **given: object) -> None:
     """Refuse flags that have no effect together with another."""
     if used := [f"--{name.replace('_', '-')}" for name, value in given.items() if value]:
@@ -122,7 +151,13 @@ def _refuse_with(flag: str, **given: object) -> None:
 
 
 def _serve(
-    run: Run, request: ForgetRequest, method: Method, out: Path | None, undo: Path | None, options: JudgeOptions
+    run: Run,
+    request: ForgetRequest,
+    method: Method,
+    out: Path | None,
+    undo: Path | None,
+    options: JudgeOptions,
+    ticket: str,
 ) -> tuple[ServedRequest, Dataset]:
     """Serve a request and return the data that was loaded for it; a refusal prints its trials."""
     where: Mapping[str, str] = {"data_dir": options.data_dir, "device": options.device}
@@ -130,7 +165,7 @@ def _serve(
         data = run.load_data(options.data_dir, bar(shown, "decoding images"))
         shown.add_task(f"forgetting {request.word}", total=None, news="")
         try:
-            return forget_run(run, request, method, out=out, undo=undo, data=data, **where), data
+            return forget_run(run, request, method, out=out, undo=undo, ticket=ticket, data=data, **where), data
         except Refused as refusal:
             shown.stop()
             err.print(frontier_table(refusal.frontier))

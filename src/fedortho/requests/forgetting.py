@@ -27,6 +27,7 @@ from fedortho.methods.hyperparameters import read_settings
 from fedortho.methods.method import ForgetResult, Method
 from fedortho.models.patch import NOTHING, Patch, undo_patch, write_undo
 from fedortho.requests.run_context import method_for_run
+from fedortho.requests.tickets import Ticket
 from fedortho.runs.derived import check_output_paths, write_derived
 from fedortho.runs.federation import held_rows
 from fedortho.runs.record import Accuracies, ResultRecord, ServedRecord, TrialRecord
@@ -56,6 +57,7 @@ class ServedRequest:
     record: ServedRecord
     retain_paid: float  # retain accuracy lost over all requests so far
     run: Run | None = None  # None: nothing was written
+    was_finished: bool = False  # its ticket was served before; nothing was done now
 
     @property
     def advise_retraining(self) -> bool:
@@ -69,6 +71,7 @@ def forget_run(
     *,
     out: Path | str | None = None,
     undo: Path | str | None = None,
+    ticket: str = "",
     data: Dataset | None = None,
     data_dir: str = "",
     device: str = "auto",
@@ -76,13 +79,19 @@ def forget_run(
     """Make the model of a run forget and write a new run to `out`; the given run stays as it is.
 
     `method` is a name or a method with its hyper-parameters. Without `out` nothing is written and the result shows
-    what the method finds. `undo` is a file for the tensors that are changed, from which `undo_run` restores them.
+    what the method finds. `undo` is a file for the tensors that are changed, from which `undo_run` restores them. A
+    request with a `ticket` is served once: asked for again, it returns the run that was written the first time.
     `data` is the run's data if it is already loaded. A federation is simulated with its clients on this machine. Raises
     `Refused`, with the trials that were measured, if target and budget cannot both hold.
     """
     run = open_run(run)
     method = chosen_method(run, method) if isinstance(method, str) else method
     paths: dict[str, Any] = {"out": None if out is None else Path(out), "undo": None if undo is None else Path(undo)}
+    if ticket:
+        parsed = ForgetRequest.parse(request) if isinstance(request, str) else request
+        paths["ticket"] = Ticket(ticket, run, parsed, paths["out"])
+        if finished := paths["ticket"].finished():
+            return _served_before(finished)
     data = data or run.load_data(data_dir)
     request = as_request(request, data)
     try:
@@ -95,6 +104,15 @@ def forget_run(
         flags = "--max-retain-drop or --target" if request.classes else "--max-retain-drop"
         advice = f"raise {flags}, edit more layers with --layers mid,deep, or retrain ({cost})"
         raise Refused(f"{refusal}; {advice}", refusal.frontier) from refusal
+
+
+def _served_before(finished: Run) -> ServedRequest:
+    record, (patch, _) = finished.record.requests[-1], patches_of(finished)[-1]
+    request = last_request(finished)
+    assert record.cost is not None, "tickets are younger than records without it"
+    result = ForgetResult(request, record.method, record.settings, finished.load_model(), patch, record.cost)
+    paid = sum(served.retain_paid for served in finished.record.requests)
+    return ServedRequest(result, record, paid, finished, was_finished=True)
 
 
 def chosen_method(run: Run, name: str, settings: str = "published", changes: Mapping[str, Any] | None = None) -> Method:
@@ -120,6 +138,7 @@ def serve_request(
     device: torch.device | str = "cpu",
     engine: Engine | None = None,
     clients: Clients | None = None,
+    ticket: Ticket | None = None,
 ) -> ServedRequest:
     """Forget on a run by any method and write the run that has forgotten to `out`; None: write nothing.
 
@@ -127,8 +146,8 @@ def serve_request(
     rows that its `clients` hold so that their images can be measured here.
     """
     check_output_paths(out, undo)
-    request = as_request(request, data)
-    with _journaled(run, request, out):
+    request, details = as_request(request, data), {} if ticket is None else ticket.details
+    with _journaled(run, request, out, details):
         model = run.load_model().to(device)
         ledger = load_ledger(run.path / "ledger.safetensors", model)
         engine = engine or CentralEngine(data, ledger, clients, device, build=run.new_model)
@@ -140,6 +159,7 @@ def serve_request(
             threads=torch.get_num_threads(),
             device=str(device),
             ledger=None if ledger is None else ledger.digest,
+            ticket=details.get("ticket"),
         )
         retain_paid = record.retain_paid + sum(earlier.retain_paid for earlier in run.record.requests)
         served = ServedRequest(result, record, retain_paid)
@@ -157,22 +177,24 @@ def serve_request(
         str(request),
         before=run.record.model.digest,
         after=result.patch.after,
+        details=details,
     )
     return served
 
 
 @contextmanager
-def _journaled(run: Run, request: ForgetRequest, out: Path | None) -> Iterator[None]:
+def _journaled(run: Run, request: ForgetRequest, out: Path | None, details: Mapping[str, str]) -> Iterator[None]:
     """Record in the journal beside the run that a request was received and, after an error, refused."""
     if out is None:
         yield
         return
     directory, before = run.path.absolute().parent, run.record.model.digest
-    append_entry(directory, "received", run.path.name, str(request), before=before)
+    append_entry(directory, "received", run.path.name, str(request), before=before, details=details)
     try:
         yield
     except FedOrthoError as error:
-        append_entry(directory, "refused", run.path.name, str(request), before=before, details={"reason": str(error)})
+        details = {**details, "reason": str(error)}
+        append_entry(directory, "refused", run.path.name, str(request), before=before, details=details)
         raise
 
 
@@ -185,6 +207,7 @@ def forget_federated_run(
     out: Path | None,
     undo: Path | None = None,
     data: Dataset | None = None,
+    ticket: Ticket | None = None,
 ) -> ServedRequest:
     """Serve a request in a federation: unlearn with its clients, write the new run, send the patch.
 
@@ -207,7 +230,7 @@ def forget_federated_run(
             for holder in (engine, CentralEngine(data, clients=clients)):
                 holder.check(request, excluded_by(run))
         how: dict[str, Any] = {"device": choose_device(settings.device), "engine": engine, "clients": clients}
-        served = serve_request(run, data, request, method, out=fresh, undo=undo, **how)
+        served = serve_request(run, data, request, method, out=fresh, undo=undo, ticket=ticket, **how)
         if fresh is not None:
             _send_patch(engine, served, settings.clients, fresh)
     return served if out is None else replace(served, run=open_run(out))

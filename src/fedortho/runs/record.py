@@ -98,6 +98,7 @@ class ServedRecord:
     threads: int | None = None  # float sums depend on threads and device
     device: str = "cpu"
     ledger: str | None = None  # digest of the ledger that the statistics came from
+    ticket: str | None = None  # the id under which the request was served, if it had one
 
 
 @dataclass(frozen=True, kw_only=True)
