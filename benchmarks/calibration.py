@@ -96,8 +96,7 @@ def summary(audits: list[AuditResult]) -> dict[str, Any]:
     by_name = {audit.name: audit for audit in audits}
     relearning = by_name["C3"].details.get("values", {})
     speeds = [value for name, value in relearning.items() if name != "prototype"]
-    values = {
-        "probe": by_name["C1"].value,
+    values = probe_gaps(by_name["C1"].details["stages"]) | {
         "norms": by_name["C2"].value,
         "prototype": relearning.get("prototype"),
         "speed-up": max(speeds, default=None),
@@ -111,6 +110,12 @@ def summary(audits: list[AuditResult]) -> dict[str, Any]:
         "details": {name: dict(audit.details) for name, audit in by_name.items()},
         "seconds": {name: round(audit.seconds, 1) for name, audit in by_name.items()},
     }
+
+
+def probe_gaps(recalls: dict[str, dict[str, float]]) -> dict[str, float | None]:
+    """By how much the probe recalls more than in the reference model: before the classifier, and at the worst entry."""
+    *entries, last = (recalls["unlearned"][depth] - recalls["reference"][depth] for depth in recalls["unlearned"])
+    return {"probe": last, "entry probe": max(entries, default=None)}
 
 
 def limits_of(rows: list[dict[str, Any]]) -> dict[str, float]:

@@ -14,9 +14,10 @@ from fedortho.audits.copies import exported, folded, halved, quantise
 from fedortho.audits.distance import cka
 from fedortho.audits.measurements import balanced_sample, features
 from fedortho.audits.norms import rescale_short
-from fedortho.audits.probe import ridge, stage_entries
+from fedortho.audits.probe import ridge
 from fedortho.audits.relearn import prototype, speed_up
 from fedortho.evaluation.metric_suite import total_variation
+from fedortho.models.graph import stage_entries
 from fedortho.models.zoo import build_model
 
 

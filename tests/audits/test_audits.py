@@ -33,6 +33,7 @@ def without_row(world: World) -> nn.Module:
 def proposed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits as proposed: the retrained networks of this world agree within them, those of CIFAR-10 need more."""
     monkeypatch.setattr(probe, "LIMIT", replace(probe.LIMIT, calibrated=None))
+    monkeypatch.setattr(probe, "ENTRY_LIMIT", replace(probe.ENTRY_LIMIT, calibrated=None))
     monkeypatch.setattr(relearn, "PROTOTYPE_LIMIT", replace(relearn.PROTOTYPE_LIMIT, calibrated=None))
 
 
@@ -48,6 +49,17 @@ def test_editing_only_the_classifier_row_fails_probe_and_prototype(world: World)
     assert (found["C1"].outcome, found["C3"].outcome) == ("FAIL", "FAIL")
     assert found["C1"].unlearned == found["C1"].original
     assert label(audits) == "FAILED C1, C3; passed 2 of 6, 2 not run"
+
+
+def test_a_network_that_forgot_in_its_last_stage_only_is_erased_behind_its_entry_and_does_not_pass(world: World) -> None:
+    def silence(model: nn.Module) -> None:
+        model.features[11].weight.zero_()  # nothing passes, and all is still there at its entry
+
+    probed = by_name(run_audits(world.case(world.changed(silence)), only=("C1",), cache=world.cache))["C1"]
+    assert probed.outcome == "FAIL"
+    assert probed.unlearned == probed.original
+    assert probed.details["depth"] == probed.details["erased_behind"] == "features.11"
+    assert "erased behind features.11 only" in probed.finding
 
 
 def test_the_papers_edit_before_batch_norm_fails_the_norm_attacks(world: World) -> None:

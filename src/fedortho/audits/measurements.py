@@ -15,6 +15,7 @@ from fedortho.evaluation.case import Case
 from fedortho.models.capture import capture
 from fedortho.models.classifier import find_classifier
 from fedortho.models.layout import ordered_batches
+from fedortho.models.graph import stage_entries
 from fedortho.models.predictions import answers_of, refuse_broken
 
 T = TypeVar("T")
@@ -127,12 +128,21 @@ def balanced_sample(case: Case) -> Images:
     return usable.subset(torch.isin(usable.rows, torch.cat(rows)))
 
 
+def depth_features(case: Case, cache: MeasurementCache, role: str) -> dict[str, tuple[Tensor, Tensor]]:
+    """What each stage but the first, and last the classifier, receives: for the balanced sample and the evaluated images.
+
+    An edit that is absorbed into the layers of a stage is behind its entry, so it hides nothing from who reads there.
+    """
+
+    def measure(model: nn.Module, _: str) -> dict[str, tuple[Tensor, Tensor]]:
+        sample = balanced_sample(case)
+        names = [*stage_entries(model, sample.shape), classifier_name(case, model)]
+        train, evaluated = (features(case, model, images, names) for images in (sample, case.forget_eval))
+        return {name: (train[name], evaluated[name]) for name in names}
+
+    return measure_model(case, cache, role, "depth features", measure)
+
+
 def classifier_features(case: Case, cache: MeasurementCache, role: str) -> tuple[Tensor, Tensor]:
     """Features before the classifier: of the balanced training sample, and of the evaluated forget images."""
-
-    def measure(model: nn.Module, _: str) -> tuple[Tensor, Tensor]:
-        name = classifier_name(case, model)
-        sample, evaluated = balanced_sample(case), case.forget_eval
-        return features(case, model, sample, [name])[name], features(case, model, evaluated, [name])[name]
-
-    return measure_model(case, cache, role, "classifier inputs", measure)
+    return list(depth_features(case, cache, role).values())[-1]

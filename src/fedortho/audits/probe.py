@@ -1,65 +1,60 @@
-"""C1, linear probe: does a ridge probe read the class from the features better than from a retrained model's?"""
+"""C1, linear probe: does a ridge probe read the class, at any depth, better than in a retrained model?"""
 
-from functools import partial
+from statistics import mean
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from fedortho.audits.audit import Audit
-from fedortho.audits.measurements import (
-    MeasurementCache,
-    balanced_sample,
-    classifier_features,
-    classifier_name,
-    features,
-    measure_models,
-    roles_of,
-)
-from fedortho.audits.result import AuditResult, Limit, decide, shares_text
+from fedortho.audits.measurements import MeasurementCache, balanced_sample, depth_features, roles_of
+from fedortho.audits.result import ROUNDING, AuditResult, Limit, decide, original_exceeds, shares_text
 from fedortho.evaluation.accuracies import share_correct
 from fedortho.evaluation.case import Case
-from fedortho.models.graph import trace_layers
 
 LIMIT = Limit("probe", 0.05, calibrated=0.082)  # recall of the probe, above the reference model's
+ENTRY_LIMIT = Limit("entry probe", 0.05, calibrated=0.083)  # the same at the entry of a stage
 PENALTY = 1e-3  # of the squared weights, per image, on features of deviation 1
 
 
 def linear_probe(case: Case, cache: MeasurementCache, budget: str) -> AuditResult:
-    """Recall of the forgotten class by a probe on the classifier's inputs; `full` also probes every stage.
+    """Recall of the forgotten class by a probe at the entry of every stage but the first, and before the classifier.
 
-    The outcome is that of the classifier's inputs. Features separate classes that they were not trained on, so a
-    reference model's recall is above 0 and only the gap to it counts.
+    Features separate classes that they were not trained on, so a reference model's recall is above 0 and only the gap
+    to it counts, or to the mean of two. The largest gap decides, of those depths at which the original model would fail.
     """
     if case.request.kind != "class":
         return AuditResult("NOT RUN", "applies to class requests only: a probe reads classes from features")
     labels = balanced_sample(case).labels
-    measured = {
-        role: recall(*classifier_features(case, cache, role), labels, case.forget_eval.labels)
-        for role in roles_of(case)
+    references = [role for role in ("reference", "second_reference") if getattr(case, role) is not None]
+    single = {
+        role: {
+            depth: recall(*pair, labels, case.forget_eval.labels)
+            for depth, pair in depth_features(case, cache, role).items()
+        }
+        for role in ("unlearned", "original", *references)
     }
-    details: dict[str, object] = {"images": len(labels), "penalty": PENALTY}
-    if budget == "full":
-        details["stages"] = measure_models(case, cache, "stage probes", partial(stage_recalls, case))
-    finding = f"a linear probe on the features recalls {shares_text(measured)} of the class"
-    return decide(finding, measured, LIMIT, details)
-
-
-def stage_recalls(case: Case, twin: nn.Module, _: str) -> dict[str, float]:
-    """The probe's recall at the entry of each stage but the first, and before the classifier."""
-    sample = balanced_sample(case)
-    names = [*stage_entries(twin, sample.shape), classifier_name(case, twin)]
-    train, evaluated = (features(case, twin, images, names) for images in (sample, case.forget_eval))
-    return {name: recall(train[name], evaluated[name], sample.labels, case.forget_eval.labels) for name in names}
-
-
-def stage_entries(model: nn.Module, shape: tuple[int, int, int]) -> list[str]:
-    """The first main-path convolution of every stage but the first: it receives the output of the stage before."""
-    first: dict[int, str] = {}
-    for layer in trace_layers(model, shape):
-        if not layer.is_shortcut and layer.stage > 0:
-            first.setdefault(layer.stage, layer.name)
-    return list(first.values())
+    recalls = {role: single[role] for role in roles_of(case)}
+    if case.reference is not None:
+        recalls["reference"] = {depth: mean(single[role][depth] for role in references) for depth in single["reference"]}
+    depths = {depth: {role: recalls[role][depth] for role in recalls} for depth in recalls["unlearned"]}
+    limits = {depth: ENTRY_LIMIT for depth in depths} | {(last := list(depths)[-1]): LIMIT}
+    worst, behind = last, ""
+    if case.reference is not None:
+        excess = {
+            depth: shares["unlearned"] - shares["reference"] - limits[depth].value
+            for depth, shares in depths.items()
+            if original_exceeds(shares, limits[depth])
+        }
+        worst = max(excess, key=lambda depth: excess[depth], default=last)
+        left = [depth for depth in excess if excess[depth] > ROUNDING]
+        behind = left[-1] if left and left[-1] != last and last in excess else ""
+    finding = f"a linear probe recalls {shares_text(depths[worst], len(references))} of the class"
+    finding += f" at {worst}, the worst of {len(depths)} depths" if worst != last else " before the classifier"
+    finding += f"; erased behind {behind} only" if behind else ""
+    details = {"images": len(labels), "penalty": PENALTY, "stages": single}
+    details |= {"references": len(references), "depth": "" if worst == last else worst, "erased_behind": behind}
+    return decide(finding, depths[worst], limits[worst], details)
 
 
 def recall(train: Tensor, evaluated: Tensor, labels: Tensor, evaluated_labels: Tensor) -> float:
@@ -82,4 +77,4 @@ def ridge(train: Tensor, labels: Tensor, penalty: float) -> tuple[Tensor, Tensor
     return weight, targets.mean(0) - mean @ weight
 
 
-LINEAR_PROBE = Audit("C1", "linear probe", linear_probe, (LIMIT,))
+LINEAR_PROBE = Audit("C1", "linear probe", linear_probe, (LIMIT, ENTRY_LIMIT))

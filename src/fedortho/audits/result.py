@@ -68,13 +68,14 @@ def original_exceeds(measured: Mapping[str, float], limit: Limit) -> bool:
     return measured["original"] - measured["reference"] > limit.value
 
 
-def shares_text(measured: Mapping[str, float]) -> str:
+def shares_text(measured: Mapping[str, float], references: int = 1) -> str:
     """The shares of all models in words: 82.0 % (one reference model 51.0 %, original 83.0 %).
 
     >>> shares_text({"unlearned": 0.5, "original": 0.75})
     '50.0 % (original 75.0 %)'
     """
-    others = [("one reference model", measured.get("reference")), ("original", measured.get("original"))]
+    named = "one reference model" if references == 1 else f"mean of {references} reference models"
+    others = [(named, measured.get("reference")), ("original", measured.get("original"))]
     beside = ", ".join(f"{name} {100 * share:.1f} %" for name, share in others if share is not None)
     return f"{100 * measured['unlearned']:.1f} % ({beside})"
 

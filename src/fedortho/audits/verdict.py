@@ -183,8 +183,11 @@ def _audit_sentence(verdict: Verdict) -> str:
     probe, conclusion = verdict.audit("C1"), _conclusion(verdict)
     if probe is None or probe.unlearned is None:
         return f"{conclusion[:1].upper()}{conclusion[1:]}."
-    reference = "" if probe.reference is None else f", in one retrained model in {probe.reference:.0%}"
-    return f"A linear probe still finds it in {probe.unlearned:.0%} of images{reference}: {conclusion}."
+    several = probe.details.get("references") == 2
+    models = "two retrained models on average" if several else "one retrained model"
+    reference = "" if probe.reference is None else f", in {models} in {probe.reference:.0%}"
+    depth = f" at {entry}" if (entry := probe.details.get("depth")) else ""
+    return f"A linear probe{depth} still finds it in {probe.unlearned:.0%} of images{reference}: {conclusion}."
 
 
 def _conclusion(verdict: Verdict) -> str:
@@ -227,6 +230,8 @@ def _depth(verdict: Verdict) -> str:
         return f"{hidden}, but recoverable"
     if probe.unlearned is None or probe.original is None or probe.reference is None:
         return f"{hidden}; how far it is erased is unknown"
+    if behind := probe.details.get("erased_behind"):
+        return f"{hidden}, erased behind {behind} only"
     span = probe.original - probe.reference
     erased = (probe.original - probe.unlearned) / span if span > 0.01 else 0.0
     return f"{hidden}, {'partly' if erased > 0.2 else 'not'} erased"

@@ -119,6 +119,15 @@ def trace_layers(model: nn.Module, shape: tuple[int, int, int]) -> list[Layer]:
     return _with_stages(layers, pointwise) + [_unreached(n, conv) for n, conv in convs.items() if n not in calls]
 
 
+def stage_entries(model: nn.Module, shape: tuple[int, int, int]) -> list[str]:
+    """The first main-path convolution of every stage but the first: it receives the output of the stage before."""
+    first: dict[int, str] = {}
+    for layer in trace_layers(model, shape):
+        if not layer.is_shortcut and layer.stage > 0:
+            first.setdefault(layer.stage, layer.name)
+    return list(first.values())
+
+
 def _unreached(name: str, conv: nn.Conv2d) -> Layer:
     sizes = (conv.out_channels, conv.weight[0].numel(), conv.groups, (0, 0))
     return Layer(name, *sizes, None, None, (name,), False, -1, "no forward pass reaches it")
