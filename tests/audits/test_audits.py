@@ -51,7 +51,9 @@ def test_editing_only_the_classifier_row_fails_probe_and_prototype(world: World)
     assert label(audits) == "FAILED C1, C3; passed 2 of 6, 2 not run"
 
 
-def test_a_network_that_forgot_in_its_last_stage_only_is_erased_behind_its_entry_and_does_not_pass(world: World) -> None:
+def test_what_is_erased_in_the_last_stage_only_is_called_that_and_does_not_pass(
+    world: World,
+) -> None:
     def silence(model: nn.Module) -> None:
         model.features[11].weight.zero_()  # nothing passes, and all is still there at its entry
 

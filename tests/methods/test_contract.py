@@ -38,6 +38,7 @@ SMALL = {  # for 20,000 weights and 1,150 images; published values are for milli
     "retrain-plain": {"epochs": 5, "batch_size": 32, "lr": 0.1} | PLAIN,
     "hide": {"max_retain_drop": 0.05, "target": 0.05},
     "directions": {"max_retain_drop": 0.05, "target": 0.05},
+    "regrow": {"epochs": 5, "batch_size": 32} | PLAIN,
     "paper": {"ratio": 0.2, "alpha": 1.0},
     "finetune": {"epochs": 8, "lr": 0.1} | PLAIN,
     "not": {"epochs": 5, "lr": 0.03} | PLAIN,

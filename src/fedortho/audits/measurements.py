@@ -14,8 +14,8 @@ from fedortho.evaluation.accuracies import share_correct
 from fedortho.evaluation.case import Case
 from fedortho.models.capture import capture
 from fedortho.models.classifier import find_classifier
-from fedortho.models.layout import ordered_batches
 from fedortho.models.graph import stage_entries
+from fedortho.models.layout import ordered_batches
 from fedortho.models.predictions import answers_of, refuse_broken
 
 T = TypeVar("T")
@@ -129,7 +129,7 @@ def balanced_sample(case: Case) -> Images:
 
 
 def depth_features(case: Case, cache: MeasurementCache, role: str) -> dict[str, tuple[Tensor, Tensor]]:
-    """What each stage but the first, and last the classifier, receives: for the balanced sample and the evaluated images.
+    """Inputs of each stage but the first, and last of the classifier: of the balanced sample, of the evaluated images.
 
     An edit that is absorbed into the layers of a stage is behind its entry, so it hides nothing from who reads there.
     """

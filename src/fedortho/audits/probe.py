@@ -21,7 +21,7 @@ def linear_probe(case: Case, cache: MeasurementCache, budget: str) -> AuditResul
     """Recall of the forgotten class by a probe at the entry of every stage but the first, and before the classifier.
 
     Features separate classes that they were not trained on, so a reference model's recall is above 0 and only the gap
-    to it counts, or to the mean of two. The largest gap decides, of those depths at which the original model would fail.
+    to it counts, or to the mean of two. The largest gap decides, of the depths at which the original model would fail.
     """
     if case.request.kind != "class":
         return AuditResult("NOT RUN", "applies to class requests only: a probe reads classes from features")
@@ -36,9 +36,11 @@ def linear_probe(case: Case, cache: MeasurementCache, budget: str) -> AuditResul
     }
     recalls = {role: single[role] for role in roles_of(case)}
     if case.reference is not None:
-        recalls["reference"] = {depth: mean(single[role][depth] for role in references) for depth in single["reference"]}
+        recalls["reference"] = {
+            depth: mean(single[role][depth] for role in references) for depth in single["reference"]
+        }
     depths = {depth: {role: recalls[role][depth] for role in recalls} for depth in recalls["unlearned"]}
-    limits = {depth: ENTRY_LIMIT for depth in depths} | {(last := list(depths)[-1]): LIMIT}
+    limits = dict.fromkeys(depths, ENTRY_LIMIT) | {(last := list(depths)[-1]): LIMIT}
     worst, behind = last, ""
     if case.reference is not None:
         excess = {

@@ -4,7 +4,6 @@ import copy
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
-import torch
 from torch import nn
 
 from fedortho.data.request import KINDS, ForgetRequest
@@ -12,8 +11,7 @@ from fedortho.engines.engine import Engine, fresh_model
 from fedortho.engines.training_plan import PlanPart, TrainingPlan
 from fedortho.errors import BadSetting
 from fedortho.methods.method import Schedule, forget_and_retain
-from fedortho.models.capture import capture
-from fedortho.models.graph import NORMS, WEIGHTED
+from fedortho.models.graph import WEIGHTED, weighted_order
 from fedortho.training.objectives import FitOptions
 from fedortho.training.recipe import Recipe
 
@@ -75,12 +73,8 @@ class CFk(EUk):
 
 def last_layers(model: nn.Module, k: int, shape: tuple[int, int, int]) -> list[str]:
     """The last k convolutions and linear layers that a forward pass reaches, each followed by its norms."""
-    modules = {name: m for name, m in model.named_modules() if isinstance(m, (*WEIGHTED, *NORMS))}
-    twin = copy.deepcopy(model).cpu().eval()
-    with torch.no_grad(), capture(twin, modules, lambda out: None) as calls:
-        twin(torch.zeros(2, *shape))
-    order = list(calls)
-    weighted = [place for place, name in enumerate(order) if isinstance(modules[name], WEIGHTED)]
+    order = weighted_order(model, shape)
+    weighted = [place for place, name in enumerate(order) if isinstance(model.get_submodule(name), WEIGHTED)]
     if k > len(weighted):
         raise BadSetting(f"k is {k} but the network has {len(weighted)} layers with weights; choose at most that")
     return order[weighted[-k] :]

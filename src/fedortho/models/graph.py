@@ -119,6 +119,15 @@ def trace_layers(model: nn.Module, shape: tuple[int, int, int]) -> list[Layer]:
     return _with_stages(layers, pointwise) + [_unreached(n, conv) for n, conv in convs.items() if n not in calls]
 
 
+def weighted_order(model: nn.Module, shape: tuple[int, int, int]) -> list[str]:
+    """Convolutions, linear layers and norms in the order in which a forward pass reaches them."""
+    names = [name for name, module in model.named_modules() if isinstance(module, (*WEIGHTED, *NORMS))]
+    twin = copy.deepcopy(model).cpu().eval()
+    with torch.no_grad(), capture(twin, names, lambda out: None) as calls:
+        twin(torch.zeros(2, *shape))
+    return list(calls)
+
+
 def stage_entries(model: nn.Module, shape: tuple[int, int, int]) -> list[str]:
     """The first main-path convolution of every stage but the first: it receives the output of the stage before."""
     first: dict[int, str] = {}
