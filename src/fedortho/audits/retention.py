@@ -14,6 +14,7 @@ def lost_accuracy(case: Case, cache: MeasurementCache, budget: str) -> AuditResu
     reference = shares.get("reference")
     lost = min(shares["original"], 1.0 if reference is None else reference) - shares["unlearned"]
     finding = f"retain accuracy is {shares_text(shares)}: {100 * lost:.1f} points lost, limit {100 * LIMIT.value:.1f}"
+    finding += "; one class is retained, so a constant answer keeps it all" if case.retains_one_class else ""
     outcome: Outcome = "PASS" if lost <= LIMIT.value else "FAIL"
     return AuditResult(outcome, finding, lost, LIMIT.value, shares["unlearned"], shares["original"], reference)
 

@@ -56,6 +56,11 @@ class Case:
         classes = ForgetRequest(self.all_requests.classes)
         return self.data.test.subset(~classes.mask(self.data.test)) if classes.classes else self.data.test
 
+    @property
+    def retains_one_class(self) -> bool:
+        """Whether a model that always gives the same answer has full retain accuracy."""
+        return len(self.retain_test.labels.unique()) == 1
+
     def unseen_like(self, labels: Tensor, limit: int = 0) -> Images:
         """At most `limit` test images (0: all) comparable with forgotten images of these labels.
 
