@@ -31,6 +31,7 @@ CALLS = {  # a name of fedortho, or, for what operates a deployment or lists fil
     "results": "reports.run_table.list_runs",
     "data ls": "list_images",
     "data find": "list_images",
+    "data purge": "purge_run",
     "bundle make": "make_bundle",
     "bundle check": "check_bundle",
     "bundle key": "evidence.signature.make_key",

@@ -30,6 +30,7 @@ from fedortho.requests.federated_jobs import federate_run
 from fedortho.requests.forgetting import forget_run, undo_run
 from fedortho.requests.judging import JudgeOptions, audit_run, judge_run
 from fedortho.requests.tuning import tune
+from fedortho.runs.purge import purge_run
 from fedortho.runs.record import Accuracies
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.settings import FederateSettings, ImportSettings, TrainSettings
@@ -77,6 +78,7 @@ __all__ = [
     "open_run",
     "partition",
     "plan",
+    "purge_run",
     "train_run",
     "tune",
     "undo_run",

@@ -17,6 +17,7 @@ from fedortho.errors import BadSetting, unknown
 from fedortho.evaluation.case import Case
 
 BUDGETS = ("quick", "full", "none")
+DELETED = "images of the forget set were deleted, nothing is left to audit on"
 GROUP = "fedortho.audits"  # entry points by which other packages add audits
 AUDITS: Mapping[str, Audit] = {
     "C1": LINEAR_PROBE,
@@ -64,12 +65,13 @@ def run_audits(
     """
     check_audits(budget, only)
     cache = cache or MeasurementCache()
-    if budget != "none":
+    deleted = not (len(case.forget_eval) and len(case.forget_train)) and len(case.data.gone)
+    if budget != "none" and not deleted:
         for role in [*roles_of(case), *(["second_reference"] if case.second_reference is not None else [])]:
             eval_logits(case, cache, role)  # refuses NaN
     results = []
     for audit in known_audits().values():
-        if reason := _reason_to_skip(audit, budget, only):
+        if reason := _reason_to_skip(audit, budget, only) or (DELETED if deleted else ""):
             results.append(AuditResult("NOT RUN", reason, name=audit.name, title=audit.title))
             continue
         if on_step is not None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from fedortho.audits.result import AuditResult, label
+from fedortho.data.cache import DataCopy
 from fedortho.data.request import ForgetRequest
 from fedortho.engines.cost import Cost
 from fedortho.errors import BadRecord
@@ -58,6 +59,7 @@ class Verdict:
     digests: Mapping[str, str] = field(default_factory=dict)
     origin: Mapping[str, Any] = field(default_factory=dict)  # the run, its settings with seeds, and its data
     environment: Environment | None = None
+    copies: tuple[DataCopy, ...] = ()  # of the forgotten images, as far as they are known
 
     @property
     def results(self) -> tuple[AuditResult, ...]:

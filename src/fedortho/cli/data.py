@@ -1,4 +1,4 @@
-"""The commands data ls and data find: rows, classes, file names and digests of images."""
+"""The commands data ls, find and purge: what images are known by, and removing copies of those forgotten."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -6,15 +6,19 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
-from fedortho.cli.console import bar, bars, out, say_json, words_table
-from fedortho.cli.flags import AsJson, DataDir
+from fedortho.cli.console import bar, bars, out, say, say_json, words_table
+from fedortho.cli.flags import AsJson, DataDir, RunPath
 from fedortho.data.images import Dataset
 from fedortho.data.listing import ImageRow, list_images
 from fedortho.data.sources import load_images
+from fedortho.runs.purge import purge_run
 from fedortho.runs.run import open_run
 
-data_app = typer.Typer(no_args_is_help=True, help="List or find images by row, class, file name and digest.")
+data_app = typer.Typer(
+    no_args_is_help=True, help="List or find images; remove copies of those that a run has forgotten."
+)
 
 Place = Annotated[str, typer.Argument(metavar="RUN_OR_DATA", help="a run directory, a dataset's name, or its files")]
 
@@ -40,6 +44,18 @@ def data_find(
     _show(list_images(_load(place, data_dir), words), as_json)
 
 
+def data_purge(run_path: RunPath, data_dir: DataDir = "", as_json: AsJson = False) -> None:
+    """Remove what RUN has forgotten from the decoded images here; later trainings leave it out. RUN stays usable."""
+    copies = purge_run(run_path, data_dir=data_dir)
+    if as_json:
+        say_json([asdict(copy) for copy in copies])
+        return
+    for copy in copies:
+        say(escape(str(copy)))
+    if copies[0].images:
+        say("delete the files of these images yourself: fedortho data find RUN WORD shows their names")
+
+
 def _load(place: str, data_dir: str) -> Dataset:
     with bars() as shown:
         progress = bar(shown, "decoding images")
@@ -58,3 +74,4 @@ def _show(rows: Sequence[ImageRow], as_json: bool) -> None:
 
 data_app.command("ls")(data_ls)
 data_app.command("find")(data_find)
+data_app.command("purge")(data_purge)

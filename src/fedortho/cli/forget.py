@@ -78,6 +78,13 @@ def forget_command(
     keep_undo: Annotated[
         Path | None, typer.Option(help="a file for the tensors that are changed, for fedortho undo")
     ] = None,
+    purge: Annotated[
+        bool | None,
+        typer.Option(
+            "--purge/--keep-cache",
+            help="remove the images from the cache of decoded images (default: if they are samples of your own data)",
+        ),
+    ] = None,
     data_dir: DataDir = "",
     device: Device = "auto",
     as_json: AsJson = False,
@@ -101,17 +108,22 @@ def forget_command(
     if audit == "none":
         _refuse_with("--audit none, which judges nothing", reference=reference, references=references, retrain=retrain)
     if dry_run:
-        _refuse_with("--dry-run, which changes nothing", keep_undo=keep_undo, id=ticket)
+        _refuse_with("--dry-run, which changes nothing", keep_undo=keep_undo, purge=purge, id=ticket)
     if backend != "inprocess":
         here = {"dry_run": dry_run, "keep_undo": keep_undo, "data_dir": data_dir, "device": device != "auto"}
-        judging = {"reference": reference, "references": references, "retrain": retrain, "json": as_json, "id": ticket}
+        here |= {"purge": purge, "id": ticket}
+        judging = {"reference": reference, "references": references, "retrain": retrain, "json": as_json}
         _refuse_with(f"--backend {backend}, which works elsewhere and does not judge", **here, **judging)
         print_elsewhere(forget_elsewhere(run, asked, method, out=out_dir, deployment=deployment, log=log_line), out_dir)
         say(escape(f"not audited yet: fedortho judge {out_dir}"))
         return
-    served, data = _serve(run, parsed, method, None if dry_run else out_dir, keep_undo, options, ticket)
+    served, data = _serve(run, parsed, method, None if dry_run else out_dir, keep_undo, purge, options, ticket)
     if not as_json:
         print_served(served, run_path)
+        for copy in served.copies:
+            say(escape(f"copy of the data: {copy}"))
+        if served.run is not None and asked.samples:
+            say(escape(f"you may now delete the files of these images: {served.run.path} stays usable without them"))
     verdict = None
     is_edited = served.run is not None and served.run.record.model.digest != run.record.model.digest
     if served.run is not None and not is_edited and not as_json:
@@ -156,6 +168,7 @@ def _serve(
     method: Method,
     out: Path | None,
     undo: Path | None,
+    purge: bool | None,
     options: JudgeOptions,
     ticket: str,
 ) -> tuple[ServedRequest, Dataset]:
@@ -165,7 +178,8 @@ def _serve(
         data = run.load_data(options.data_dir, bar(shown, "decoding images"))
         shown.add_task(f"forgetting {request.word}", total=None, news="")
         try:
-            return forget_run(run, request, method, out=out, undo=undo, ticket=ticket, data=data, **where), data
+            how: dict[str, Any] = {"undo": undo, "purge": purge, "ticket": ticket, **where}
+            return forget_run(run, request, method, out=out, data=data, **how), data
         except Refused as refusal:
             shown.stop()
             err.print(frontier_table(refusal.frontier))

@@ -136,6 +136,8 @@ def print_verdict(verdict: Verdict, *, whole: bool = True) -> None:
             f"{cost.flops / 1e9:,.1f} GFLOPs ({cost.request_flops / 1e9:,.1f} without kept statistics){sent}"
         )
     if whole:
+        for copy in verdict.copies:
+            say(escape(f"copy of the data: {copy}"))
         say("not tested: " + escape("; ".join(verdict.not_tested)))
 
 

@@ -127,14 +127,35 @@ def without_forgotten(data: Dataset) -> Dataset:
 
 
 @dataclass(frozen=True)
-class PurgedCache:
-    """A file of decoded images, and how many images were removed from it."""
+class DataCopy:
+    """A place that has, or had, images of a forget set."""
 
-    file: Path
-    images: int
+    what: str  # source, or decoded images
+    where: str
+    images: int  # that are still there
+    removed: int  # that were there
+
+    def __str__(self) -> str:
+        left = f"{self.images} image{'s' * (self.images != 1)} of the forget set" if self.images else "nothing"
+        return f"{self.what} {self.where}: {left} left, {self.removed} removed"
 
 
-def purge_images(digests: Tensor) -> list[PurgedCache]:
+def decoded_copies(digests: Tensor) -> list[DataCopy]:
+    """The files of the cache that have, or had before a purge, images with these digests, (n, 16 or 32) uint8."""
+    found = []
+    for file in sorted(cache_dir().glob("*.safetensors")):
+        try:
+            store = read_decoded(file)
+        except UNREADABLE:  # of a version that did not know digests; see `purge_images`
+            continue
+        mine = is_among(store.ids.digests, digests)
+        left = int((mine & (store.labels >= 0)).sum())
+        if mine.any():
+            found.append(DataCopy("decoded images", file.name, left, int(mine.sum()) - left))
+    return found
+
+
+def purge_images(digests: Tensor) -> list[DataCopy]:
     """Remove the images with these digests, (n, 16 or 32) uint8, from all decoded images, and remember the digests.
 
     They are never written to the cache again, and `load_images` leaves them out. Files of versions that did not know
@@ -144,15 +165,12 @@ def purge_images(digests: Tensor) -> list[PurgedCache]:
     lines = "".join(f"{bytes(digest).hex()}\n" for digest in every.numpy())
     with replacing(cache_dir() / "forgotten.txt", PRIVATE) as temporary:
         temporary.write_text(lines, encoding="ascii")
-    purged = []
     for file in sorted(cache_dir().glob("*.safetensors")):
         try:
             store = read_decoded(file)
         except UNREADABLE:
             file.unlink(missing_ok=True)
             continue
-        number = int((is_among(store.ids.digests, digests) & (store.labels >= 0)).sum())
-        if number:
+        if bool((is_among(store.ids.digests, digests) & (store.labels >= 0)).any()):
             write_decoded(file, store)
-            purged.append(PurgedCache(file, number))
-    return purged
+    return decoded_copies(digests)

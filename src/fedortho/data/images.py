@@ -104,13 +104,23 @@ class Dataset:
     digest: str  # of the content of all files read
     gone: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))  # rows whose images were deleted
 
+    @property
+    def is_one_store(self) -> bool:
+        """Whether validation images are rows of the training images' store."""
+        return self.valid.pixels.data_ptr() == self.train.pixels.data_ptr()
+
+    @property
+    def known_rows(self) -> Tensor:
+        """All rows of training and validation images in the training store, those that are gone too, ascending."""
+        rows = torch.cat([self.train.rows, *([self.valid.rows] if self.is_one_store else []), self.gone])
+        return rows.sort().values
+
     def without_rows(self, rows: Tensor) -> "Dataset":
         """The dataset without these rows of the training store; `gone` has those that it had."""
         train = self.train.subset(~torch.isin(self.train.rows, rows))
-        is_shared = self.valid.pixels.data_ptr() == self.train.pixels.data_ptr()  # else it has rows of its own
-        valid = self.valid.subset(~torch.isin(self.valid.rows, rows)) if is_shared else self.valid
-        had = torch.cat([self.gone, self.train.rows, *([self.valid.rows] if is_shared else [])])
-        return replace(self, train=train, valid=valid, gone=had[torch.isin(had, torch.cat([self.gone, rows]))].unique())
+        valid = self.valid.subset(~torch.isin(self.valid.rows, rows)) if self.is_one_store else self.valid
+        gone = self.known_rows[torch.isin(self.known_rows, torch.cat([self.gone, rows]))]
+        return replace(self, train=train, valid=valid, gone=gone)
 
 
 def images_from_tensors(

@@ -31,7 +31,7 @@ def list_images(data: Dataset, words: Iterable[str] = (), *, label: str = "", li
         parts = {split: getattr(data, split) for split in ("train", "valid", "test")}
         found = [row for split, images in parts.items() for row in _described(split, images, images.rows.tolist())]
     name = data.train.names[ForgetRequest((label,)).labels(data.train.names)[0]] if label else ""
-    return [row for row in found if name in ("", row.label)][: limit or None]
+    return [row for row in dict.fromkeys(found) if name in ("", row.label)][: limit or None]
 
 
 def _named(data: Dataset, word: str) -> list[ImageRow]:

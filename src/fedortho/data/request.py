@@ -182,10 +182,16 @@ class ForgetRequest:
             chosen |= torch.isin(images.rows, torch.cat(rows))
         return chosen
 
-    def split(self, images: Images, clients: Clients | None = None) -> tuple[Images, Images]:
-        """The forget set and the retain set; raises EmptyGroup if one is empty or a sample is missing."""
+    def split(
+        self, images: Images, clients: Clients | None = None, *, gone: Tensor | None = None
+    ) -> tuple[Images, Images]:
+        """The forget set and the retain set; raises EmptyGroup if one is empty or a sample is missing.
+
+        With rows that are `gone`, whose images were deleted, the forget set may be empty.
+        """
+        deleted = [] if gone is None else gone.tolist()
         if self.samples:
-            known = set(images.rows.tolist())
+            known = {*images.rows.tolist(), *deleted}
             missing = [word for word in self.samples if _row(word, clients) not in known]
             if missing:
                 more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -197,7 +203,7 @@ class ForgetRequest:
                     "without the validation set"
                 )
         chosen = self.mask(images, clients)
-        if not chosen.any():
+        if not chosen.any() and not deleted:
             raise EmptyGroup(f"{_short(self)} selects none of the {len(images)} images; the forget set is empty")
         if chosen.all():
             raise EmptyGroup(f"{_short(self)} selects all {len(images)} images; the retain set is empty")

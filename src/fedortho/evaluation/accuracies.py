@@ -58,7 +58,7 @@ def accuracies_of(
         labels = request.labels(data.test.names)
         return Accuracies(_share(correct[labels], number[labels]), retain, test)
     if forget is None:
-        forget = accuracy(model, request.split(data.train, clients)[0], device=device)
+        forget = accuracy(model, request.split(data.train, clients, gone=data.gone)[0], device=device)
     return Accuracies(forget, retain, test)
 
 

@@ -44,6 +44,7 @@ def draw_gallery(
     models = {role: given.load_model().to(device) for role, given in runs.items() if given is not None}
     case = _case(run, data, request, models, device)
     remarks = [text for text, given in ((NO_ORIGINAL, original), (NO_REFERENCE, reference)) if given is None]
+    remarks += [] if len(case.forget_eval) else ["The images of the forget set were deleted; none is measured again."]
     pictures = _score_pictures(models, case) if original is not None else []
     pictures += _trial_pictures(served) + _training_pictures(run)
     if not images:
@@ -71,11 +72,8 @@ def _score_pictures(models: Mapping[str, nn.Module], case: Case) -> list[Picture
     names, labels = case.data.test.names, case.request.labels(case.data.test.names)
     scores = {role: evaluate(model, case.data.test, device=case.device) for role, model in models.items()}
     before, after = scores["original"], scores["unlearned"]
-    confidence = {
-        role: results.own_confidence(model, case.forget_eval, device=case.device) for role, model in models.items()
-    }
     subject = " and ".join(names[label] for label in labels) or "the forget set"
-    return [
+    pictures = [
         picture_of(
             "classes",
             results.class_accuracy_figure(before, after, names, labels, scores.get("reference")),
@@ -86,12 +84,14 @@ def _score_pictures(models: Mapping[str, nn.Module], case: Case) -> list[Picture
             results.confusion_figure(before, after, names, labels),
             "Rows are true classes, columns predictions; numbers are percentage points, after minus before.",
         ),
-        picture_of(
-            "confidence",
-            results.confidence_figure(confidence, subject),
-            "Probability of the true class on the forget set; the retrained model shows the ideal.",
-        ),
     ]
+    if not len(case.forget_eval):
+        return pictures
+    confidence = {
+        role: results.own_confidence(model, case.forget_eval, device=case.device) for role, model in models.items()
+    }
+    about = "Probability of the true class on the forget set; the retrained model shows the ideal."
+    return [*pictures, picture_of("confidence", results.confidence_figure(confidence, subject), about)]
 
 
 def _trial_pictures(served: ServedRecord) -> list[Picture]:

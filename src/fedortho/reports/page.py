@@ -34,6 +34,7 @@ SECTIONS = {
     "images": "Images",
     "audits": "Audits",
     "costs": "Costs",
+    "copies": "Copies of the data",
     "not-tested": "What was not tested",
     "settings": "Settings",
 }
@@ -149,6 +150,7 @@ def render(report: Report) -> str:
         audits=tables.audits_table(verdict.results if verdict is not None else ()),
         audit_pictures=report.audit_pictures,
         costs=tables.costs_table(_cost(report)),
+        copies=[str(copy) for copy in verdict.copies] if verdict is not None else [],
         not_tested=_not_tested(verdict),
         settings=_settings(report),
     )

@@ -11,14 +11,16 @@ import torch
 from torch import nn
 
 from fedortho.audits.verdict import spoken_time
+from fedortho.data.cache import DataCopy
 from fedortho.data.images import Dataset
 from fedortho.data.request import Clients, ForgetRequest, as_request
+from fedortho.data.sources import DATASETS
 from fedortho.devices import choose_device
 from fedortho.engines.central import CentralEngine
 from fedortho.engines.engine import Engine
 from fedortho.engines.query import Query, Selection, Statistic
 from fedortho.errors import FedOrthoError
-from fedortho.evaluation.accuracies import accuracies_of
+from fedortho.evaluation.accuracies import accuracies_of, forget_eval_images
 from fedortho.federated.engine import FederatedEngine
 from fedortho.federated.server import copied_clients, federated_engine, local_grid, patches_of
 from fedortho.federated.transport import append_wire_log
@@ -30,6 +32,7 @@ from fedortho.requests.run_context import method_for_run
 from fedortho.requests.tickets import Ticket
 from fedortho.runs.derived import check_output_paths, write_derived
 from fedortho.runs.federation import held_rows
+from fedortho.runs.purge import purge_run
 from fedortho.runs.record import Accuracies, ResultRecord, ServedRecord, TrialRecord
 from fedortho.runs.run import Run, load_run_data, open_run
 from fedortho.runs.served import excluded_by, last_request, served_requests
@@ -58,6 +61,7 @@ class ServedRequest:
     retain_paid: float  # retain accuracy lost over all requests so far
     run: Run | None = None  # None: nothing was written
     was_finished: bool = False  # its ticket was served before; nothing was done now
+    copies: tuple[DataCopy, ...] = ()  # of the images, where they were purged
 
     @property
     def advise_retraining(self) -> bool:
@@ -72,6 +76,7 @@ def forget_run(
     out: Path | str | None = None,
     undo: Path | str | None = None,
     ticket: str = "",
+    purge: bool | None = None,
     data: Dataset | None = None,
     data_dir: str = "",
     device: str = "auto",
@@ -80,9 +85,11 @@ def forget_run(
 
     `method` is a name or a method with its hyper-parameters. Without `out` nothing is written and the result shows
     what the method finds. `undo` is a file for the tensors that are changed, from which `undo_run` restores them. A
-    request with a `ticket` is served once: asked for again, it returns the run that was written the first time.
-    `data` is the run's data if it is already loaded. A federation is simulated with its clients on this machine. Raises
-    `Refused`, with the trials that were measured, if target and budget cannot both hold.
+    request with a `ticket` is served once: asked for again, it returns the run that was written the first time. With
+    `purge` forgotten images are removed from the decoded images on this machine, as by `purge_run`; None: if they are
+    samples of your own data and of no federation. `data` is the run's data if it is already loaded. A federation is
+    simulated with its clients on this machine. Raises `Refused`, with the trials that were measured, if target and
+    budget cannot both hold.
     """
     run = open_run(run)
     method = chosen_method(run, method) if isinstance(method, str) else method
@@ -95,15 +102,20 @@ def forget_run(
     data = data or run.load_data(data_dir)
     request = as_request(request, data)
     try:
-        if isinstance(run.settings, FederateSettings):
-            return forget_federated_run(run.at(data_dir, device), request, method, data=data, **paths)
-        return serve_request(run, data, request, method, device=choose_device(device), **paths)
+        if is_federated := isinstance(run.settings, FederateSettings):
+            served = forget_federated_run(run.at(data_dir, device), request, method, data=data, **paths)
+        else:
+            served = serve_request(run, data, request, method, device=choose_device(device), **paths)
     except Refused as refusal:
         seconds = sum(entry.seconds for entry in run.history())
         cost = f"training took {spoken_time(seconds)}" if seconds else "its cost is unknown"
         flags = "--max-retain-drop or --target" if request.classes else "--max-retain-drop"
         advice = f"raise {flags}, edit more layers with --layers mid,deep, or retrain ({cost})"
         raise Refused(f"{refusal}; {advice}", refusal.frontier) from refusal
+    is_own = bool(request.samples) and run.settings.data not in DATASETS and not is_federated
+    if served.run is None or not (is_own if purge is None else purge):
+        return served
+    return replace(served, copies=tuple(purge_run(served.run, data=data)))
 
 
 def _served_before(finished: Run) -> ServedRequest:
@@ -281,6 +293,8 @@ def _measure(
         share = f"{before.forget:.1%}"
         logger.warning("forget accuracy of %s was %s before the edit: already below the target", request, share)
     measured = [earlier for earlier in served_requests(run) if earlier.kind == "class" or not is_remote]
+    if len(data.gone):  # images of earlier requests that were deleted can no longer be measured
+        measured = [earlier for earlier in measured if len(forget_eval_images(data, earlier, clients))]
     all_forgotten = {
         str(earlier): accuracies_of(result.model, data, earlier, clients=clients, device=device).forget
         for earlier in measured

@@ -1,5 +1,6 @@
 """Judge a run that has served a request: find or train reference models, measure, audit, write verdict.json."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from torch import nn
 
 from fedortho.audits import check_audits
 from fedortho.audits.judge import judge_case
-from fedortho.audits.verdict import FILE, Verdict, write_verdict
+from fedortho.audits.verdict import FILE, Verdict, read_verdict, write_verdict
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.devices import choose_device, using_threads
@@ -29,6 +30,7 @@ from fedortho.requests.references import (
     reference_settings,
     train_reference,
 )
+from fedortho.runs.purge import known_copies
 from fedortho.runs.record import ServedRecord
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.served import last_request, served_record
@@ -39,6 +41,7 @@ from fedortho.storage.records import to_json
 from fedortho.training.loop import Watch
 from fedortho.training.recipe import Recipe
 
+logger = logging.getLogger(__name__)
 SHADOW_EPOCHS = 6  # upper bound
 
 
@@ -83,10 +86,10 @@ def judge_run(
         check_writable(directory)
     data = data or run.load_data(options.data_dir)
     with using_threads(original.settings.threads):
-        references = _references(run, original, request, options, on_training)
+        references = _references(run, original, request, options, data, on_training)
         verdict = _verdict_on(run, request, data, original, references, options, on_step)
-    if not options.only and (options.audit != "none" or not (run.path / FILE).exists()):
-        write_verdict(run.path, verdict)  # one without audits never replaces one with them
+    if not options.only:
+        _keep_verdict(run.path, verdict, options.audit, is_deleted=bool(len(data.gone)))
     append_entry(
         journal,
         "verified" if verdict.passes else "judged",
@@ -97,6 +100,20 @@ def judge_run(
         details={"label": verdict.label, "passes": verdict.passes},
     )
     return verdict
+
+
+def _keep_verdict(directory: Path, verdict: Verdict, audit: str, *, is_deleted: bool) -> None:
+    """Write a verdict; one without audits never replaces one with them, but tells it which copies are left."""
+    is_audited = audit != "none" and any(result.outcome != "NOT RUN" for result in verdict.audits)
+    earlier = read_verdict(directory) if is_deleted and not is_audited else None
+    if earlier is not None and (earlier.request, earlier.digests["after"]) == (
+        verdict.request,
+        verdict.digests["after"],
+    ):
+        logger.info("%s keeps what was measured before the images were deleted", directory / FILE)
+        write_verdict(directory, replace(earlier, copies=verdict.copies))
+    elif audit != "none" or not (directory / FILE).exists():
+        write_verdict(directory, verdict)
 
 
 def audit_run(
@@ -158,7 +175,7 @@ def _references_directory(run: Run, options: JudgeOptions) -> Path:
 
 
 def _references(
-    run: Run, original: Run, request: ForgetRequest, options: JudgeOptions, on_training: Watch | None
+    run: Run, original: Run, request: ForgetRequest, options: JudgeOptions, data: Dataset, on_training: Watch | None
 ) -> list[Run]:
     """Reference models that are given, found or trained: one; two for the distance audit of the full budget.
 
@@ -177,7 +194,7 @@ def _references(
         found_seeds.add(seed)
         settings = reference_settings(original, request, seed=seed, data_dir=options.data_dir)
         name = reference_name(original, request, settings)
-        trained = train_reference(directory, name, settings, watch=on_training)
+        trained = train_reference(directory, name, settings, data=data if len(data.gone) else None, watch=on_training)
         references += [trained] if trained.record.model.digest != run.record.model.digest else []
     return references
 
@@ -208,6 +225,7 @@ def _verdict_on(
         cost=served.cost,
         retrain_seconds=_retrain_seconds(original, reference, len(case.retain_train) / max(len(data.train), 1)),
         settings=served.settings,
+        copies=tuple(known_copies(run, request, data)),
         origin={"run": run.path.name, "data": to_json(run.record.data), "settings": dict(run.record.settings)},
         digests={"before": original.record.model.digest, "after": run.record.model.digest}
         | ({} if reference is None else {"reference": reference.record.model.digest}),

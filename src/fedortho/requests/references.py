@@ -86,13 +86,18 @@ def _key(settings: TrainSettings, names: Sequence[str], seed: int | None = None)
     return {name: value for name, value in known.items() if name not in IRRELEVANT}
 
 
-def train_reference(directory: Path, name: str, settings: TrainSettings, *, watch: Watch | None = None) -> Run:
-    """Train a reference model into a directory of runs; an interrupted one is continued."""
+def train_reference(
+    directory: Path, name: str, settings: TrainSettings, *, data: Dataset | None = None, watch: Watch | None = None
+) -> Run:
+    """Train a reference model into a directory of runs; an interrupted one is continued.
+
+    `data` are those of a run whose forgotten images were deleted: its rows keep their numbers.
+    """
     if isinstance(settings, FederateSettings):
         from fedortho.federated.server import train_federation
 
         return train_federation(directory / name, settings)
-    return train_run(directory / name, settings, watch=watch)
+    return train_run(directory / name, settings, watch=watch, data=data)
 
 
 def reference_name(run: Run, request: ForgetRequest, settings: TrainSettings) -> str:

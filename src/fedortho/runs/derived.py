@@ -6,9 +6,11 @@ from pathlib import Path
 
 from torch import nn
 
+from fedortho.data.request import ForgetRequest
 from fedortho.errors import FedOrthoError
 from fedortho.models.patch import Patch
 from fedortho.runs.record import RunRecord
+from fedortho.runs.rows import read_rows
 from fedortho.runs.run import Run, open_run
 from fedortho.statistics.observe import Observation
 from fedortho.storage.files import check_writable, tensors_digest, write_tensors
@@ -43,6 +45,9 @@ def write_derived(
     for name in ("split.json", "history.json"):
         shutil.copyfile(run.path / name, building / name)
     number = len(record.requests) - (patch is not None)
+    if (rows := read_rows(run.path)) is not None:
+        last = ForgetRequest.parse(record.requests[-1].request) if record.requests else ForgetRequest()
+        rows.without_names(last, record.data.class_names).save(building)
     copy_patches(run, building, number)
     if patch is not None:
         patch.save(building / "patches" / f"{number:04}.safetensors")

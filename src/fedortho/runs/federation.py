@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from fedortho.data.images import Dataset
@@ -51,8 +50,8 @@ class Federation:
 
 
 def held_rows(data: Dataset, federation: Federation, seed: int) -> dict[int, Tensor]:
-    """The rows of the training and validation images that each client holds."""
-    rows = torch.cat([data.train.rows, data.valid.rows]).sort().values
+    """The rows of the training and validation images that each client holds or held."""
+    rows = data.known_rows
     labels = data.train.store_labels[rows]
     parts = partition(labels, federation.clients, federation.split, seed=seed, minimum=federation.least_images)
     return {client: rows[positions] for client, positions in enumerate(parts)}

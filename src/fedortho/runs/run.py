@@ -2,16 +2,18 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from fedortho.data.decoding import Report
 from fedortho.data.images import Dataset
-from fedortho.data.request import ForgetRequest
+from fedortho.data.request import ForgetRequest, union_of
 from fedortho.data.sources import load_images
 from fedortho.errors import BadCheckpoint, BadData, BadRecord, BadSetting, UnknownName
 from fedortho.models.zoo import build_model
 from fedortho.runs.record import RunRecord, SplitRecord, TrainingRecord, read_run_record
+from fedortho.runs.rows import TrainedRows, read_rows
 from fedortho.runs.settings import FederateSettings, TrainSettings, relocated
 from fedortho.storage.checkpoints import load_weights
 from fedortho.storage.files import read_json, read_tensors, tensors_digest
@@ -43,13 +45,35 @@ class Run:
         return model.eval()
 
     def load_data(self, data_dir: str = "", progress: Report | None = None) -> Dataset:
-        """The data of the run, split as in training; data with another digest is refused."""
-        data = load_run_data(self.settings, data_dir, progress)
+        """The data of the run, split as in training; other data is refused.
+
+        Images that the run has forgotten or was trained without may have been deleted since: their rows are `gone`.
+        """
+        data, known = load_run_data(self.settings, data_dir, progress, forgotten=True), read_rows(self.path)
         if data.digest != self.record.data.digest:
-            raise BadData(f"{data.name} here is not the data that {self.path} was trained on (its digest differs)")
+            return self._restored(data, known)
+        if known is not None:
+            data = data.without_rows(known.left_out)
         if list(read_record(SplitRecord, self.path / "split.json").valid) != data.valid.rows.tolist():
             raise BadCheckpoint(f"{self.path / 'split.json'} has other validation images than its seed and share give")
         return data
+
+    def _restored(self, data: Dataset, known: TrainedRows | None) -> Dataset:
+        refusal = f"{data.name} here is not the data that {self.path} was trained on"
+        if known is None or isinstance(self.settings, FederateSettings):
+            raise BadData(f"{refusal} (its digest differs)")
+        valid = read_record(SplitRecord, self.path / "split.json").valid
+        try:
+            restored = known.restored(data, self.record.data.class_names, valid, self.excluded)
+        except BadData as error:
+            raise BadData(f"{refusal}: {error}; restore them, or use the run that has forgotten them") from error
+        return replace(restored.without_rows(known.left_out), digest=self.record.data.digest)
+
+    @property
+    def excluded(self) -> ForgetRequest | None:
+        """The images that the run has forgotten or was trained without, as one request; None: there are none."""
+        texts = [*(served.request for served in self.record.requests), self.settings.without]
+        return union_of([ForgetRequest.parse(text) for text in texts if text])
 
     def request(self, request: ForgetRequest | str, data_dir: str = "") -> ForgetRequest:
         """A request from its text, with its samples by row of the run's data."""
@@ -70,12 +94,13 @@ class Run:
         return [from_json(Epoch, entry, path) for entry in value]
 
 
-def load_run_data(settings: TrainSettings, data_dir: str = "", progress: Report | None = None) -> Dataset:
-    """The dataset that settings name, with its validation split."""
+def load_run_data(
+    settings: TrainSettings, data_dir: str = "", progress: Report | None = None, *, forgotten: bool = False
+) -> Dataset:
+    """The dataset that settings name, with its validation split; with images that were purged only if `forgotten`."""
     at = relocated(settings, data_dir)
-    return load_images(
-        at.data, at.data_dir or None, valid=at.valid, seed=at.partition_seed, size=at.image_size, progress=progress
-    )
+    how: dict[str, Any] = {"valid": at.valid, "seed": at.partition_seed, "size": at.image_size, "forgotten": forgotten}
+    return load_images(at.data, at.data_dir or None, progress=progress, **how)
 
 
 def open_run(path: "Run | Path | str") -> Run:

@@ -13,8 +13,7 @@ def served_requests(run: Run) -> list[ForgetRequest]:
 
 def excluded_by(run: Run) -> ForgetRequest | None:
     """The images that a run has forgotten or was trained without, as one request; None: there are none."""
-    without = run.settings.without
-    return union_of([*served_requests(run), *([ForgetRequest.parse(without)] if without else [])])
+    return run.excluded
 
 
 def excluded_besides(run: Run, request: ForgetRequest) -> ForgetRequest | None:

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from fedortho.data.cache import without_forgotten
 from fedortho.data.decoding import Report
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest, as_request
+from fedortho.data.sources import DATASETS
 from fedortho.devices import choose_device, using_threads
 from fedortho.errors import FedOrthoError
 from fedortho.models.predictions import evaluate
@@ -28,6 +30,7 @@ from fedortho.runs.record import (
     TrainingRecord,
     read_run_record,
 )
+from fedortho.runs.rows import ROWS_FILE, rows_of
 from fedortho.runs.run import Run, load_run_data, open_run, settings_of
 from fedortho.runs.settings import FREE, ImportSettings, TrainSettings
 from fedortho.statistics.ledger import write_ledger
@@ -56,18 +59,21 @@ def train_run(
     observing: Report | None = None,
     trainer: Trainer | None = None,
     requests: tuple[ServedRecord, ...] = (),
+    data: Dataset | None = None,
 ) -> Run:
     """Train into a directory; continue an interrupted run, return a finished one.
 
     A `trainer` replaces `fit`: it receives the new model, the data and the path of a checkpoint (a federation).
-    `requests` are those that the run which training starts from has served.
+    `requests` are those that the run which training starts from has served. `data` is the data if it is already loaded,
+    by `Run.load_data` for a reference model. Images that were forgotten and purged are never trained on.
     """
     path = Path(path)
     with locked(path), using_threads(settings.threads):
         record = read_run_record(path)
-        data = load_run_data(settings, progress=progress)
+        whole = data or load_run_data(settings, progress=progress, forgotten=True)
+        data = without_forgotten(whole)
         if settings.without:
-            settings = replace(settings, without=str(as_request(settings.without, data)))
+            settings = replace(settings, without=str(as_request(settings.without, whole)))
         _refuse_foreign(path, record, settings, data)
         if isinstance(record, RunRecord):
             (path / "checkpoint.safetensors").unlink(missing_ok=True)  # interrupted just before it was removed
@@ -75,13 +81,14 @@ def train_run(
         device = choose_device(settings.device)
         model = _fresh_model(settings, data)
         if trainer is None and settings.without:
-            data = replace(data, train=ForgetRequest.parse(settings.without).split(data.train)[1])
+            data = replace(data, train=ForgetRequest.parse(settings.without).split(data.train, gone=data.gone)[1])
         check_training_sets(
             model, [TrainingSet(data.train)], settings.batch_size
         )  # this and the next line refuse before anything is written
         ortho_layers(model, data.train.shape, settings)
         if record is None:
             record = replace(_begun(path, settings, data, device), requests=requests)
+            _write_rows(path, settings, whole, data.gone)
             write_record(path / "run.json", record)
         elif record.environment.threads != torch.get_num_threads():
             began, now = record.environment.threads, torch.get_num_threads()
@@ -149,7 +156,14 @@ def _refuse_occupied(path: Path) -> None:
     """Refuse a file, and a directory with other files than an interrupted training leaves."""
     if path.exists() and not path.is_dir():
         raise FedOrthoError(f"{path} is a file; choose a directory for --out")
-    begun = {"split.json", "history.json", "ledger.safetensors", "clients", "updates"}  # unused without run.json
+    begun = {
+        "split.json",
+        ROWS_FILE,
+        "history.json",
+        "ledger.safetensors",
+        "clients",
+        "updates",
+    }  # unused without run.json
     if path.is_dir() and not {file.name for file in path.iterdir() if not _is_left_over(file)} <= begun:
         raise FedOrthoError(f"{path} has other files in it; choose a new directory for --out")
 
@@ -166,6 +180,13 @@ def _begun(path: Path, settings: TrainSettings, data: Dataset, device: torch.dev
     sizes = {"train": len(data.train), "valid": len(data.valid), "test": len(data.test)}
     known = DataRecord(name=data.name, digest=data.digest, class_names=data.train.names, **sizes)
     return TrainingRecord(settings=as_mapping(settings), data=known, environment=environment(device))
+
+
+def _write_rows(path: Path, settings: TrainSettings, data: Dataset, left_out: Tensor) -> None:
+    """Write what the images of the run are known by; a dataset that everybody has needs none unless it lacks images."""
+    rows = rows_of(data, left_out)
+    if rows is not None and (settings.data not in DATASETS or len(left_out)):
+        rows.save(path)
 
 
 def _finish(
@@ -222,10 +243,11 @@ def import_run(
     _refuse_occupied(path)
     state = read_weights(weights)
     known = TrainSettings(**asdict(settings), epochs=0)
-    data = load_run_data(known, progress=progress)
+    data = load_run_data(known, progress=progress, forgotten=True)  # weights from elsewhere may know them
     model = _fresh_model(known, data)
     load_weights(model, fitted_weights(model, state, weights), weights)
     device = choose_device(settings.device)
     record = replace(_begun(path, known, data, device), imported_from=weights.name)
+    _write_rows(path, known, data, data.gone)
     write_json(path / "history.json", [])
     return _finish(path, record, model.eval(), data, device=device, observing=observing)

@@ -1,0 +1,52 @@
+"""Copies of the images that a run has forgotten: which are known, and removing those among the decoded images."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fedortho.data.cache import DataCopy, decoded_copies, purge_images
+from fedortho.data.images import Dataset
+from fedortho.data.request import ForgetRequest
+from fedortho.errors import FedOrthoError
+from fedortho.runs.federation import held_rows
+from fedortho.runs.run import Run, open_run
+from fedortho.runs.settings import FederateSettings
+
+
+def purge_run(run: Run | Path | str, *, data: Dataset | None = None, data_dir: str = "") -> list[DataCopy]:
+    """Remove what a run has forgotten from the decoded images on this machine, and keep later trainings from using it.
+
+    Returns the copies that were found. The files of the images are their owner's to delete; the run stays usable. While
+    they are there, runs that were trained on them can still read them; new trainings leave them out.
+    """
+    run = open_run(run)
+    if run.excluded is None:
+        raise FedOrthoError(f"{run.path} has forgotten nothing; give the run that fedortho forget wrote")
+    digests, source = _forget_set(run, run.excluded, data or run.load_data(data_dir))
+    return [source, *purge_images(digests)]
+
+
+def known_copies(run: Run, request: ForgetRequest, data: Dataset) -> list[DataCopy]:
+    """The source and the decoded images that have, or had, images of a request's forget set."""
+    digests, source = _forget_set(run, request, data)
+    return [source, *decoded_copies(digests)]
+
+
+def _forget_set(run: Run, request: ForgetRequest, data: Dataset) -> tuple[Tensor, DataCopy]:
+    """The digests of the images that a request names, test images of its classes too, and how many the source has."""
+    settings = run.settings
+    clients = held_rows(data, settings, settings.partition_seed) if isinstance(settings, FederateSettings) else None
+    train = replace(data.train, rows=data.known_rows)
+    test = replace(data.test, rows=torch.arange(len(data.test.store_labels)))
+    classes, digests, left = ForgetRequest(request.classes), [], 0
+    for images, mask, rows in (
+        (train, request.mask(train, clients), train.rows[~torch.isin(train.rows, data.gone)]),
+        (test, classes.mask(test), data.test.rows),
+    ):
+        assert images.ids is not None, "data of a run has digests"
+        digests.append(images.ids.digests[images.rows[mask]])
+        left += int(torch.isin(images.rows[mask], rows).sum())
+    every = torch.cat(digests)
+    return every, DataCopy("source", data.name, left, len(every) - left)

@@ -1,0 +1,231 @@
+"""Forgotten images deleted for good: from the cache, from their folder, and from later trainings."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from commands import told
+from pictures import encoded
+
+from fedortho.audits.verdict import read_verdict
+from fedortho.data.sources import load_images
+from fedortho.errors import BadData, FedOrthoError
+from fedortho.evidence.bundle import make_bundle
+from fedortho.reports.page import write_report
+from fedortho.requests.forgetting import forget_run, undo_run
+from fedortho.requests.judging import JudgeOptions, judge_run
+from fedortho.runs.purge import purge_run
+from fedortho.runs.run import open_run
+from fedortho.runs.settings import TrainSettings
+from fedortho.runs.training import train_run
+
+SIZES = {"cat": 40, "dog": 24, "emu": 16}
+
+
+def draw(label: int, number: int) -> bytes:
+    image = np.random.default_rng([label, number]).integers(0, 110, (8, 8, 3), np.uint8)
+    image[:, 3 * label : 3 * label + 2, label] += 140
+    return encoded(image)
+
+
+def settings(photos: Path) -> TrainSettings:
+    how = {"epochs": 2, "batch_size": 16, "crop": 0, "flip": 0.0, "threads": 1, "device": "cpu"}
+    return TrainSettings(data=str(photos), model="small:SmallNet", valid=0.2, **how)  # type: ignore[arg-type]  # mixed
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An image folder with unbalanced classes, a run trained on it, and a cache of their own."""
+    place = tmp_path_factory.mktemp("deleting")
+    for label, (name, number) in enumerate(SIZES.items()):
+        (place / "photos" / name).mkdir(parents=True)
+        for n in range(number):
+            (place / "photos" / name / f"{n:04}.png").write_bytes(draw(label, n))
+    return place
+
+
+@pytest.fixture
+def home(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it, as the working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FEDORTHO_CACHE", str(made / "trained"))
+    original = made / "runs/first"
+    if not original.exists():
+        monkeypatch.chdir(made)
+        train_run("runs/first", settings(Path("photos")))
+        monkeypatch.chdir(tmp_path)
+    shutil.copytree(made / "photos", tmp_path / "photos")
+    shutil.copytree(made / "runs", tmp_path / "runs")
+    shutil.copytree(made / "trained", tmp_path / "cache")
+    monkeypatch.setenv("FEDORTHO_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def two_names() -> list[str]:
+    data = open_run("runs/first").load_data()
+    assert data.train.ids is not None
+    return [data.train.ids.files[row] for row in data.train.rows.tolist() if data.train.store_labels[row] == 0][3:5]
+
+
+def served(names: list[str], **how: object) -> None:
+    forget_run("runs/first", f"samples:{','.join(names)}", "neggrad", out="runs/second", undo="undo.safetensors", **how)  # type: ignore[arg-type]  # mixed
+
+
+def pixels_of(name: str) -> bytes:
+    data = load_images("photos", forgotten=True)
+    assert data.train.ids is not None
+    return data.train.pixels[data.train.ids.files.index(name)].numpy().tobytes()
+
+
+def cache_bytes() -> bytes:
+    return b"".join(file.read_bytes() for file in Path("cache").rglob("*") if file.is_file())
+
+
+def test_two_photos_deleted_for_good_leave_every_command_usable(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    names = two_names()
+    blobs = [pixels_of(name) for name in names]
+    assert all(blob in cache_bytes() for blob in blobs)
+    served(names)
+    before = open_run("runs/second").load_data()
+    assert not any(blob in cache_bytes() for blob in blobs), "the cache no longer has their pixels"
+    assert (
+        before.train.pixels[before.train.rows].shape
+        == open_run("runs/first").load_data().train.pixels[before.train.rows].shape
+    ), "while the files are there both runs read them"
+    assert blobs[0] == pixels_of(names[0])
+    verdict = judge_run("runs/second", options=JudgeOptions(device="cpu"))
+    metric = verdict.metric("forget-accuracy")
+    assert metric is not None
+    assert metric.images == 2
+    source, *decoded = verdict.copies
+    assert (source.what, source.images) == ("source", 2)
+    assert decoded
+    assert all(copy.images == 0 and copy.removed == 2 for copy in decoded)
+
+    for name in names:
+        (Path("photos") / name).unlink()
+    run = open_run("runs/second")
+    data = run.load_data()
+    assert len(data.gone) == 2
+    assert torch.equal(data.train.rows, before.train.rows[~torch.isin(before.train.rows, data.gone)])
+    for part in ("train", "valid", "test"):
+        mine, theirs = getattr(data, part), getattr(before, part)
+        assert torch.equal(mine.pixels[mine.rows], theirs.pixels[mine.rows])
+        assert torch.equal(mine.labels, theirs.store_labels[mine.rows])
+        assert (mine.mean, mine.std) == (theirs.mean, theirs.std)
+    assert torch.equal(data.valid.rows, before.valid.rows)
+    assert torch.equal(data.test.rows, before.test.rows)
+    assert data.digest == before.digest
+
+    with pytest.raises(BadData, match=f"not forgotten: {names[0]}, {names[1]}; restore them, or use the run"):
+        open_run("runs/first").load_data()
+    again = judge_run("runs/second", options=JudgeOptions(device="cpu", retrain=True))
+    assert {audit.outcome for audit in again.audits} == {"NOT RUN"}
+    assert "were deleted" in again.audits[0].finding
+    assert again.sentence.startswith("2 samples: its accuracy could not be measured.")
+    assert again.has_reference, "a reference model can still be trained"
+    assert again.copies[0].images == 0
+    kept = read_verdict(Path("runs/second"))
+    assert kept is not None
+    assert kept.audits == verdict.audits, "what was measured before the deletion is kept"
+    assert kept.copies == again.copies
+    assert "Copies of the data" in write_report("runs/second", device="cpu").read_text()
+    make_bundle("runs/second", str(run.record.requests[-1].request), "evidence.zip")
+    told("evaluate", "runs/second")
+    told("data", "ls", "runs/second")
+    third = forget_run("runs/second", "class:emu", "neggrad", out="runs/third", device="cpu")
+    assert third.run is not None
+    assert list(third.record.all_forgotten) == ["class:emu"], "what was deleted is not measured"
+    assert undo_run("runs/second", "undo.safetensors", "runs/back").record.model == open_run("runs/first").record.model
+    assert json.loads(told("data", "purge", "runs/second", "--json"))[0]["images"] == 0
+
+
+def test_later_trainings_never_see_what_was_forgotten(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    names = two_names()
+    served(names)
+    data = load_images("photos")
+    assert "2 images that were forgotten are left out" in caplog.text
+    assert data.train.ids is not None
+    kept = [data.train.ids.files[row] for row in torch.cat([data.train.rows, data.valid.rows]).tolist()]
+    assert not set(names) & set(kept)
+    later = train_run("runs/later", settings(Path("photos")))
+    assert later.record.data.train == open_run("runs/first").record.data.train - 2
+    for _ in range(2):
+        loaded = later.load_data()
+        assert len(loaded.train) == later.record.data.train
+        for name in names:
+            (Path("photos") / name).unlink(missing_ok=True)  # the second time they are deleted
+    shutil.copy(Path("photos/cat/0001.png"), Path("photos/dog/copied.png"))
+    assert len(later.load_data().train) == later.record.data.train, "new images are not used"
+
+
+def test_a_deleted_class_keeps_the_runs_classes(home: Path) -> None:
+    forget_run("runs/first", "class:cat", "neggrad", out="runs/second", device="cpu")
+    with pytest.raises(FedOrthoError, match="has forgotten nothing"):
+        purge_run("runs/first")
+    blob = pixels_of("cat/0000.png")
+    assert blob in cache_bytes(), "a class is purged only when asked"
+    copies = purge_run("runs/second")
+    assert blob not in cache_bytes()
+    assert copies[0].images == copies[1].removed == SIZES["cat"]
+    shutil.rmtree("photos/cat")
+    data = open_run("runs/second").load_data()
+    assert data.train.names == ("cat", "dog", "emu")
+    assert set(data.train.labels.tolist()) == set(data.test.labels.tolist()) == {1, 2}
+    verdict = judge_run("runs/second", options=JudgeOptions(device="cpu"))
+    assert {audit.outcome for audit in verdict.audits} == {"NOT RUN"}
+    assert "images of the forget set were deleted" in write_report("runs/second", device="cpu").read_text()
+    with pytest.raises(BadData, match=r"not forgotten: cat/0000.png, cat/0001.png, cat/\d+.png and \d+ more"):
+        open_run("runs/first").load_data()
+
+
+def test_of_two_files_with_the_same_bytes_the_one_that_was_not_forgotten_is_kept(home: Path) -> None:
+    one, other = two_names()
+    shutil.copy(Path("photos") / one, Path("photos") / other)
+    train_run("runs/twins", settings(Path("photos")))
+    forget_run("runs/twins", f"samples:{one}", "neggrad", out="runs/second", device="cpu")
+    (row,) = (int(word) for word in open_run("runs/second").record.requests[0].request.split(":")[1].split(","))
+    for name in (other, one):  # whichever of the two files is deleted
+        shutil.copytree("photos", "spare")
+        (Path("spare") / name).unlink()
+        assert open_run("runs/second").load_data("spare").gone.tolist() == [row]
+        shutil.rmtree("spare")
+
+
+def test_only_forgotten_images_may_be_missing_and_private_files_are_private(home: Path) -> None:
+    names = two_names()
+    served(names)
+    for file in (*Path("cache").glob("*.*"), Path("runs/first/rows.safetensors"), Path("runs/second/rows.safetensors")):
+        assert file.stat().st_mode & 0o777 == 0o600, file
+    assert names[0].encode() in Path("runs/first/rows.safetensors").read_bytes()
+    assert names[0].encode() not in Path("runs/second/rows.safetensors").read_bytes()
+    innocent = next(file for file in sorted(Path("photos/dog").iterdir()))
+    kept = innocent.read_bytes()
+    innocent.unlink()
+    with pytest.raises(
+        BadData, match=f"not the data that runs/second was trained on: .* forgotten: dog/{innocent.name};"
+    ):
+        open_run("runs/second").load_data()
+    innocent.write_bytes(kept)
+    told("forget", "runs/first", f"samples:{names[0]}", "--out", "runs/kept", "--dry-run")
+    assert not Path("runs/kept").exists()
+
+
+def test_the_cache_is_kept_on_demand_and_a_damaged_list_of_forgotten_images_is_refused(home: Path) -> None:
+    names = two_names()
+    blob = pixels_of(names[0])
+    served(names, purge=False)
+    assert blob in cache_bytes()
+    assert not Path("cache/forgotten.txt").exists()
+    Path("cache/old.safetensors").write_bytes(b"of an earlier version")
+    purge_run("runs/second")
+    assert blob not in cache_bytes()
+    assert not Path("cache/old.safetensors").exists()
+    Path("cache/forgotten.txt").write_text("no digest")
+    with pytest.raises(BadData, match=r"forgotten.txt, the list of forgotten images, cannot be read"):
+        load_images("photos")
