@@ -17,7 +17,7 @@ from fedortho.errors import FedOrthoError
 from fedortho.models.predictions import Evaluation, evaluate
 from fedortho.models.zoo import build_model
 from fedortho.reports.figures import attention, recovery, results
-from fedortho.reports.figures.style import finding_of, png
+from fedortho.reports.figures.style import axis_names, finding_of, legible, png
 from fedortho.reports.pictures import as_pictures
 from fedortho.training.loop import Epoch
 
@@ -173,3 +173,51 @@ def test_the_last_layer_of_a_residual_network_is_no_shortcut() -> None:
 def test_a_real_evaluation_can_be_drawn(tiny: TinyNet, toy: Images) -> None:
     score = evaluate(tiny, toy)
     assert finding_of(results.confusion_figure(score, score, toy.names, [1])).endswith("change by 0 %")
+
+
+ODD = (
+    "猫",
+    "قطة",
+    "बिल्ली",
+    "🐈",
+    "$x_1$",
+    "50$ or 60$",
+    "<b>bold</b>",
+    "[red]a[/]",
+    "a, b",
+    "",
+    "crane",
+    "crane",
+    "x" * 300,
+    "ß_^é",
+)
+
+
+def test_class_names_of_any_kind_are_drawn_without_a_warning() -> None:
+    rows = [[5 * (true == answer) for answer in range(len(ODD))] for true in range(len(ODD))]
+    before, after = scored(*rows), scored(*rows[-1:], *rows[:-1])
+    drawn = {}
+    for figure in (
+        results.class_accuracy_figure(before, after, ODD, [0, 4]),
+        results.confusion_figure(before, after, ODD, [0, 1, 2]),
+        results.confidence_figure({"original": torch.rand(9)}, ODD[2]),
+    ):
+        caption = finding_of(figure)
+        drawn[caption] = png(figure)  # warnings are errors here
+        assert drawn[caption].startswith(b"\x89PNG")
+        assert any(name in caption for name in ODD[:3]), "a browser has the signs that a figure may lack"
+
+
+def test_a_sign_without_a_font_is_written_by_its_number_and_one_with_a_font_is_drawn() -> None:
+    assert legible("ß $x$ …") == ("ß $x$ …", [])
+    text, fonts = legible("a\U0010fffdb")  # for private use: no font has it
+    assert (text, fonts) == ("a<U+10FFFD>b", [])
+    _, found = legible("𝔄")  # mathematical: DejaVu Sans lacks it, fonts that come with matplotlib have it
+    assert found
+
+
+def test_names_on_an_axis_can_be_told_apart() -> None:
+    names = axis_names(ODD)
+    assert len(set(names)) == len(ODD)
+    assert max(map(len, names)) <= 30
+    assert names[9:13] == ["(9)", "crane (10)", "crane (11)", f"{'x' * 24}… (12)"]

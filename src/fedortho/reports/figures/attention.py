@@ -11,7 +11,7 @@ from fedortho.data.images import Images, evaluation_batches
 from fedortho.errors import BadSetting
 from fedortho.models.graph import select_layers, trace_layers
 from fedortho.models.predictions import logits_of
-from fedortho.reports.figures.style import AFTER, NoLibrary, entitle, new_figure, percent
+from fedortho.reports.figures.style import AFTER, NoLibrary, axis_names, entitle, new_figure, percent
 from fedortho.reports.pictures import as_pictures
 
 if TYPE_CHECKING:
@@ -67,12 +67,12 @@ def grad_cam_figure(images: Images, maps: Mapping[str, tuple[Tensor, Tensor]], f
     """
     number = len(images)
     figure, axes = new_figure(0.82 * number + 0.9, 0.86 * (1 + 2 * len(maps)) + 0.8, 1 + 2 * len(maps), number)
-    pictures = as_pictures(images)
+    pictures, short = as_pictures(images), axis_names(images.names)
     for place, ax in enumerate(axes[0]):
         label = int(images.labels[place])
         ax.imshow(pictures[place].numpy(), cmap="gray", interpolation="nearest")
         weight = "bold" if label in forget else "normal"
-        ax.set_title(images.names[label], fontsize=8, fontweight=weight, color=AFTER if label in forget else "black")
+        ax.set_title(short[label], fontsize=8, fontweight=weight, color=AFTER if label in forget else "black")
     axes[0][0].set_ylabel("image", fontsize=8)
     for index, (name, pair) in enumerate(maps.items()):
         for step, (word, heat) in enumerate(zip(("before", "after"), pair, strict=True)):

@@ -19,6 +19,7 @@ from fedortho.reports.figures.style import (
     ROLE_NAMES,
     ROLES,
     SERIES,
+    axis_names,
     entitle,
     grid_lines,
     grouped_bars,
@@ -114,7 +115,8 @@ def class_accuracy_figure(
     series = [
         (name, [score.per_class[x] or 0.0 for x in labels], colour, hatch) for name, score, colour, hatch in scores
     ]
-    grouped_bars(ax, series, [names[label] for label in labels], rotation=45, ha="right")
+    short = axis_names(names)
+    grouped_bars(ax, series, [short[label] for label in labels], rotation=45, ha="right")
     for place, label in enumerate(labels):
         if label in forget:
             ax.axvspan(place - 0.5, place + 0.5, color="#eeeeee", zorder=-1)
@@ -170,8 +172,9 @@ def confusion_figure(before: Evaluation, after: Evaluation, names: Sequence[str]
             colour = "white" if abs(value) > 0.6 * most else "black"
             ax.text(answer, true, f"{100 * value:+.0f}", ha="center", va="center", fontsize=7, color=colour)
     ticks = range(len(names)) if are_few else range(0, len(names), 10)
-    ax.set_xticks(ticks, [names[label] for label in ticks], rotation=60, ha="right")
-    ax.set_yticks(ticks, [names[label] for label in ticks])
+    short = axis_names(names)
+    ax.set_xticks(ticks, [short[label] for label in ticks], rotation=60, ha="right")
+    ax.set_yticks(ticks, [short[label] for label in ticks])
     for label in forget if are_few else ():
         ax.get_yticklabels()[label].set_fontweight("bold")
     ax.set_xlabel("prediction", fontsize=9)

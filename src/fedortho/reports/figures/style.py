@@ -3,6 +3,8 @@
 import io
 import textwrap
 from collections.abc import Sequence
+from functools import cache
+from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any
 
 from fedortho.errors import FedOrthoError
@@ -35,6 +37,8 @@ ROLE_NAMES = {
 }
 HATCHES = {"original": None, "unlearned": HATCH, "erased": "xx", "reference": ".."}  # of bars
 LETTERS_PER_INCH = 11.5  # of a title
+LONGEST_NAME = 24  # letters of a class on an axis
+BOXES = "Last Resort"  # a font that has a box for every sign
 
 
 class NoLibrary(FedOrthoError):
@@ -60,8 +64,12 @@ def new_figure(
 
 def entitle(figure: "Figure", finding: str) -> None:
     """State the finding above the figure, wrapped to its width."""
-    lines = textwrap.wrap(finding[:1].upper() + finding[1:], int(figure.get_figwidth() * LETTERS_PER_INCH))
-    figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=10.5, fontweight="bold")
+    title = _wrapped(figure, finding[:1].upper() + finding[1:])
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10.5, fontweight="bold")
+
+
+def _wrapped(figure: "Figure", title: str) -> str:
+    return "\n".join(textwrap.wrap(title, int(figure.get_figwidth() * LETTERS_PER_INCH)))
 
 
 def finding_of(figure: "Figure") -> str:
@@ -71,14 +79,62 @@ def finding_of(figure: "Figure") -> str:
 
 def png(figure: "Figure", dpi: int = 110) -> bytes:
     """The figure as a PNG of at most 256 colours; the same figure gives the same bytes."""
+    from matplotlib.text import Text
     from PIL import Image
 
+    for text in figure.findobj(Text):
+        assert isinstance(text, Text)
+        text.set_parse_math(False)  # dollars in a name are dollars
+        if not text.get_text().isascii():
+            written, fonts = legible(text.get_text())
+            written = _wrapped(figure, written) if text.get_text() == figure.get_suptitle() else written
+            text.set(text=written, fontfamily=[*text.get_fontfamily(), *fonts])
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=dpi)
     whole = Image.open(drawn).convert("RGB")
     out = io.BytesIO()
     whole.quantize(256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(out, "PNG", optimize=True)
     return out.getvalue()
+
+
+@cache
+def _signs(font: str) -> frozenset[str]:
+    """The signs that a font file has."""
+    from matplotlib.font_manager import get_font
+
+    return frozenset(map(chr, get_font(font).get_charmap()))
+
+
+def legible(text: str) -> tuple[str, list[str]]:
+    """A text that can be drawn, and installed fonts for what the usual one lacks.
+
+    `<U+732B>` stands for a sign that no font has; captions keep the text as it is.
+    """
+    from matplotlib.font_manager import FontProperties, findfont, fontManager
+
+    weights = ("normal", "bold")
+    known = frozenset.intersection(*(_signs(findfont(FontProperties(weight=weight))) for weight in weights)) | {"\n"}
+    fonts: list[str] = []
+    if not known.issuperset(text):
+        for font in fontManager.ttflist:
+            if font.weight == 400 and BOXES not in font.name and not (set(text) - known).isdisjoint(_signs(font.fname)):
+                fonts.append(font.name)
+                known |= _signs(font.fname)
+    runs = [(is_known, list(run)) for is_known, run in groupby(text, known.__contains__)]
+    codes = [run if is_known else ["<", " ".join(f"U+{ord(sign):04X}" for sign in run), ">"] for is_known, run in runs]
+    return "".join(chain.from_iterable(codes)), fonts
+
+
+def axis_names(names: Sequence[str]) -> list[str]:
+    """Names of classes as they stand on an axis; long, empty and repeated ones with their number.
+
+    >>> axis_names(["cat", "crane", "crane", ""])
+    ['cat', 'crane (1)', 'crane (2)', '(3)']
+    """
+    drawn = [legible(name)[0].strip() for name in names]
+    short = [name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}…" for name in drawn]
+    is_clear = [name in drawn and name != "" and drawn.count(name) == 1 for name in short]
+    return [name if is_clear[label] else f"{name} ({label})".strip() for label, name in enumerate(short)]
 
 
 def percent(share: float) -> str:
