@@ -80,4 +80,4 @@ def test_an_own_method_is_judged_like_the_others(
     assert found["deafen"][0] == 0
     assert found["hide"][0] < 10
     assert min(retain for _, retain in found.values()) > 80
-    assert text.count("a linear probe on the features recalls") == 3
+    assert text.count("a linear probe recalls") == 3
