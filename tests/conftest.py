@@ -18,10 +18,12 @@ from fedortho.training.recipe import Recipe
 
 @pytest.fixture(autouse=True, scope="session")
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The cache of decoded images of this session; the user's own cache is neither read nor written."""
+    """The cache of decoded images of this session; the user's own cache and list of trusted code are not touched."""
     place = session_directory(tmp_path_factory) / "cache"
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("FEDORTHO_CACHE", str(place))
+        patched.setenv("FEDORTHO_STATE", str(place.with_name("state")))
+        patched.setenv("FEDORTHO_TRUST_CODE", "all")  # networks of the tests; tests of trust remove it
         yield place
 
 

@@ -19,6 +19,7 @@ from fedortho.methods.bad_teacher import BadTeacher
 from fedortho.methods.class_pruning import ClassPruning, highest_channels, tf_idf
 from fedortho.methods.fused import FUSED
 from fedortho.methods.logit_mask import LogitMask
+from fedortho.methods.method import CannotServe
 from fedortho.methods.not_ import NoT, negated
 from fedortho.methods.retrain import Retrain
 from fedortho.methods.salun import SalUn, salient
@@ -141,8 +142,11 @@ def test_a_bad_teacher_needs_new_weights_and_makes_answers_vague(
 
 
 def test_retraining_starts_from_new_weights_everywhere(small_net: nn.Module, engine: CentralEngine) -> None:
-    blank = Retrain(epochs=0, seed=5)(small_net, engine, REQUEST)
-    assert tensors_digest(blank.state_dict()) == tensors_digest(fresh_model(engine, 5).state_dict())
+    blank = Retrain(epochs=1, lr=0.0, seed=5)(small_net, engine, REQUEST)
+    fresh = fresh_model(engine, 5)
+    assert all(torch.equal(weight, fresh.get_parameter(name)) for name, weight in blank.named_parameters())
+    with pytest.raises(CannotServe, match="0 epochs give an untrained network, no reference"):
+        Retrain(epochs=0)(small_net, engine, REQUEST)
     for name, weight in small_net.named_parameters():
         if weight.dim() > 1:
             assert not torch.equal(blank.get_parameter(name), weight), name

@@ -59,7 +59,7 @@ return [...document.querySelectorAll("p, li, td, th, h1, h2, h3, a, caption, fig
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report with everything in it, and with a class that is named like a script."""
     place = tmp_path_factory.mktemp("browser")
-    settings = TrainSettings(data="digits", model="small:TinyNet", epochs=0, threads=1, device="cpu")
+    settings = TrainSettings(data="digits", model="small:TinyNet", epochs=1, threads=1, device="cpu")
     run = train_run(place / "run", settings)
     data = replace(run.record.data, class_names=(*run.record.data.class_names[:9], EVIL))
     run = replace(run, record=replace(run.record, data=data))

@@ -100,7 +100,7 @@ def test_two_processes_cannot_train_into_one_directory(tmp_path: Path) -> None:
 @pytest.mark.parametrize("left", ["split.json", ".split.json.a1b2c3d_", ".run.json.a1b2c3d_"])
 def test_a_run_killed_before_its_record_was_written_starts_again(tmp_path: Path, left: str) -> None:
     (tmp_path / left).write_text("[")
-    train_run(str(tmp_path), replace(SMALL, epochs=0))
+    train_run(str(tmp_path), replace(SMALL, epochs=1))
     assert sorted(os.listdir(tmp_path)) == KEPT
 
 
@@ -125,7 +125,7 @@ def test_the_data_of_a_run_may_move(tmp_path: Path) -> None:
         picture = tmp_path / "here" / "ab"[row % 2] / f"{row}.png"
         picture.parent.mkdir(parents=True, exist_ok=True)
         Image.new("L", (8, 8), 10 * row).save(picture)
-    settings = replace(SMALL, data=str(tmp_path / "here"), epochs=0)
+    settings = replace(SMALL, data=str(tmp_path / "here"), epochs=1, batch_size=4)
     run = train_run(tmp_path / "run", settings)
     (tmp_path / "here").rename(tmp_path / "there")
     with pytest.raises(UnknownName, match="there is no file or directory"):

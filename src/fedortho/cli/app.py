@@ -1,6 +1,7 @@
 """The `fedortho` command: logging, one-line errors, exit codes and the list of commands."""
 
 import logging
+import os
 import sys
 import traceback
 from importlib.metadata import version
@@ -21,6 +22,7 @@ from fedortho.cli.show import check_command, evaluate_command, report_command, r
 from fedortho.cli.train import deploy_command, federate_command, import_command, sync_command, train_command
 from fedortho.cli.verdict import audit_command, judge_command
 from fedortho.errors import FedOrthoError
+from fedortho.storage.trusted_code import TRUSTED
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 INTERRUPTED = 130  # typer's exit code after ctrl-C
@@ -32,9 +34,12 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
     if "" not in sys.path:
         sys.path.append("")  # --model package.module:function is also looked for in the working directory
-    debug = "--debug" in sys.argv  # anywhere on the line, so that it can be appended to a command that failed
+    debug = "--debug" in sys.argv  # both anywhere on the line, so that they can be appended to a command that failed
+    if "--trust-code" in sys.argv:
+        os.environ[TRUSTED] = "all"  # every run that this command opens is opened with `trust_code`
     try:
-        code = app([word for word in sys.argv[1:] if word != "--debug"], standalone_mode=False)
+        words = [word for word in sys.argv[1:] if word not in ("--debug", "--trust-code")]
+        code = app(words, standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         sys.exit(2)
@@ -65,6 +70,10 @@ def common(
     ] = False,
     _debug: Annotated[
         bool, typer.Option("--debug", help="print the traceback of an error; allowed anywhere on the command line")
+    ] = False,
+    _trust: Annotated[
+        bool,
+        typer.Option("--trust-code", help="open runs that name code of others; allowed anywhere on the command line"),
     ] = False,
 ) -> None:
     """Make trained convolutional networks forget a class, a client or samples, and measure how far they did."""

@@ -134,9 +134,16 @@ def class_table(score: Evaluation, names: tuple[str, ...]) -> Table:
 
 
 def print_run(run: Run) -> None:
-    result, about = run.record.result, run.record.model
-    known = {"test": result.test_accuracy, "valid": result.valid_accuracy}
-    scores = ", ".join(f"{name} {value:.1%}" for name, value in known.items() if value is not None)
+    result, about, data = run.record.result, run.record.model, run.record.data
+    known = {
+        "test": (result.test_accuracy, data.test, ""),
+        "valid": (result.valid_accuracy, data.valid, data.valid_source),
+    }
+    scores = ", ".join(
+        f"{name} {share:.1%} ({images:,} images{': ' * bool(source)}{escape(source)})"
+        for name, (share, images, source) in known.items()
+        if share is not None
+    )
     history = run.history()
     ortho = f", orthogonality penalty {history[-1].ortho:.3g}" if history and history[-1].ortho is not None else ""
     title = f"[bold]{escape(str(run.path))}[/]: {escape(run.settings.model)}"

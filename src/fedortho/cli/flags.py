@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from fedortho.errors import BadSetting, unknown
-from fedortho.storage.settings import field_help, field_types, kebab
+from fedortho.storage.settings import field_help, field_types, kebab, make_settings, read_toml
+from fedortho.training.recipe import Recipe
 
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="a run directory")]
 Request = Annotated[str, typer.Argument(metavar="REQUEST", help="the forget set: class:3, client:4 or samples:FILE")]
@@ -17,6 +18,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of tables")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps")]
 DataDir = Annotated[str, typer.Option("--data-dir", help="the directory of the run's data on this machine")]
 Config = Annotated[Path | None, typer.Option(help="a TOML file of settings; flags override it")]
+RecipeFile = Annotated[
+    Path | None, typer.Option("--recipe", help="a TOML file with the training of an imported model: epochs, lr, …")
+]
 TensorBoard = Annotated[
     Path | None, typer.Option(metavar="DIR", help="a directory for TensorBoard: loss, accuracy, learning rate, seconds")
 ]
@@ -68,6 +72,11 @@ def _flag_help(name: str, kinds: Sequence[type[Any]]) -> str:
         shown = "default: " + ", ".join(f"{kind.name} {value}" for kind, value in zip(having, defaults, strict=True))
     notes = "; ".join(note for note in (owners, shown) if note)
     return f"{text} ({notes})" if notes else text
+
+
+def read_recipe(path: Path | None) -> Recipe | None:
+    """The recipe in a TOML file."""
+    return None if path is None else make_settings(Recipe, read_toml(path))
 
 
 def method_changes(kind: type[Any], given: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:

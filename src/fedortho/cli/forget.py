@@ -17,9 +17,11 @@ from fedortho.cli.flags import (
     Deployment,
     Device,
     OutPath,
+    RecipeFile,
     RunPath,
     Settings,
     method_changes,
+    read_recipe,
     takes_settings,
 )
 from fedortho.cli.train import log_line, print_elsewhere
@@ -74,6 +76,7 @@ def forget_command(
     reference: Reference = None,
     references: References = None,
     retrain: Retrain = False,
+    recipe: RecipeFile = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show the patch and write nothing")] = False,
     keep_undo: Annotated[
         Path | None, typer.Option(help="a file for the tensors that are changed, for fedortho undo")
@@ -92,7 +95,7 @@ def forget_command(
     given: dict[str, Any],
 ) -> None:
     """Make the model of a run forget and judge the result; writes a new run directory and leaves RUN as it is."""
-    run, parsed = open_run(run_path), ForgetRequest.parse(shlex.join(request))
+    run, parsed = open_run(run_path).at(recipe=read_recipe(recipe)), ForgetRequest.parse(shlex.join(request))
     out_dir = out_path or run_path.with_name(f"{run_path.name}-{parsed.word}")
     if ticket and not dry_run and (finished := Ticket(ticket, run, parsed, out_dir).finished()):
         _print_finished(finished, ticket, as_json)

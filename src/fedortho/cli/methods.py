@@ -8,7 +8,7 @@ import typer
 from rich.markup import escape
 
 from fedortho.cli.console import bars, out, say, say_json, words_table
-from fedortho.cli.flags import AsJson, DataDir, Device, Request, RunPath, Settings
+from fedortho.cli.flags import AsJson, DataDir, Device, RecipeFile, Request, RunPath, Settings, read_recipe
 from fedortho.requests.comparing import NOTES, compare, compared_path, comparison_table
 from fedortho.requests.search import Attempt, Budget, Search
 from fedortho.requests.tuning import tune
@@ -30,12 +30,13 @@ def compare_command(
     references: Annotated[
         Path | None, typer.Option(help="directory of reference models (default: references beside RUN)")
     ] = None,
+    recipe: RecipeFile = None,
     data_dir: DataDir = "",
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Run several methods from the same model and show accuracies, cost and the gap to retraining of each."""
-    run = open_run(run_path).at(data_dir, device)
+    run = open_run(run_path).at(data_dir, device, read_recipe(recipe))
     parsed = run.request(request)
     directory = out_path or compared_path(run, parsed)
     with bars() as shown:

@@ -19,6 +19,7 @@ from fedortho.models.zoo import build_model
 from fedortho.reports.page import write_report
 from fedortho.reports.run_table import COLUMNS, SORTED_BY, by_directory, list_runs
 from fedortho.runs.run import open_run
+from fedortho.storage.trusted_code import remember_code
 
 
 def evaluate_command(
@@ -42,7 +43,8 @@ def evaluate_command(
         value |= {"loss": score.loss, "per-class": dict(zip(images.names, score.per_class, strict=True))}
         say_json(value)
     else:
-        say(escape(f"{run_path}: {split} images of {data.name}"))
+        source = run.record.data.valid_source if split == "valid" else ""
+        say(escape(f"{run_path}: {split} images of {data.name}{': ' * bool(source)}{source}"))
         out.print(class_table(score, images.names))
 
 
@@ -61,6 +63,7 @@ def check_command(
         if not re.fullmatch(r"\d+x\d+x\d+", shape):
             raise FedOrthoError(f"--shape is {shape!r}; expected CHANNELSxHEIGHTxWIDTH, such as 3x32x32")
         channels, height, width = map(int, shape.split("x"))
+        remember_code(model)
         net, sizes = build_model(model, num_classes=classes, channels=channels), (channels, height, width)
     findings = check_model(net, sizes)
     if as_json:

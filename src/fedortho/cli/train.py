@@ -14,8 +14,10 @@ from fedortho.cli.flags import (
     Deployment,
     Device,
     OutPath,
+    RecipeFile,
     RunPath,
     TensorBoard,
+    read_recipe,
     takes_settings,
 )
 from fedortho.cli.tensorboard import tensorboard_watch
@@ -44,6 +46,7 @@ def train_command(
 def import_command(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="a safetensors file, or a .pt file with a state dict")],
     out_path: OutPath,
+    recipe: RecipeFile = None,
     *,
     given: dict[str, Any],
 ) -> None:
@@ -51,7 +54,7 @@ def import_command(
     settings = make_settings(ImportSettings, given)
     with bars() as shown:
         decoding, observing = bar(shown, "decoding images"), bar(shown, "writing the ledger")
-        run = import_run(out_path, file, settings, progress=decoding, observing=observing)
+        run = import_run(out_path, file, settings, read_recipe(recipe), progress=decoding, observing=observing)
     print_run(run)
 
 

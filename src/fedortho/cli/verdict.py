@@ -12,7 +12,7 @@ from rich.table import Table
 from fedortho.audits import AUDITS
 from fedortho.audits.verdict import Verdict
 from fedortho.cli.console import bars, out, say, say_json, training_bar, words_table
-from fedortho.cli.flags import AsJson, DataDir, Device, RunPath
+from fedortho.cli.flags import AsJson, DataDir, Device, RecipeFile, RunPath, read_recipe
 from fedortho.errors import BadSetting
 from fedortho.evaluation.metrics import Metric
 from fedortho.requests.judging import JudgeOptions, audit_run, check_rounds, judge_run
@@ -57,13 +57,14 @@ def judge_command(
     retrain: Retrain = False,
     original: Original = None,
     shadows: Shadows = 0,
+    recipe: RecipeFile = None,
     data_dir: DataDir = "",
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Judge a run that has forgotten: metrics and audits against a reference model; writes verdict.json."""
     run = open_run(run_path)
-    options = JudgeOptions(audit, (), reference, references, retrain, shadows, data_dir, device)
+    options = JudgeOptions(audit, (), reference, references, retrain, shadows, data_dir, device, read_recipe(recipe))
     with judging_bars() as progress:
         verdict = judge_run(run, request or None, options, original=original, **progress)
     if as_json:
@@ -85,13 +86,14 @@ def audit_command(
     original: Original = None,
     after_rounds: Annotated[str, typer.Option(help="federations: audit again after so many more rounds: 1,5,20")] = "",
     shadows: Shadows = 0,
+    recipe: RecipeFile = None,
     data_dir: DataDir = "",
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Try to undo a run's forgetting: all audits at their full budget, or those named."""
     run, only = open_run(run_path), tuple(word.strip() for word in attack.split(",") if word.strip())
-    options = JudgeOptions("full", only, reference, references, retrain, shadows, data_dir, device)
+    options = JudgeOptions("full", only, reference, references, retrain, shadows, data_dir, device, read_recipe(recipe))
     verdicts: dict[int, Verdict] = {}
     for rounds in [0, *_rounds(run, after_rounds)]:
         with judging_bars() as progress:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedortho.data.loaders import ImageSource, class_names, read_batches
+from fedortho.data.preprocessing import Preprocessing, Transform
 from fedortho.devices import to_device
 from fedortho.errors import BadData, BadSetting
 
@@ -57,6 +58,7 @@ class Images:
     mean: tuple[float, ...]  # per channel, of pixels / 255
     std: tuple[float, ...]
     ids: RowIds | None = None  # of the store; None: rows have numbers only
+    transform: Transform | None = None  # makes inputs in place of mean and std
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -71,8 +73,8 @@ class Images:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Channels, height, width of one image."""
-        _, channels, height, width = self.pixels.shape
+        """Channels, height, width of one image as a model reads it."""
+        _, channels, height, width = self.normalise(self.pixels[:1]).shape if self.transform else self.pixels.shape
         return channels, height, width
 
     def subset(self, positions: Tensor | Sequence[int]) -> "Images":
@@ -85,12 +87,19 @@ class Images:
         return replace(self, rows=self.rows[chosen.to(torch.int64)])
 
     def normalise(self, pixels: Tensor) -> Tensor:
-        """uint8 pixels as floats of mean 0 and deviation 1 per channel; floats are returned unchanged."""
+        """uint8 pixels as a model's inputs; floats are returned unchanged."""
         if pixels.is_floating_point():
             return pixels
+        if self.transform is not None:
+            return self.transform(pixels)
         mean = to_device(torch.tensor(self.mean).view(-1, 1, 1), pixels.device)
         std = to_device(torch.tensor(self.std).view(-1, 1, 1), pixels.device)
         return pixels.float().div_(255).sub_(mean).div_(std)
+
+    def preprocessed(self, how: Preprocessing) -> "Images":
+        """The same images, made inputs in another way; `data` means the statistics that they have."""
+        mean, std = how.statistics((self.mean, self.std))
+        return replace(self, mean=mean, std=std, transform=how.function(self.pixels[:2]))
 
 
 @dataclass(frozen=True)
@@ -124,9 +133,20 @@ class Dataset:
 
 
 def images_from_tensors(
-    pixels: Tensor, labels: Tensor, names: Sequence[str] | None = None, *, where: str = "the data"
+    pixels: Tensor,
+    labels: Tensor,
+    names: Sequence[str] | None = None,
+    *,
+    mean: Sequence[float] = (),
+    std: Sequence[float] = (),
+    scale: str = "",
+    transform: Transform | str = "",
+    where: str = "the data",
 ) -> Images:
     """Wrap uint8 images (n, channels, height, width) and integer labels of your own.
+
+    A model gets (pixels / 255 − mean) / std, or a usual `scale` (0-1, -1-1, imagenet, 0-255), or what the function
+    `transform` makes of uint8 images; without any, mean and deviation are those of these images.
 
     >>> toy = images_from_tensors(torch.zeros(4, 1, 8, 8, dtype=torch.uint8), torch.tensor([0, 1, 1, 0]))
     >>> len(toy), toy.classes, toy.shape
@@ -153,8 +173,9 @@ def images_from_tensors(
             f"{where}: row {bad} has label {int(labels[bad])}; "
             f"{len(names)} classes are known, so labels run 0 to {len(names) - 1}"
         )
-    mean, std = channel_statistics(pixels)
-    return Images(pixels, labels.to(torch.int64), torch.arange(len(pixels)), names, mean, std)
+    how = Preprocessing(mean, std, scale, transform)
+    whole = Images(pixels, labels.to(torch.int64), torch.arange(len(pixels)), names, *channel_statistics(pixels))
+    return whole.preprocessed(how)
 
 
 def made_images(pixels: Tensor, labels: Tensor, names: Sequence[str]) -> Images:

@@ -26,6 +26,7 @@ from fedortho.data.decoding import (
     split_of,
 )
 from fedortho.data.images import Dataset, Images, RowIds, channel_statistics, split_stratified
+from fedortho.data.preprocessing import Preprocessing
 from fedortho.errors import BadData, BadSetting, FedOrthoError, UnknownName, first_line, unknown
 from fedortho.storage.files import file_digest, replacing, tensors_digest
 
@@ -49,18 +50,21 @@ def load_images(
     name: Path | str,
     data_dir: Path | str | None = None,
     *,
-    valid: float = 0.1,
+    valid: float | Path | str = 0.1,
+    valid_from_test: float = 0.0,
     seed: int = 0,
     size: int = 0,
+    preprocessing: Preprocessing | None = None,
     forgotten: bool = False,
     progress: Report | None = None,
 ) -> Dataset:
     """A dataset of `DATASETS`, or the Parquet file, directory of Parquet files or image folder at the path `name`.
 
-    The validation set is a share `valid` of the training split. A row id is the row in the source's file; rows of
-    several files are numbered on. Channel statistics of the training split normalise all three sets. `size` resizes
-    every image to a square. Training and validation images that were forgotten and purged are left out, unless
-    `forgotten`.
+    The validation set is a share `valid` of the training split, the images at the path `valid`, or a share
+    `valid_from_test` of the test split, which loses it. A row id is the row in the source's file; rows of several files
+    are numbered on. Channel statistics of the training split normalise all three sets, unless `preprocessing` says
+    otherwise. `size` resizes every image to a square. Training and validation images that were forgotten and purged are
+    left out, unless `forgotten`.
     """
     if size < 0:
         raise BadSetting(f"image-size must be 0 (unchanged) or a number of pixels, not {size}")
@@ -81,11 +85,37 @@ def load_images(
         raise BadData(f"{name}: the training split is empty")
     names = store.names or tuple(map(str, range(int(store.labels[store.train].max()) + 1)))
     whole = Images(store.pixels, store.labels, store.train, names, store.mean, store.std, store.ids)
+    whole = whole.preprocessed(preprocessing or Preprocessing())
     tested = _test_images(name, whole, store, test or store)
-    train_rows, valid_rows = split_stratified(whole.labels, valid, seed)
     digest = store.digest if test is None else _joined([store.digest, test.digest])
-    data = Dataset(name, whole.subset(train_rows), whole.subset(valid_rows), tested, digest)
+    if valid_from_test:
+        kept, aside = split_stratified(tested.labels, valid_from_test, seed)
+        data = Dataset(name, whole, _apart(tested.subset(aside)), tested.subset(kept), digest)
+    elif not isinstance(valid, float | int):
+        own = _load_unsplit(Path(valid).expanduser(), size, progress)
+        held_out = _apart(_test_images(str(valid), whole, store, own))
+        data = Dataset(name, whole, held_out, tested, _joined([digest, own.digest]))
+    else:
+        train_rows, valid_rows = split_stratified(whole.labels, valid, seed)
+        data = Dataset(name, whole.subset(train_rows), whole.subset(valid_rows), tested, digest)
     return data if forgotten else without_forgotten(data)
+
+
+def _apart(images: Images) -> Images:
+    """Validation images of another store than the training images: their rows are negative, counted from its end.
+
+    So no row is that of a training image, by which samples and clients are named and sums are kept.
+    """
+    return replace(images, rows=images.rows - len(images.pixels))
+
+
+def _load_unsplit(path: Path, size: int, progress: Report | None) -> DecodedImages:
+    """All images at a path as one test split."""
+    splits = _locate(str(path), None, None)
+    if len(splits) > 1:
+        raise BadData(f"{path} has splits of its own; give the folder or file of one of them")
+    store = _load_decoded(splits[0], size, progress)
+    return replace(store, test=torch.arange(len(store.labels)))
 
 
 def _test_images(name: str, whole: Images, train: DecodedImages, test: DecodedImages) -> Images:
@@ -104,7 +134,7 @@ def _test_images(name: str, whole: Images, train: DecodedImages, test: DecodedIm
             f"{name}: class {word} of the test split is not among the {whole.classes} classes of the training split"
         )
     if test.pixels.shape[1] == 1:
-        pixels = pixels.expand(-1, whole.shape[0], -1, -1)  # a view: grey images among coloured ones
+        pixels = pixels.expand(-1, whole.pixels.shape[1], -1, -1)  # a view: grey images among coloured ones
     if pixels.shape[1:] != whole.pixels.shape[1:]:
         raise BadData(
             f"{name}: training images are {_shape(whole.pixels)}, test images {_shape(pixels)}; "

@@ -12,6 +12,7 @@ from fedortho.federated.messages import Reply
 from fedortho.federated.wire import Json, Tensors, pack, unpack_json
 from fedortho.runs.settings import FederateSettings
 from fedortho.storage.settings import field_types, make_settings
+from fedortho.storage.trusted_code import check_trusted
 
 if TYPE_CHECKING:
     from flwr.app import Context, Message
@@ -75,6 +76,11 @@ def find_client(node: Config, config: Config) -> ClientState:
 
 
 def federate_settings(config: Config) -> FederateSettings:
-    """The settings among the keys of a run's configuration; other keys belong to the server's job."""
+    """The settings among the keys of a run's configuration; other keys belong to the server's job.
+
+    Code that they name runs only if this machine's user trusts it: no machine imports what another one names.
+    """
     known = field_types(FederateSettings)
-    return make_settings(FederateSettings, {k: v for k, v in config.items() if k.replace("-", "_") in known})
+    settings = make_settings(FederateSettings, {k: v for k, v in config.items() if k.replace("-", "_") in known})
+    check_trusted("the federation's configuration", *settings.code)
+    return settings

@@ -7,8 +7,13 @@ from torch import nn
 
 from fedortho.data.request import KINDS, ForgetRequest
 from fedortho.engines.engine import Engine, fresh_model
-from fedortho.methods.method import forget_and_retain
+from fedortho.methods.method import CannotServe, forget_and_retain
 from fedortho.training.recipe import Recipe
+
+NO_RECIPE = (
+    "0 epochs give an untrained network, no reference; name the training of an imported model by --recipe FILE.toml "
+    "(epochs, lr, batch-size, …), or bring a reference that was trained elsewhere by import FILE --without REQUEST"
+)
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,8 @@ class Retrain(Recipe):
     norms: ClassVar[str] = "new, by training"
 
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
+        if not self.epochs:
+            raise CannotServe(f"{self.name}: {NO_RECIPE}")
         _, retain = forget_and_retain(self, engine, request)
         recipe = Recipe(**{field.name: getattr(self, field.name) for field in fields(Recipe)})
         return engine.fit(fresh_model(engine, self.seed), retain, recipe)

@@ -1,7 +1,6 @@
 """The paper's networks for small images, two small networks, and networks of your own."""
 
 import copy
-import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from fedortho.errors import BadSetting, UnknownName, first_line, unknown
 from fedortho.models.prepare import prepare_model
+from fedortho.storage.trusted_code import load_function
 
 
 class BasicBlock(nn.Module):
@@ -143,11 +143,12 @@ MODELS: dict[str, Callable[[int, int], nn.Module]] = {  # from the number of cla
 }
 
 
-def build_model(name: str, *, num_classes: int, channels: int = 3, seed: int = 0) -> nn.Module:
+def build_model(name: str, *, num_classes: int, channels: int = 3, seed: int = 0, fold: bool = True) -> nn.Module:
     """A fresh model: one of ours, `timm:NAME`, or your own factory as `package.module:function`.
 
     The same seed gives the same weights; the caller's random state stays as it was. Your factory gets
-    those of `classes`, `num_classes`, `channels`, `in_channels`, `in_chans` that it has parameters for.
+    those of `classes`, `num_classes`, `channels`, `in_channels`, `in_chans` that it has parameters for. Unless `fold`
+    is False, its weights that are computed from others become plain ones.
 
     >>> sum(p.numel() for p in build_model("resnet18", num_classes=10).parameters())
     11173962
@@ -159,34 +160,28 @@ def build_model(name: str, *, num_classes: int, channels: int = 3, seed: int = 0
         if name in MODELS:
             return MODELS[name](num_classes, channels)
         if ":" in name:
-            return _own_model(name, num_classes, channels)
+            return prepare_model(_own_model(name, num_classes, channels), num_classes, name, fold=fold)
     raise unknown("model", name, [*MODELS, "package.module:function", "timm:NAME"])
 
 
-def _own_model(name: str, num_classes: int, channels: int) -> nn.Module:
+def _own_model(name: str, num_classes: int, channels: int) -> Any:
     place, _, function = name.partition(":")
     sizes = {"classes": num_classes, "num_classes": num_classes}
     sizes |= {"channels": channels, "in_channels": channels, "in_chans": channels}
-    try:
-        module = importlib.import_module(place)
-    except (ImportError, TypeError, ValueError) as error:  # TypeError, ValueError: an empty or a relative name
-        raise UnknownName(f"cannot import {place!r} for the model {name!r}: {error}") from error
     if place == "timm":
+        create = load_function("timm:create_model", "model")
         try:
-            made = module.create_model(function, num_classes=num_classes, in_chans=channels)
+            return create(function, num_classes=num_classes, in_chans=channels)
         except RuntimeError as error:
             raise UnknownName(f"timm cannot build {function!r}: {error}") from error
-        return prepare_model(made, num_classes, name)
-    factory: Any = getattr(module, function, None)
-    if not callable(factory):
-        raise UnknownName(f"{place!r} has no function {function!r}; write the model as package.module:function")
+    factory = load_function(name, "model")
     known = inspect.signature(factory).parameters
     needed = [
         p.name for p in known.values() if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     ]
     if missing := sorted(set(needed) - set(sizes)):
         raise BadSetting(f"{name} needs {', '.join(missing)}; a factory may require only {', '.join(sorted(sizes))}")
-    return prepare_model(factory(**{key: value for key, value in sizes.items() if key in known}), num_classes, name)
+    return factory(**{key: value for key, value in sizes.items() if key in known})
 
 
 def check_output(model: nn.Module, shape: tuple[int, int, int], num_classes: int) -> None:

@@ -93,8 +93,14 @@ def _row(run: Run, name: str) -> RunRow:
     settings, record = run.settings, run.record
     row = RunRow(name, record.data.name, settings.model, settings.seed, "", "", test=record.result.test_accuracy)
     if not record.requests:
-        kind = "federated " if isinstance(settings, FederateSettings) else ""
-        method = f"{kind}without {settings.without}" if settings.without else f"{kind}trained"
+        kind = "federated " if isinstance(settings, FederateSettings) else "imported " if record.imported_from else ""
+        method = (
+            f"{kind}without {settings.without}"
+            if settings.without
+            else kind.strip()
+            if record.imported_from
+            else f"{kind}trained"
+        )
         return replace(row, method=method, seconds=sum(epoch.seconds for epoch in run.history()) or None)
     served = record.requests[-1]
     seconds = None if served.cost is None else served.cost.seconds

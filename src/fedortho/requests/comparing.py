@@ -194,8 +194,8 @@ def read_result(kind: type[R], path: Path) -> R:
 
 def _outcome(
     context: RunContext, request: ForgetRequest, method: Method, references: Path | None
-) -> tuple[nn.Module, Cost]:
-    """The edited model and the cost of making it."""
+) -> tuple[nn.Module, Cost | None]:
+    """The edited model and the cost of making it; None: it was trained elsewhere."""
     if not isinstance(method, Retrain):
         with context.engine() as engine:
             result = unlearn(context.run.load_model(), engine, request, method)
@@ -207,7 +207,7 @@ def _outcome(
     if found is None and references is None:
         found = find_reference(beside, settings, context.data.digest)
     run = found or train_reference(directory, reference_name(context.run, request, settings), settings)
-    return run.load_model(), reference_cost(run, context.data)
+    return run.load_model(), None if run.record.imported_from else reference_cost(run, context.data)
 
 
 def _write_outcome(context: RunContext, request: ForgetRequest, row: Row, model: nn.Module, path: Path) -> None:
@@ -251,13 +251,15 @@ def comparison_table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     columns = len(HEADER) if any(row.cost is not None and row.cost.exchanges for row in rows) else len(HEADER) - 2
     lines: list[tuple[str, ...]] = [HEADER[:columns]]
     for row in rows:
-        if row.accuracies is None or row.cost is None:
+        if row.accuracies is None:
             lines.append((row.label, row.refused))
             continue
         label = f"{row.label} (model unchanged)" if row.is_unchanged else row.label
         shares = [f"{share:.1%}" for share in (row.accuracies.forget, row.accuracies.retain, row.accuracies.test)]
         gap = f"{distance[row.label]:.1%}{' *' if row.label == nearest else ''}" if row.label in distance else ""
-        cost, mega = row.cost, (row.cost.bytes_up / 1e6, row.cost.bytes_down / 1e6)
-        numbers = (cost.seconds, cost.flops / 1e9, cost.request_flops / 1e9, *mega)
+        if (cost := row.cost) is None:
+            lines.append((label, *shares, gap, *["–"] * len(HEADER))[:columns])
+            continue
+        numbers = (cost.seconds, cost.flops / 1e9, cost.request_flops / 1e9, cost.bytes_up / 1e6, cost.bytes_down / 1e6)
         lines.append((label, *shares, gap, *(f"{number:.1f}" for number in numbers))[:columns])
     return lines

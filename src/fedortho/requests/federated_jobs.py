@@ -18,6 +18,7 @@ from fedortho.methods.method import Method
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.settings import FederateSettings
 from fedortho.storage.settings import as_mapping
+from fedortho.storage.trusted_code import remember_code
 
 logger = logging.getLogger(__name__)
 Log = Callable[[str], None]
@@ -61,6 +62,7 @@ def federate_run(
         raise FedOrthoError(f"--workers is {workers} with --backend {backend}; expected 1 or more, with inprocess only")
     if backend == "inprocess":
         return train_federation(path, settings, watch=watch, workers=workers)
+    remember_code(*settings.code)
     config = {**app_config(settings), "do": "train", "out": str(path.absolute())}
     if settings.start:
         config["start"] = str(Path(settings.start).absolute())  # the server app has another working directory

@@ -57,6 +57,7 @@ class JudgeOptions:
     shadows: int = 0  # shadow models of the membership audit; 0: the audit is not run
     data_dir: str = ""
     device: str = "auto"
+    recipe: Recipe | None = None  # how references of an imported model are trained
 
 
 def judge_run(
@@ -78,7 +79,7 @@ def judge_run(
     run, options = open_run(run), options or JudgeOptions()
     served = served_record(run, _parsed(run, request, options))
     request = ForgetRequest.parse(served.request)  # one spelling: verdicts are found by it
-    original = original_of(run, original)
+    original = original_of(run, original).at(recipe=options.recipe)
     check_judge_options(original, request, options)
     _refuse_itself(run, original, options)
     journal = original.path.absolute().parent  # the journal that recorded the request

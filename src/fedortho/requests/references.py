@@ -15,19 +15,23 @@ from fedortho.errors import BadCheckpoint, FedOrthoError
 from fedortho.evaluation.case import Case
 from fedortho.federated.messages import TrainLocal
 from fedortho.federated.transport import read_wire_log, total_bytes
+from fedortho.methods.method import CannotServe
+from fedortho.methods.retrain import NO_RECIPE
 from fedortho.runs.federation import held_rows
 from fedortho.runs.record import RunRecord, read_run_record
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.served import excluded_besides, excluded_by
 from fedortho.runs.settings import FREE, FederateSettings, TrainSettings, relocated
 from fedortho.runs.training import train_run
-from fedortho.storage.settings import as_mapping
+from fedortho.storage.settings import as_mapping, kebab
 from fedortho.training.loop import Watch
 from fedortho.training.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 # settings that do not make another reference model
-IRRELEVANT = (*FREE, "data", "threads", "device", "evaluate-every", "keep-updates")
+IRRELEVANT = (*FREE, "data", "threads", "device", "evaluate-every", "keep-updates", "mean", "std", "transform")
+# those that are not known of a model that was trained elsewhere
+UNKNOWN = (*(kebab(field.name) for field in fields(Recipe)), "valid", "valid-dir", "valid-from-test", "split-seed")
 
 
 def reference_settings(
@@ -56,9 +60,7 @@ def reference_settings(
 def find_reference(directory: Path, settings: TrainSettings, data_digest: str) -> Run | None:
     """The finished run of a directory that was trained with these settings on this data; None: there is none."""
     for run in finished_runs(directory):
-        names = run.record.data.class_names
-        is_same = run.record.data.digest == data_digest and _key(run.settings, names) == _key(settings, names)
-        if is_same and not run.record.is_edited:
+        if run.record.data.digest == data_digest and _is_trained_as(run, settings):
             return run
     return None
 
@@ -77,13 +79,22 @@ def finished_runs(directory: Path, *, strict: bool = False) -> Iterator[Run]:
             logger.warning("skipped: %s", error)
 
 
-def _key(settings: TrainSettings, names: Sequence[str], seed: int | None = None) -> dict[str, object]:
-    """The settings that identify a reference model, its request in one spelling; with `seed` in place of its own."""
-    known = as_mapping(settings) | {"split-seed": settings.partition_seed}
+def _is_trained_as(run: Run, wanted: TrainSettings, *, any_seed: bool = False) -> bool:
+    """Whether a run is a reference model of these settings; of an imported model the recipe is not known."""
+    is_known = run.record.imported_from is None and bool(wanted.epochs)
+    ignored = (*IRRELEVANT, *([] if is_known else UNKNOWN), *(["seed"] if any_seed else []))
+    mine, theirs = (_key(each, run.record.data.class_names) for each in (run.settings, wanted))
+    return not run.record.is_edited and all(
+        mine.get(key) == theirs.get(key) for key in {**mine, **theirs} if key not in ignored
+    )
+
+
+def _key(settings: TrainSettings, names: Sequence[str]) -> dict[str, object]:
+    """The settings that identify a reference model, its request and its preprocessing in one spelling."""
+    known = as_mapping(settings) | {"split-seed": settings.partition_seed, "scale": settings.preprocessing.key}
     if settings.without:
         known["without"] = str(ForgetRequest.parse(settings.without).settled(names))
-    known |= {} if seed is None else {"seed": seed}
-    return {name: value for name, value in known.items() if name not in IRRELEVANT}
+    return known
 
 
 def train_reference(
@@ -93,6 +104,8 @@ def train_reference(
 
     `data` are those of a run whose forgotten images were deleted: its rows keep their numbers.
     """
+    if not settings.epochs:
+        raise CannotServe(f"{name}: {NO_RECIPE}")
     if isinstance(settings, FederateSettings):
         from fedortho.federated.server import train_federation
 
@@ -111,6 +124,10 @@ def check_reference(run: Run, reference: Run, request: ForgetRequest) -> None:
         raise BadCheckpoint(f"{reference.path} was trained on other data than {run.path}; retrain on the same")
     if reference.settings.model != run.settings.model:
         raise BadCheckpoint(f"{reference.path} is a {reference.settings.model}, {run.path} a {run.settings.model}")
+    if reference.settings.preprocessing.key != run.settings.preprocessing.key:
+        raise BadCheckpoint(
+            f"{reference.path} reads images by another preprocessing than {run.path}; give both the same"
+        )
     began = reference.settings.start if isinstance(reference.settings, FederateSettings) else ""
     if began or reference.record.is_edited:
         raise FedOrthoError(f"{reference.path} was edited or began with another model; train one --without {request}")
@@ -121,6 +138,11 @@ def check_reference(run: Run, reference: Run, request: ForgetRequest) -> None:
     assert forget is not None, "the request is one of them"
     if not forget.settled(names).covers(out.settled(names)):
         raise FedOrthoError(f"{reference.path} was trained without {out}; expected {forget}: it is no valid reference")
+    if not run.settings.epochs or not reference.settings.epochs:
+        logger.warning(
+            "%s or %s was trained elsewhere by a recipe that is not known: compare with care", reference.path, run.path
+        )
+        return
     mine, theirs = as_mapping(run.settings), as_mapping(reference.settings)
     recipe = [f.name.replace("_", "-") for f in fields(Recipe) if f.name != "seed"]
     if other := [f"{key} {theirs[key]}, not {mine[key]}" for key in recipe if theirs[key] != mine[key]]:
@@ -195,9 +217,8 @@ def find_references(original: Run, request: ForgetRequest, place: Path | None = 
     """
     beside = original.path.resolve().parent
     found = [run for where in ([place] if place else [beside, beside / "references"]) for run in finished_runs(where)]
-    names = original.record.data.class_names
-    wanted = _key(reference_settings(original, request, data_dir=data_dir), names)
-    digest, seed = original.record.data.digest, original.settings.seed
-    mine = [run for run in found if run.record.data.digest == digest and not run.record.is_edited]
-    by_seed = {run.settings.seed: run for run in reversed(mine) if _key(run.settings, names, seed) == wanted}
+    wanted, seed = reference_settings(original, request, data_dir=data_dir), original.settings.seed
+    mine = [run for run in found if run.record.data.digest == original.record.data.digest]
+    mine = [run for run in reversed(mine) if _is_trained_as(run, wanted, any_seed=True)]
+    by_seed = {(run.settings.seed, run.record.imported_from and run.record.model.digest): run for run in mine}
     return sorted(by_seed.values(), key=lambda run: (run.settings.seed != seed, run.settings.seed))

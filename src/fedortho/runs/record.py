@@ -23,6 +23,7 @@ class DataRecord:
     train: int
     valid: int
     test: int
+    valid_source: str = ""  # what the validation images are; runs before this was recorded: part of the training split
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """A finished run: its settings, its record, its model and its data."""
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ from fedortho.storage.checkpoints import load_weights
 from fedortho.storage.files import read_json, read_tensors, tensors_digest
 from fedortho.storage.records import from_json, read_record
 from fedortho.storage.settings import make_settings
+from fedortho.storage.trusted_code import check_trusted, remember_code
 from fedortho.training.loop import Epoch
+from fedortho.training.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -80,9 +82,14 @@ class Run:
         parsed = ForgetRequest.parse(request) if isinstance(request, str) else request
         return parsed.resolved(self.load_data(data_dir)) if parsed.has_names else parsed
 
-    def at(self, data_dir: str = "", device: str = "auto") -> "Run":
-        """The same run with its data in another directory, or on another device; nothing is written."""
+    def at(self, data_dir: str = "", device: str = "auto", recipe: Recipe | None = None) -> "Run":
+        """The same run with its data in another directory, on another device, or with a recipe; nothing is written.
+
+        The recipe of an imported run is not known unless it is given.
+        """
         settings = relocated(self.settings, data_dir)
+        if recipe is not None:
+            settings = replace(settings, **asdict(recipe), split_seed=settings.partition_seed)
         return replace(self, settings=settings if device == "auto" else replace(settings, device=device))
 
     def history(self) -> list[Epoch]:
@@ -99,12 +106,17 @@ def load_run_data(
 ) -> Dataset:
     """The dataset that settings name, with its validation split; with images that were purged only if `forgotten`."""
     at = relocated(settings, data_dir)
-    how: dict[str, Any] = {"valid": at.valid, "seed": at.partition_seed, "size": at.image_size, "forgotten": forgotten}
-    return load_images(at.data, at.data_dir or None, progress=progress, **how)
+    how: dict[str, Any] = {"seed": at.partition_seed, "size": at.image_size, "forgotten": forgotten}
+    how |= {"valid": at.valid_dir or at.valid, "valid_from_test": at.valid_from_test}
+    return load_images(at.data, at.data_dir or None, preprocessing=at.preprocessing, progress=progress, **how)
 
 
-def open_run(path: "Run | Path | str") -> Run:
-    """The finished run in a directory; a `Run` is returned as it is."""
+def open_run(path: "Run | Path | str", *, trust_code: bool = False) -> Run:
+    """The finished run in a directory; a `Run` is returned as it is.
+
+    A run that names a function of others (`package.module:function`) would run its code: it is refused unless the user
+    has trained or imported with that name before, or says `trust_code`, which is remembered.
+    """
     if isinstance(path, Run):
         return path
     path = Path(path)
@@ -115,7 +127,11 @@ def open_run(path: "Run | Path | str") -> Run:
         )
     if not isinstance(record, RunRecord):
         raise BadCheckpoint(f"the training in {path} has not finished; run the same fedortho train again to go on")
-    return Run(path, settings_of(record, path), record)
+    settings = settings_of(record, path)
+    if trust_code:
+        remember_code(*settings.code)
+    check_trusted(path, *settings.code)
+    return Run(path, settings, record)
 
 
 def settings_of(record: TrainingRecord, path: Path) -> TrainSettings:

@@ -1,8 +1,9 @@
 """Settings of a training run: the data, the model, the recipe, the federation."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Annotated, TypeVar
 
+from fedortho.data.preprocessing import Preprocessing
 from fedortho.data.request import ForgetRequest
 from fedortho.data.sources import DATASETS
 from fedortho.devices import DEVICES
@@ -24,25 +25,58 @@ class Subject:
     valid: Annotated[float, "share of the training images used for validation"] = 0.1
     model: Annotated[str, "a model's name, or package.module:function"] = "vgg-mini"
     device: Annotated[str, "auto, cpu, cuda or mps"] = "auto"
+    mean: Annotated[str, "mean of each channel that inputs are normalised by, of pixels / 255, such as 0.5,0.5,0.5"] = (
+        ""
+    )
+    std: Annotated[str, "deviation of each channel, with --mean"] = ""
+    scale: Annotated[str, "usual inputs: 0-1, -1-1, imagenet, 0-255, or data (statistics of the training split)"] = ""
+    transform: Annotated[str, "function of uint8 images that makes the inputs, as package.module:function"] = ""
+    valid_from_test: Annotated[float, "share of the test split used for validation in place of training images"] = 0.0
 
     def __post_init__(self) -> None:
+        _ = self.preprocessing  # refuses what contradicts itself
+        if not 0 <= self.valid_from_test < 1:
+            raise BadSetting(f"valid-from-test must be at least 0 and below 1, not {self.valid_from_test}")
         if self.device.partition(":")[0] not in DEVICES:
             raise unknown("device", self.device, DEVICES)
         if self.image_size < 0:
             raise BadSetting(f"image-size must not be negative, not {self.image_size}")
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        return Preprocessing.parse(self.mean, self.std, self.scale, self.transform)
+
+    @property
+    def code(self) -> tuple[str, str]:
+        """Names that may be those of functions of others."""
+        return self.model, self.transform
 
 
 @dataclass(frozen=True)
 class ImportSettings(Subject):
     """The architecture of a model that was trained elsewhere, and its data."""
 
+    valid: Annotated[str, "directory of images that training has not seen, or a share of the training images"] = ""  # type: ignore[assignment]  # here also a path
     seed: Annotated[int, "seed of the validation split"] = 0
+    without: Annotated[str, "request whose images it was trained without, such as class:3: a reference model"] = ""
+
+    def as_training(self, recipe: Recipe | None) -> "TrainSettings":
+        """The settings of a run with this model; without a recipe it cannot be retrained, so epochs are 0."""
+        values = asdict(self) | ({"epochs": 0} if recipe is None else {**asdict(recipe), "split_seed": self.seed})
+        if self.valid and self.valid_from_test:
+            raise BadSetting(f"--valid {self.valid} and --valid-from-test contradict each other; give one")
+        try:
+            values["valid"] = float(self.valid or (0.0 if self.valid_from_test else Subject.valid))
+        except ValueError:
+            values |= {"valid": 0.0, "valid_dir": self.valid}
+        return TrainSettings(**values)
 
 
 @dataclass(frozen=True)
 class TrainSettings(Recipe, Subject):
     """A recipe, the data and the network."""
 
+    valid_dir: Annotated[str, "directory of validation images, in place of training images"] = ""
     without: Annotated[str, "request whose images are left out, such as class:3: a reference model"] = ""
     split_seed: Annotated[int, "seed of the validation split and of the client partition; -1: the seed"] = -1
     threads: Annotated[int, "CPU threads; 0: torch's own choice"] = 0
@@ -54,6 +88,8 @@ class TrainSettings(Recipe, Subject):
             raise BadSetting(f"threads must not be negative, not {self.threads}")
         if self.split_seed < -1:
             raise BadSetting(f"split-seed must be at least 0, or -1 for the seed, not {self.split_seed}")
+        if self.valid_dir and self.valid_from_test:
+            raise BadSetting("--valid-dir and --valid-from-test contradict each other; give one")
         if self.without:
             ForgetRequest.parse(self.without)
 
@@ -61,6 +97,12 @@ class TrainSettings(Recipe, Subject):
     def partition_seed(self) -> int:
         """The seed of the validation split and of the client partition."""
         return self.seed if self.split_seed < 0 else self.split_seed
+
+    @property
+    def valid_source(self) -> str:
+        """What the validation images are."""
+        share = f"{self.valid_from_test:.0%} of the test split, which is without them" if self.valid_from_test else ""
+        return share or (f"images of {self.valid_dir}" if self.valid_dir else "part of the training split")
 
     @property
     def recipe(self) -> Recipe:
@@ -79,6 +121,10 @@ class FederateSettings(TrainSettings, Federation):
     def __post_init__(self) -> None:
         TrainSettings.__post_init__(self)
         Federation.__post_init__(self)
+        if self.valid_dir or self.valid_from_test:
+            raise BadSetting(
+                "clients of a federation validate on their own images; leave out --valid-dir and --valid-from-test"
+            )
 
     @property
     def federation(self) -> Federation:

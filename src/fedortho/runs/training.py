@@ -13,12 +13,15 @@ from torch import Tensor, nn
 
 from fedortho.data.cache import without_forgotten
 from fedortho.data.decoding import Report
-from fedortho.data.images import Dataset
+from fedortho.data.images import Dataset, Images
+from fedortho.data.preprocessing import SCALES, Preprocessing
 from fedortho.data.request import ForgetRequest, as_request
 from fedortho.data.sources import DATASETS
 from fedortho.devices import choose_device, using_threads
-from fedortho.errors import FedOrthoError
-from fedortho.models.predictions import evaluate
+from fedortho.engines.query import draw
+from fedortho.errors import BadSetting, FedOrthoError
+from fedortho.models.predictions import accuracy, evaluate
+from fedortho.models.prepare import prepare_model
 from fedortho.models.zoo import build_model, check_output
 from fedortho.runs.record import (
     DataRecord,
@@ -32,18 +35,21 @@ from fedortho.runs.record import (
 )
 from fedortho.runs.rows import ROWS_FILE, rows_of
 from fedortho.runs.run import Run, load_run_data, open_run, settings_of
-from fedortho.runs.settings import FREE, ImportSettings, TrainSettings
+from fedortho.runs.settings import FREE, FederateSettings, ImportSettings, TrainSettings
 from fedortho.statistics.ledger import write_ledger
 from fedortho.storage.checkpoints import fitted_weights, load_weights, read_weights
 from fedortho.storage.files import locked, read_tensors, tensors_digest, write_json, write_tensors
 from fedortho.storage.provenance import environment
 from fedortho.storage.records import write_record
 from fedortho.storage.settings import as_mapping
+from fedortho.storage.trusted_code import remember_code
 from fedortho.training.loop import Epoch, Progress, Watch, fit
 from fedortho.training.objectives import TrainingSet, check_training_sets
 from fedortho.training.penalties import ortho_layers
+from fedortho.training.recipe import Recipe
 
 logger = logging.getLogger(__name__)
+MEASURED = 3000  # images, at most, on which usual preprocessings are compared
 GUESSING = 1.5  # times the accuracy of a guess; below it the model has learnt nothing
 
 
@@ -68,6 +74,7 @@ def train_run(
     by `Run.load_data` for a reference model. Images that were forgotten and purged are never trained on.
     """
     path = Path(path)
+    remember_code(*settings.code)
     with locked(path), using_threads(settings.threads):
         record = read_run_record(path)
         whole = data or load_run_data(settings, progress=progress, forgotten=True)
@@ -78,6 +85,8 @@ def train_run(
         if isinstance(record, RunRecord):
             (path / "checkpoint.safetensors").unlink(missing_ok=True)  # interrupted just before it was removed
             return open_run(path)
+        if not settings.epochs or (isinstance(settings, FederateSettings) and not settings.rounds):
+            raise BadSetting("epochs and rounds must be at least 1: the network would stay untrained")
         device = choose_device(settings.device)
         model = _fresh_model(settings, data)
         if trainer is None and settings.without:
@@ -127,9 +136,9 @@ def _train_centrally(
     return trained, history
 
 
-def _fresh_model(settings: TrainSettings, data: Dataset) -> nn.Module:
-    channels = data.train.shape[0]
-    model = build_model(settings.model, num_classes=data.train.classes, channels=channels, seed=settings.seed)
+def _fresh_model(settings: TrainSettings, data: Dataset, fold: bool = True) -> nn.Module:
+    sizes = {"num_classes": data.train.classes, "channels": data.train.shape[0]}
+    model = build_model(settings.model, **sizes, seed=settings.seed, fold=fold)
     check_output(model, data.train.shape, data.train.classes)
     return model
 
@@ -173,13 +182,19 @@ def _is_left_over(file: Path) -> bool:
     return re.fullmatch(r"\.[a-z]+\.(json|safetensors)\.\w{8}", file.name) is not None
 
 
-def _begun(path: Path, settings: TrainSettings, data: Dataset, device: torch.device) -> TrainingRecord:
+def _begun(
+    path: Path, settings: TrainSettings, data: Dataset, device: torch.device, imported_from: str | None = None
+) -> TrainingRecord:
     """The record of a run that begins, after its validation split was written."""
     rows = tuple(data.valid.rows.tolist())
     write_record(path / "split.json", SplitRecord(settings.partition_seed, settings.valid, rows))
     sizes = {"train": len(data.train), "valid": len(data.valid), "test": len(data.test)}
-    known = DataRecord(name=data.name, digest=data.digest, class_names=data.train.names, **sizes)
-    return TrainingRecord(settings=as_mapping(settings), data=known, environment=environment(device))
+    is_seen = imported_from and not (settings.valid_dir or settings.valid_from_test)
+    source = settings.valid_source + (", probably seen in training" if is_seen else "")
+    names = data.train.names
+    known = DataRecord(name=data.name, digest=data.digest, class_names=names, **sizes, valid_source=source)
+    about = environment(device)
+    return TrainingRecord(settings=as_mapping(settings), data=known, environment=about, imported_from=imported_from)
 
 
 def _write_rows(path: Path, settings: TrainSettings, data: Dataset, left_out: Tensor) -> None:
@@ -218,8 +233,11 @@ def _finish(
     result = ResultRecord(**{f"{name}_accuracy": score.accuracy for name, score in scores.items()})
     if scores and max(score.accuracy for score in scores.values()) < GUESSING / data.train.classes:
         logger.warning(
-            "the model is no better than guessing (%s); train longer, or with a lower --lr",
+            "the model is no better than guessing (%s); %s",
             ", ".join(f"{name} {score.accuracy:.1%}" for name, score in scores.items()),
+            "check the preprocessing, --model and the order of the classes"
+            if record.imported_from
+            else "train longer, or with a lower --lr",
         )
     known = {each.name: getattr(record, each.name) for each in fields(record) if each.name != "status"}
     write_record(path / "run.json", RunRecord(**known, model=about, result=result))
@@ -230,24 +248,61 @@ def _finish(
 
 def import_run(
     path: Path | str,
-    weights: Path,
+    weights: Path | str,
     settings: ImportSettings,
+    recipe: Recipe | None = None,
     *,
     progress: Report | None = None,
     observing: Report | None = None,
 ) -> Run:
-    """Make a run of weights that were trained elsewhere; they may have been trained on its validation images."""
-    path = Path(path)
+    """Make a run of weights that were trained elsewhere; unless given, preprocessing that matters is asked for.
+
+    They have probably seen all training images, so validation images of their own are needed (`settings.valid`, a
+    directory, or `settings.valid_from_test`). With the `recipe` that they were trained by, reference models can be
+    trained.
+    """
+    path, weights = Path(path), Path(weights)
     if read_run_record(path) is not None:
         raise FedOrthoError(f"{path} exists already; choose a new directory for --out")
     _refuse_occupied(path)
-    state = read_weights(weights)
-    known = TrainSettings(**asdict(settings), epochs=0)
+    remember_code(*settings.code)
+    state, known, device = read_weights(weights), settings.as_training(recipe), choose_device(settings.device)
     data = load_run_data(known, progress=progress, forgotten=True)  # weights from elsewhere may know them
-    model = _fresh_model(known, data)
+    model = _fresh_model(known, data, fold=False)  # weights may have been saved as they are computed
     load_weights(model, fitted_weights(model, state, weights), weights)
-    device = choose_device(settings.device)
-    record = replace(_begun(path, known, data, device), imported_from=weights.name)
-    _write_rows(path, known, data, data.gone)
+    model = prepare_model(model, data.train.classes).eval().to(device)
+    is_held_out = bool(known.valid_dir or known.valid_from_test)
+    if not known.preprocessing.is_given:
+        _measure_scales(model, data.valid if is_held_out else data.test, device, weights)
+        known = replace(known, scale="data")
+    if not is_held_out:
+        logger.warning(
+            "%s has probably seen all training images, the validation images among them; give images that it has not "
+            "seen: --valid DIR or --valid-from-test 0.5",
+            weights.name,
+        )
+    whole = data
+    if known.without:
+        without = as_request(known.without, data)
+        known, data = replace(known, without=str(without)), replace(data, train=without.split(data.train)[1])
+    record = _begun(path, known, data, device, weights.name)
+    _write_rows(path, known, whole, whole.gone)
     write_json(path / "history.json", [])
-    return _finish(path, record, model.eval(), data, device=device, observing=observing)
+    return _finish(path, record, model, data, device=device, observing=observing)
+
+
+def _measure_scales(model: nn.Module, images: Images, device: torch.device, weights: Path) -> None:
+    """Refuse to guess a preprocessing if the accuracy on labelled images depends on it; the usual ones are measured."""
+    some = draw(images, MEASURED, seed=0)
+    scales = [name for name, own in SCALES.items() if own is None or len(own[0]) in (1, len(some.mean))]
+    made = {name: some.preprocessed(Preprocessing(scale=name)) for name in scales}
+    found = {name: accuracy(model, inputs, device=device) for name, inputs in made.items()}
+    best = max(found, key=found.__getitem__)
+    shares = ", ".join(f"{name} {share:.1%}" for name, share in sorted(found.items(), key=lambda pair: -pair[1]))
+    told = f"{weights.name}: accuracy on {len(some):,} held-out images by preprocessing: {shares}"
+    noise = 3 * (2 * found[best] * (1 - found[best]) / len(some)) ** 0.5  # of a difference of two accuracies
+    if found[best] < GUESSING / some.classes or found[best] - min(found.values()) <= noise:
+        logger.info("%s; no measurable difference, so data is taken", told)
+        return
+    alike = " or ".join(f"--scale {name}" for name in found if found[best] - found[name] <= noise)
+    raise BadSetting(f"{told}; give the one that it was trained with: {alike} (else --mean and --std, or --transform)")

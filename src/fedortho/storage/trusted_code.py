@@ -1,0 +1,92 @@
+"""Functions that a file names as `package.module:function`, and the user's list of those that may run."""
+
+import importlib
+import importlib.util
+import json
+import logging
+import os
+from collections.abc import Callable
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+from fedortho.errors import BadCheckpoint, FedOrthoError, UnknownName
+from fedortho.storage.files import locked, read_json, replacing
+
+logger = logging.getLogger(__name__)
+TRUSTED = "FEDORTHO_TRUST_CODE"  # environment: names with commas between that may run in this process, or `all`
+
+
+def load_function(name: str, what: str) -> Callable[..., Any]:
+    """The function that a name means; its module is imported, which runs its code. `what` it is for is in errors."""
+    place, _, function = name.partition(":")
+    try:
+        module = importlib.import_module(place)
+    except (ImportError, TypeError, ValueError) as error:  # TypeError, ValueError: an empty or a relative name
+        raise UnknownName(f"cannot import {place!r} for the {what} {name!r}: {error}") from error
+    found = getattr(module, function, None)
+    if not callable(found):
+        raise UnknownName(f"{place!r} has no function {function!r}; write the {what} as package.module:function")
+    return found  # type: ignore[no-any-return]  # code of others
+
+
+def remember_code(*names: str) -> None:
+    """Add the functions among these names to the user's list; call it only with what the user has typed or trusts."""
+    files = {name: file for name in names if (file := _file_of(name))}
+    if not files or files.items() <= _trusted().items():
+        return
+    try:
+        with locked(_list_path(), timeout=10), replacing(_list_path(), 0o600) as temporary:
+            temporary.write_text(json.dumps(_trusted() | files, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    except (FedOrthoError, OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
+        logger.warning("trusted only by this process (%s): set FEDORTHO_STATE to a writable directory", error)
+        os.environ[TRUSTED] = ",".join([*filter(None, [os.environ.get(TRUSTED)]), *files])
+
+
+def check_trusted(source: object, *names: str) -> None:
+    """Refuse a source that names a function which the user has neither typed nor trusted, or which is in another file.
+
+    Networks of this package and of timm are no functions of others.
+    """
+    allowed, known = os.environ.get(TRUSTED, "").split(","), _trusted()
+    for name in names:
+        file = _file_of(name)
+        if not file or name in allowed or known.get(name) == file:
+            continue
+        if "all" not in allowed:
+            raise FedOrthoError(
+                f"{source} names {name}, which would run code of {file}; if you trust that file, add --trust-code "
+                "(in Python: open_run(…, trust_code=True)); it is then remembered"
+            )
+        remember_code(name)
+
+
+def _file_of(name: str) -> str:
+    """The file of the module that a name means, found without running code; empty: none of others, or not found."""
+    place, colon, _ = name.partition(":")
+    if not colon or place in ("", "timm") or place.startswith("."):
+        return ""
+    top, *inner = place.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except ValueError:  # the script that runs has no spec
+        return place
+    file = "" if spec is None else spec.origin or ""
+    for part in inner:
+        spec = spec and PathFinder.find_spec(f"{spec.name}.{part}", spec.submodule_search_locations)
+        file = (spec and spec.origin) or file
+    return os.path.realpath(file) if file else ""
+
+
+def _list_path() -> Path:
+    own = os.environ.get("FEDORTHO_STATE")
+    place = own or f"{os.environ.get('XDG_STATE_HOME') or '~/.local/state'}/fedortho"
+    return Path(place).expanduser() / "trusted-code.json"
+
+
+def _trusted() -> dict[str, str]:
+    """The user's list: the file of each trusted name."""
+    try:
+        return dict(read_json(_list_path()))
+    except (BadCheckpoint, TypeError, ValueError, RuntimeError):  # none yet, damaged, or no home directory
+        return {}

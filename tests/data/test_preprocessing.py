@@ -1,0 +1,71 @@
+"""Preprocessing is part of a model: usual scales, own statistics, own functions; contradictions are refused."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import fedortho as fo
+from fedortho.data.images import evaluation_batches
+from fedortho.data.preprocessing import SCALES, Preprocessing
+from fedortho.errors import BadSetting, FedOrthoError
+
+PIXELS = torch.tensor([0, 51, 255, 102], dtype=torch.uint8).repeat(2, 3, 1).view(2, 3, 2, 2)
+LABELS = torch.tensor([0, 1])
+
+
+def inputs(**how: object) -> Tensor:
+    images = fo.images_from_tensors(PIXELS, LABELS, **how)  # type: ignore[arg-type]  # of all kinds
+    ((batch, _),) = evaluation_batches(images)
+    return batch
+
+
+def centred(pixels: Tensor) -> Tensor:
+    return pixels.float() - 128
+
+
+def smaller(pixels: Tensor) -> Tensor:
+    return pixels[:, :1, :1].float()
+
+
+def test_the_usual_scales_are_what_they_are_called() -> None:
+    assert inputs(scale="0-1")[0, 0].flatten().tolist() == pytest.approx([0, 0.2, 1, 0.4])
+    assert inputs(scale="-1-1")[0, 0].flatten().tolist() == pytest.approx([-1, -0.6, 1, -0.2])
+    assert inputs(scale="0-255")[0, 0].flatten().tolist() == pytest.approx([0, 51, 255, 102])
+    assert inputs(scale="imagenet")[0, 2, 1, 0] == pytest.approx((1 - 0.406) / 0.225)
+    assert torch.equal(inputs(scale="imagenet"), inputs(mean=SCALES["imagenet"][0], std=SCALES["imagenet"][1]))  # type: ignore[index]  # it has numbers
+    assert torch.equal(inputs(scale="data"), inputs()), "without any: the statistics of the images"
+
+
+def test_a_function_of_ones_own_makes_the_inputs_and_their_shape() -> None:
+    assert torch.equal(inputs(transform=centred), PIXELS.float() - 128)
+    assert torch.equal(inputs(transform=f"{__name__}:centred"), PIXELS.float() - 128), "by its name too"
+    assert fo.images_from_tensors(PIXELS, LABELS, transform=smaller).shape == (1, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ({"scale": "imagenet", "mean": (0.5,), "std": (0.5,)}, "--mean and --scale contradict"),
+        ({"scale": "0-1", "transform": centred}, "--scale and --transform contradict"),
+        ({"mean": (0.5,)}, "--mean has 1 values and --std 0"),
+        ({"mean": (0.5,), "std": (0.0,)}, "--std above 0"),
+        ({"mean": (0.5, 0.5), "std": (0.1, 0.1)}, "for 2 channels; the images have 3"),
+        ({"scale": "0-2"}, "no scale '0-2'.*choose from -1-1, 0-1"),
+        ({"transform": lambda x: x}, "must give float inputs"),
+        ({"transform": lambda x: torch.rand(x.shape)}, "is random"),
+        ({"transform": lambda x: x.nothing}, "fails on uint8 images.*no attribute"),
+        ({"transform": "no.such:thing"}, "cannot import 'no.such' for the transform"),
+    ],
+)
+def test_what_contradicts_itself_or_cannot_work_is_refused_in_one_line(how: dict[str, object], told: str) -> None:
+    with pytest.raises(FedOrthoError, match=told) as refused:
+        inputs(**how)
+    assert "\n" not in str(refused.value)
+
+
+def test_settings_are_text_and_spellings_of_the_same_are_equal() -> None:
+    parsed = Preprocessing.parse("0.5, 0.5,0.5", "0.5,0.5,0.5", "", "")
+    assert parsed.key == Preprocessing(scale="-1-1").key != Preprocessing(scale="0-1").key
+    assert Preprocessing().key == Preprocessing(scale="data").key
+    with pytest.raises(BadSetting, match="numbers with commas between"):
+        Preprocessing.parse("0.5;0.5", "1,1", "", "")

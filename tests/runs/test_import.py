@@ -1,0 +1,225 @@
+"""Models that were trained elsewhere: their preprocessing, held-out images, references, and code that a run names."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from once import made_once
+from PIL import Image
+from small import SETTINGS
+
+import fedortho as fo
+from fedortho.data.request import ForgetRequest
+from fedortho.data.sources import load_images
+from fedortho.engines.central import CentralEngine
+from fedortho.engines.query import Query, Selection, Statistic
+from fedortho.errors import BadData, BadSetting, FedOrthoError
+from fedortho.federated.client import client_reply, find_client
+from fedortho.methods.method import CannotServe
+from fedortho.models.predictions import accuracy
+from fedortho.requests.references import check_reference, find_references
+from fedortho.runs.run import open_run
+from fedortho.runs.settings import ImportSettings, TrainSettings
+from fedortho.runs.training import import_run, train_run
+from fedortho.storage.settings import as_mapping
+
+HOW = {"data": "digits", "model": "small:SmallNet", "device": "cpu"}
+TRAINED = TrainSettings(**HOW, epochs=4, scale="0-1", crop=0, flip=0.0, ortho=0.0, lr=0.1, threads=1)  # type: ignore[arg-type]  # words
+HELD_OUT = ImportSettings(**HOW, scale="0-1", valid_from_test=0.5)
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A network that was trained on pixels / 255."""
+    place = made_once(tmp_path_factory, "trained-on-0-1", lambda place: train_run(place / "run", TRAINED))
+    return place / "run" / "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def imported(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made_once(tmp_path_factory, "imported", lambda place: import_run(place / "run", weights, HELD_OUT)) / "run"
+
+
+def test_a_preprocessing_that_matters_is_asked_for_and_kept(weights: Path, imported: Path, tmp_path: Path) -> None:
+    settings = ImportSettings(**HOW, valid_from_test=0.5)
+    with pytest.raises(
+        BadSetting, match=r"by preprocessing: 0-1 \d\d\.\d%, .*data .*trained with: --scale 0-1 \(else"
+    ) as told:
+        import_run(tmp_path / "run", weights, settings)
+    assert "\n" not in str(told.value)
+    assert not (tmp_path / "run").exists()
+    run = open_run(imported)
+    data, model = run.load_data(), run.load_model()
+    assert run.record.result.test_accuracy == accuracy(model, data.test) > 0.85
+    assert (data.train.mean, data.train.std) == ((0.0,), (1.0,))
+    plain = load_images("digits")
+    assert accuracy(model, plain.test) < 0.7, "as it was imported before"
+
+
+def test_without_a_measurable_difference_the_statistics_of_the_data_are_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    torch.save(fo.build_model("small:SmallNet", num_classes=10, channels=1).state_dict(), tmp_path / "blank.pt")
+    run = import_run(tmp_path / "run", tmp_path / "blank.pt", ImportSettings(**HOW))
+    assert "no measurable difference, so data is taken" in caplog.text
+    assert "check the preprocessing, --model and the order of the classes" in caplog.text, "it knows nothing"
+    assert run.settings.scale == "data"
+
+
+def test_numbers_say_which_validation_images_they_are_about(
+    weights: Path, imported: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert open_run(imported).record.data.valid_source == "50% of the test split, which is without them"
+    assert "has probably seen" not in caplog.text
+    run = import_run(tmp_path / "run", weights, replace(HELD_OUT, valid_from_test=0.0))
+    assert run.record.data.valid_source == "part of the training split, probably seen in training"
+    assert "--valid DIR or --valid-from-test 0.5" in caplog.text
+    assert open_run(weights.parent).record.data.valid_source == "part of the training split"
+
+
+def test_validation_images_of_the_test_split_are_never_taken_for_training_images(imported: Path) -> None:
+    run = open_run(imported)
+    data, whole = run.load_data(), load_images("digits", valid=0.0)
+    assert len(data.train) == len(whole.train), "nothing is split off"
+    assert len(data.valid) + len(data.test) == len(whole.test)
+    used = torch.cat([data.valid.rows + len(data.valid.pixels), data.test.rows])
+    assert used.sort().values.tolist() == whole.test.rows.tolist(), "each test image once"
+    rows = torch.arange(len(data.valid.pixels))
+    assert torch.isin(rows, data.train.rows).any(), "their rows in the store are those of training images"
+    named = ForgetRequest(samples=tuple(map(str, data.train.rows[:300].tolist())))
+    assert not named.mask(data.valid).any()
+    assert len(Selection("valid", exclude=named).select(data.valid)) == len(data.valid)
+    model = run.load_model()
+    engine = CentralEngine(data)
+    ((valid,), (train,)) = engine.measure(
+        model, [Query((Selection(split),), Statistic("peaks")) for split in ("valid", "train")]
+    )
+    assert valid.images == len(data.valid)
+    swapped = replace(data, train=data.valid)
+    ((alone,),) = CentralEngine(swapped).measure(model, [Query((Selection(),), Statistic("peaks"))])
+    assert all(torch.equal(valid.sums[key], alone.sums[key]) for key in alone.sums)
+    assert not all(torch.equal(valid.sums[key], train.sums[key]) for key in alone.sums)
+
+
+def test_validation_images_may_come_from_a_directory(weights: Path, tmp_path: Path) -> None:
+    digits, place = load_images("digits"), tmp_path / "held-out"
+    for number, row in enumerate(digits.test.rows[:60].tolist()):
+        folder = place / digits.test.names[int(digits.test.store_labels[row])]
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(digits.test.pixels[row, 0].numpy()).save(folder / f"{number}.png")
+    settings = replace(HELD_OUT, valid_from_test=0.0, valid=str(place))
+    run = import_run(tmp_path / "run", weights, settings)
+    data = run.load_data()
+    assert (len(data.valid), len(data.train)) == (60, len(digits.train) + len(digits.valid))
+    assert run.record.data.valid_source == f"images of {place}"
+    assert accuracy(run.load_model(), data.valid) == run.record.result.valid_accuracy > 0.8
+    Image.new("L", (8, 8), 7).save(next(place.glob("*/0.png")))
+    with pytest.raises(BadData, match="is not the data that"):
+        run.load_data()
+    (place / "eleven").mkdir()
+    Image.new("L", (8, 8), 7).save(place / "eleven" / "x.png")
+    with pytest.raises(BadData, match="class 'eleven' of the test split is not among the 10 classes"):
+        import_run(tmp_path / "other", weights, settings)
+    with pytest.raises(BadSetting, match="contradict each other"):
+        import_run(tmp_path / "other", weights, replace(settings, valid_from_test=0.5))
+
+
+def test_an_imported_model_forgets_and_is_judged_by_a_reference_from_elsewhere(
+    weights: Path, imported: Path, tmp_path: Path
+) -> None:
+    run = open_run(shutil.copytree(imported, tmp_path / "runs" / "original"))
+    reference = train_run(tmp_path / "elsewhere", replace(TRAINED, without="class:3", epochs=2))
+    fo.forget_run(run, "class:3", "hide", out=tmp_path / "runs" / "forgot")
+    options = fo.JudgeOptions(audit="none", retrain=True, device="cpu")
+    with pytest.raises(CannotServe, match=r"untrained network, no reference; .*--recipe FILE.toml .*--without REQUEST"):
+        fo.judge_run(tmp_path / "runs" / "forgot", options=options)
+    assert not list((tmp_path / "runs").glob("references/*"))
+    brought = import_run(
+        tmp_path / "runs" / "brought",
+        reference.path / "model.safetensors",
+        replace(HELD_OUT, without="class:3", valid_from_test=0.0),
+    )
+    assert brought.settings.without == "class:3"
+    assert [found.path.name for found in find_references(run, ForgetRequest.parse("class:3"))] == ["brought"]
+    assert find_references(run, ForgetRequest.parse("class:4")) == []
+    verdict = fo.judge_run(tmp_path / "runs" / "forgot", options=options)
+    assert verdict.digests["reference"] == reference.record.model.digest
+    retrain, *_ = fo.compare(run, "class:3", "retrain,hide", out=tmp_path / "compared", references=tmp_path / "runs")
+    assert (retrain.weights, retrain.cost) == (reference.record.model.digest, None), "its cost is not known"
+    other = import_run(
+        tmp_path / "other", reference.path / "model.safetensors", replace(HELD_OUT, without="class:3", scale="data")
+    )
+    with pytest.raises(FedOrthoError, match="another preprocessing"):
+        check_reference(run, other, ForgetRequest.parse("class:3"))
+
+
+def test_with_a_recipe_references_of_an_imported_model_are_trained(
+    weights: Path, imported: Path, tmp_path: Path
+) -> None:
+    recipe = fo.Recipe(epochs=1, crop=0, flip=0.0, ortho=0.0, lr=0.1, seed=3)
+    run = import_run(tmp_path / "run", weights, HELD_OUT, recipe)
+    assert (run.settings.epochs, run.settings.seed, run.settings.partition_seed) == (1, 3, 0)
+    assert run.load_data().valid.rows.tolist() == open_run(imported).load_data().valid.rows.tolist()
+    fo.forget_run(run, "class:3", "hide", out=tmp_path / "forgot")
+    verdict = fo.judge_run(tmp_path / "forgot", options=fo.JudgeOptions(audit="none", retrain=True, device="cpu"))
+    (reference,) = (tmp_path / "references").iterdir()
+    trained = open_run(reference)
+    assert verdict.digests["reference"] == trained.record.model.digest
+    assert (trained.settings.scale, trained.settings.epochs, trained.settings.without) == ("0-1", 1, "class:3")
+    later = open_run(imported).at(recipe=recipe)
+    assert (later.settings.epochs, later.settings.partition_seed) == (1, 0)
+
+
+def test_a_training_of_no_epochs_is_refused(tmp_path: Path) -> None:
+    for settings in (replace(TRAINED, epochs=0), replace(SETTINGS, rounds=0)):
+        with pytest.raises(BadSetting, match="at least 1: the network would stay untrained"):
+            fo.train_run(tmp_path / "run", settings)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def stranger(imported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Somebody else's run, whose network leaves a trace when it is built."""
+    monkeypatch.delenv("FEDORTHO_TRUST_CODE")
+    monkeypatch.setenv("FEDORTHO_STATE", str(tmp_path / "state"))
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    (tmp_path / "modules").mkdir()
+    code = f"from pathlib import Path\nPath({str(tmp_path / 'harm')!r}).touch()\nfrom small import SmallNet\n"
+    (tmp_path / "modules" / "strangers_net.py").write_text(code)
+    record = json.loads((imported / "run.json").read_text())
+    record["settings"]["model"] = "strangers_net:SmallNet"
+    shutil.copytree(imported, tmp_path / "run")
+    (tmp_path / "run" / "run.json").write_text(json.dumps(record))
+    return tmp_path / "run"
+
+
+def test_code_that_somebody_elses_run_names_is_run_only_when_trusted(stranger: Path, tmp_path: Path) -> None:
+    with pytest.raises(FedOrthoError, match=r"names strangers_net:SmallNet, .*strangers_net.py; .*--trust-code"):
+        open_run(stranger)
+    record = json.loads((stranger / "run.json").read_text())
+    record["settings"] |= {"model": "vgg-mini", "scale": "", "transform": "strangers_net:SmallNet"}
+    (stranger / "run.json").write_text(json.dumps(record))
+    with pytest.raises(FedOrthoError, match="names strangers_net:SmallNet"):
+        open_run(stranger)
+    assert not (tmp_path / "harm").exists()
+    open_run(stranger, trust_code=True)
+    open_run(stranger)
+
+
+def test_a_client_runs_no_code_that_the_server_names(stranger: Path, tmp_path: Path) -> None:
+    config = as_mapping(replace(SETTINGS, model="strangers_net:SmallNet"))
+    with pytest.raises(FedOrthoError, match="the federation's configuration names strangers_net:SmallNet"):
+        find_client({"partition-id": 0, "store": str(tmp_path / "store")}, config)
+    with pytest.raises(Exception, match="the client's own log says why"):
+        client_reply("query.hello", {"partition-id": 0, "store": str(tmp_path / "store")}, config, {}, {})
+    assert not (tmp_path / "harm").exists()
+
+
+def test_a_name_that_the_user_trains_with_is_trusted(stranger: Path, tmp_path: Path) -> None:
+    run = train_run(tmp_path / "own", replace(TRAINED, model="strangers_net:SmallNet", epochs=1))
+    assert open_run(tmp_path / "own").record.model.digest == run.record.model.digest
+    open_run(stranger)
