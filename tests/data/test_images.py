@@ -15,6 +15,7 @@ from fedortho.data.images import (
     channel_statistics,
     evaluation_batches,
     images_from_tensors,
+    make_dataset,
     split_stratified,
 )
 from fedortho.errors import BadData, BadSetting
@@ -173,3 +174,14 @@ def test_a_loader_is_asked_for_one_pass_only() -> None:
 def test_labels_of_another_kind_are_refused() -> None:
     with pytest.raises(BadData, match=r"labels must be whole numbers, not torch\.float32"):
         next(evaluation_batches([(floats(2), torch.zeros(2))]))
+
+
+def test_validation_images_of_their_own_have_no_row_of_a_training_image() -> None:
+    pixels, labels = torch.arange(8 * 4).to(torch.uint8).view(8, 1, 2, 2), torch.arange(8) % 2
+    train = images_from_tensors(pixels, labels, scale="0-1")
+    data = make_dataset(train, valid=images_from_tensors(pixels[:3] + 100, labels[:3]))
+    assert not torch.isin(data.valid.rows, data.train.rows).any()
+    ((batch, own),) = evaluation_batches(data.valid)
+    assert torch.equal(batch, (pixels[:3] + 100) / 255), "preprocessed as the training images"
+    assert own.tolist() == labels[:3].tolist()
+    assert make_dataset(train, valid=train.subset([0, 1])).valid.rows.tolist() == [0, 1], "of one store: as they are"

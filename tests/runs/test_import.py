@@ -118,7 +118,7 @@ def test_validation_images_may_come_from_a_directory(weights: Path, tmp_path: Pa
     assert run.record.data.valid_source == f"images of {place}"
     assert accuracy(run.load_model(), data.valid) == run.record.result.valid_accuracy > 0.8
     Image.new("L", (8, 8), 7).save(next(place.glob("*/0.png")))
-    with pytest.raises(BadData, match="is not the data that"):
+    with pytest.raises(BadData, match="are not those that"):
         run.load_data()
     (place / "eleven").mkdir()
     Image.new("L", (8, 8), 7).save(place / "eleven" / "x.png")
@@ -126,6 +126,26 @@ def test_validation_images_may_come_from_a_directory(weights: Path, tmp_path: Pa
         import_run(tmp_path / "other", weights, settings)
     with pytest.raises(BadSetting, match="contradict each other"):
         import_run(tmp_path / "other", weights, replace(settings, valid_from_test=0.5))
+
+
+def test_validation_images_of_the_test_split_stay_apart_after_images_were_deleted(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for number in range(60):
+        folder = tmp_path / "photos" / ("test" if number % 2 else "train") / "abc"[number % 3]
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = torch.randint(0, 256, (8, 8), dtype=torch.uint8, generator=generator)
+        Image.fromarray(pixels.numpy()).save(folder / f"{number}.png")
+    torch.save(fo.build_model("small:SmallNet", num_classes=3, channels=1).state_dict(), tmp_path / "blank.pt")
+    settings = replace(HELD_OUT, data=str(tmp_path / "photos"), scale="-1-1", without="class:a")
+    run = import_run(tmp_path / "run", tmp_path / "blank.pt", settings)
+    before = run.load_data()
+    for folder in tmp_path.glob("photos/*/a"):
+        shutil.rmtree(folder)
+    after = run.load_data()
+    assert after.valid.rows.tolist() == before.valid.rows[before.valid.labels != 0].tolist()
+    assert after.test.rows.tolist() == before.test.rows[before.test.labels != 0].tolist()
+    assert torch.equal(after.valid.pixels[after.valid.rows], before.valid.pixels[after.valid.rows])
+    assert (after.train.mean, after.train.std) == ((0.5,), (0.5,))
 
 
 def test_an_imported_model_forgets_and_is_judged_by_a_reference_from_elsewhere(

@@ -96,6 +96,14 @@ class Images:
         std = to_device(torch.tensor(self.std).view(-1, 1, 1), pixels.device)
         return pixels.float().div_(255).sub_(mean).div_(std)
 
+    def apart_from(self, train: "Images") -> "Images":
+        """Validation images; those of another store than the training images get negative rows, counted from its end.
+
+        So no row is that of a training image, by which samples and clients are named and sums are kept.
+        """
+        is_same = self.pixels.data_ptr() == train.pixels.data_ptr()
+        return self if is_same else replace(self, rows=self.rows - len(self.pixels))
+
     def preprocessed(self, how: Preprocessing) -> "Images":
         """The same images, made inputs in another way; `data` means the statistics that they have."""
         mean, std = how.statistics((self.mean, self.std))
@@ -110,8 +118,9 @@ class Dataset:
     train: Images
     valid: Images
     test: Images
-    digest: str  # of the content of all files read
+    digest: str  # of the content of all files read, those of `valid_digest` aside
     gone: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))  # rows whose images were deleted
+    valid_digest: str = ""  # of validation images with a directory of their own
 
     @property
     def is_one_store(self) -> bool:
@@ -225,11 +234,11 @@ def make_dataset(
         images = source if isinstance(source, Images) else collect_images(source, whole.names)
         if images.pixels.is_floating_point() != whole.pixels.is_floating_point():
             raise BadData("some images are bytes and some are floats; give the training and the test set one transform")
-        return replace(images, mean=whole.mean, std=whole.std)
+        return replace(images, mean=whole.mean, std=whole.std, transform=whole.transform)
 
     tested = whole.subset([]) if test is None else beside(test)
     if not isinstance(valid, int | float):
-        return Dataset("own images", whole, beside(valid), tested, "")
+        return Dataset("own images", whole, beside(valid).apart_from(whole), tested, "")
     train_rows, valid_rows = split_stratified(whole.labels, valid, seed)
     return Dataset("own images", whole.subset(train_rows), whole.subset(valid_rows), tested, "")
 

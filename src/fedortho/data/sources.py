@@ -90,23 +90,15 @@ def load_images(
     digest = store.digest if test is None else _joined([store.digest, test.digest])
     if valid_from_test:
         kept, aside = split_stratified(tested.labels, valid_from_test, seed)
-        data = Dataset(name, whole, _apart(tested.subset(aside)), tested.subset(kept), digest)
+        data = Dataset(name, whole, tested.subset(aside).apart_from(whole), tested.subset(kept), digest)
     elif not isinstance(valid, float | int):
         own = _load_unsplit(Path(valid).expanduser(), size, progress)
-        held_out = _apart(_test_images(str(valid), whole, store, own))
-        data = Dataset(name, whole, held_out, tested, _joined([digest, own.digest]))
+        held_out = _test_images(str(valid), whole, store, own).apart_from(whole)
+        data = Dataset(name, whole, held_out, tested, digest, valid_digest=own.digest)
     else:
         train_rows, valid_rows = split_stratified(whole.labels, valid, seed)
         data = Dataset(name, whole.subset(train_rows), whole.subset(valid_rows), tested, digest)
     return data if forgotten else without_forgotten(data)
-
-
-def _apart(images: Images) -> Images:
-    """Validation images of another store than the training images: their rows are negative, counted from its end.
-
-    So no row is that of a training image, by which samples and clients are named and sums are kept.
-    """
-    return replace(images, rows=images.rows - len(images.pixels))
 
 
 def _load_unsplit(path: Path, size: int, progress: Report | None) -> DecodedImages:

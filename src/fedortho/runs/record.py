@@ -24,6 +24,7 @@ class DataRecord:
     valid: int
     test: int
     valid_source: str = ""  # what the validation images are; runs before this was recorded: part of the training split
+    valid_digest: str = ""  # of validation images with a directory of their own
 
 
 @dataclass(frozen=True)

@@ -74,10 +74,14 @@ class TrainedRows:
         ids = replace(self.ids, root=root)
         whole = replace(data.train, pixels=pixels, store_labels=self.labels, ids=ids, **about)
         test = replace(data.test, pixels=test_pixels, store_labels=self.test_labels, ids=self.test_ids, **about)
+        held_out = data.valid
+        if data.valid.pixels.data_ptr() == data.test.pixels.data_ptr():  # part of the test split, by negative rows
+            held_out = replace(test, rows=torch.tensor(valid, dtype=torch.int64)[found_test[list(valid)]])
+            found_test[list(valid)] = False
         return replace(
             data,
             train=replace(whole, rows=kept[~is_valid]),
-            valid=replace(whole, rows=kept[is_valid]) if data.is_one_store else data.valid,
+            valid=replace(whole, rows=kept[is_valid]) if data.is_one_store else held_out,
             test=replace(test, rows=found_test.nonzero().flatten()),
             gone=self.rows[~found[self.rows]],
         )
@@ -116,7 +120,7 @@ def _filled(wanted: Keys, sources: Sequence[tuple[Images, Keys]], last: Tensor) 
 
     Of images with the same bytes, those that `last` marks go without if there are too few.
     """
-    pixels, found = sources[0][0].pixels.new_zeros(len(wanted), *sources[0][0].shape), torch.zeros_like(last)
+    pixels, found = sources[0][0].pixels.new_zeros(len(wanted), *sources[0][0].pixels.shape[1:]), torch.zeros_like(last)
     for images, keys in sources:
         places: dict[tuple[bytes, str], list[int]] = {}
         for place in reversed(range(len(keys))):

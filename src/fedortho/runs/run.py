@@ -52,6 +52,10 @@ class Run:
         Images that the run has forgotten or was trained without may have been deleted since: their rows are `gone`.
         """
         data, known = load_run_data(self.settings, data_dir, progress, forgotten=True), read_rows(self.path)
+        if data.valid_digest != self.record.data.valid_digest:
+            raise BadData(
+                f"images of {self.settings.valid_dir} are not those that {self.path} was imported or trained with"
+            )
         if data.digest != self.record.data.digest:
             return self._restored(data, known)
         if known is not None:

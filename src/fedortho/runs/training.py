@@ -188,11 +188,11 @@ def _begun(
     """The record of a run that begins, after its validation split was written."""
     rows = tuple(data.valid.rows.tolist())
     write_record(path / "split.json", SplitRecord(settings.partition_seed, settings.valid, rows))
-    sizes = {"train": len(data.train), "valid": len(data.valid), "test": len(data.test)}
+    sizes = (len(data.train), len(data.valid), len(data.test))
+    known = DataRecord(data.name, data.digest, data.train.names, *sizes)
     is_seen = imported_from and not (settings.valid_dir or settings.valid_from_test)
     source = settings.valid_source + (", probably seen in training" if is_seen else "")
-    names = data.train.names
-    known = DataRecord(name=data.name, digest=data.digest, class_names=names, **sizes, valid_source=source)
+    known = replace(known, valid_source=source, valid_digest=data.valid_digest)
     about = environment(device)
     return TrainingRecord(settings=as_mapping(settings), data=known, environment=about, imported_from=imported_from)
 
