@@ -41,8 +41,8 @@ def main() -> None:
 
     torch.manual_seed(0)
     model = fo.fit(Net(classes=4), data.train, fo.Recipe(epochs=4, batch_size=32, crop=0, flip=0.0))
-    for finding in fo.check_model(model, data.train.shape):  # which edits apply to which layer
-        print(f"{finding.layer.name}: {finding.channel or 'can be edited'}")
+    checked = fo.check(model, data)  # every step, tried on a few images
+    print(f"hide: {checked.methods['hide'] or 'works'}; edited: {', '.join(checked.edited)}")
     forgot = fo.forget(model, data, "class:rising").model
     for name, one in (("before", model), ("after", forgot)):
         found = fo.accuracies_of(one, data, "class:rising")

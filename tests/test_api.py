@@ -16,7 +16,7 @@ CALLS = {  # a name of fedortho, or, for what operates a deployment or lists fil
     "train": "train_run",
     "import": "import_run",
     "evaluate": "evaluate",
-    "check": "check_model",
+    "check": "check",
     "federate": "federate_run",
     "sync": "requests.federated_jobs.sync_run",
     "deploy": "federated.deploy.write_deployment",

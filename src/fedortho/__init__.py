@@ -22,9 +22,9 @@ from fedortho.methods import forget, make_method, plan
 from fedortho.methods.method import ForgetResult
 from fedortho.models.patch import Patch
 from fedortho.models.predictions import evaluate
-from fedortho.models.sites import check_model
 from fedortho.models.zoo import build_model
 from fedortho.reports.page import write_report
+from fedortho.requests.checking import check
 from fedortho.requests.comparing import compare
 from fedortho.requests.federated_jobs import federate_run
 from fedortho.requests.forgetting import forget_run, undo_run
@@ -58,8 +58,8 @@ __all__ = [
     "accuracies_of",
     "audit_run",
     "build_model",
+    "check",
     "check_bundle",
-    "check_model",
     "compare",
     "evaluate",
     "federate_run",

@@ -4,12 +4,12 @@ from small import Odd, TinyNet
 from torch import Tensor, nn
 
 from fedortho.errors import BadSetting, UnknownName
-from fedortho.models.sites import Finding, check_model, find_sites
+from fedortho.models.sites import Finding, find_sites, trace_structure
 from fedortho.models.zoo import build_model
 
 
 def findings(model: nn.Module, shape: tuple[int, int, int] = (1, 8, 8)) -> dict[str, Finding]:
-    return {finding.layer.name: finding for finding in check_model(model, shape)}
+    return {finding.layer.name: finding for finding in trace_structure(model, shape).findings}
 
 
 def test_check_names_what_it_cannot_treat_and_why() -> None:

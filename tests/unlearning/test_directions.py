@@ -22,7 +22,7 @@ from fedortho.models.sites import Site, find_sites
 from fedortho.models.split import Split
 from fedortho.models.zoo import BasicBlock, ResNet
 from fedortho.statistics.responses import response_sums
-from fedortho.unlearning.directions import Moments, check_erasable, erasure_patch, moments_of, projection
+from fedortho.unlearning.directions import Moments, erasure_patch, moments_of, projection, unerasable
 
 
 def sites_of(model: nn.Module, layers: str = "deep") -> list[Site]:
@@ -168,16 +168,25 @@ def test_a_patch_of_directions_is_written_and_undone_bit_for_bit(
     assert set(batch_norms(model)) - {name.rpartition(".")[0] for name in outcome.patch.names()}, "only deep ones"
 
 
-def test_what_cannot_be_mixed_is_refused(digits: Dataset) -> None:
+def test_what_cannot_be_mixed_is_left_out_of_a_depth_and_refused_by_name(digits: Dataset) -> None:
     identity = ResNet(BasicBlock, 8, [(8, 1, 1), (16, 2, 2)], 10, 1).eval()
-    with pytest.raises(BadSetting, match="identity"):
-        check_erasable(identity, sites_of(identity), torch.rand(2, 1, 8, 8))
+    assert unerasable(identity, sites_of(identity), torch.rand(2, 1, 8, 8)) == {
+        "layer2.1": "an identity shortcut enters it"
+    }
+    found = Directions(ratio=0.1, statistics_images=50).plan(
+        identity, CentralEngine(digits), ForgetRequest.parse("class:3")
+    )
+    assert list(found.left_out) == ["layer2.1"]
+    assert set(found.patch.note["directions"]) == {"layer2.0.conv1", "layer2.1.conv1"}
+    with pytest.raises(BadSetting, match=r"from layer2\.1: an identity shortcut enters it; choose inner layers"):
+        Directions(layers="layer2.1.conv2").plan(identity, CentralEngine(digits), ForgetRequest.parse("class:3"))
     grouped = nn.Sequential(
         nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1, groups=2), nn.ReLU()
     )
     grouped = nn.Sequential(*grouped, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10)).eval()
-    with pytest.raises(BadSetting, match="groups"):
-        check_erasable(grouped, sites_of(grouped), torch.rand(2, 1, 8, 8))
+    assert unerasable(grouped, sites_of(grouped), torch.rand(2, 1, 8, 8)) == {"2": "its kernels are in groups"}
+    with pytest.raises(BadSetting, match="from 2: its kernels are in groups"):
+        Directions().plan(grouped, CentralEngine(digits), ForgetRequest.parse("class:3"))
     with pytest.raises(BadSetting, match="of a class"):
         Directions().plan(identity, CentralEngine(digits), ForgetRequest.parse("samples:0"))
 

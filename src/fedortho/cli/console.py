@@ -16,6 +16,7 @@ from rich.table import Table
 
 from fedortho.models.predictions import Evaluation
 from fedortho.models.sites import Finding
+from fedortho.requests.checking import ModelCheck
 from fedortho.requests.forgetting import ServedRequest
 from fedortho.runs.run import Run
 from fedortho.training.loop import Epoch, Progress
@@ -110,7 +111,21 @@ def _filled(table: Table, header: Sequence[str], lines: Sequence[Sequence[str]],
     return table
 
 
-def check_table(findings: Sequence[Finding]) -> Table:
+def print_check(found: ModelCheck) -> None:
+    """The edits that apply to each layer, and which steps work."""
+    out.print(_check_table(found.layers))
+    say(escape(f"memory format: {found.memory_format}"))
+    for name, reason in {**found.methods, "classifier edit": found.classifier, "training": found.training}.items():
+        say(escape(f"{name}: {reason or 'works'}"))
+    if not found.edited and found.is_served:
+        say("[yellow]no convolution can be edited: forgetting is a classifier edit alone[/]")
+    if found.edited:
+        say(escape(f"hide edits {', '.join(found.edited)}"))
+    for name, reason in found.left_out.items():
+        say(escape(f"  left out: {name} ({reason})"))
+
+
+def _check_table(findings: Sequence[Finding]) -> Table:
     table = Table(caption_justify="left")
     for name in ("layer", "kernels", "norm", "conv", "channel", "residual group"):
         table.add_column(name, justify="right" if name == "kernels" else "left", overflow="fold")

@@ -9,15 +9,16 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from fedortho.cli.console import bar, bars, check_table, class_table, out, say, say_json, words_table
+from fedortho.cli.console import bar, bars, class_table, out, print_check, say, say_json, words_table
 from fedortho.cli.flags import AsJson, DataDir, Device, RunPath
+from fedortho.data.images import Dataset
 from fedortho.devices import choose_device
 from fedortho.errors import FedOrthoError, unknown
 from fedortho.models.predictions import evaluate
-from fedortho.models.sites import check_model
 from fedortho.models.zoo import build_model
 from fedortho.reports.page import write_report
 from fedortho.reports.run_table import COLUMNS, SORTED_BY, by_directory, list_runs
+from fedortho.requests.checking import check
 from fedortho.runs.run import open_run
 from fedortho.storage.trusted_code import remember_code
 
@@ -55,23 +56,26 @@ def check_command(
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
-    """List every convolution and the edits that apply to it; exit code 1 if a layer cannot be edited."""
+    """Try every step of forgetting on a few images, list the edits of each layer; exit code 1 if hide cannot serve."""
+    images: Dataset | tuple[int, int, int]
     if (Path(model) / "run.json").exists():
         run = open_run(Path(model))
-        net, sizes = run.load_model(), run.load_data(data_dir).train.shape
+        net, images = run.load_model(), run.load_data(data_dir)
     else:
         if not re.fullmatch(r"\d+x\d+x\d+", shape):
             raise FedOrthoError(f"--shape is {shape!r}; expected CHANNELSxHEIGHTxWIDTH, such as 3x32x32")
         channels, height, width = map(int, shape.split("x"))
         remember_code(model)
-        net, sizes = build_model(model, num_classes=classes, channels=channels), (channels, height, width)
-    findings = check_model(net, sizes)
+        net, images = build_model(model, num_classes=classes, channels=channels), (channels, height, width)
+    with bars() as shown:
+        task = shown.add_task("checking", total=None, news="")
+        found = check(net, images, num_classes=classes, on_step=lambda step: shown.update(task, news=step))
     if as_json:
-        say_json([asdict(finding) for finding in findings])
+        say_json(asdict(found) | {"is-served": found.is_served})
     else:
         say(escape(f"{model}: edits that apply to each layer"))
-        out.print(check_table(findings))
-    if any(finding.conv or finding.channel or finding.group for finding in findings):
+        print_check(found)
+    if not found.is_served:
         raise typer.Exit(1)
 
 

@@ -11,8 +11,9 @@ from fedortho.engines.query import Query
 from fedortho.errors import BadSetting
 from fedortho.methods.method import PlanningMethod
 from fedortho.models.patch import Patch
+from fedortho.models.sites import is_depth
 from fedortho.unlearning.calibrate import find_edit
-from fedortho.unlearning.directions import SHARES, check_erasable, erasure_patch
+from fedortho.unlearning.directions import SHARES, erasure_patch, unerasable
 from fedortho.unlearning.plan import ForgetPlan, Phases
 from fedortho.unlearning.settings import CalibrationSettings
 from fedortho.unlearning.task import start_task
@@ -38,7 +39,12 @@ class Directions(CalibrationSettings, PlanningMethod):
         task = start_task(model, engine, request, self, forgotten)
         if request.kind != "class":
             raise BadSetting(f"directions are those of a class; forget {request} by the method hide")
-        check_erasable(task.model, task.sites, task.example)
+        problems = unerasable(task.model, task.sites, task.example)
+        if len(problems) == len(task.sites) or (problems and not is_depth(self.layers)):
+            name, reason = next(iter((problems or task.left_out).items()))
+            advice = "choose inner layers with --layers, or --method hide"
+            raise BadSetting(f"no direction can be removed from {name}: {reason}; {advice}")
+        task = task.without(problems) if problems else task
         limit = self.statistics_images or IMAGES
         sets = (*task.forget_sets(limit), task.retain_set(limit))
         query = Query(sets, replace(task.statistic, kind="responses"))
@@ -53,4 +59,5 @@ class Directions(CalibrationSettings, PlanningMethod):
             return erasure_patch(task.model, task.sites, forget, retain, labels=labels, share=share, spread=self.spread)
 
         found = find_edit(task, edit, self, baseline, ratios=SHARES, largest=True)
+        found = replace(found, left_out=task.left_out)
         return phases.finish(found, task.model, request=str(request), method=self.name, statistics="pooled")

@@ -22,6 +22,7 @@ from fedortho.models.capture import capture
 NORMS = (nn.BatchNorm2d, nn.GroupNorm, nn.InstanceNorm2d, nn.LayerNorm, nn.SyncBatchNorm)
 WEIGHTED = (nn.Conv2d, nn.ConvTranspose2d, nn.Linear)  # they make new channels
 DEPTHS = ("shallow", "mid", "deep", "all")
+TRAINING = "a method that trains, such as finetune or salun, can serve it, and so can retraining"
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,9 @@ def once_per_architecture(trace: Trace[Traced]) -> Trace[Traced]:
 def architecture_of(model: nn.Module) -> tuple[object, ...] | None:
     """What a network is apart from its weights; None if a module has attributes that cannot be compared."""
     parts: list[object] = []
+    common = vars(nn.Module())
     for name, module in model.named_modules(remove_duplicate=False):
-        attributes = [(key, value) for key, value in vars(module).items() if key not in vars(nn.Module())]
+        attributes = [(key, value) for key, value in vars(module).items() if key not in common]
         rows = [(key, *(value if isinstance(value, tuple | list) else [value])) for key, value in attributes]
         if not all(isinstance(value, PLAIN) for _, *values in rows for value in values):
             return None
@@ -99,7 +101,7 @@ def trace_layers(model: nn.Module, shape: tuple[int, int, int]) -> list[Layer]:
     example = torch.zeros(2, *shape)
     calls = _record_calls(twin, example)
     if not calls:
-        raise BadSetting("the model has no 2d convolution that a forward pass reaches; there is nothing to treat")
+        raise BadSetting(f"the model has no 2d convolution that a forward pass reaches, nothing to edit; {TRAINING}")
     graph = _dependencies(twin, example, list(calls))
     convs = {name: module for name, module in twin.named_modules() if isinstance(module, nn.Conv2d)}
     layers = []
@@ -200,8 +202,9 @@ def _dependencies(model: nn.Module, example: Tensor, names: list[str]) -> _Graph
     for stream in streams:
         known = tuple(name for name in names if name in stream)
         others = sorted(stream - set(names))
-        for name in known:
-            writers[name] = known
+        widths = {name: model.get_submodule(name).out_channels for name in known}
+        for name in known:  # behind a shortcut that pads or slices channels, other channels meet
+            writers[name] = tuple(other for other in known if widths[other] == widths[name])
             if others:
                 foreign[name] = others[0]
     return _Graph(norms, writers, frozenset(aside), foreign)

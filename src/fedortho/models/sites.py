@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fedortho.errors import BadSetting, unknown
 from fedortho.models.capture import capture
-from fedortho.models.graph import Layer, Select, once_per_architecture, select_layers, trace_layers
+from fedortho.models.graph import DEPTHS, TRAINING, Layer, Select, once_per_architecture, select_layers, trace_layers
 
 EDITS = ("conv", "channel")
 TAPS = ("conv", "bn", "relu", "stream")
@@ -44,25 +44,28 @@ class Structure:
     streams: Mapping[tuple[str, ...], str]  # layers that write to one residual stream → the module at its end
 
     def sites(self, which: Select, edit: str, tap: str) -> list[Site]:
-        """What an edit of these layers acts on; a layer that `check` refuses is refused here too.
+        """What an edit of these layers acts on: none if `which` is a depth at which no layer can be edited.
 
-        With tap `stream`, layers that write to a residual stream become one site with all its writers; the
-        others stay single.
+        A layer that cannot be edited is refused by its name, and left out of a depth; where `deep` has no other, it is
+        the last stage that has. With tap `stream`, layers that write to a residual stream become one site with all its
+        writers; the others stay single.
         """
         if edit not in EDITS:
             raise unknown("edit", edit, EDITS)
         if tap not in TAPS:
             raise unknown("tap", tap, TAPS)
-        findings = {finding.layer.name: finding for finding in self.findings}
         layers = [finding.layer for finding in self.findings]
+        problems, chosen = self.problems(edit, tap), select_layers(layers, which)
+        usable = [layer for layer in chosen if layer.name not in problems]
+        if len(usable) < len(chosen) and not is_depth(which):
+            name = next(layer.name for layer in chosen if layer.name in problems)
+            raise BadSetting(f"layer {name} cannot be edited ({edit}): {problems[name]}; see fedortho check")
+        if not usable and which == "deep":
+            rest = [layer for layer in select_layers(layers, "all") if layer.name not in problems]
+            usable = [layer for layer in rest if layer.stage == rest[-1].stage]
         sites: dict[str, Site] = {}
-        for layer in select_layers(layers, which):
-            together = tap == "stream" and len(layer.writers) > 1
-            finding = findings[layer.name]
-            reason = finding.group if together else (finding.conv if edit == "conv" else finding.channel)
-            if reason is not None:
-                raise BadSetting(f"layer {layer.name} cannot be edited ({edit}): {reason}; see fedortho check")
-            if together:
+        for layer in usable:
+            if tap == "stream" and len(layer.writers) > 1:
                 name = self.streams[layer.writers]
                 writers = tuple(other for other in layers if other.name in layer.writers)
                 sites[name] = Site(name, writers, layer.kernels, is_stream=True)
@@ -70,23 +73,48 @@ class Structure:
                 sites[layer.name] = Site(layer.name, (layer,), layer.kernels)
         return list(sites.values())
 
+    def problems(self, edit: str, tap: str) -> dict[str, str]:
+        """The layers that this edit does not apply to, each with the reason."""
+        reasons = {}
+        for finding in self.findings:
+            is_group = tap == "stream" and len(finding.layer.writers) > 1
+            reason = finding.group if is_group else finding.conv if edit == "conv" else finding.channel
+            if reason is not None:
+                reasons[finding.layer.name] = reason
+        return reasons
+
 
 @once_per_architecture
 def trace_structure(model: nn.Module, shape: tuple[int, int, int]) -> Structure:
     """The structure of a network that reads images of this shape."""
     layers = trace_layers(model, shape)
+    _refuse_layer_norm(model, shape)
     streams = _find_streams(model, shape, layers)
     return Structure(tuple(_judge(model, layer, layers, streams) for layer in layers), streams)
-
-
-def check_model(model: nn.Module, shape: tuple[int, int, int]) -> list[Finding]:
-    """Every convolution with the edits that apply to it, and why the others do not."""
-    return list(trace_structure(model, shape).findings)
 
 
 def find_sites(model: nn.Module, shape: tuple[int, int, int], which: Select, edit: str, tap: str) -> list[Site]:
     """The sites of a network that is asked for them once; see `Structure.sites`."""
     return trace_structure(model, shape).sites(which, edit, tap)
+
+
+def is_depth(which: Select) -> bool:
+    """Whether layers are chosen by depth and not by name."""
+    return isinstance(which, str) and all(word.strip() in DEPTHS for word in which.split(","))
+
+
+def _refuse_layer_norm(model: nn.Module, shape: tuple[int, int, int]) -> None:
+    """Refuse networks that normalise all channels of a map or a token together, as transformers and ConvNeXt do."""
+    twin = copy.deepcopy(model).cpu().eval()
+    kinds = {name: " ".join(kind.__name__ for kind in type(module).mro()) for name, module in twin.named_modules()}
+    names = [name for name, kind in kinds.items() if "LayerNorm" in kind or "RMSNorm" in kind]  # people write their own
+    with torch.no_grad(), capture(twin, names, lambda given: given.dim(), inputs=True) as seen:
+        twin(torch.zeros(1, *shape))
+    if mixing := [name for name, dims in seen.items() if max(dims) > 2]:
+        raise BadSetting(
+            f"{mixing[0]} is a LayerNorm, which normalises all channels together, so no kernel can be edited alone, as "
+            f"hide, directions and paper do; {TRAINING}"
+        )
 
 
 def _judge(model: nn.Module, layer: Layer, layers: Sequence[Layer], streams: dict[tuple[str, ...], str]) -> Finding:
@@ -97,7 +125,7 @@ def _judge(model: nn.Module, layer: Layer, layers: Sequence[Layer], streams: dic
         others = [problem for x in layers if x.name in layer.writers and (problem := x.problem or _shared(model, x))]
         group = channel or (others[0] if others else None)
         if group is None and layer.writers not in streams:
-            group = "no module's output is the residual stream that it writes to"
+            group = "no module's output is its residual stream alone, as behind a shortcut without parameters"
     undone = layer.norm_kind in ("BatchNorm2d", "SyncBatchNorm") and not problem
     return Finding(layer, problem, channel, group, undone)
 
@@ -118,8 +146,6 @@ def _norm_problem(model: nn.Module, layer: Layer) -> str | None:
     if layer.norm is None:
         return None  # weight and bias are the channel
     norm = model.get_submodule(layer.norm)
-    if isinstance(norm, nn.LayerNorm):
-        return "LayerNorm mixes channels: there is no scale of a single channel"
     if norm.weight is None:
         return f"its norm {layer.norm} has no scale to edit (affine=False)"
     return None

@@ -32,9 +32,9 @@ def find_split(model: nn.Module, sites: Sequence[Site], example: Tensor) -> Spli
     """
     order = _leaf_order(model, example)
     edited = {layer.name for site in sites for layer in site.layers}
-    first = next(name for name in order if name in edited)
+    first = next((name for name in order if name in edited), "")
     parts = first.split(".")
-    for depth in range(1, len(parts) + 1):
+    for depth in range(1, len(parts) + 1 if first else 0):
         entry = ".".join(parts[:depth])
         before = order[: next(i for i, name in enumerate(order) if name == entry or name.startswith(f"{entry}."))]
         if before:

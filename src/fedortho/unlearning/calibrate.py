@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from fedortho.errors import FedOrthoError
 from fedortho.models.patch import Patch
-from fedortho.unlearning.plan import ForgetPlan
+from fedortho.unlearning.plan import Effect, ForgetPlan
 from fedortho.unlearning.settings import CalibrationSettings
 from fedortho.unlearning.task import Task
 from fedortho.unlearning.trials import (
@@ -21,6 +21,7 @@ from fedortho.unlearning.trials import (
 T = TypeVar("T")
 RATIOS = (0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.125, 0.15, 0.175, 0.2, 0.25, 0.3, 0.4, 0.5, 0.65, 0.8)
 STRENGTHS = tuple(step / 16 for step in range(1, 17))
+UNPRUNED = Candidate(Patch("", "", note={"edit": "classifier", "sites": {}}), 0.0)
 SCRUBBED_RATIOS = 6  # how many ratios within the budget are tried with scrub before giving up
 
 
@@ -46,17 +47,20 @@ def find_edit(
     if settings.ratio and not repair:
         return ForgetPlan(edit(settings.ratio), settings.ratio)
     if settings.ratio:
-        (trial,) = make_runner(task, settings, None, repair=repair).attempt(
-            [Candidate(edit(settings.ratio), settings.ratio)]
+        before, trial = make_runner(task, settings, None, repair=repair).attempt(
+            [UNPRUNED, Candidate(edit(settings.ratio), settings.ratio)]
         )
-        return ForgetPlan(trial.patch, trial.ratio, (trial,), trial)
+        return ForgetPlan(trial.patch, trial.ratio, (trial,), trial, effect=Effect(before.forget, trial.forget, None))
     if baseline is None:
         measured = task.engine.measure(task.model, baseline_queries(task, settings))
         baseline = read_baseline(task, settings, measured)
     runner = make_runner(task, settings, baseline, repair=repair)
     least = baseline.retain - settings.max_retain_drop
+    ratios = ratios if task.sites else ()
     chosen, trials = calibrate(runner, edit, least, ratios, largest, may_scrub=settings.scrub)
-    return ForgetPlan(chosen.patch, chosen.ratio, tuple(trials), chosen, baseline.retain)
+    pruned = next((trial.forget for trial in trials if trial.ratio == chosen.ratio and not trial.scrub), None)
+    effect = Effect(baseline.forget, pruned, chosen.forget if chosen.scrub else None)
+    return ForgetPlan(chosen.patch, chosen.ratio, tuple(trials), chosen, baseline.retain, effect)
 
 
 def calibrate(
@@ -72,7 +76,7 @@ def calibrate(
 
     First the smallest ratio that reaches the target, or the `largest` that reaches it within the budget. If that
     costs too much, the largest ratio within the budget, finished by the least scrub that reaches the target; then
-    smaller ratios.
+    smaller ratios; then a scrub of the unpruned network, which edits the classifier alone.
     """
     trials = _Trials(runner, edit)
     ratios = thinned(ratios, runner.parallel_trials)
@@ -86,6 +90,10 @@ def calibrate(
         return trials[affordable[-1], 0.0], trials.all
     if may_scrub and runner.classifier is not None:
         chosen = _scrubbed(trials, affordable[::-1][:SCRUBBED_RATIOS], least_retain)
+        if chosen is not None:
+            _ = trials[chosen.ratio, 0.0]  # for the record: what pruning does alone
+            return chosen, trials.all
+        chosen = _scrubbed(trials, [UNPRUNED.ratio], least_retain)
         if chosen is not None:
             return chosen, trials.all
     raise _refusal(trials.all, least_retain)
@@ -108,7 +116,8 @@ class _Trials:
     def several(self, keys: Sequence[tuple[float, float]]) -> list[Trial]:
         new = [key for key in dict.fromkeys(keys) if key not in self.made]
         if new:
-            found = self.runner.attempt([Candidate(self.edit(ratio), ratio, scrub) for ratio, scrub in new])
+            patches = {ratio: self.edit(ratio) if ratio else UNPRUNED.patch for ratio, _ in new}
+            found = self.runner.attempt([Candidate(patches[ratio], ratio, scrub) for ratio, scrub in new])
             self.made.update(zip(new, found, strict=True))
         return [self.made[key] for key in keys]
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedortho.errors import BadSetting
 from fedortho.models.capture import capture
 from fedortho.models.graph import Layer
 from fedortho.models.patch import Patch
@@ -42,20 +41,19 @@ class Moments:
         return self.second + (centre @ centre.T - mixed - mixed.T) / centre.shape[1]
 
 
-def check_erasable(model: nn.Module, sites: Sequence[Site], example: Tensor) -> None:
-    """Refuse sites whose channels cannot be mixed: grouped kernels, other norms, streams with an identity in them."""
+def unerasable(model: nn.Module, sites: Sequence[Site], example: Tensor) -> dict[str, str]:
+    """Sites whose channels cannot be mixed, with the reason: grouped kernels, other norms, identities in a stream."""
+    found = {}
     for site in sites:
-        for layer in site.layers:
-            if problem := _problem(model, layer):
-                raise BadSetting(f"no direction can be removed from {layer.name}: {problem}")
-        if site.is_stream:
+        problems = [problem for layer in site.layers if (problem := _problem(model, layer))]
+        if not problems and site.is_stream:
             with capture(model, [site.name], lambda out: out) as seen:
                 total = responses(model, [site], example)[0][site.name]
             if total is None or not torch.allclose(seen[site.name][-1], total.relu(), rtol=1e-4, atol=1e-5):
-                raise BadSetting(
-                    f"no direction can be removed from {site.name}: an identity shortcut enters it; "
-                    "choose inner layers with --layers, or --method hide"
-                )
+                problems = ["an identity shortcut enters it"]
+        if problems:
+            found[site.name] = problems[0]
+    return found
 
 
 def _problem(model: nn.Module, layer: Layer) -> str | None:

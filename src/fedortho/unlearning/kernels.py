@@ -54,7 +54,7 @@ def plan_kernels(
     else:
         found = find_edit(task, edit, calibration, baseline, repair=method.repair)
     opposed = count_opposed(rankings, method, found.ratio)
-    found = replace(found, sample_correlation=correlation, opposed=opposed)
+    found = replace(found, sample_correlation=correlation, opposed=opposed, left_out=task.left_out)
     _warn(task, method, opposed)
     return phases.finish(found, task.model, request=str(request), method=name, statistics=weighting)
 

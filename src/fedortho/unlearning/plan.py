@@ -12,14 +12,36 @@ from fedortho.unlearning.trials import Trial
 
 
 @dataclass(frozen=True)
+class Effect:
+    """What each half of an edit did to the forget accuracy, on the training images that trials are measured on."""
+
+    before: float
+    pruned: float | None  # with weakened kernels or without directions; None: nothing was pruned
+    scrubbed: float | None  # with the classifier edit as well; None: the classifier was not edited
+
+    def __str__(self) -> str:
+        """A line of accuracies.
+
+        >>> print(Effect(0.998, None, 0.004))
+        forget accuracy on training images: 99.8% before, nothing was pruned, 0.4% after the classifier edit
+        """
+        pruned = "nothing was pruned" if self.pruned is None else f"{self.pruned:.1%} after pruning"
+        missing = "the classifier was not edited"
+        scrubbed = missing if self.scrubbed is None else f"{self.scrubbed:.1%} after the classifier edit"
+        return f"forget accuracy on training images: {self.before:.1%} before, {pruned}, {scrubbed}"
+
+
+@dataclass(frozen=True)
 class ForgetPlan:
     """A patch and how it was found."""
 
     patch: Patch
-    ratio: float
+    ratio: float  # 0: a classifier edit, no kernel was weakened
     trials: tuple[Trial, ...] = ()  # empty for a fixed ratio without repair
     chosen: Trial | None = None
     retain_before: float | None = None  # accuracy on the images of the trials before the edit
+    effect: Effect | None = None  # of pruning and of the classifier edit; None: not measured
+    left_out: Mapping[str, str] = field(default_factory=dict)  # layers that could not be edited, with the reason
     seconds: Mapping[str, float] = field(default_factory=dict)  # statistics, edit
     spent: Mapping[str, Tally] = field(default_factory=dict)  # by the engine, for the same two
     sample_correlation: float | None = None  # of the subsample's ranking with the ledger's

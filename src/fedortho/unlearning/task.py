@@ -1,8 +1,8 @@
 """One request on one model: the layers to edit, and the images that the edit is decided on."""
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +10,12 @@ from torch import Tensor, nn
 from fedortho.data.request import EmptyGroup, ForgetRequest
 from fedortho.engines.engine import Engine, withheld_hint
 from fedortho.engines.query import Selection, Statistic
-from fedortho.models.sites import Site, find_sites
+from fedortho.errors import BadSetting
+from fedortho.models.classifier import find_classifier
+from fedortho.models.graph import select_layers
+from fedortho.models.sites import Site, trace_structure
 from fedortho.statistics.observe import Observation
-from fedortho.unlearning.settings import EditSettings
+from fedortho.unlearning.settings import CalibrationSettings, EditSettings
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,7 @@ class Task:
     sites: Sequence[Site]
     statistic: Statistic  # which kernels queries are about
     seed: int
+    left_out: Mapping[str, str]  # layers at the chosen depth that cannot be edited, each with the reason
 
     @property
     def parts(self) -> list[ForgetRequest]:
@@ -49,6 +53,13 @@ class Task:
         """Two random images, to find out how the network is built."""
         return torch.rand(2, *self.engine.info.image_shape, generator=torch.Generator().manual_seed(0))
 
+    def without(self, problems: Mapping[str, str]) -> "Task":
+        """The task less these sites; queries then name the layers of the others."""
+        kept = [site for site in self.sites if site.name not in problems]
+        names = ",".join(layer.name for site in kept for layer in site.layers)
+        statistic = replace(self.statistic, layers=names)
+        return replace(self, sites=kept, statistic=statistic, left_out={**self.left_out, **problems})
+
     def check_measured(self, forget: Sequence[Observation], retain: Observation) -> None:
         """Refuse to go on where a forget set or the retain set turned out to be empty."""
         for part, observed in zip(self.parts, forget, strict=True):
@@ -70,5 +81,21 @@ def start_task(
     engine.check(request, forgotten)
     model = copy.deepcopy(model).cpu().eval()
     layers, edit, tap = settings.layers, settings.edit, settings.tap
-    sites = find_sites(model, engine.info.image_shape, layers, edit, tap)
-    return Task(model, engine, request, forgotten, sites, Statistic("peaks", layers, edit, tap), settings.seed)
+    structure = trace_structure(model, engine.info.image_shape)
+    sites, problems = structure.sites(layers, edit, tap), structure.problems(edit, tap)
+    chosen = select_layers([finding.layer for finding in structure.findings], layers)
+    left_out = {layer.name: problems[layer.name] for layer in chosen if layer.name in problems}
+    statistic = Statistic("peaks", layers, edit, tap)
+    task = Task(model, engine, request, forgotten, sites, statistic, settings.seed, left_out)
+    if not sites and not _may_edit_classifier(task, settings):
+        name, reason = next(iter(left_out.items()))
+        raise BadSetting(f"no layer of {layers!r} can be edited ({name}: {reason}); see fedortho check")
+    return task
+
+
+def _may_edit_classifier(task: Task, settings: EditSettings) -> bool:
+    """Whether a class can be removed from the classifier alone."""
+    if not isinstance(settings, CalibrationSettings) or settings.ratio or not settings.scrub:
+        return False
+    is_class, classes = task.request.kind == "class", len(task.engine.info.class_names)
+    return is_class and find_classifier(task.model, classes, task.example) is not None

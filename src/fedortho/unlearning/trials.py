@@ -16,7 +16,7 @@ from fedortho.engines.query import Query, Selection
 from fedortho.errors import BadData
 from fedortho.models.classifier import find_classifier
 from fedortho.models.norms import norms_behind
-from fedortho.models.patch import NOTHING, Patch
+from fedortho.models.patch import Patch
 from fedortho.statistics.observe import Observation
 from fedortho.unlearning.repair import repaired
 from fedortho.unlearning.scrub import scrubbed
@@ -29,7 +29,7 @@ class Candidate:
     """An edit to be tried."""
 
     patch: Patch
-    ratio: float
+    ratio: float  # 0: nothing is pruned
     scrub: float = 0.0
 
 
@@ -55,6 +55,7 @@ class Baseline:
 
     retain: float
     limits: tuple[float, ...]  # of each part: its forget accuracy may be at most this
+    forget: float  # of several parts the one furthest above its limit
 
 
 def trial_sets(task: Task, images: int) -> tuple[list[Selection], Selection]:
@@ -72,7 +73,7 @@ def baseline_queries(task: Task, settings: CalibrationSettings) -> list[Query]:
 
 def read_baseline(task: Task, settings: CalibrationSettings, measured: Sequence[Sequence[Observation]]) -> Baseline:
     """The accuracies from the answers to `baseline_queries`."""
-    (*_, retain), by_label = measured[0], measured[1] if len(measured) > 1 else ()
+    (*forget, retain), by_label = measured[0], measured[1] if len(measured) > 1 else ()
     if not retain.images:
         hint = withheld_hint(task.engine)
         raise BadData(
@@ -83,7 +84,8 @@ def read_baseline(task: Task, settings: CalibrationSettings, measured: Sequence[
         settings.target if part.classes else _unseen_accuracy(by_label[place], by_label[-1], overall)
         for place, part in enumerate(task.parts)
     ]
-    return Baseline(overall, tuple(limits))
+    seen = [(part, limit) for part, limit in zip(forget, limits, strict=True) if part.images]
+    return Baseline(overall, tuple(limits), _worst(seen, "0")[0] if seen else 0.0)
 
 
 def _unseen_accuracy(part: Observation, retain: Observation, overall: float) -> float:
@@ -104,6 +106,11 @@ def measure_statistics(
     measured = task.engine.measure(task.model, [*queries, *baseline_queries(task, settings)])
     number = len(queries)
     return measured[:number], read_baseline(task, settings, measured[number:])
+
+
+def _worst(parts: Sequence[tuple[Observation, float]], key: str) -> tuple[float, float]:
+    """Accuracy and limit of the part that is furthest above its limit."""
+    return max(((float(part.mean(key)), limit) for part, limit in parts), key=lambda pair: pair[0] - pair[1])
 
 
 @dataclass
@@ -127,10 +134,10 @@ class TrialRunner:
         """Repair where there are norms, scrub where a strength is given, measure."""
         patches = self._scrub(candidates, self._repair(candidates))
         (*forget, retain) = self._measured("right", patches)
+        parts = [(part, limit) for part, (_, limit) in zip(forget, self.forget, strict=True)]
         trials = []
         for number, (candidate, patch) in enumerate(zip(candidates, patches, strict=True)):
-            parts = [(float(o.mean(f"{number}")), limit) for o, (_, limit) in zip(forget, self.forget, strict=True)]
-            worst = max(parts, key=lambda pair: pair[0] - pair[1])
+            worst = _worst(parts, f"{number}")
             trials.append(Trial(candidate.ratio, candidate.scrub, *worst, float(retain.mean(f"{number}")), patch))
         return trials
 
@@ -142,7 +149,7 @@ class TrialRunner:
 
     def _repair(self, candidates: Sequence[Candidate]) -> list[Patch]:
         """The candidates with re-estimated batch norms; a ratio is repaired once, whatever scrub follows."""
-        new = {c.ratio: c.patch for c in candidates if c.patch is not NOTHING and c.ratio not in self._repaired}
+        new = {c.ratio: c.patch for c in candidates if c.ratio and c.ratio not in self._repaired}
         if new and self.norms:
             turns = [(norm,) for norm in self.norms] if self.layerwise else [tuple(self.norms)]
             patches = list(new.values())
