@@ -1,5 +1,6 @@
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from fedortho.models.layout import memory_format_of
 from fedortho.models.predictions import evaluate, logits_of
 from fedortho.models.prepare import find_logits, prepare_model, released
 from fedortho.models.zoo import build_model
+from fedortho.storage.checkpoints import fitted_weights, load_weights
 from fedortho.training.loop import fit
 from fedortho.training.recipe import Recipe
 
@@ -92,3 +94,13 @@ def test_a_network_that_cannot_be_copied_is_refused_in_one_line() -> None:
     given.generator = (number for number in range(3))  # type: ignore[assignment]  # nothing that can be copied
     with pytest.raises(BadSetting, match="the model cannot be copied"):
         prepare_model(given, CLASSES)
+
+
+@pytest.mark.parametrize("wrap", [parametrizations.weight_norm, weight_norm])
+def test_a_checkpoint_with_weight_norm_fits_the_plain_network(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    torch.manual_seed(0)
+    given = plain(wrap).eval()
+    prepared, images = prepare_model(plain(), CLASSES).eval(), torch.rand(2, *SHAPE)
+    wrapped = {f"module.{name}": tensor for name, tensor in given.state_dict().items()}
+    load_weights(prepared, fitted_weights(prepared, wrapped, Path("file")), Path("file"))
+    assert torch.allclose(prepared(images), given(images), atol=1e-6)

@@ -13,6 +13,7 @@ from fedortho.methods.directions import Directions
 from fedortho.methods.hide import Hide
 from fedortho.methods.method import Method
 from fedortho.methods.paper import Paper
+from fedortho.unlearning.plan import Effect
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # torch's own
 FIXED: dict[str, Method] = {
@@ -66,3 +67,21 @@ def test_what_cannot_be_served_is_refused_in_one_line(name: str, stripes: Datase
         with pytest.raises(FedOrthoError, match=words) as refusal:
             call()
         assert "\n" not in str(refusal.value)
+
+
+def test_a_result_says_what_pruning_did_and_what_the_classifier_did(stripes: Dataset) -> None:
+    torch.manual_seed(0)
+    mine = stripes.train.subset(stripes.train.labels == 1)
+    model = fo.fit(SERVED["bf16"](), stripes.train, fo.Recipe(epochs=3, batch_size=8, crop=0, ortho=0.0))
+    before = fo.evaluate(model, mine).accuracy
+    pruned = fo.forget(model, stripes, "class:1", Hide(ratio=0.25, trial_images=0))
+    assert pruned.plan.effect == Effect(before, fo.evaluate(pruned.model, mine).accuracy, None)
+    both = fo.forget(model, stripes, "class:1", Hide(target=0.0, trial_images=0, max_retain_drop=1.0))
+    assert both.plan.effect.before == before
+    last = both.plan.effect.pruned if both.plan.effect.scrubbed is None else both.plan.effect.scrubbed
+    assert last == fo.evaluate(both.model, mine).accuracy == 0
+    only = SERVED["only-reused"]()
+    alone = fo.forget(only, stripes, "class:1", ONLY_CLASSIFIER)
+    assert alone.plan.effect.pruned is None, "a classifier edit"
+    assert alone.patch.names() == ["head.bias", "head.weight"]
+    assert "(classifier edit)" in str(alone.patch)

@@ -89,6 +89,19 @@ def test_without_scrub_or_with_a_dear_one_the_request_is_refused_with_its_fronti
         assert "1.0%" in str(refusal.value)
 
 
+@pytest.mark.parametrize("parallel_trials", [1, 12])
+def test_where_every_ratio_costs_too_much_the_classifier_is_edited_alone(parallel_trials: int) -> None:
+    runner = FakeBench(forget_rate=4.0, retain_cost=3.0, parallel_trials=parallel_trials)
+    chosen, made = run(runner)
+    assert chosen.ratio == 0, "nothing is pruned"
+    assert chosen.scrub >= 0.79
+    assert chosen.patch.note == {"edit": "classifier", "sites": {}}
+    assert chosen.retain >= 0.89
+    assert all(trial.ratio for trial in made if not trial.scrub), "pruning was tried first"
+    with pytest.raises(Refused):
+        run(FakeBench(forget_rate=4.0, retain_cost=3.0, parallel_trials=parallel_trials), may_scrub=False)
+
+
 @given(st.lists(st.integers(0, 100), unique=True, max_size=20), st.integers(0, 101))
 def test_bisection_finds_the_first_value_that_holds(values: list[int], limit: int) -> None:
     ascending = sorted(values)

@@ -177,7 +177,7 @@ def test_what_cannot_be_mixed_is_left_out_of_a_depth_and_refused_by_name(digits:
         identity, CentralEngine(digits), ForgetRequest.parse("class:3")
     )
     assert list(found.left_out) == ["layer2.1"]
-    assert set(found.patch.note["directions"]) == {"layer2.0.conv1", "layer2.1.conv1"}
+    assert set(found.patch.note["directions"]) == {"layer2.1.conv1"}
     with pytest.raises(BadSetting, match=r"from layer2\.1: an identity shortcut enters it; choose inner layers"):
         Directions(layers="layer2.1.conv2").plan(identity, CentralEngine(digits), ForgetRequest.parse("class:3"))
     grouped = nn.Sequential(

@@ -15,6 +15,7 @@ from fedortho.evaluation.metrics import Metric
 from fedortho.storage.files import read_json, write_json
 from fedortho.storage.provenance import Environment
 from fedortho.storage.records import Migration, from_json, to_json
+from fedortho.unlearning.plan import Effect
 
 FILE = "verdict.json"
 HIDDEN = 0.02  # forget accuracy up to which a class counts as no longer predicted
@@ -53,6 +54,7 @@ class Verdict:
     retention: AuditResult | None
     has_reference: bool
     edited: Mapping[str, Any] = field(default_factory=dict)
+    effect: Effect | None = None  # of pruning and of the classifier edit, by a method of ours
     cost: Cost | None = None
     retrain_seconds: float | None = None  # measured or estimated duration of retraining
     settings: Mapping[str, Any] = field(default_factory=dict)

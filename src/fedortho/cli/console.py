@@ -80,13 +80,18 @@ def edit_line(served: ServedRequest) -> str:
         kind = "directions removed" if record.directions else "kernels edited"
         numbers = record.directions or record.kernels
         line = f"{kind}: " + ", ".join(f"{number} in {site}" for site, number in numbers.items())
+    elif record.chosen is not None:
+        line = "classifier edit: nothing was pruned"
     else:
         line = f"tensors replaced: {len(result.patch.names())}"
+    if result.plan is not None and result.plan.left_out:
+        line += f"\nleft out, as they cannot be edited (see fedortho check): {', '.join(result.plan.left_out)}"
     if record.chosen is None:
         return line
     scrub = f"scrub at strength {record.chosen.scrub:g}" if record.chosen.scrub else "no scrub"
     trials = f"{len(record.trials)} trial{'s' * (len(record.trials) > 1)}"
-    return f"{line}\nratio {record.chosen.ratio:g}, {scrub}, {trials}"
+    effect = "" if record.effect is None else f"\n{record.effect}"
+    return f"{line}\nratio {record.chosen.ratio:g}, {scrub}, {trials}{effect}"
 
 
 def frontier_table(frontier: Sequence[Trial]) -> Table:

@@ -126,6 +126,8 @@ def print_verdict(verdict: Verdict, *, whole: bool = True) -> None:
     say(escape(f"audits: {verdict.label}"))
     if verdict.advice:
         say(f"[yellow]{escape(verdict.advice)}[/]")
+    if whole and verdict.effect is not None:
+        say(str(verdict.effect))
     if whole:
         out.print(metric_table(verdict.metrics))
         say("retrain: the value of one reference model, for a gap to it that of a second one; sources: judge --json")

@@ -145,6 +145,7 @@ def render(report: Report) -> str:
         verdict=_summary(report),
         is_measured=verdict is not None and bool(verdict.metrics),
         numbers=_numbers(report),
+        effect=report.served.effect if report.served is not None else None,
         gallery=report.gallery,
         is_class=report.request.kind == "class",
         audits=tables.audits_table(verdict.results if verdict is not None else ()),

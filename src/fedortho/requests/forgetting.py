@@ -327,6 +327,7 @@ def _served_record(result: ForgetResult, before: Accuracies, after: Accuracies) 
         directions=dict(patch.note.get("directions", {})),
         opposed_kernels=0 if plan is None else plan.opposed,
         sample_correlation=None if plan is None else plan.sample_correlation,
+        effect=None if plan is None else plan.effect,
         chosen=None if result.chosen is None else _trial_record(result.chosen),
         trials=tuple(_trial_record(trial) for trial in result.trials),
     )

@@ -223,6 +223,7 @@ def _verdict_on(
         on_step=on_step,
         method=served.method,
         edited=_edited(served),
+        effect=served.effect,
         cost=served.cost,
         retrain_seconds=_retrain_seconds(original, reference, len(case.retain_train) / max(len(data.train), 1)),
         settings=served.settings,

@@ -11,6 +11,7 @@ from fedortho.runs.schema1 import from_schema_1
 from fedortho.storage.files import read_json
 from fedortho.storage.provenance import Environment
 from fedortho.storage.records import Migration, Scalar, from_json
+from fedortho.unlearning.plan import Effect
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ class ServedRecord:
     opposed_kernels: int = 0
     sample_correlation: float | None = None
     chosen: TrialRecord | None = None  # None: nothing was tried
+    effect: Effect | None = None  # of pruning and of the classifier edit; None: not measured
     trials: tuple[TrialRecord, ...] = ()
     threads: int | None = None  # float sums depend on threads and device
     device: str = "cpu"

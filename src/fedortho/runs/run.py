@@ -15,7 +15,7 @@ from fedortho.models.zoo import build_model
 from fedortho.runs.record import RunRecord, SplitRecord, TrainingRecord, read_run_record
 from fedortho.runs.rows import TrainedRows, read_rows
 from fedortho.runs.settings import FederateSettings, TrainSettings, relocated
-from fedortho.storage.checkpoints import load_weights
+from fedortho.storage.checkpoints import fold_weight_norm, load_weights
 from fedortho.storage.files import read_json, read_tensors, tensors_digest
 from fedortho.storage.records import from_json, read_record
 from fedortho.storage.settings import make_settings
@@ -41,8 +41,8 @@ class Run:
         """The trained model, in eval mode; weights that the record does not describe are refused."""
         model = self.new_model()
         weights, _ = read_tensors(self.path / "model.safetensors")
-        load_weights(model, weights, self.path / "model.safetensors")
-        if tensors_digest(model.state_dict()) != self.record.model.digest:
+        load_weights(model, fold_weight_norm(weights), self.path / "model.safetensors")
+        if tensors_digest(weights) != self.record.model.digest:
             raise BadCheckpoint(f"{self.path / 'model.safetensors'} is not the model that run.json describes")
         return model.eval()
 

@@ -14,6 +14,7 @@ from fedortho.storage.files import read_tensors
 logger = logging.getLogger(__name__)
 NESTED = ("state_dict", "model_state_dict", "net", "model")  # keys under which a checkpoint keeps the weights
 PREFIX = re.compile(r"(module|_orig_mod|model)\.")  # of DataParallel, torch.compile, and Lightning
+WEIGHT_NORM = {"_g": "_v", ".original0": ".original1"}  # how it names lengths and directions, before and now
 Shapes = Mapping[str, Tensor]
 
 
@@ -48,7 +49,7 @@ def fitted_weights(model: nn.Module, weights: Shapes, source: Path) -> dict[str,
     reads, may be missing. Other precisions become those of the model.
     """
     mine, found = model.state_dict(), dict[str, Tensor]()
-    for name, tensor in weights.items():
+    for name, tensor in fold_weight_norm(weights).items():
         own = _own_name(name, mine)
         if own in found:
             raise BadCheckpoint(f"{source} has {own} twice, under {name} and another name; save one of them")
@@ -60,6 +61,20 @@ def fitted_weights(model: nn.Module, weights: Shapes, source: Path) -> dict[str,
         logger.info("%s: weights become float32 (were %s)", source.name, ", ".join(sorted(map(str, other))))
     counters = {name: tensor for name, tensor in mine.items() if name.endswith("num_batches_tracked")}
     return counters | {name: tensor.to(mine[name].dtype) if name in mine else tensor for name, tensor in found.items()}
+
+
+def fold_weight_norm(weights: Shapes) -> dict[str, Tensor]:
+    """The state dict with plain weights where weight norm kept lengths (`weight_g`) and directions (`weight_v`)."""
+    folded = dict(weights)
+    for name in weights:
+        for lengths, directions in WEIGHT_NORM.items():
+            if (rows := folded.get(name.removesuffix(lengths) + directions)) is None or not name.endswith(lengths):
+                continue
+            plain = name.removesuffix(lengths).replace("parametrizations.", "")
+            over = [axis for axis, size in enumerate(folded[name].shape) if size == 1]
+            folded[plain] = rows * (folded.pop(name) / torch.linalg.vector_norm(rows, dim=over, keepdim=True))
+            del folded[name.removesuffix(lengths) + directions]
+    return folded
 
 
 def _own_name(name: str, mine: Shapes) -> str:
