@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,8 +35,7 @@ def prepare_model(model: Any, num_classes: int, name: str = "the model", *, fold
         raise BadSetting(f"{name} has lazy layers, whose weights do not exist yet; give them their input sizes")
     computed = [tensor for module in model.modules() for tensor in vars(module).values() if isinstance(tensor, Tensor)]
     try:  # what a norm computes from other weights cannot be copied together with its gradient
-        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of torch, of networks that it exports
-            twin = copy.deepcopy(model, {id(tensor): tensor.detach().clone() for tensor in computed})
+        twin = copy.deepcopy(model, {id(tensor): tensor.detach().clone() for tensor in computed})
     except Exception as error:  # code of others may raise anything
         raise BadSetting(f"{name} cannot be copied ({first_line(error)}); it must survive copy.deepcopy") from error
     if folded := sum(_fold(module) for module in twin.modules() if fold):
