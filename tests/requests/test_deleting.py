@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from commands import told
 from pictures import encoded
 
 from fedortho.audits.verdict import read_verdict
+from fedortho.data.listing import list_images
 from fedortho.data.sources import load_images
 from fedortho.errors import BadData, FedOrthoError
 from fedortho.evidence.bundle import make_bundle
@@ -153,6 +155,9 @@ def test_later_trainings_never_see_what_was_forgotten(home: Path, caplog: pytest
     assert data.train.ids is not None
     kept = [data.train.ids.files[row] for row in torch.cat([data.train.rows, data.valid.rows]).tolist()]
     assert not set(names) & set(kept)
+    named = replace(settings(Path("photos")), without=f"samples:{names[0]}", epochs=0)
+    (row,) = [row.row for row in list_images(open_run("runs/first").load_data(), names[:1])]
+    assert train_run("runs/named", named).settings.without == f"samples:{row}"
     later = train_run("runs/later", settings(Path("photos")))
     assert later.record.data.train == open_run("runs/first").record.data.train - 2
     for _ in range(2):
@@ -222,10 +227,13 @@ def test_the_cache_is_kept_on_demand_and_a_damaged_list_of_forgotten_images_is_r
     served(names, purge=False)
     assert blob in cache_bytes()
     assert not Path("cache/forgotten.txt").exists()
-    Path("cache/old.safetensors").write_bytes(b"of an earlier version")
+    old, foreign = Path(f"cache/{'0' * 40}.safetensors"), Path("cache/weights.safetensors")
+    for file in (old, foreign):
+        file.write_bytes(b"of an earlier version, or of somebody else")
     purge_run("runs/second")
     assert blob not in cache_bytes()
-    assert not Path("cache/old.safetensors").exists()
+    assert not old.exists()
+    assert foreign.exists()
     Path("cache/forgotten.txt").write_text("no digest")
     with pytest.raises(BadData, match=r"forgotten.txt, the list of forgotten images, cannot be read"):
         load_images("photos")

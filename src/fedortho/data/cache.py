@@ -9,7 +9,8 @@ decoded again into memory where a run needs it.
 
 import logging
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -140,17 +141,21 @@ class DataCopy:
         return f"{self.what} {self.where}: {left} left, {self.removed} removed"
 
 
+def _decoded_files() -> Iterator[tuple[Path, DecodedImages | None]]:
+    """Every file of decoded images; without images if it is damaged, or of a version that did not know digests."""
+    for file in sorted(file for file in cache_dir().glob("*.safetensors") if re.fullmatch(r"[0-9a-f]{40}", file.stem)):
+        try:
+            yield file, read_decoded(file)
+        except UNREADABLE:
+            yield file, None
+
+
 def decoded_copies(digests: Tensor) -> list[DataCopy]:
     """The files of the cache that have, or had before a purge, images with these digests, (n, 16 or 32) uint8."""
     found = []
-    for file in sorted(cache_dir().glob("*.safetensors")):
-        try:
-            store = read_decoded(file)
-        except UNREADABLE:  # of a version that did not know digests; see `purge_images`
-            continue
-        mine = is_among(store.ids.digests, digests)
-        left = int((mine & (store.labels >= 0)).sum())
-        if mine.any():
+    for file, store in _decoded_files():
+        if store is not None and (mine := is_among(store.ids.digests, digests)).any():
+            left = int((mine & (store.labels >= 0)).sum())
             found.append(DataCopy("decoded images", file.name, left, int(mine.sum()) - left))
     return found
 
@@ -165,12 +170,9 @@ def purge_images(digests: Tensor) -> list[DataCopy]:
     lines = "".join(f"{bytes(digest).hex()}\n" for digest in every.numpy())
     with replacing(cache_dir() / "forgotten.txt", PRIVATE) as temporary:
         temporary.write_text(lines, encoding="ascii")
-    for file in sorted(cache_dir().glob("*.safetensors")):
-        try:
-            store = read_decoded(file)
-        except UNREADABLE:
+    for file, store in _decoded_files():
+        if store is None:
             file.unlink(missing_ok=True)
-            continue
-        if bool((is_among(store.ids.digests, digests) & (store.labels >= 0)).any()):
+        elif bool((is_among(store.ids.digests, digests) & (store.labels >= 0)).any()):
             write_decoded(file, store)
     return decoded_copies(digests)

@@ -1,0 +1,67 @@
+"""The rows of a run, recognised in data from which images were removed."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from pictures import LABELS, PICTURES, write
+
+from fedortho.data.request import ForgetRequest
+from fedortho.data.sources import load_images
+from fedortho.errors import BadData
+from fedortho.runs.rows import TrainedRows, read_rows, rows_of
+
+NAMES = ("0", "1", "2")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDORTHO_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> TrainedRows:
+    write(tmp_path / "data/train.parquet")
+    write(tmp_path / "data/test.parquet", PICTURES[:6], LABELS[:6])
+    made = rows_of(load_images(tmp_path / "data"), torch.zeros(0, dtype=torch.int64))
+    assert made is not None
+    made.save(tmp_path)
+    read = read_rows(tmp_path)
+    assert read is not None
+    return read
+
+
+def rewritten(tmp_path: Path, gone: set[int], labels: list[int] = LABELS) -> Path:
+    kept = [row for row in range(30) if row not in gone]
+    write(tmp_path / "data/train.parquet", [PICTURES[row] for row in kept], [labels[row] for row in kept])
+    return tmp_path / "data"
+
+
+def test_a_parquet_file_without_forgotten_rows_keeps_the_numbers_of_the_others(
+    tmp_path: Path, rows: TrainedRows
+) -> None:
+    before = load_images(tmp_path / "data")
+    whole = before.train.pixels.clone()
+    data = load_images(rewritten(tmp_path, {4, 17}))
+    valid = before.valid.rows.tolist()
+    restored = rows.restored(data, NAMES, valid, ForgetRequest.parse("samples:4,17"))
+    assert restored.gone.tolist() == [4, 17]
+    assert restored.known_rows.tolist() == list(range(30))
+    kept = torch.cat([restored.train.rows, restored.valid.rows])
+    assert torch.equal(restored.train.pixels[kept], whole[kept])
+    assert restored.valid.rows.tolist() == [row for row in valid if row not in (4, 17)]
+    assert len(restored.test) == 6
+
+
+def test_an_image_that_was_not_forgotten_or_has_another_class_now_is_missed(tmp_path: Path, rows: TrainedRows) -> None:
+    data = load_images(rewritten(tmp_path, {4, 17}))
+    with pytest.raises(BadData, match=r"has not forgotten: row 17 \(sha256:[0-9a-f]{12}\)$"):
+        rows.restored(data, NAMES, (), ForgetRequest.parse("samples:4"))
+    data = load_images(rewritten(tmp_path, set(), [2, *LABELS[1:]]))
+    with pytest.raises(BadData, match="has not forgotten: row 0 "):
+        rows.restored(data, NAMES, (), None)
+
+
+def test_rows_that_were_left_out_of_training_may_be_missing(tmp_path: Path, rows: TrainedRows) -> None:
+    data = load_images(rewritten(tmp_path, {9}))
+    assert TrainedRows(**{**vars(rows), "left_out": torch.tensor([9])}).restored(data, NAMES, (), None).gone == 9
