@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -155,7 +156,7 @@ def test_later_trainings_never_see_what_was_forgotten(home: Path, caplog: pytest
     assert data.train.ids is not None
     kept = [data.train.ids.files[row] for row in torch.cat([data.train.rows, data.valid.rows]).tolist()]
     assert not set(names) & set(kept)
-    named = replace(settings(Path("photos")), without=f"samples:{names[0]}", epochs=0)
+    named = replace(settings(Path("photos")), without=f"samples:{names[0]}", epochs=1)
     (row,) = [row.row for row in list_images(open_run("runs/first").load_data(), names[:1])]
     assert train_run("runs/named", named).settings.without == f"samples:{row}"
     later = train_run("runs/later", settings(Path("photos")))
@@ -237,3 +238,35 @@ def test_the_cache_is_kept_on_demand_and_a_damaged_list_of_forgotten_images_is_r
     Path("cache/forgotten.txt").write_text("no digest")
     with pytest.raises(BadData, match=r"forgotten.txt, the list of forgotten images, cannot be read"):
         load_images("photos")
+
+
+def test_hashed_ids_are_in_all_records_and_the_key_in_none(home: Path) -> None:
+    names = two_names()
+    rows = [row.row for row in list_images(open_run("runs/first").load_data(), names)]
+    how = {"out": "runs/second", "hash_ids": True, "ticket": "T-1", "device": "cpu"}
+    done = forget_run("runs/first", f"samples:{','.join(names)}", "neggrad", **how)  # type: ignore[arg-type]  # mixed
+    request = done.record.request
+    assert re.fullmatch(r"samples:hmac:[0-9a-f]{32},hmac:[0-9a-f]{32}", request)
+    assert forget_run("runs/first", f"samples:{','.join(names)}", "neggrad", **how).was_finished  # type: ignore[arg-type]  # mixed
+    verdict = judge_run("runs/second", f"samples:{rows[0]},{rows[1]}", JudgeOptions(device="cpu", retrain=True))
+    assert verdict.request == request
+    assert verdict.has_reference
+    bundle = make_bundle("runs/second", request, "evidence.zip")
+    key = Path("runs/hash-ids.key")
+    assert key.stat().st_mode & 0o777 == 0o600
+    written = [*bundle.files.values(), *(file.read_bytes() for file in Path("runs").glob("journal*"))]
+    written += [file.read_bytes() for file in Path("runs/second").rglob("*") if file.is_file()]
+    plain = [*names, f"samples:{rows[0]}", key.read_text()]
+    assert not [word for word in plain if any(word.encode() in each for each in written)]
+    for name in names:
+        (Path("photos") / name).unlink()
+    data = open_run("runs/second").load_data()
+    assert data.gone.tolist() == sorted(rows)
+    word = f"samples:{int(data.train.rows[-1])}"
+    later = forget_run("runs/second", word, "neggrad", out="runs/third", device="cpu", purge=False)
+    assert later.record.request.startswith("samples:hmac:"), "a run that hashes ids goes on doing so"
+    key.unlink()
+    with pytest.raises(
+        FedOrthoError, match=r"is a hashed id, and its key is not here; put hash-ids.key beside the run"
+    ):
+        open_run("runs/second").load_data()

@@ -88,6 +88,9 @@ def forget_command(
             help="remove the images from the cache of decoded images (default: if they are samples of your own data)",
         ),
     ] = None,
+    hash_ids: Annotated[
+        bool, typer.Option("--hash-ids", help="name samples by keyed hashes in all records; the key is beside RUN")
+    ] = False,
     data_dir: DataDir = "",
     device: Device = "auto",
     as_json: AsJson = False,
@@ -96,6 +99,7 @@ def forget_command(
 ) -> None:
     """Make the model of a run forget and judge the result; writes a new run directory and leaves RUN as it is."""
     run, parsed = open_run(run_path).at(recipe=read_recipe(recipe)), ForgetRequest.parse(shlex.join(request))
+    parsed = run.request(parsed, data_dir, hashed=True) if hash_ids else parsed
     out_dir = out_path or run_path.with_name(f"{run_path.name}-{parsed.word}")
     if ticket and not dry_run and (finished := Ticket(ticket, run, parsed, out_dir).finished()):
         _print_finished(finished, ticket, as_json)

@@ -1,5 +1,6 @@
 """Images as uint8 tensors with labels, datasets of them, and batches for evaluation."""
 
+import hmac
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,16 @@ class RowIds:
     digests: Tensor  # (store, 32), uint8: SHA-256
     files: tuple[str, ...] = ()  # relative to `root`; empty: the images have no file names
     root: str = ""  # the data directory
+    key: bytes = field(default=b"", repr=False)  # of hashed ids; empty: it is not known
+
+    def hashed(self, row: int | str) -> str:
+        """The keyed hash of a row, by which requests name it where row numbers are not to be told."""
+        return f"hmac:{hmac.digest(self.key, str(row).encode(), 'sha256').hex()[:32]}"
+
+    @cached_property
+    def by_hash(self) -> dict[str, int]:
+        """The row of each keyed hash."""
+        return {self.hashed(row): row for row in range(len(self.digests))}
 
     def subset(self, rows: Tensor) -> "RowIds":
         """The ids of these rows, in this order."""
@@ -132,6 +143,12 @@ class Dataset:
         """All rows of training and validation images in the training store, those that are gone too, ascending."""
         rows = torch.cat([self.train.rows, *([self.valid.rows] if self.is_one_store else []), self.gone])
         return rows.sort().values
+
+    def with_key(self, key: bytes) -> "Dataset":
+        """The dataset with the key of hashed ids, by which requests may name its training images."""
+        ids = None if self.train.ids is None else replace(self.train.ids, key=key)
+        valid = replace(self.valid, ids=ids) if self.is_one_store else self.valid
+        return replace(self, train=replace(self.train, ids=ids), valid=valid) if key else self
 
     def without_rows(self, rows: Tensor) -> "Dataset":
         """The dataset without these rows of the training store; `gone` has those that it had."""

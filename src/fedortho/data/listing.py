@@ -39,8 +39,9 @@ def _named(data: Dataset, word: str) -> list[ImageRow]:
     for split in ("train", "valid") if word.isdecimal() else ("train", "valid", "test"):
         images: Images = getattr(data, split)
         if images.ids is not None:
-            rows = {*images.rows.tolist()}.intersection(find_rows(word, images.ids))
-            found += _described(split, images, sorted(rows))
+            rows = find_rows(word, images.ids)
+            rows = [*rows, *(row - len(images.pixels) for row in rows)]  # own validation images count from the end
+            found += _described(split, images, sorted({*images.rows.tolist()}.intersection(rows)))
     if not found:
         raise no_such_image(word, data.train.ids)
     return found

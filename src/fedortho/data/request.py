@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedortho.data.decoding import SUFFIXES
-from fedortho.data.images import Dataset, Images
+from fedortho.data.images import Dataset, Images, RowIds
 from fedortho.data.rows import SAMPLE, training_rows
 from fedortho.errors import FedOrthoError, unknown
 
@@ -42,7 +42,7 @@ class ForgetRequest:
 
     classes: tuple[str, ...] = ()  # labels or names, as given
     clients: tuple[int, ...] = ()
-    samples: tuple[str, ...] = ()  # `row`, `client/row` (among that client's images); names until `resolved`
+    samples: tuple[str, ...] = ()  # `row`, `client/row` (among that client's images), `hmac:HASH`; or names to resolve
 
     @classmethod
     def parse(cls, text: str) -> "ForgetRequest":
@@ -124,17 +124,26 @@ class ForgetRequest:
 
     @property
     def has_names(self) -> bool:
-        """Whether samples are named otherwise than by row."""
-        return not all(map(SAMPLE.fullmatch, self.samples))
+        """Whether samples are named otherwise than by row or hash."""
+        return not all(SAMPLE.fullmatch(word) or word.startswith("hmac:") for word in self.samples)
 
     def resolved(self, data: Dataset) -> "ForgetRequest":
         """The same request with its samples by row: names, globs and digests are looked up in the training images."""
         words = [
             word
             for given in self.samples
-            for word in ([given] if SAMPLE.fullmatch(given) else map(str, training_rows(given, data)))
+            for word in (
+                [given]
+                if SAMPLE.fullmatch(given) or given.startswith("hmac:")
+                else map(str, training_rows(given, data))
+            )
         ]
         return replace(self, samples=tuple(dict.fromkeys(words)))
+
+    def hashed(self, ids: RowIds) -> "ForgetRequest":
+        """The same request with its rows as keyed hashes, from which nobody without the key learns the rows."""
+        words = [word if word.startswith("hmac:") else ids.hashed(word) for word in self.samples]
+        return replace(self, samples=tuple(words))
 
     def covers(self, other: "ForgetRequest") -> bool:
         """Whether this request names everything that `other` names; both in canonical form."""
@@ -177,7 +186,7 @@ class ForgetRequest:
         if self.classes:
             chosen |= torch.isin(images.labels, torch.tensor(self.labels(images.names)))
         rows = [_rows_of(client, clients) for client in self.clients]
-        rows += [torch.tensor([_row(word, clients) for word in self.samples], dtype=torch.int64)] * bool(self.samples)
+        rows += [torch.tensor([_row(word, clients, images.ids) for word in self.samples], dtype=torch.int64)]
         if rows:
             chosen |= torch.isin(images.rows, torch.cat(rows))
         return chosen
@@ -192,7 +201,7 @@ class ForgetRequest:
         deleted = [] if gone is None else gone.tolist()
         if self.samples:
             known = {*images.rows.tolist(), *deleted}
-            missing = [word for word in self.samples if _row(word, clients) not in known]
+            missing = [word for word in self.samples if _row(word, clients, images.ids) not in known]
             if missing:
                 more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
                 what = f"no training image has the id {', '.join(missing[:3])}{more}"
@@ -222,6 +231,8 @@ def _sample_ids(text: str) -> list[str]:
     table, _, column = text.rpartition(":")
     is_table = table.lower().endswith(".csv")
     path = Path(table if is_table else text).expanduser()
+    if text.startswith("hmac:"):
+        return text.split(",")
     if text.startswith("sha256:") or path.suffix.lower() in SUFFIXES or not (is_table or os.path.isfile(path)):
         return [text]
     try:
@@ -279,7 +290,13 @@ def _rows_of(client: int, clients: Clients | None) -> Tensor:
     return clients[client]
 
 
-def _row(word: str, clients: Clients | None) -> int:
+def _row(word: str, clients: Clients | None, ids: RowIds | None) -> int:
+    if word.startswith("hmac:"):
+        if ids is None or word not in ids.by_hash:
+            raise FedOrthoError(
+                f"samples:{word} is a hashed id, and its key is not here; put hash-ids.key beside the run"
+            )
+        return ids.by_hash[word]
     match = SAMPLE.fullmatch(word)
     if match is None:
         what = "neither ids nor a readable file; names of images: request.resolved(data)"

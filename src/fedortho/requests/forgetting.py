@@ -34,6 +34,7 @@ from fedortho.runs.derived import check_output_paths, write_derived
 from fedortho.runs.federation import held_rows
 from fedortho.runs.purge import purge_run
 from fedortho.runs.record import Accuracies, ResultRecord, ServedRecord, TrialRecord
+from fedortho.runs.rows import hash_key
 from fedortho.runs.run import Run, load_run_data, open_run
 from fedortho.runs.served import excluded_by, last_request, served_requests
 from fedortho.runs.settings import FederateSettings
@@ -77,6 +78,7 @@ def forget_run(
     undo: Path | str | None = None,
     ticket: str = "",
     purge: bool | None = None,
+    hash_ids: bool = False,
     data: Dataset | None = None,
     data_dir: str = "",
     device: str = "auto",
@@ -87,11 +89,14 @@ def forget_run(
     what the method finds. `undo` is a file for the tensors that are changed, from which `undo_run` restores them. A
     request with a `ticket` is served once: asked for again, it returns the run that was written the first time. With
     `purge` forgotten images are removed from the decoded images on this machine, as by `purge_run`; None: if they are
-    samples of your own data and of no federation. `data` is the run's data if it is already loaded. A federation is
+    samples of your own data and of no federation. With `hash_ids` the records name samples by keyed hashes; the key is
+    beside the run, not in it. `data` is the run's data if it is already loaded. A federation is
     simulated with its clients on this machine. Raises `Refused`, with the trials that were measured, if target and
     budget cannot both hold.
     """
     run = open_run(run)
+    if hash_ids:
+        request = run.request(request, data_dir, hashed=True)
     method = chosen_method(run, method) if isinstance(method, str) else method
     paths: dict[str, Any] = {"out": None if out is None else Path(out), "undo": None if undo is None else Path(undo)}
     if ticket:
@@ -99,8 +104,8 @@ def forget_run(
         paths["ticket"] = Ticket(ticket, run, parsed, paths["out"])
         if finished := paths["ticket"].finished():
             return _served_before(finished)
-    data = data or run.load_data(data_dir)
-    request = as_request(request, data)
+    data = (data or run.load_data(data_dir)).with_key(hash_key(run.path))
+    request = run.request(as_request(request, data))
     try:
         if is_federated := isinstance(run.settings, FederateSettings):
             served = forget_federated_run(run.at(data_dir, device), request, method, data=data, **paths)

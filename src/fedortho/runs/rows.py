@@ -3,6 +3,7 @@
 RUN/rows.safetensors, readable by its owner only, has digest, label and file name of every row. It is in no bundle.
 """
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,10 +15,11 @@ from torch import Tensor
 from fedortho.data.cache import PRIVATE, pack_names, unpack_names
 from fedortho.data.images import Dataset, Images, RowIds
 from fedortho.data.request import ForgetRequest
-from fedortho.errors import BadData
-from fedortho.storage.files import read_tensors, write_tensors
+from fedortho.errors import BadCheckpoint, BadData
+from fedortho.storage.files import read_tensors, replacing, write_tensors
 
 ROWS_FILE = "rows.safetensors"
+KEY_FILE = "hash-ids.key"
 Keys = Sequence[tuple[bytes, str]]  # digest and class of each image
 
 
@@ -43,7 +45,7 @@ class TrainedRows:
     def without_names(self, request: ForgetRequest, names: tuple[str, ...]) -> "TrainedRows":
         """The same without the file names of rows that a request names by class or by row."""
         known = ForgetRequest(request.classes, (), tuple(word for word in request.samples if "/" not in word))
-        gone = known.mask(self._images(self.labels, names)).tolist()
+        gone = known.mask(self._images(self.labels, names, self.ids)).tolist()
         files = tuple("" if is_gone else file for file, is_gone in zip(self.ids.files, gone, strict=False))
         return replace(self, ids=replace(self.ids, files=files))
 
@@ -56,7 +58,7 @@ class TrainedRows:
         that the run did not have are not used.
         """
         excluded = excluded or ForgetRequest()
-        forgotten = excluded.mask(self._images(self.labels, names))
+        forgotten = excluded.mask(self._images(self.labels, names, self.ids))
         forgotten[self.left_out] = True
         forgotten_test = ForgetRequest(excluded.classes).mask(self._images(self.test_labels, names))
         root = "" if data.train.ids is None else data.train.ids.root
@@ -86,9 +88,9 @@ class TrainedRows:
             gone=self.rows[~found[self.rows]],
         )
 
-    def _images(self, labels: Tensor, names: tuple[str, ...]) -> Images:
+    def _images(self, labels: Tensor, names: tuple[str, ...], ids: RowIds | None = None) -> Images:
         """Rows without pixels, for a request to choose from."""
-        return Images(torch.zeros(0), labels, torch.arange(len(labels)), names, self.mean, self.std)
+        return Images(torch.zeros(0), labels, torch.arange(len(labels)), names, self.mean, self.std, ids)
 
 
 def rows_of(data: Dataset, left_out: Tensor) -> TrainedRows | None:
@@ -100,12 +102,30 @@ def rows_of(data: Dataset, left_out: Tensor) -> TrainedRows | None:
     return TrainedRows(train.ids, labels[0], data.known_rows, left_out, test.ids, labels[1], *about)
 
 
+def hash_key(directory: Path, *, make: bool = False) -> bytes:
+    """The key of hashed ids beside a run, or a directory further up for references; empty: there is none.
+
+    It is not in the run, so that who gets the run or a bundle cannot try out which row has which hash.
+    """
+    place, above = directory.resolve().parents[:2]
+    found = [file for file in (place / KEY_FILE, above / KEY_FILE) if file.is_file()]
+    if not found and make:
+        with replacing(place / KEY_FILE, PRIVATE) as temporary:
+            temporary.write_text(secrets.token_hex(32))
+        found = [place / KEY_FILE]
+    try:
+        return bytes.fromhex(found[0].read_text(encoding="ascii")) if found else b""
+    except (OSError, ValueError) as error:
+        raise BadCheckpoint(f"{found[0]} is not a key of hashed ids ({error}); restore it") from error
+
+
 def read_rows(directory: Path) -> TrainedRows | None:
     """The rows of a run; None if it has none: runs of earlier versions, and on datasets that everybody has."""
     if not (directory / ROWS_FILE).exists():
         return None
     tensors, note = read_tensors(directory / ROWS_FILE)
     ids, test = (RowIds(tensors[f"{of}digests"], unpack_names(tensors[f"{of}files"])) for of in ("", "test-"))
+    ids = replace(ids, key=hash_key(directory))
     rows = (tensors["labels"], tensors["rows"], tensors["left-out"], test, tensors["test-labels"])
     return TrainedRows(ids, *rows, tuple(note["mean"]), tuple(note["std"]))
 

@@ -4,16 +4,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from fedortho.data.decoding import Report
-from fedortho.data.images import Dataset
+from fedortho.data.images import Dataset, RowIds
 from fedortho.data.request import ForgetRequest, union_of
 from fedortho.data.sources import load_images
 from fedortho.errors import BadCheckpoint, BadData, BadRecord, BadSetting, UnknownName
 from fedortho.models.zoo import build_model
 from fedortho.runs.record import RunRecord, SplitRecord, TrainingRecord, read_run_record
-from fedortho.runs.rows import TrainedRows, read_rows
+from fedortho.runs.rows import TrainedRows, hash_key, read_rows
 from fedortho.runs.settings import FederateSettings, TrainSettings, relocated
 from fedortho.storage.checkpoints import fold_weight_norm, load_weights
 from fedortho.storage.files import read_json, read_tensors, tensors_digest
@@ -52,6 +53,7 @@ class Run:
         Images that the run has forgotten or was trained without may have been deleted since: their rows are `gone`.
         """
         data, known = load_run_data(self.settings, data_dir, progress, forgotten=True), read_rows(self.path)
+        data = data.with_key(hash_key(self.path))
         if data.valid_digest != self.record.data.valid_digest:
             raise BadData(
                 f"images of {self.settings.valid_dir} are not those that {self.path} was imported or trained with"
@@ -81,10 +83,18 @@ class Run:
         texts = [*(served.request for served in self.record.requests), self.settings.without]
         return union_of([ForgetRequest.parse(text) for text in texts if text])
 
-    def request(self, request: ForgetRequest | str, data_dir: str = "") -> ForgetRequest:
-        """A request from its text, with its samples by row of the run's data."""
+    def request(self, request: ForgetRequest | str, data_dir: str = "", *, hashed: bool = False) -> ForgetRequest:
+        """A request from its text, with its samples by row of the run's data.
+
+        Rows become keyed hashes if `hashed`, or if the run has hashed those of an earlier request.
+        """
         parsed = ForgetRequest.parse(request) if isinstance(request, str) else request
-        return parsed.resolved(self.load_data(data_dir)) if parsed.has_names else parsed
+        parsed = parsed.resolved(self.load_data(data_dir)) if parsed.has_names else parsed
+        if not parsed.samples or not (hashed or any("hmac:" in served.request for served in self.record.requests)):
+            return parsed
+        if isinstance(self.settings, FederateSettings):
+            raise BadSetting("ids are not hashed in a federation, whose clients look rows up; leave --hash-ids out")
+        return parsed.hashed(RowIds(torch.zeros(0), key=hash_key(self.path, make=True)))
 
     def at(self, data_dir: str = "", device: str = "auto", recipe: Recipe | None = None) -> "Run":
         """The same run with its data in another directory, on another device, or with a recipe; nothing is written.
