@@ -233,6 +233,21 @@ def test_a_model_of_ones_own_may_lie_where_the_command_is_given(tmp_path: Path) 
     subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)
 
 
+def test_code_that_a_run_names_is_trusted_once_by_a_flag(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    assert run(monkeypatch, "train", *QUICK, "--model", "small:TinyNet", "--out", out) == 0
+    assert "images: part of the training split)" in capsys.readouterr().out
+    monkeypatch.setenv("FEDORTHO_STATE", str(tmp_path / "of another user"))
+    monkeypatch.delenv("FEDORTHO_TRUST_CODE")
+    assert run(monkeypatch, "evaluate", out) == 2
+    assert "names small:TinyNet, which would run code of" in capsys.readouterr().err
+    assert run(monkeypatch, "evaluate", out, "--trust-code") == 0
+    monkeypatch.delenv("FEDORTHO_TRUST_CODE")
+    assert run(monkeypatch, "evaluate", out) == 0, "remembered"
+
+
 def test_brackets_in_names_are_shown_as_they_are(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -40,7 +40,10 @@ def print_served(served: ServedRequest, run_path: Path) -> None:
     say(escape(f"{run_path}: {record.request} by {record.method}"))
     pairs = [(name, getattr(record.before, name), getattr(record.after, name)) for name in ("forget", "retain", "test")]
     shares = [(name, f"{before:.1%}", f"{after:.1%}") for name, before, after in pairs]
-    out.print(_filled(Table(), ("accuracy", "before", "after"), shares))
+    of_classes = "forget and retain: test images of these classes and of the others"
+    others = "forget: training images of the forget set; retain: all test images"
+    caption = of_classes if result.request.kind == "class" else others
+    out.print(_filled(Table(caption=caption, caption_justify="left"), ("accuracy", "before", "after"), shares))
     print_target(served)
     say(edit_line(served))
     if result.plan is None:

@@ -59,15 +59,17 @@ class Preprocessing:
         return bool(self.mean or self.scale or self.transform)
 
     @property
+    def _own(self) -> Statistics | None:
+        return (tuple(self.mean), tuple(self.std)) if self.mean else SCALES[self.scale or "data"]
+
+    @property
     def key(self) -> object:
         """Equal for preprocessings that are equal, however they are spelled."""
-        own = (tuple(self.mean), tuple(self.std)) if self.mean else SCALES[self.scale or "data"]
-        return self.transform or (own and [values[:1] if len({*values}) == 1 else values for values in own])
+        return self.transform or (self._own and [each[:1] if len({*each}) == 1 else each for each in self._own])
 
     def statistics(self, of_data: Statistics) -> Statistics:
         """Mean and deviation per channel; those of the data unless others are given."""
-        own = (tuple(self.mean), tuple(self.std)) if self.mean else SCALES[self.scale or "data"]
-        mean, std = own or of_data
+        mean, std = self._own or of_data
         channels = len(of_data[0])
         if len(mean) not in (1, channels):
             raise BadSetting(f"{self.scale or '--mean'} is for {len(mean)} channels; the images have {channels}")

@@ -232,6 +232,7 @@ def _settings(report: Report) -> list[tables.Table]:
         "model digest": record.model.digest,
         "digest of the model before": str(before or "–"),
         "data digest": record.data.digest,
+        "validation images": record.data.valid_source or "part of the training split",
         "all requests served": "; ".join(other.request for other in record.requests) or "–",
     }
     groups = {

@@ -116,8 +116,8 @@ def _likely_cause(mine: Shapes, weights: Shapes, missing: list[str], extra: list
             return f"{whose} names begin with {longer[0].removesuffix(others[0])!r}; rename the tensors"
     classifiers = {([n for n in each if each[n].dim() == 2] or [""])[-1].rpartition(".")[0] for each in (mine, weights)}
     if all(name.rpartition(".")[0] in classifiers for name in [*missing, *extra, *shapes]):
-        outputs = [len(weights[name]) for name in [*extra, *shapes] if weights[name].dim()]
-        classes = f"{outputs[-1]} classes, the data another number" if shapes and outputs else "another name"
+        last = shapes[-1] if shapes else ""
+        classes = f"{len(weights[last])} classes, the model {len(mine[last])}" if last else "another name"
         return f"another classifier: the file's has {classes}"
     if not missing and not extra:
         return "the same architecture with another width, or for images with another number of channels"
