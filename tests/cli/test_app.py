@@ -219,10 +219,15 @@ def test_every_method_forgets_with_hyper_parameters_of_its_own(
 
 def test_check_tells_by_its_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "check", "resnet-mini") == 0
-    assert "with 1 more" in capsys.readouterr().out
-    assert run(monkeypatch, "check", "small:Odd", "--shape", "1x8x8", "--json") == 1
-    found = {entry["layer"]["name"]: entry for entry in json.loads(capsys.readouterr().out)}
+    text = capsys.readouterr().out
+    assert "with 1 more" in text
+    assert "hide: works" in text
+    assert run(monkeypatch, "check", "small:Odd", "--shape", "1x8x8", "--classes", 4, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    found = {entry["layer"]["name"]: entry for entry in told["layers"]}
     assert "depthwise" in found["depthwise"]["channel"]
+    assert told["is_served"]
+    assert run(monkeypatch, "check", "small:Odd", "--shape", "1x8x8") == 2, "it has 4 classes, not 10"
     assert run(monkeypatch, "check", "vgg-mini", "--shape", "big") == 2
 
 

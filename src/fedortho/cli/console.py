@@ -135,13 +135,16 @@ def print_check(found: ModelCheck) -> None:
 
 def _check_table(findings: Sequence[Finding]) -> Table:
     table = Table(caption_justify="left")
-    for name in ("layer", "kernels", "norm", "conv", "channel", "residual group"):
+    for name in ("layer", "kernels", "norm", "conv", "channel", "residual group", "why not"):
         table.add_column(name, justify="right" if name == "kernels" else "left", overflow="fold")
     for finding in findings:
         layer = finding.layer
-        group = "–" if len(layer.writers) == 1 else finding.group or f"with {len(layer.writers) - 1} more"
-        edits = [finding.conv or ("yes*" if finding.is_undone else "yes"), finding.channel or "yes"]
-        table.add_row(layer.name, str(layer.kernels), layer.norm_kind or "none", *edits, group)
+        reasons = [finding.conv, finding.channel, finding.group]
+        works = ("yes*" if finding.is_undone else "yes", "yes", f"with {len(layer.writers) - 1} more")
+        edits = ["no" if reason else word for reason, word in zip(reasons, works, strict=True)]
+        edits[2] = "–" if len(layer.writers) == 1 else edits[2]
+        why = next(filter(None, reasons), "")
+        table.add_row(layer.name, str(layer.kernels), layer.norm_kind or "none", *edits, why)
     if any(finding.is_undone for finding in findings):
         table.caption = "* undone by re-estimating batch-norm statistics; the channel edit is not"
     return table

@@ -71,7 +71,7 @@ def check_command(
         task = shown.add_task("checking", total=None, news="")
         found = check(net, images, num_classes=classes, on_step=lambda step: shown.update(task, news=step))
     if as_json:
-        say_json(asdict(found) | {"is-served": found.is_served})
+        say_json(asdict(found) | {"is_served": found.is_served})
     else:
         say(escape(f"{model}: edits that apply to each layer"))
         print_check(found)

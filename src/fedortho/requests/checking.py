@@ -24,7 +24,7 @@ from fedortho.unlearning.task import start_task
 from fedortho.unlearning.trials import make_runner
 
 FORGET, RETAIN = 8, 16  # images that the steps are tried on
-METHODS_OF_OURS: tuple[Hide | Directions | Paper, ...] = (Hide(ratio=0.1), Directions(ratio=0.1), Paper())
+METHODS_OF_OURS: tuple[Hide | Directions | Paper, ...] = (Hide(ratio=0.1), Directions(ratio=0.1), Paper(alpha=1.0))
 
 
 @dataclass(frozen=True)
