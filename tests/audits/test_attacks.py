@@ -79,6 +79,16 @@ def test_quantising_moves_no_weight_by_more_than_half_a_step(bits: int, seed: in
     assert torch.equal(quantise(done, bits).round(decimals=9), done.round(decimals=9))
 
 
+def test_a_network_that_fixes_the_size_of_its_batches_is_exported_for_one_image(world: World) -> None:
+    class Viewed(TinyNet):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).view(len(x), -1)  # type: ignore[no-any-return]  # modules return Any
+
+    model, images = Viewed().eval(), torch.rand(3, 1, 14, 14)
+    with torch.no_grad():
+        assert torch.allclose(exported(copy.deepcopy(model), world.data.test)(images), model(images), atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["vgg-mini", "resnet-mini"])
 def test_folded_and_exported_copies_answer_as_the_network_does(name: str, world: World) -> None:
     model = build_model(name, num_classes=10, channels=1).eval()

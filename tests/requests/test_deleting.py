@@ -15,13 +15,14 @@ from pictures import encoded
 
 from fedortho.audits.verdict import read_verdict
 from fedortho.data.listing import list_images
+from fedortho.data.request import ForgetRequest
 from fedortho.data.sources import load_images
 from fedortho.errors import BadData, FedOrthoError
 from fedortho.evidence.bundle import make_bundle
 from fedortho.reports.page import write_report
 from fedortho.requests.forgetting import forget_run, undo_run
 from fedortho.requests.judging import JudgeOptions, judge_run
-from fedortho.runs.purge import purge_run
+from fedortho.runs.purge import known_copies, purge_run
 from fedortho.runs.run import open_run
 from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
@@ -168,6 +169,14 @@ def test_later_trainings_never_see_what_was_forgotten(home: Path, caplog: pytest
             (Path("photos") / name).unlink(missing_ok=True)  # the second time they are deleted
     shutil.copy(Path("photos/cat/0001.png"), Path("photos/dog/copied.png"))
     assert len(later.load_data().train) == later.record.data.train, "new images are not used"
+
+
+def test_test_images_that_serve_for_validation_are_left_and_not_removed(home: Path) -> None:
+    train_run("runs/held-out", replace(settings(Path("photos")), valid=0.0, valid_from_test=0.5, epochs=1))
+    forget_run("runs/held-out", "class:cat", "neggrad", out="runs/forgot", device="cpu")
+    run = open_run("runs/forgot")
+    source, *_ = known_copies(run, ForgetRequest.parse("class:cat"), run.load_data())
+    assert (source.images, source.removed) == (SIZES["cat"], 0)
 
 
 def test_a_deleted_class_keeps_the_runs_classes(home: Path) -> None:

@@ -90,13 +90,35 @@ def folded(twin: nn.Module, images: Images) -> nn.Module:
 
 
 def exported(twin: nn.Module, images: Images) -> nn.Module:
-    """The model after `torch.export`, written and read again; it takes batches of any size."""
-    example = torch.zeros(2, *images.shape, device=next(twin.parameters()).device)
-    program = torch.export.export(twin, (example,), dynamic_shapes=({0: torch.export.Dim("images")},))
+    """The model after `torch.export`, written and read again; it takes batches of any size.
+
+    A network that can only be exported for one size of batch (`x.view(len(x), -1)` fixes it) is exported for one image.
+    """
+    device = next(twin.parameters()).device
+    try:
+        example, sizes = torch.zeros(2, *images.shape, device=device), ({0: torch.export.Dim("images")},)
+        return _read_again(torch.export.export(twin, (example,), dynamic_shapes=sizes))
+    except (torch._dynamo.exc.UserError, ValueError):  # the size of the batch was made a constant
+        example = torch.zeros(1, *images.shape, device=device)
+        return _OneByOne(_read_again(torch.export.export(twin, (example,))))
+
+
+def _read_again(program: torch.export.ExportedProgram) -> nn.Module:
     store = io.BytesIO()
     torch.export.save(program, store)
     store.seek(0)
     return torch.export.load(store).module()
+
+
+class _OneByOne(nn.Module):
+    """A network that reads one image at a time."""
+
+    def __init__(self, single: nn.Module) -> None:
+        super().__init__()
+        self.single = single
+
+    def forward(self, images: Tensor) -> Tensor:
+        return torch.cat([self.single(image) for image in images.split(1)])
 
 
 COPIES: Mapping[str, Callable[[nn.Module, Images], nn.Module]] = {

@@ -40,10 +40,13 @@ def _forget_set(run: Run, request: ForgetRequest, data: Dataset) -> tuple[Tensor
     clients = held_rows(data, settings, settings.partition_seed) if isinstance(settings, FederateSettings) else None
     train = replace(data.train, rows=data.known_rows)
     test = replace(data.test, rows=torch.arange(len(data.test.store_labels)))
+    present = data.test.rows
+    if settings.valid_from_test:  # they are counted from the end of the test images
+        present = torch.cat([present, data.valid.rows + len(test)])
     classes, digests, left = ForgetRequest(request.classes), [], 0
     for images, mask, rows in (
         (train, request.mask(train, clients), train.rows[~torch.isin(train.rows, data.gone)]),
-        (test, classes.mask(test), data.test.rows),
+        (test, classes.mask(test), present),
     ):
         assert images.ids is not None, "data of a run has digests"
         digests.append(images.ids.digests[images.rows[mask]])
