@@ -231,6 +231,22 @@ def calibration() -> str:
     return grid(["measure", "pairs", "mean", "largest", "limit"], rows) + origin(result)
 
 
+def published() -> str:
+    """What a network from the web kept and lost."""
+    result = read("published")
+    rows = []
+    for row in result["rows"]:
+        effect, ends = row["effect"], row["accuracies"]
+        steps = [effect["before"], *(effect[key] for key in ("pruned", "scrubbed") if effect.get(key) is not None)]
+        pairs = [row["before"], ends["unlearned"], ends["reference"]]
+        told = [" / ".join(f"{100 * pair[key]:.1f}" for key in ("forget", "retain")) for pair in pairs]
+        outcomes = ", ".join(f"{name} {audit['outcome']}" for name, audit in row["audits"].items())
+        rows.append([row["class"], *told, " → ".join(f"{100 * step:.1f}" for step in steps), outcomes])
+    header = ["class", "original: forget / retain %", "after `hide`", "reference, four epochs"]
+    header += ["training images: before → pruned → classifier edited", "audits"]
+    return grid(header, rows) + origin(result)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "orthogonality": orthogonality,
     "overhead": overhead,
@@ -250,6 +266,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "verdicts-each": verdicts_each,
     "verdicts-full": verdicts_full,
     "calibration": calibration,
+    "published": published,
 }
 
 

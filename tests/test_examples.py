@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import fedortho as fo
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 ACCURACIES = re.compile(r"^(\S+) +forget ([\d.]+)%  retain ([\d.]+)%", re.MULTILINE)
 
@@ -81,3 +83,30 @@ def test_an_own_method_is_judged_like_the_others(
     assert found["hide"][0] < 10
     assert min(retain for _, retain in found.values()) > 80
     assert text.count("a linear probe recalls") == 3
+
+
+def test_a_network_of_a_plain_script_is_imported_and_two_of_its_photos_are_deleted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The walk of docs/own-model.md, with fewer photos."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FEDORTHO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("FEDORTHO_STATE", str(tmp_path / "state"))
+    monkeypatch.syspath_prepend(EXAMPLES / "own_photos")
+    told(capsys, monkeypatch, "own_photos/make_photos", "photos")
+    for split, number in (("train", 50), ("test", 20)):
+        for folder in Path("photos", split).iterdir():
+            for file in sorted(folder.iterdir())[number:]:
+                file.unlink()
+    told(capsys, monkeypatch, "own_photos/clothes", "photos/train", "clothes.pt")
+    how = {"model": "clothes:Clothes", "data": "photos", "device": "cpu"}
+    with pytest.raises(fo.FedOrthoError, match=r"by preprocessing: 0-1 .*--scale 0-1"):
+        fo.import_run("runs/clothes", "clothes.pt", fo.ImportSettings(**how))
+    fo.import_run("runs/clothes", "clothes.pt", fo.ImportSettings(**how, scale="0-1", valid_from_test=0.5))
+    names = ["train/Ankle boot/0006.png", "train/Bag/0012.png"]
+    fo.forget_run("runs/clothes", f"'samples:{','.join(names)}'", "neggrad", out="runs/no-two", device="cpu")
+    for name in names:
+        Path("photos", name).unlink()
+    assert len(fo.open_run("runs/no-two").load_data().train) == 248
+    with pytest.raises(fo.FedOrthoError, match=r"Ankle boot/0006.png, train/Bag/0012.png; restore them"):
+        fo.open_run("runs/clothes").load_data()

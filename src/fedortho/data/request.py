@@ -63,7 +63,10 @@ class ForgetRequest:
         for word in words:
             kind, colon, rest = word.partition(":")
             if not colon or not rest:
-                raise FedOrthoError(f"{word!r} is not a request; write class:3, class:cat, client:12 or samples:FILE")
+                raise FedOrthoError(
+                    f"{word!r} is not a request; write class:3, class:cat, client:12 or samples:FILE, "
+                    "with quotes around all of it if a name has spaces: 'class:Ankle boot'"
+                )
             if kind not in KINDS:
                 raise unknown("kind of request", kind, KINDS)
             found[kind] += _sample_ids(rest) if kind == "samples" else _listed(rest)
