@@ -36,14 +36,14 @@ def augment(images: Tensor) -> Tensor:
     return padded.permute(0, 2, 3, 1)[torch.arange(len(images))[:, None, None], rows, columns].permute(0, 3, 1, 2)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--without", type=int, required=True)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     torch.manual_seed(options.seed)
     images, labels = read(sorted(options.data.rglob("*train*.parquet")))
     keep = labels != options.without

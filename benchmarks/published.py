@@ -39,13 +39,13 @@ def imported(place: Path, weights: Path, data_dir: str, *, held_out: float = 0.5
     return fo.import_run(place, weights, settings)
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", type=Path, default=Path("../shared/networks"))
     parser.add_argument("--data-dir", default="../shared/data")
     parser.add_argument("--references", type=Path, required=True)
     parser.add_argument("--runs", type=Path, default=Path("runs/published"), help="directory for the runs")
-    given = parser.parse_args()
+    given = parser.parse_args(words)
     torch.set_num_threads(1)
     published = given.networks / "third-party" / "resnet20-12fca82f.th"
     command = "python benchmarks/published.py --references DIR"

@@ -98,7 +98,7 @@ def test_verified_means_that_every_audit_passed(
     for name in ("first", "second"):
         shutil.copytree(place / name, tmp_path / name)
     digests = {"before": "a" * 64, "after": "b" * 64}
-    verdict = SimpleNamespace(digests=digests, label="as it came out", passes=passes)
+    verdict = SimpleNamespace(digests=digests, label="as it came out", passes=passes, audits=())
     monkeypatch.setattr(judging, "judge_case", lambda *_, **__: verdict)
     monkeypatch.setattr(judging, "write_verdict", lambda *_: None)
     first, second = open_run(tmp_path / "first"), open_run(tmp_path / "second")
