@@ -229,6 +229,7 @@ def test_check_tells_by_its_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert told["is_served"]
     assert run(monkeypatch, "check", "small:Odd", "--shape", "1x8x8") == 2, "it has 4 classes, not 10"
     assert run(monkeypatch, "check", "vgg-mini", "--shape", "big") == 2
+    assert run(monkeypatch, "check", "vgg-mini", "--shape", "0x0x0") == 2
 
 
 def test_a_model_of_ones_own_may_lie_where_the_command_is_given(tmp_path: Path) -> None:

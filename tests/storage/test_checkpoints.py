@@ -126,3 +126,8 @@ def test_a_checkpoint_without_weights_tells_what_it_has(tmp_path: Path) -> None:
     torch.save({"epoch": 3, "weights_of_mine": [1]}, tmp_path / "a.pt")
     with pytest.raises(BadCheckpoint, match="a dict under the keys epoch, weights_of_mine; expected names and tensors"):
         read_weights(tmp_path / "a.pt")
+
+
+def test_a_directory_is_called_that(tmp_path: Path) -> None:
+    with pytest.raises(BadCheckpoint, match="is a directory; give a file of weights"):
+        read_weights(tmp_path)

@@ -26,7 +26,7 @@ Place = Annotated[str, typer.Argument(metavar="RUN_OR_DATA", help="a run directo
 def data_ls(
     place: Place,
     label: Annotated[str, typer.Option("--class", help="only this class, by name or number")] = "",
-    limit: Annotated[int, typer.Option(help="at most so many images; 0: all")] = 0,
+    limit: Annotated[int, typer.Option(min=0, help="at most so many images; 0: all")] = 0,
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:

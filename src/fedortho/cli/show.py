@@ -62,7 +62,7 @@ def check_command(
         run = open_run(Path(model))
         net, images = run.load_model(), run.load_data(data_dir)
     else:
-        if not re.fullmatch(r"\d+x\d+x\d+", shape):
+        if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", shape):
             raise FedOrthoError(f"--shape is {shape!r}; expected CHANNELSxHEIGHTxWIDTH, such as 3x32x32")
         channels, height, width = map(int, shape.split("x"))
         remember_code(model)

@@ -21,7 +21,8 @@ Shapes = Mapping[str, Tensor]
 def read_weights(path: Path) -> dict[str, Tensor]:
     """The state dict in a safetensors file, or in a file of torch.save that holds tensors and plain values only."""
     if not path.is_file():
-        raise BadCheckpoint(f"{path} does not exist; give a file of weights")
+        what = "is a directory" if path.is_dir() else "does not exist"
+        raise BadCheckpoint(f"{path} {what}; give a file of weights")
     if path.suffix == ".safetensors":
         return read_tensors(path)[0]
     try:
