@@ -7,6 +7,7 @@ from torch import Tensor
 import fedortho as fo
 from fedortho.data.images import evaluation_batches
 from fedortho.data.preprocessing import SCALES, Preprocessing
+from fedortho.engines.central import CentralEngine
 from fedortho.errors import BadSetting, FedOrthoError
 
 PIXELS = torch.tensor([0, 51, 255, 102], dtype=torch.uint8).repeat(2, 3, 1).view(2, 3, 2, 2)
@@ -69,3 +70,12 @@ def test_settings_are_text_and_spellings_of_the_same_are_equal() -> None:
     assert Preprocessing().key == Preprocessing(scale="data").key
     with pytest.raises(BadSetting, match="numbers with commas between"):
         Preprocessing.parse("0.5;0.5", "1,1", "", "")
+
+
+def test_what_is_stored_for_one_preprocessing_is_not_used_for_another() -> None:
+    pixels, labels = torch.randint(0, 256, (4, 3, 6, 6), dtype=torch.uint8), torch.tensor([0, 1, 0, 1])
+    images = [fo.images_from_tensors(pixels, labels, scale=scale) for scale in ("0-1", "0-1", "imagenet", "data")]
+    images.append(fo.images_from_tensors(pixels, labels, transform=lambda batch: batch.float() / 100))
+    keys = [CentralEngine(fo.make_dataset(each)).info.data_digest for each in images]
+    assert keys[0] == keys[1]
+    assert len(set(keys)) == 4

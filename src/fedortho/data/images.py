@@ -14,6 +14,7 @@ from fedortho.data.loaders import ImageSource, class_names, read_batches
 from fedortho.data.preprocessing import Preprocessing, Transform
 from fedortho.devices import to_device
 from fedortho.errors import BadData, BadSetting
+from fedortho.storage.files import tensors_digest
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +107,11 @@ class Images:
         mean = to_device(torch.tensor(self.mean).view(-1, 1, 1), pixels.device)
         std = to_device(torch.tensor(self.std).view(-1, 1, 1), pixels.device)
         return pixels.float().div_(255).sub_(mean).div_(std)
+
+    @property
+    def input_digest(self) -> str:
+        """Of the inputs that the first images become: what is stored for one preprocessing is not used for another."""
+        return tensors_digest({"inputs": self.normalise(self.pixels[self.rows[:2]])})
 
     def apart_from(self, train: "Images") -> "Images":
         """Validation images; those of another store than the training images get negative rows, counted from its end.

@@ -41,7 +41,8 @@ class CentralEngine:
     @cached_property
     def info(self) -> EngineInfo:
         train = self.data.train
-        digest = f"{self.data.digest}:{tensors_digest({'rows': train.rows, 'labels': train.labels})}"
+        rows = tensors_digest({"rows": train.rows, "labels": train.labels})
+        digest = f"{self.data.digest}:{rows}:{train.input_digest}"
         return EngineInfo(train.names, train.shape, digest, has_ledger=self.ledger is not None, build=self.build)
 
     def fit(

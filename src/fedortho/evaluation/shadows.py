@@ -104,7 +104,7 @@ class Shadows:
             "recipe": asdict(settings.recipe),
             "seed": settings.seed,
             "proxy": tensors_digest(content),
-            "scale": [proxy.mean, proxy.std, *filter(None, [getattr(proxy.transform, "__qualname__", "")])],
+            "scale": [proxy.mean, proxy.std, *([proxy.input_digest] if proxy.transform else [])],
             "network": tensors_digest(self.build(0).state_dict()),
         }
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
