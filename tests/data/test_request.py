@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -147,3 +148,11 @@ def test_an_empty_selection_and_a_bad_file_are_refused(toy: Images, tmp_path: Pa
         ForgetRequest.parse(f"samples:{tmp_path / 'ids.txt'}").split(toy)
     with pytest.raises(FedOrthoError, match="trained without clients"):
         ForgetRequest.parse("client:0").split(toy)
+
+
+def test_hashed_samples_need_no_key_where_no_image_can_be_named(toy: Images) -> None:
+    apart = replace(toy, rows=toy.rows - len(toy))
+    request = ForgetRequest.parse("class:1 samples:hmac:00")
+    assert torch.equal(request.mask(apart), apart.labels == 1)
+    with pytest.raises(FedOrthoError, match="its key is not here"):
+        request.mask(toy)

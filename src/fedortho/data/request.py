@@ -189,7 +189,8 @@ class ForgetRequest:
         if self.classes:
             chosen |= torch.isin(images.labels, torch.tensor(self.labels(images.names)))
         rows = [_rows_of(client, clients) for client in self.clients]
-        rows += [torch.tensor([_row(word, clients, images.ids) for word in self.samples], dtype=torch.int64)]
+        if bool((images.rows >= 0).any()):  # no sample has a negative row, that of a validation store of its own
+            rows += [torch.tensor([_row(word, clients, images.ids) for word in self.samples], dtype=torch.int64)]
         if rows:
             chosen |= torch.isin(images.rows, torch.cat(rows))
         return chosen
