@@ -237,3 +237,10 @@ def test_test_images_are_normalised_as_the_training_images() -> None:
     assert len(data.train) == 20
     with pytest.raises(BadData, match="some images are bytes and some are floats"):
         make_dataset(train, Rows(pairs()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_floats_of_every_precision_are_read_in_single(dtype: torch.dtype) -> None:
+    images, _ = read([(FLOATS.to(dtype), LABELS)])
+    assert images.dtype == torch.float32
+    assert torch.equal(images, FLOATS.to(dtype).float())

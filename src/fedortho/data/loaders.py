@@ -155,7 +155,7 @@ def _as_pixels(image: Any, is_batch: bool, where: str) -> Tensor:
     if not is_batch and pixels.shape[2] in (1, 3, 4) and pixels.shape[0] > 4:
         pixels = pixels.permute(2, 0, 1)
     if pixels.is_floating_point():
-        return pixels.float() if pixels.dtype == torch.float64 else pixels
+        return pixels.float()
     if pixels.dtype != torch.uint8 and (int(pixels.min()) < 0 or int(pixels.max()) > 255):
         raise BadData(f"{where} has whole numbers outside 0 to 255; give uint8 or floats")
     return pixels.to(torch.uint8)
