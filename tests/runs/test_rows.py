@@ -1,15 +1,19 @@
 """The rows of a run, recognised in data from which images were removed."""
 
+import secrets
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from pictures import LABELS, PICTURES, write
 
+from fedortho.data import cache as cache_module
 from fedortho.data.request import ForgetRequest
 from fedortho.data.sources import load_images
 from fedortho.errors import BadData
-from fedortho.runs.rows import TrainedRows, read_rows, rows_of
+from fedortho.runs.rows import TrainedRows, hash_key, read_rows, rows_of
 
 NAMES = ("0", "1", "2")
 
@@ -65,3 +69,30 @@ def test_an_image_that_was_not_forgotten_or_has_another_class_now_is_missed(tmp_
 def test_rows_that_were_left_out_of_training_may_be_missing(tmp_path: Path, rows: TrainedRows) -> None:
     data = load_images(rewritten(tmp_path, {9}))
     assert TrainedRows(**{**vars(rows), "left_out": torch.tensor([9])}).restored(data, NAMES, (), None).gone == 9
+
+
+def test_a_run_directly_below_the_root_has_no_key() -> None:
+    assert hash_key(Path("/run")) == b""
+
+
+def test_two_that_make_the_key_of_hashed_ids_at_once_get_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = secrets.token_hex
+    monkeypatch.setattr(secrets, "token_hex", lambda size: (time.sleep(0.2), make(size))[1])
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: hash_key(tmp_path / "run", make=True), range(2))
+    assert first == second == hash_key(tmp_path / "run")
+
+
+def test_two_that_purge_at_once_are_both_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = cache_module._forgotten
+
+    def read_slowly() -> torch.Tensor:
+        found = read()
+        time.sleep(0.2)
+        return found
+
+    monkeypatch.setattr(cache_module, "_forgotten", read_slowly)
+    digests = torch.arange(64, dtype=torch.uint8).view(2, 32)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(cache_module.purge_images, digests.split(1)))
+    assert torch.equal(read(), digests[:, :16])

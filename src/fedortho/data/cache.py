@@ -21,7 +21,7 @@ from torch import Tensor
 from fedortho.data.decoding import DecodedImages
 from fedortho.data.images import Dataset, RowIds
 from fedortho.errors import BadCheckpoint, BadData, FedOrthoError
-from fedortho.storage.files import read_tensors, replacing, write_tensors
+from fedortho.storage.files import locked, read_tensors, replacing, write_tensors
 
 logger = logging.getLogger(__name__)
 SHORT = 16  # bytes of a SHA-256 by which rows are compared
@@ -166,10 +166,11 @@ def purge_images(digests: Tensor) -> list[DataCopy]:
     They are never written to the cache again, and `load_images` leaves them out. Files of versions that did not know
     digests are deleted; their images are decoded again when they are needed.
     """
-    every = torch.cat([_forgotten(), digests[:, :SHORT]]).unique(dim=0)
-    lines = "".join(f"{bytes(digest).hex()}\n" for digest in every.numpy())
-    with replacing(cache_dir() / "forgotten.txt", PRIVATE) as temporary:
-        temporary.write_text(lines, encoding="ascii")
+    with locked(cache_dir() / "forgotten.txt", timeout=60):
+        every = torch.cat([_forgotten(), digests[:, :SHORT]]).unique(dim=0)
+        lines = "".join(f"{bytes(digest).hex()}\n" for digest in every.numpy())
+        with replacing(cache_dir() / "forgotten.txt", PRIVATE) as temporary:
+            temporary.write_text(lines, encoding="ascii")
     for file, store in _decoded_files():
         if store is None:
             file.unlink(missing_ok=True)

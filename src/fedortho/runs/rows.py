@@ -5,6 +5,7 @@ RUN/rows.safetensors, readable by its owner only, has digest, label and file nam
 
 import secrets
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from fedortho.data.cache import PRIVATE, pack_names, unpack_names
 from fedortho.data.images import Dataset, Images, RowIds
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadCheckpoint, BadData
-from fedortho.storage.files import read_tensors, replacing, write_tensors
+from fedortho.storage.files import locked, read_tensors, replacing, write_tensors
 
 ROWS_FILE = "rows.safetensors"
 KEY_FILE = "hash-ids.key"
@@ -107,12 +108,13 @@ def hash_key(directory: Path, *, make: bool = False) -> bytes:
 
     It is not in the run, so that who gets the run or a bundle cannot try out which row has which hash.
     """
-    place, above = directory.resolve().parents[:2]
-    found = [file for file in (place / KEY_FILE, above / KEY_FILE) if file.is_file()]
-    if not found and make:
-        with replacing(place / KEY_FILE, PRIVATE) as temporary:
-            temporary.write_text(secrets.token_hex(32))
-        found = [place / KEY_FILE]
+    files = [place / KEY_FILE for place in directory.resolve().parents[:2]]
+    with locked(files[0], timeout=60) if make else nullcontext():
+        found = [file for file in files if file.is_file()]
+        if not found and make:
+            with replacing(files[0], PRIVATE) as temporary:
+                temporary.write_text(secrets.token_hex(32))
+            found = files[:1]
     try:
         return bytes.fromhex(found[0].read_text(encoding="ascii")) if found else b""
     except (OSError, ValueError) as error:
