@@ -79,3 +79,8 @@ def test_what_is_stored_for_one_preprocessing_is_not_used_for_another() -> None:
     keys = [CentralEngine(fo.make_dataset(each)).info.data_digest for each in images]
     assert keys[0] == keys[1]
     assert len(set(keys)) == 4
+
+
+def test_a_transform_that_looks_at_the_whole_batch_is_refused() -> None:
+    with pytest.raises(BadSetting, match="other images of a batch"):
+        inputs(transform=lambda batch: batch.float() - batch.float().mean((0, 2, 3), keepdim=True) * len(batch))

@@ -20,8 +20,10 @@ from fedortho.data.sources import load_images
 from fedortho.errors import BadData, FedOrthoError
 from fedortho.evidence.bundle import make_bundle
 from fedortho.reports.page import write_report
+from fedortho.requests.comparing import compare
 from fedortho.requests.forgetting import forget_run, undo_run
 from fedortho.requests.judging import JudgeOptions, judge_run
+from fedortho.requests.references import check_reference
 from fedortho.runs.purge import known_copies, purge_run
 from fedortho.runs.run import open_run
 from fedortho.runs.settings import TrainSettings
@@ -279,3 +281,31 @@ def test_hashed_ids_are_in_all_records_and_the_key_in_none(home: Path) -> None:
         FedOrthoError, match=r"is a hashed id, and its key is not here; put hash-ids.key beside the run"
     ):
         open_run("runs/second").load_data()
+
+
+def test_what_another_run_forgot_makes_no_crippled_reference_and_is_not_called_removed(home: Path) -> None:
+    names = two_names()
+    forget_run("runs/first", "class:dog", "neggrad", out="runs/second", device="cpu")
+    before = train_run("runs/before", replace(settings(Path("photos")), without="class:dog"))
+    forget_run("runs/first", f"samples:{','.join(names)}", "neggrad", out="runs/third", device="cpu")
+    with pytest.raises(FedOrthoError, match="would lack 2 images that were forgotten and purged"):
+        judge_run("runs/second", options=JudgeOptions(device="cpu", retrain=True, references=home / "others"))
+    crippled = train_run("runs/crippled", replace(settings(Path("photos")), without="class:dog"))
+    request = ForgetRequest.parse("class:dog")
+    check_reference(open_run("runs/second"), before, request)
+    with pytest.raises(FedOrthoError, match="was trained without 2 images that runs/second knows"):
+        check_reference(open_run("runs/second"), crippled, request)
+    source, *_ = known_copies(crippled, ForgetRequest.parse("class:cat"), crippled.load_data())
+    assert source.removed == 0, "the files are there"
+
+
+def test_a_comparison_after_a_deletion_leaves_out_the_right_images(home: Path) -> None:
+    names = two_names()
+    served(names)
+    for name in names:
+        (Path("photos") / name).unlink()
+    run = open_run("runs/second")
+    row = int(run.load_data().train.rows[-1])
+    compare("runs/second", f"samples:{row}", ["retrain"])
+    (reference,) = [path for path in Path("runs/references").iterdir() if path.is_dir()]
+    assert open_run(reference).record.data.train == run.record.data.train - 3

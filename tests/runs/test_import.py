@@ -10,8 +10,10 @@ import torch
 from once import made_once
 from PIL import Image
 from small import SETTINGS
+from torch import Tensor, nn
 
 import fedortho as fo
+from fedortho.data.images import images_from_tensors
 from fedortho.data.request import ForgetRequest
 from fedortho.data.sources import load_images
 from fedortho.engines.central import CentralEngine
@@ -23,7 +25,7 @@ from fedortho.models.predictions import accuracy
 from fedortho.requests.references import check_reference, find_references
 from fedortho.runs.run import open_run
 from fedortho.runs.settings import ImportSettings, TrainSettings
-from fedortho.runs.training import import_run, train_run
+from fedortho.runs.training import _measure_scales, import_run, train_run
 from fedortho.storage.settings import as_mapping
 
 HOW = {"data": "digits", "model": "small:SmallNet", "device": "cpu"}
@@ -41,6 +43,18 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def imported(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made_once(tmp_path_factory, "imported", lambda place: import_run(place / "run", weights, HELD_OUT)) / "run"
+
+
+def test_with_two_classes_an_accuracy_near_that_of_a_guess_is_asked_about_too() -> None:
+    class Bright(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            right = x.mean((1, 2, 3)) > 0.5  # the bright images of class 1; class 0 has none
+            return torch.stack([(~right).float(), right.float()], 1)
+
+    levels = torch.cat([torch.full((300,), 40), torch.full((180,), 40), torch.full((120,), 200)]).to(torch.uint8)
+    images = images_from_tensors(levels.view(-1, 1, 1, 1).expand(-1, 1, 4, 4).contiguous(), torch.arange(600) // 300)
+    with pytest.raises(BadSetting, match=r"0-1 70\.0%.*--scale 0-1"):
+        _measure_scales(Bright(), images, torch.device("cpu"), Path("two.pt"))
 
 
 def test_a_preprocessing_that_matters_is_asked_for_and_kept(weights: Path, imported: Path, tmp_path: Path) -> None:

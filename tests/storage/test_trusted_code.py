@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fedortho.errors import FedOrthoError
-from fedortho.storage.trusted_code import check_trusted, remember_code
+from fedortho.storage.trusted_code import check_trusted, load_function, remember_code
 
 
 @pytest.fixture
@@ -88,3 +88,11 @@ def test_without_a_place_for_the_list_the_process_remembers(
     remember_code("strange.nets:build")
     assert "trusted only by this process" in caplog.text
     check_trusted("a run", "strange.nets:build")
+
+
+@pytest.mark.parametrize("name", ["strange.nets", "strange.nets:", ":build"])
+def test_a_name_without_a_function_runs_nothing(state: Path, tmp_path: Path, name: str) -> None:
+    package(tmp_path)
+    with pytest.raises(FedOrthoError, match=r"package\.module:function"):
+        load_function(name, "transform")
+    assert "strange" not in sys.modules

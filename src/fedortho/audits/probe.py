@@ -52,7 +52,7 @@ def linear_probe(case: Case, cache: MeasurementCache, budget: str) -> AuditResul
         left = [depth for depth in excess if excess[depth] > ROUNDING]
         behind = left[-1] if left and left[-1] != last and last in excess else ""
     finding = f"a linear probe recalls {shares_text(depths[worst], len(references))} of the class"
-    finding += f" at {worst}, the worst of {len(depths)} depths" if worst != last else " before the classifier"
+    finding += f" at {worst}, the worst depth that can tell" if worst != last else " before the classifier"
     finding += f"; erased behind {behind} only" if behind else ""
     details = {"images": len(labels), "penalty": PENALTY, "stages": single}
     details |= {"references": len(references), "depth": "" if worst == last else worst, "erased_behind": behind}

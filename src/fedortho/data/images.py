@@ -111,7 +111,7 @@ class Images:
     @property
     def input_digest(self) -> str:
         """Of the inputs that the first images become: what is stored for one preprocessing is not used for another."""
-        return tensors_digest({"inputs": self.normalise(self.pixels[self.rows[:2]])})
+        return tensors_digest({"inputs": self.normalise(self.pixels[self.rows[:8]])})
 
     def apart_from(self, train: "Images") -> "Images":
         """Validation images; those of another store than the training images get negative rows, counted from its end.

@@ -81,7 +81,7 @@ class Preprocessing:
             return None
         found = load_function(self.transform, "transform") if isinstance(self.transform, str) else self.transform
         try:
-            first, second = found(example.clone()), found(example.clone())
+            first, second, single = (found(example[:size].clone()) for size in (len(example), len(example), 1))
         except Exception as error:  # code of others may raise anything
             raise BadSetting(f"the transform {self.transform} fails on uint8 images: {first_line(error)}") from error
         if (
@@ -93,4 +93,6 @@ class Preprocessing:
             raise BadSetting(f"the transform {self.transform} must give float inputs (n, channels, height, width)")
         if not torch.equal(first, second):
             raise BadSetting(f"the transform {self.transform} is random; give one that is the same every time")
+        if not torch.allclose(first[:1], single, rtol=1e-4, atol=1e-5):
+            raise BadSetting(f"the transform {self.transform} depends on the other images of a batch; it may not")
         return found

@@ -206,7 +206,9 @@ def _outcome(
     found = find_reference(directory, settings, context.data.digest)
     if found is None and references is None:
         found = find_reference(beside, settings, context.data.digest)
-    run = found or train_reference(directory, reference_name(context.run, request, settings), settings)
+    run = found or train_reference(
+        directory, reference_name(context.run, request, settings), settings, data=context.data
+    )
     return run.load_model(), None if run.record.imported_from else reference_cost(run, context.data)
 
 

@@ -195,8 +195,7 @@ def _references(
         found_seeds.add(seed)
         settings = reference_settings(original, request, seed=seed, data_dir=options.data_dir)
         name = reference_name(original, request, settings)
-        known = data if len(data.gone) or "hmac:" in settings.without else None  # rows of other data are others
-        trained = train_reference(directory, name, settings, data=known, watch=on_training)
+        trained = train_reference(directory, name, settings, data=data, watch=on_training)
         references += [trained] if trained.record.model.digest != run.record.model.digest else []
     return references
 

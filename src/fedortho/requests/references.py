@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from fedortho.data.cache import without_forgotten
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest, union_of
 from fedortho.engines.cost import Cost, training_cost
@@ -19,6 +20,7 @@ from fedortho.methods.method import CannotServe
 from fedortho.methods.retrain import NO_RECIPE
 from fedortho.runs.federation import held_rows
 from fedortho.runs.record import RunRecord, read_run_record
+from fedortho.runs.rows import read_rows
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.served import excluded_besides, excluded_by
 from fedortho.runs.settings import FREE, FederateSettings, TrainSettings, relocated
@@ -102,7 +104,8 @@ def train_reference(
 ) -> Run:
     """Train a reference model into a directory of runs; an interrupted one is continued.
 
-    `data` are those of a run whose forgotten images were deleted: its rows keep their numbers.
+    `data` are the run's, whose rows keep their numbers where images were deleted. If images of it that the reference
+    would need were purged for another request, there can be none: they are never trained on again.
     """
     if not settings.epochs:
         raise CannotServe(f"{name}: {NO_RECIPE}")
@@ -110,6 +113,14 @@ def train_reference(
         from fedortho.federated.server import train_federation
 
         return train_federation(directory / name, settings)
+    if data is not None:
+        rest = ForgetRequest.parse(settings.without).split(data.train, gone=data.gone)[1]
+        lost = len(rest) - int(torch.isin(rest.rows, without_forgotten(data).train.rows).sum())
+        if lost:
+            raise FedOrthoError(
+                f"{name} would lack {lost} images that were forgotten and purged for another request; give a reference "
+                "that was trained before (--reference RUN)"
+            )
     return train_run(directory / name, settings, watch=watch, data=data)
 
 
@@ -138,6 +149,12 @@ def check_reference(run: Run, reference: Run, request: ForgetRequest) -> None:
     assert forget is not None, "the request is one of them"
     if not forget.settled(names).covers(out.settled(names)):
         raise FedOrthoError(f"{reference.path} was trained without {out}; expected {forget}: it is no valid reference")
+    known, own = read_rows(reference.path), read_rows(run.path)
+    if known is not None and len(missing := known.left_out_besides(forget, names, own)):
+        raise FedOrthoError(
+            f"{reference.path} was trained without {len(missing)} images that {run.path} knows, because they were "
+            "forgotten and purged; give a reference that was trained before"
+        )
     if not run.settings.epochs or not reference.settings.epochs:
         logger.warning(
             "%s or %s was trained elsewhere by a recipe that is not known: compare with care", reference.path, run.path

@@ -11,6 +11,7 @@ from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import FedOrthoError
 from fedortho.runs.federation import held_rows
+from fedortho.runs.rows import read_rows
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.settings import FederateSettings
 
@@ -38,7 +39,10 @@ def _forget_set(run: Run, request: ForgetRequest, data: Dataset) -> tuple[Tensor
     """The digests of the images that a request names, test images of its classes too, and how many the source has."""
     settings = run.settings
     clients = held_rows(data, settings, settings.partition_seed) if isinstance(settings, FederateSettings) else None
-    train = replace(data.train, rows=data.known_rows)
+    rows, known = data.known_rows, read_rows(run.path)
+    if known is not None:  # the run never had what was left out of its training
+        rows = rows[~torch.isin(rows, known.left_out)]
+    train = replace(data.train, rows=rows)
     test = replace(data.test, rows=torch.arange(len(data.test.store_labels)))
     present = data.test.rows
     if settings.valid_from_test:  # they are counted from the end of the test images

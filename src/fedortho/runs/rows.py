@@ -45,10 +45,21 @@ class TrainedRows:
 
     def without_names(self, request: ForgetRequest, names: tuple[str, ...]) -> "TrainedRows":
         """The same without the file names of rows that a request names by class or by row."""
-        known = ForgetRequest(request.classes, (), tuple(word for word in request.samples if "/" not in word))
-        gone = known.mask(self._images(self.labels, names, self.ids)).tolist()
+        gone = self._named(request, names).tolist()
         files = tuple("" if is_gone else file for file, is_gone in zip(self.ids.files, gone, strict=False))
         return replace(self, ids=replace(self.ids, files=files))
+
+    def left_out_besides(
+        self, request: ForgetRequest, names: tuple[str, ...], other: "TrainedRows | None" = None
+    ) -> Tensor:
+        """The rows left out of training that a request does not name and another run has not left out."""
+        rest = self.left_out[~self._named(request, names)[self.left_out]]
+        return rest if other is None else rest[~torch.isin(rest, other.left_out)]
+
+    def _named(self, request: ForgetRequest, names: tuple[str, ...]) -> Tensor:
+        """A mask of the rows that a request names by class or by row."""
+        known = ForgetRequest(request.classes, (), tuple(word for word in request.samples if "/" not in word))
+        return known.mask(self._images(self.labels, names, self.ids))
 
     def restored(
         self, data: Dataset, names: tuple[str, ...], valid: Sequence[int], excluded: ForgetRequest | None

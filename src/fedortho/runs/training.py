@@ -301,7 +301,7 @@ def _measure_scales(model: nn.Module, images: Images, device: torch.device, weig
     shares = ", ".join(f"{name} {share:.1%}" for name, share in sorted(found.items(), key=lambda pair: -pair[1]))
     told = f"{weights.name}: accuracy on {len(some):,} held-out images by preprocessing: {shares}"
     noise = 3 * (2 * found[best] * (1 - found[best]) / len(some)) ** 0.5  # of a difference of two accuracies
-    if found[best] < GUESSING / some.classes or found[best] - min(found.values()) <= noise:
+    if found[best] - min(found.values()) <= noise:
         logger.info("%s; no measurable difference, so data is taken", told)
         return
     alike = " or ".join(f"--scale {name}" for name in found if found[best] - found[name] <= noise)

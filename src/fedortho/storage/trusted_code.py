@@ -20,6 +20,8 @@ TRUSTED = "FEDORTHO_TRUST_CODE"  # environment: names with commas between that m
 def load_function(name: str, what: str) -> Callable[..., Any]:
     """The function that a name means; its module is imported, which runs its code. `what` it is for is in errors."""
     place, _, function = name.partition(":")
+    if not place or not function:  # before anything runs: only whole names are looked up in the list
+        raise UnknownName(f"{name!r} names no {what}; write it as package.module:function")
     try:
         module = importlib.import_module(place)
     except (ImportError, TypeError, ValueError) as error:  # TypeError, ValueError: an empty or a relative name
