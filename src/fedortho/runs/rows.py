@@ -44,9 +44,13 @@ class TrainedRows:
         write_tensors(directory / ROWS_FILE, tensors, {"mean": self.mean, "std": self.std}, mode=PRIVATE)
 
     def without_names(self, request: ForgetRequest, names: tuple[str, ...]) -> "TrainedRows":
-        """The same without the file names of rows that a request names by class or by row."""
+        """The same without the file names of rows that a request names; without any if it names them by hashes.
+
+        Names that are missing would tell what the hashes hide.
+        """
+        is_hashed = any(word.startswith("hmac:") for word in request.samples)
         gone = self._named(request, names).tolist()
-        files = tuple("" if is_gone else file for file, is_gone in zip(self.ids.files, gone, strict=False))
+        files = tuple("" if is_hashed or is_gone else file for file, is_gone in zip(self.ids.files, gone, strict=False))
         return replace(self, ids=replace(self.ids, files=files))
 
     def left_out_besides(
