@@ -1,5 +1,6 @@
 """Forgotten images deleted for good: from the cache, from their folder, and from later trainings."""
 
+import hashlib
 import json
 import logging
 import re
@@ -249,6 +250,25 @@ def test_the_cache_is_kept_on_demand_and_a_damaged_list_of_forgotten_images_is_r
     Path("cache/forgotten.txt").write_text("no digest")
     with pytest.raises(BadData, match=r"forgotten.txt, the list of forgotten images, cannot be read"):
         load_images("photos")
+
+
+def test_a_ticket_for_hashed_ids_tells_no_rows_and_is_served_once_after_its_files_were_deleted(home: Path) -> None:
+    early = forget_run("runs/first", "class:dog", "paper", out="runs/early", ticket="T-0", device="cpu")
+    words = ("forget", "runs/first", f"samples:{two_names()[0]}", "--method", "neggrad", "--audit", "none")
+    words = (*words, "--hash-ids", "--id", "T-1", "--device", "cpu")
+    told(*words)
+    (made,) = Path("runs").glob("first-samples-hmac-*")
+    (Path("photos") / two_names()[0]).unlink()
+    assert "the ticket T-1 was served before" in told(*words)
+    again = forget_run("runs/first", "class:dog", "paper", out="runs/early", ticket="T-0", device="cpu")
+    assert again.record == early.record, "the key is younger than this ticket"
+    word = f"samples:{int(open_run(made).load_data().train.rows[-1])}"
+    how = {"ticket": "T-2", "device": "cpu", "purge": False}
+    forget_run(made, word, "neggrad", out="runs/third", **how)  # type: ignore[arg-type]  # mixed
+    assert forget_run(made, word, "neggrad", out="runs/third", **how).was_finished  # type: ignore[arg-type]  # mixed
+    asked = [hashlib.sha256(text.encode()).hexdigest() for text in (word, words[2])]
+    journal = b"".join(file.read_bytes() for file in Path("runs").glob("journal*"))
+    assert not [digest for digest in asked if digest.encode() in journal]
 
 
 def test_hashed_ids_are_in_all_records_and_the_key_in_none(home: Path) -> None:

@@ -99,12 +99,11 @@ def forget_command(
 ) -> None:
     """Make the model of a run forget and judge the result; writes a new run directory and leaves RUN as it is."""
     run, parsed = open_run(run_path).at(recipe=read_recipe(recipe)), ForgetRequest.parse(shlex.join(request))
-    parsed = run.request(parsed, data_dir, hashed=True) if hash_ids else parsed
-    out_dir = out_path or run_path.with_name(f"{run_path.name}-{parsed.word}")
+    out_dir = out_path or run_path.with_name(f"{run_path.name}-{run.hashed(parsed, hash_ids).word}")
     if ticket and not dry_run and (finished := Ticket(ticket, run, parsed, out_dir).finished()):
         _print_finished(finished, ticket, as_json)
         return
-    asked = run.request(parsed, data_dir)
+    asked = run.request(parsed, data_dir, hashed=hash_ids)
     wishes = read_toml(config) if config else {}
     method_name = method_name or str(wishes.pop("method", "hide"))
     wishes |= method_changes(find_method(method_name), given, assignments or ())
@@ -124,7 +123,8 @@ def forget_command(
         print_elsewhere(forget_elsewhere(run, asked, method, out=out_dir, deployment=deployment, log=log_line), out_dir)
         say(escape(f"not audited yet: fedortho judge {out_dir}"))
         return
-    served, data = _serve(run, parsed, method, None if dry_run else out_dir, keep_undo, purge, options, ticket)
+    out = None if dry_run else out_dir
+    served, data = _serve(run, parsed, method, out, keep_undo, purge, options, ticket, hash_ids)
     if not as_json:
         print_served(served, run_path)
         for copy in served.copies:
@@ -178,6 +178,7 @@ def _serve(
     purge: bool | None,
     options: JudgeOptions,
     ticket: str,
+    hash_ids: bool,
 ) -> tuple[ServedRequest, Dataset]:
     """Serve a request and return the data that was loaded for it; a refusal prints its trials."""
     where: Mapping[str, str] = {"data_dir": options.data_dir, "device": options.device}
@@ -185,7 +186,7 @@ def _serve(
         data = run.load_data(options.data_dir, bar(shown, "decoding images"))
         shown.add_task(f"forgetting {request.word}", total=None, news="")
         try:
-            how: dict[str, Any] = {"undo": undo, "purge": purge, "ticket": ticket, **where}
+            how: dict[str, Any] = {"undo": undo, "purge": purge, "ticket": ticket, "hash_ids": hash_ids, **where}
             return forget_run(run, request, method, out=out, data=data, **how), data
         except Refused as refusal:
             shown.stop()

@@ -95,17 +95,16 @@ def forget_run(
     budget cannot both hold.
     """
     run = open_run(run)
-    if hash_ids:
-        request = run.request(request, data_dir, hashed=True)
+    request = ForgetRequest.parse(request) if isinstance(request, str) else request
     method = chosen_method(run, method) if isinstance(method, str) else method
     paths: dict[str, Any] = {"out": None if out is None else Path(out), "undo": None if undo is None else Path(undo)}
     if ticket:
-        parsed = ForgetRequest.parse(request) if isinstance(request, str) else request
-        paths["ticket"] = Ticket(ticket, run, parsed, paths["out"])
+        paths["ticket"] = Ticket(ticket, run, request, paths["out"])
         if finished := paths["ticket"].finished():
             return _served_before(finished)
-    data = (data or run.load_data(data_dir)).with_key(hash_key(run.path))
-    request = run.request(as_request(request, data))
+    data = data or run.load_data(data_dir)
+    request = run.request(as_request(request, data), hashed=hash_ids)
+    data = data.with_key(hash_key(run.path))
     try:
         if is_federated := isinstance(run.settings, FederateSettings):
             served = forget_federated_run(run.at(data_dir, device), request, method, data=data, **paths)

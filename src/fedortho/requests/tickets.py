@@ -1,13 +1,16 @@
 """Tickets: a request that has an id is served once, however often it is asked for."""
 
 import hashlib
+import hmac
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import FedOrthoError
 from fedortho.runs.record import RunRecord, read_run_record
+from fedortho.runs.rows import hash_key
 from fedortho.runs.run import Run, open_run
 from fedortho.storage.journal import append_entry, read_journal
 
@@ -18,39 +21,45 @@ class Ticket:
 
     id: str
     run: Run
-    request: ForgetRequest
+    request: ForgetRequest  # as it is asked: names are not resolved, and rows not hashed
     out: Path | None
 
     @property
     def details(self) -> dict[str, str]:
         """What the journal notes of it: `out` as seen from its directory, and the digest of the request as it is asked.
 
-        Files that a request names may be deleted after it was served, so their rows cannot be compared.
+        Files that a request names may be deleted after it was served, so their rows cannot be compared. With a key of
+        hashed ids beside the run the digest is keyed: nobody without it can try out which rows were asked for.
         """
+        return self._details(hash_key(self.run.path))
+
+    def _details(self, key: bytes) -> dict[str, str]:
         if self.out is None:
             raise FedOrthoError(f"the ticket {self.id} needs a directory to write to; give out, and no dry run")
-        asked = str(self.request.settled(self.run.record.data.class_names))
+        asked = str(self.request.settled(self.run.record.data.class_names)).encode()
+        digest = hmac.digest(key, asked, "sha256") if key else hashlib.sha256(asked).digest()
         out = os.path.relpath(self.out.absolute(), self.run.path.absolute().parent)
-        return {"ticket": self.id, "out": out, "asked": hashlib.sha256(asked.encode()).hexdigest()}
+        return {"ticket": self.id, "out": out, "asked": digest.hex()}
 
     def finished(self) -> Run | None:
         """The run that the ticket led to; None if it was not served, or its run is gone.
 
         A ticket that was served for another run, request or `out` is refused.
         """
-        directory, details, before = self.run.path.absolute().parent, self.details, self.run.record.model.digest
+        directory, before = self.run.path.absolute().parent, self.run.record.model.digest
+        known = (self.details, self._details(b""))  # the key may be younger than the entry
         entries = [entry for entry in read_journal(directory).entries if entry.details.get("ticket") == self.id]
         executed = [entry for entry in entries if entry.event == "executed"]
         for entry in executed:
-            if entry.details != details or entry.before != before:
+            if entry.details not in known or entry.before != before:
                 what = f"{entry.request} on model {(entry.before or '')[:8]}, written to {entry.details['out']}"
                 raise FedOrthoError(f"the ticket {self.id} was served for {what}; give this request another id")
         assert self.out is not None, "details has looked"
         record = read_run_record(self.out)
         if not isinstance(record, RunRecord) or not record.requests or record.requests[-1].ticket != self.id:
             return None
-        last, received = record.requests[-1], [entry for entry in entries if entry.details == details]
+        last, received = record.requests[-1], [entry for entry in entries if entry.details in known]
         if not executed and received and last.model_before == before:  # a crash came between the run and the journal
-            models = {"before": before, "after": last.model_after}
-            executed = [append_entry(directory, "executed", self.out.name, last.request, **models, details=details)]
+            how: dict[str, Any] = {"before": before, "after": last.model_after, "details": received[-1].details}
+            executed = [append_entry(directory, "executed", self.out.name, last.request, **how)]
         return open_run(self.out) if executed else None

@@ -90,11 +90,16 @@ class Run:
         """
         parsed = ForgetRequest.parse(request) if isinstance(request, str) else request
         parsed = parsed.resolved(self.load_data(data_dir)) if parsed.has_names else parsed
-        if not parsed.samples or not (hashed or any("hmac:" in served.request for served in self.record.requests)):
-            return parsed
+        return self.hashed(parsed, hashed)
+
+    def hashed(self, request: ForgetRequest, hashed: bool = False) -> ForgetRequest:
+        """The request with keyed hashes of its samples' words if `hashed`, or if the run has hashed earlier ones."""
+        is_hashed = hashed or any("hmac:" in served.request for served in self.record.requests)
+        if not request.samples or not is_hashed:
+            return request
         if isinstance(self.settings, FederateSettings):
             raise BadSetting("ids are not hashed in a federation, whose clients look rows up; leave --hash-ids out")
-        return parsed.hashed(RowIds(torch.zeros(0), key=hash_key(self.path, make=True)))
+        return request.hashed(RowIds(torch.zeros(0), key=hash_key(self.path, make=True)))
 
     def at(self, data_dir: str = "", device: str = "auto", recipe: Recipe | None = None) -> "Run":
         """The same run with its data in another directory, on another device, or with a recipe; nothing is written.
