@@ -80,7 +80,7 @@ def test_import_makes_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         (("train", "--epoch", "3"), "No such option"),
         (("train", "--epochs", "three"), "'three'"),
         (("train", "--lr", "nan"), "lr"),
-        (("train", "--model", ":f"), "import"),
+        (("train", "--model", ":f"), "package.module:function"),
         (("train", "--device", "cpu:x"), "cpu:x"),
     ],
 )
