@@ -82,7 +82,7 @@ def test_a_factory_of_ones_own_gets_the_sizes_that_it_asks_for(own_module: str) 
         ("own_models:greedy", "needs width"),
         ("own_models:wrong", "must be a torch.nn.Module, not int"),
         ("own_models:lazy", "has lazy layers"),
-        (":f", "cannot import ''"),
+        (":f", r"package\.module:function"),
         (".own:f", "cannot import '.own'"),
         ("no_such_module:f", "cannot import 'no_such_module'"),
     ],
