@@ -329,3 +329,13 @@ def test_a_comparison_after_a_deletion_leaves_out_the_right_images(home: Path) -
     compare("runs/second", f"samples:{row}", ["retrain"])
     (reference,) = [path for path in Path("runs/references").iterdir() if path.is_dir()]
     assert open_run(reference).record.data.train == run.record.data.train - 3
+
+
+def test_a_forget_set_that_was_deleted_in_part_is_called_that(home: Path) -> None:
+    names = two_names()
+    served(names)
+    (Path("photos") / names[0]).unlink()
+    verdict = judge_run("runs/second", options=JudgeOptions(device="cpu"))
+    measured = [audit.finding for audit in verdict.audits if audit.unlearned is not None]
+    assert measured
+    assert all("1 deleted images of the forget set are not measured" in finding for finding in measured)

@@ -77,8 +77,10 @@ def run_audits(
         if on_step is not None:
             on_step(audit.title)
         result = audit(case, cache, budget)
-        if len(case.forget_eval) == 1 and result.unlearned is not None:
-            result = replace(result, finding=f"{result.finding}; measured on one image")
+        if result.unlearned is not None:
+            lost = f"; {number} deleted images of the forget set are not measured" if (number := case.deleted) else ""
+            one = "; measured on one image" if len(case.forget_eval) == 1 else ""
+            result = replace(result, finding=f"{result.finding}{one}{lost}")
         results.append(result)
     return results
 

@@ -46,6 +46,12 @@ class Case:
         return self.data.train.subset(~self.all_requests.mask(self.data.train, self.clients))
 
     @cached_property
+    def deleted(self) -> int:
+        """How many images of the forget set were deleted since."""
+        gone = replace(self.data.train, rows=self.data.gone)
+        return int(self.request.mask(gone, self.clients).sum()) if len(gone) else 0
+
+    @cached_property
     def forget_eval(self) -> Images:
         """The images on which forget accuracy is measured."""
         return forget_eval_images(self.data, self.request, self.clients)
