@@ -20,7 +20,6 @@ from fedortho.evidence.bundle import make_bundle
 from fedortho.evidence.recheck import check_bundle
 from fedortho.methods import forget, make_method, plan
 from fedortho.methods.method import ForgetResult
-from fedortho.models.patch import Patch
 from fedortho.models.predictions import evaluate
 from fedortho.models.zoo import build_model
 from fedortho.reports.page import write_report
@@ -31,7 +30,6 @@ from fedortho.requests.forgetting import forget_run, undo_run
 from fedortho.requests.judging import JudgeOptions, audit_run, judge_run
 from fedortho.requests.tuning import tune
 from fedortho.runs.purge import purge_run
-from fedortho.runs.record import Accuracies
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.settings import FederateSettings, ImportSettings, TrainSettings
 from fedortho.runs.training import import_run, train_run
@@ -41,7 +39,6 @@ from fedortho.training.recipe import Recipe
 __version__ = version("fedortho")
 
 __all__ = [
-    "Accuracies",
     "Dataset",
     "FedOrthoError",
     "FederateSettings",
@@ -50,7 +47,6 @@ __all__ = [
     "Images",
     "ImportSettings",
     "JudgeOptions",
-    "Patch",
     "Recipe",
     "Run",
     "TrainSettings",

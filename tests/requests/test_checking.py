@@ -4,7 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from architectures import CLASSES, REFUSED, SERVED
+from architectures import CLASSES, SERVED
+from refused_architectures import REFUSED
 
 import fedortho as fo
 from fedortho.data.images import Dataset

@@ -142,7 +142,6 @@ def test_data_that_moved_is_found_by_a_comparison_in_a_federation(tmp_path: Path
     assert read_json(tmp_path / "o" / "finetune.json")["refused"] == ""
 
 
-@pytest.mark.slow
 def test_federaser_replays_what_a_run_kept_and_references_keep_nothing(tmp_path: Path) -> None:
     settings = replace(SETTINGS, model="small:SmallNet", clients=3, rounds=3, split="iid", epochs=2, keep_updates=True)
     run = train_federation(tmp_path / "run", settings)
