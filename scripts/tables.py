@@ -145,6 +145,13 @@ def engines() -> str:
 AUDITED = ["forget", "probe", "prototype", "BN attack", "CKA", "copies", "retention"]
 
 
+EARLIER_PROBE = (
+    " **Measured before the probe was decided by its worst depth**: C1 here is the probe before the classifier alone. "
+    "Where it passes, today's C1 has not been run; at the entry of the last stage `hide` and `directions` leave the "
+    "original's recall ([full audits](FULL))."
+)
+
+
 def verdicts() -> str:
     """What audits find: one line for each network and method, the mean over seeds, and how many of them fail."""
     result = read("verdicts")
@@ -165,7 +172,11 @@ def verdicts() -> str:
             parts += [f"~ {undecided}/{len(found)}"] if undecided else []
             cells.append(" ".join(parts) or "–")
         rows.append([model, str(len(found)), method, *cells])
-    return grid(["model", "seeds", "method", *AUDITED], rows) + origin(result)
+    return grid(["model", "seeds", "method", *AUDITED], rows) + _earlier(result, "docs/results.md#full-audits")
+
+
+def _earlier(result: dict[str, Any], page: str) -> str:
+    return origin(result).replace("</sub>", EARLIER_PROBE.replace("FULL", page) + "</sub>")
 
 
 def verdicts_each() -> str:
@@ -188,7 +199,7 @@ def verdicts_each() -> str:
         rows.append(
             [row["model"], str(row["seed"]), row["method"], f"{100 * forget:.1f}", *cells, retention_cell, row["label"]]
         )
-    return grid(["model", "seed", "method", *AUDITED, "audits"], rows) + origin(result)
+    return grid(["model", "seed", "method", *AUDITED, "audits"], rows) + _earlier(result, "#full-audits")
 
 
 def depth(layer: tuple[str, float]) -> tuple[bool, list[int]]:
@@ -231,6 +242,34 @@ def calibration() -> str:
     return grid(["measure", "pairs", "mean", "largest", "limit"], rows) + origin(result)
 
 
+def regrow() -> str:
+    """The probe at every depth after `--method regrow`, on validation images."""
+    result, rows = read("regrow"), []
+    for row in result["rows"]:
+        depths = sorted(row["probe"]["unlearned"].items(), key=depth)
+        probes = [
+            ", ".join(f"{100 * row['probe'][who][name]:.1f}" for name, _ in depths)
+            for who in ("unlearned", "reference", "original")
+        ]
+        retained = [f"{100 * row['accuracies'][who]['retain']:.1f}" for who in ("unlearned", "reference", "original")]
+        forget = f"{100 * row['accuracies']['unlearned']['forget']:.1f}"
+        names = ", ".join(name for name, _ in depths)
+        rows.append([row["model"], row["request"], names, *probes, forget, " / ".join(retained)])
+    header = ["model", "request", "depths", "probe after regrow", "retrained", "original", "forget %"]
+    return grid([*header, "retain %: regrow / retrained / original"], rows) + origin(result)
+
+
+def regrow_tried() -> str:
+    """What was tried before the method had its defaults."""
+    result, rows = read("regrow-tried"), []
+    for row in result["rows"]:
+        what = ", ".join(f"{key} {value}" for key, value in row["tried"].items()) or "–"
+        probes = ", ".join(f"{share:.1f}" for _, share in sorted(row["probe"].items(), key=depth))
+        rows.append([str(row["class"]), row["network"], what, probes, f"{row['forget']:.1f}", f"{row['retain']:.1f}"])
+    header = ["class", "network", "tried", "probe at features.4, features.11, features.15, classifier", "forget %"]
+    return grid([*header, "retain %"], rows) + origin(result)
+
+
 def published() -> str:
     """What a network from the web kept and lost."""
     result = read("published")
@@ -267,6 +306,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "verdicts-full": verdicts_full,
     "calibration": calibration,
     "published": published,
+    "regrow": regrow,
+    "regrow-tried": regrow_tried,
 }
 
 
