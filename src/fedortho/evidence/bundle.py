@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from html import unescape
 from importlib import metadata
+from importlib.resources import files as package_files
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadRecord, FedOrthoError
 from fedortho.evidence import contents
 from fedortho.evidence.canonical_zip import LARGEST, BadArchive, pack_files, unpack_files
-from fedortho.evidence.contents import MANIFEST, SIGNATURE, Bundle, DigestsFile, FileRecord, JournalEnd, Manifest
+from fedortho.evidence.contents import MANIFEST, SIGNATURE, Bundle, FileRecord, JournalEnd, Manifest
 from fedortho.evidence.redaction import without_images
 from fedortho.evidence.signature import BadSignature, check_signature, load_key, load_public, public_half
 from fedortho.models.patch import Patch, load_patch
@@ -128,8 +129,7 @@ def _read_manifest(files: Mapping[str, bytes], source: str) -> Manifest:
 
 
 def _manifest_digest(value: Mapping[str, Any]) -> str:
-    body = {key: each for key, each in value.items() if key != "digest"}
-    return _digest(canonical_json(body).encode())
+    return _digest(canonical_json({key: each for key, each in value.items() if key != "digest"}).encode())
 
 
 def _check_signed(files: Mapping[str, bytes], signer: str, source: str) -> None:
@@ -146,17 +146,11 @@ def _check_signed(files: Mapping[str, bytes], signer: str, source: str) -> None:
 
 def _agreeing(files: Mapping[str, bytes], manifest: Manifest, source: str) -> Bundle:
     """The bundle, if its files agree about everything that two of them say."""
-    bundle = Bundle(
-        source,
-        files,
-        manifest,
-        _record(partial(from_json, contents.RequestFile), files, "request.json", source),
-        _record(partial(from_json, ServedRecord), files, "entry.json", source),
-        _record(partial(from_json, contents.SettingsFile), files, "settings.json", source),
-        _record(partial(from_json, DigestsFile), files, "digests.json", source),
-        _record(partial(from_json, contents.EnvironmentFile), files, "environment.json", source),
-        _patch(files["patch.safetensors"], source),
-    )
+    records: dict[str, Any] = {
+        name: _record(partial(from_json, kind), files, f"{name}.json", source)
+        for name, kind in contents.RECORDS.items()
+    }
+    bundle = Bundle(source, files, manifest, **records, patch=_patch(files["patch.safetensors"], source))
     entry, digests, patch = bundle.entry, bundle.digests, bundle.patch
     claims: dict[str, tuple[Any, ...]] = {
         "before": (digests.before, patch.before, entry.model_before),
@@ -191,20 +185,14 @@ def _collect(run: Run, number: int, beside: Path) -> dict[str, bytes]:
             "or it is damaged; give a run that fedortho forget wrote"
         )
     lines, end = _journal(run, entry, beside)
-    digests = DigestsFile(
-        before=entry.model_before,
-        after=entry.model_after,
-        run_now=record.model.digest,
-        patch=file_digest(patch),
-        data=record.data.digest,
-        ledger=entry.ledger,
-        journal=end,
-    )
+    models = (entry.model_before, entry.model_after, record.model.digest)
+    digests = contents.DigestsFile(*models, file_digest(patch), record.data.digest, entry.ledger, journal=end)
     earlier = tuple(other.request for other in record.requests[:number])
     network = contents.NetworkRecord(run.settings.model, record.model.num_classes, record.model.channels)
+    readme = package_files("fedortho.evidence").joinpath("README.txt").read_text("utf-8")
     about = {"request": entry.request, "run": name, "before": digests.before, "after": digests.after}
     files = {
-        "README.txt": contents.README.format(**about).encode(),
+        "README.txt": readme.format(**about).encode(),
         "request.json": _text(contents.RequestFile(entry.request, name, number, earlier)),
         "entry.json": _text(entry),
         "settings.json": _text(contents.SettingsFile(network, record.settings, entry.settings)),

@@ -19,52 +19,37 @@ class BadSignature(FedOrthoError):
 
 def make_key(path: Path) -> tuple[Path, str]:
     """Write a new private key, readable by its owner only, and a public key beside it; its path and its hex."""
-    _need()
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
-
+    ed25519, serialization = _cryptography()
     public = path.with_suffix(".pub")
     for file in (path, public):
         if file.exists() or path == public:
-            raise FedOrthoError(
-                f"{file} exists already or is the public key's name; choose another name, such as my.pem"
-            )
-    key = Ed25519PrivateKey.generate()
-    for file, mode, text in (
-        (path, 0o600, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())),
-        (public, 0o644, key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)),
-    ):
-        with replacing(file, mode) as temporary:
-            temporary.write_bytes(text)
+            raise FedOrthoError(f"{file} exists already or is the public key's name; choose another, such as my.pem")
+    key, pem = ed25519.Ed25519PrivateKey.generate(), serialization.Encoding.PEM
+    with replacing(path, 0o600) as temporary:
+        private = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        temporary.write_bytes(key.private_bytes(pem, *private))
+    with replacing(public) as temporary:
+        form = serialization.PublicFormat.SubjectPublicKeyInfo
+        temporary.write_bytes(key.public_key().public_bytes(pem, form))
     return public, public_half(key)
 
 
 def load_key(path: Path) -> "Ed25519PrivateKey":
     """The private key in a PEM file."""
-    _need()
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-    from cryptography.hazmat.primitives.serialization import load_pem_private_key
-
-    key = _parse(path, lambda text: load_pem_private_key(text, None))
-    if not isinstance(key, Ed25519PrivateKey):
-        raise BadSignature(
-            f"{path} is not an Ed25519 private key; make one with fedortho bundle key -o {path.stem}.pem"
-        )
-    return key
+    ed25519, serialization = _cryptography()
+    key = _parse(path, lambda text: serialization.load_pem_private_key(text, None))
+    if not isinstance(key, ed25519.Ed25519PrivateKey):
+        raise BadSignature(f"{path} is no Ed25519 private key; make one with fedortho bundle key -o {path.stem}.pem")
+    return key  # type: ignore[no-any-return]  # loaded on demand
 
 
 def load_public(path: Path) -> str:
     """The public key in a PEM file, as hex."""
-    _need()
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-    from cryptography.hazmat.primitives.serialization import load_pem_public_key
-
-    key = _parse(path, load_pem_public_key)
-    if not isinstance(key, Ed25519PublicKey):
-        raise BadSignature(
-            f"{path} is not an Ed25519 public key; fedortho bundle key writes one beside the private key"
-        )
-    return key.public_bytes_raw().hex()
+    ed25519, serialization = _cryptography()
+    key = _parse(path, serialization.load_pem_public_key)
+    if not isinstance(key, ed25519.Ed25519PublicKey):
+        raise BadSignature(f"{path} is no Ed25519 public key; fedortho bundle key writes one beside the private key")
+    return str(key.public_bytes_raw().hex())
 
 
 def public_half(key: "Ed25519PrivateKey") -> str:
@@ -73,12 +58,11 @@ def public_half(key: "Ed25519PrivateKey") -> str:
 
 def check_signature(public: str, signature: bytes, message: bytes) -> None:
     """Refuse a signature of this message that was not made with this key (hex)."""
-    _need()
+    ed25519, _ = _cryptography()
     from cryptography.exceptions import InvalidSignature
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
     try:
-        Ed25519PublicKey.from_public_bytes(bytes.fromhex(public)).verify(signature, message)
+        ed25519.Ed25519PublicKey.from_public_bytes(bytes.fromhex(public)).verify(signature, message)
     except (InvalidSignature, ValueError) as error:
         raise BadSignature(f"the signature does not match the key {public[:16]} and these bytes") from error
 
@@ -93,8 +77,11 @@ def _parse(path: Path, load: Any) -> Any:
         raise BadSignature(f"{path} is not a PEM key without a password; fedortho bundle key makes one") from error
 
 
-def _need() -> None:
+def _cryptography() -> tuple[Any, Any]:
+    """The modules ed25519 and serialization of an optional library."""
     try:
-        import cryptography  # noqa: F401  # only whether it is there
+        from cryptography.hazmat.primitives import serialization
+        from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError as error:
         raise FedOrthoError("signatures need cryptography: pip install 'fedortho[evidence]'") from error
+    return ed25519, serialization
