@@ -14,8 +14,9 @@ from fedortho.evaluation.case import Case
 from fedortho.evaluation.membership_attacks import ATTACKS
 from fedortho.evaluation.metric_suite import REFERENCE_METRICS, MetricSuite, js_divergence
 from fedortho.evaluation.metrics import METRICS, Metric
-from fedortho.evaluation.model_outputs import EvaluationSets, ModelOutputs, untrained_like
+from fedortho.evaluation.model_outputs import EvaluationSets, ModelOutputs
 from fedortho.models.predictions import accuracy, evaluate, logits_of
+from fedortho.models.zoo import reinitialised
 
 ALONE = {"forget-accuracy", "retain-accuracy", "test-accuracy", "loss-separation", "zrf"} | {
     f"mia-{a}" for a in ATTACKS
@@ -279,11 +280,11 @@ def test_sets_are_capped_but_forget_accuracy_of_samples_is_exact(data: Dataset) 
 
 def test_an_untrained_copy_has_other_weights_and_zrf_of_it_is_1(data: Dataset) -> None:
     state = torch.random.get_rng_state()
-    one, same, other = untrained_like(net(1), 5), untrained_like(net(2), 5), untrained_like(net(1), 6)
+    one, same, other = reinitialised(net(1), 5), reinitialised(net(2), 5), reinitialised(net(1), 6)
     assert torch.random.get_rng_state().equal(state)
     assert one.get_parameter("fc.weight").equal(same.get_parameter("fc.weight"))
     assert not one.get_parameter("fc.weight").equal(other.get_parameter("fc.weight"))
-    case = Case(untrained_like(net(1), 0), net(2), net(3), None, data, ForgetRequest.parse("class:1"))
+    case = Case(reinitialised(net(1), 0), net(2), net(3), None, data, ForgetRequest.parse("class:1"))
     zrf = by_name(measure_metrics(case))["zrf"]
     assert zrf.value == pytest.approx(1)
     assert zrf.reference < 1
@@ -294,4 +295,4 @@ def test_an_untrained_copy_has_other_weights_and_zrf_of_it_is_1(data: Dataset) -
             self.scale = nn.Parameter(torch.ones(1))
 
     with pytest.raises(BadSetting, match="Bare"):
-        untrained_like(Bare(), 0)
+        reinitialised(Bare(), 0)

@@ -30,9 +30,9 @@ from fedortho.evaluation.lira import (
     true_positive_rate,
     unlearning_scores,
 )
-from fedortho.evaluation.model_outputs import untrained_like
 from fedortho.evaluation.shadows import ShadowPlan, Shadows, ShadowSettings, choose_proxy
 from fedortho.models.predictions import logits_of
+from fedortho.models.zoo import reinitialised
 
 LIMIT = Limit("membership", 0.1)  # |AUC − 0.5| of the attack
 OWN, CLOSEST = "the image's own label", "the closest retained class"
@@ -54,7 +54,7 @@ def membership(case: Case, cache: MeasurementCache, budget: str) -> AuditResult:
     proxy, forget = choose_proxy(pool, case.request.mask(pool, case.clients), plan.settings)
     if not bool(forget.any()):
         raise BadData(f"{case.request} matches no training image; there is nothing to attack")
-    build = partial(untrained_like, case.original)
+    build = partial(reinitialised, case.original)
     shadows = Shadows(plan.directory, proxy, build, plan.settings, device=case.device)
     tables = _margin_tables(case, shadows, forget, plan)
     attacks = {by: _attack(rows, shadows.members[:, forget], plan.settings) for by, rows in tables.items()}

@@ -1,10 +1,10 @@
 """Curves of a training or a federation for TensorBoard, an optional extra; files on this machine only."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from fedortho.errors import FedOrthoError
 from fedortho.runs.settings import FederateSettings, TrainSettings
@@ -12,21 +12,11 @@ from fedortho.storage.files import check_writable
 from fedortho.training.loop import Epoch
 from fedortho.training.recipe import Recipe, learning_rate
 
-
-class HasHistory(Protocol):
-    """The progress of a training or of a federation, which includes all epochs or rounds so far."""
-
-    @property
-    def history(self) -> Sequence[Epoch]: ...
-
-
-Reported = TypeVar("Reported", bound=HasHistory)
+Watch = Callable[[Any], None]  # of a training or a federation; what it receives has the history so far
 
 
 @contextmanager
-def tensorboard_watch(
-    directory: Path | None, run: Path, settings: TrainSettings, watch: Callable[[Reported], None]
-) -> Iterator[Callable[[Reported], None]]:
+def tensorboard_watch(directory: Path | None, run: Path, settings: TrainSettings, watch: Watch) -> Iterator[Watch]:
     """A watcher that calls `watch` and writes each epoch or round into DIRECTORY/NAME OF THE RUN.
 
     Without a directory it is `watch` itself. A training that continues writes its whole history again and marks the
@@ -37,53 +27,42 @@ def tensorboard_watch(
         return
     try:
         from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise FedOrthoError(
-            "--tensorboard needs the package tensorboard; run: pip install 'fedortho[tensorboard]'"
-        ) from error
-    files, recipe = directory / run.absolute().name, settings.recipe
-    try:
+
+        files = directory / run.absolute().name
         files.mkdir(parents=True, exist_ok=True)
+    except ImportError as error:
+        raise FedOrthoError("--tensorboard needs its package; run: pip install 'fedortho[tensorboard]'") from error
     except OSError as error:
         raise FedOrthoError(f"{files} cannot be written: {error.strerror}; choose another --tensorboard") from error
     check_writable(files)
-    if isinstance(settings, FederateSettings):
-        recipe = replace(recipe, epochs=settings.rounds)
-    writer: SummaryWriter | None = None
-    written = 0
+    rounds = {"epochs": settings.rounds} if isinstance(settings, FederateSettings) else {}
+    recipe, writers, written = replace(settings.recipe, **rounds), list[SummaryWriter](), 0
 
-    def report(now: Reported) -> None:
-        nonlocal writer, written
+    def report(now: Any) -> None:
+        nonlocal written
         watch(now)
         if len(now.history) > written:
-            writer = writer or SummaryWriter(str(files), purge_step=1)
+            if not writers:  # a training that was finished before writes nothing
+                writers.append(closed.enter_context(SummaryWriter(str(files), purge_step=1)))
             for entry in now.history[written:]:
                 for name, value in scalars(entry, recipe).items():
-                    writer.add_scalar(name, value, entry.epoch + 1)
+                    writers[0].add_scalar(name, value, entry.epoch + 1)
             written = len(now.history)
-            writer.flush()  # or a killed training would lose its last epochs
+            writers[0].flush()  # or a killed training would lose its last epochs
 
-    try:
+    with ExitStack() as closed:
         yield report
-    finally:
-        if writer is not None:
-            writer.close()
 
 
 def scalars(entry: Epoch, recipe: Recipe) -> dict[str, float]:
-    """The measured numbers of an epoch or round, by the names of their curves.
-
-    >>> entry = Epoch(0, 0.5, 0.9, None, 0.8, 2.0, images=100)
-    >>> scalars(entry, Recipe(lr=0.1))["accuracy/validation"], scalars(entry, Recipe(lr=0.1))["lr"]
-    (0.8, 0.1)
-    """
-    known: dict[str, Any] = {
+    """The measured numbers of an epoch or round, by the names of their curves."""
+    known = {
         "loss": entry.loss,
         "accuracy/training": entry.accuracy,
         "accuracy/validation": entry.valid,
         "lr": learning_rate(recipe, entry.epoch),  # at the beginning of the epoch
         "seconds": entry.seconds,
-        "images per second": None if not entry.images or not entry.seconds else entry.images / entry.seconds,
+        "images per second": entry.images / entry.seconds if entry.images and entry.seconds else None,
         "orthogonality penalty": entry.ortho,
         "clients": entry.clients,
         "drift": entry.drift,

@@ -12,7 +12,8 @@ from fedortho.evaluation.accuracies import share_correct
 from fedortho.evaluation.case import Case
 from fedortho.evaluation.membership_attacks import ATTACKS, Predictions, correctness, loss_separation
 from fedortho.evaluation.metrics import Measurement, Metric, measure_metric
-from fedortho.evaluation.model_outputs import SAMPLE, EvaluationSets, ModelOutputs, untrained_like
+from fedortho.evaluation.model_outputs import SAMPLE, EvaluationSets, ModelOutputs
+from fedortho.models.zoo import reinitialised
 
 PAPER_ATTACK = "confidence"
 
@@ -142,7 +143,7 @@ def _model_metrics(sets: EvaluationSets, original: ModelOutputs) -> dict[str, Ca
         for name, quantile in (("min", 0.0), ("q1", 0.25), ("median", 0.5), ("q3", 0.75)):
             metrics[f"client-change-{name}"] = partial(_client_change, quantile, original)
     metrics |= {f"mia-{name}": partial(_member_rate, name) for name in ATTACKS}
-    untrained = cache(lambda: ModelOutputs("an untrained model", untrained_like(original.model, sets.case.seed), sets))
+    untrained = cache(lambda: ModelOutputs("an untrained model", reinitialised(original.model, sets.case.seed), sets))
     return metrics | {"loss-separation": _separation, "zrf": lambda outputs: _zrf_against(untrained(), outputs)}
 
 

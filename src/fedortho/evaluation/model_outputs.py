@@ -129,17 +129,3 @@ class ModelOutputs:
     def _attack(self, name: str) -> AttackResult:
         known = KnownImages(self.predictions("retain"), self.predictions("test", self.sets.non_members))
         return ATTACKS[name](self.attacked, known, seed=self.sets.case.seed)
-
-
-def untrained_like(model: nn.Module, seed: int) -> nn.Module:
-    """A copy, re-initialised by each layer's own initialisation; the caller's random state is unchanged."""
-    fresh = copy.deepcopy(model).cpu()
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        for name, module in fresh.named_modules():
-            reset = getattr(module, "reset_parameters", None)
-            if callable(reset):
-                reset()
-            elif list(module.parameters(recurse=False)):
-                raise BadSetting(f"{name or 'the model'} ({type(module).__name__}) has no reset_parameters")
-    return fresh

@@ -9,60 +9,17 @@ from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedortho.errors import BadSetting, FedOrthoError
 from fedortho.federated import SWITCHES
 from fedortho.federated.launch import CONNECTION, Scalar, connection_toml, need_flower
 
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
 FIRST_NODE_PORT = 9094  # where a node talks to its own client app, on its own machine only
 VALID_FOR = datetime.timedelta(days=730)
-SHIM = '''"""The app that Flower loads {where}; its code is in fedortho.{package}."""
-
-from fedortho.{package} import {module}_app
-
-app = {module}_app()
-'''
-PROLOGUE = """#!/bin/sh
-# {about}
-set -eu
-umask 077
-here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)
-export {switches}
-command -v {command} >/dev/null || {{ echo "no {command} on the PATH: activate fedortho's environment" >&2; exit 2; }}
-"""
-SUPERLINK = """export FLWR_HOME="$here/superlink"
-mkdir -p "$FLWR_HOME"
-exec flower-superlink --host {bind} --port {port} --database "$FLWR_HOME/state.db" {security}
-"""
-NODE = """export FLWR_HOME="$here/node-{node}"
-store=${{FEDORTHO_STORE:-$FLWR_HOME/store}}  # its model, its ledger, and the record of what it has forgotten
-data=${{FEDORTHO_DATA:-}}                    # directory of its own images; empty: its share of the run's dataset
-case "$store$data" in *\\'*) echo "FEDORTHO_STORE and FEDORTHO_DATA must be without quotes" >&2; exit 2 ;; esac
-mkdir -p "$store"
-config="partition-id={node} num-partitions={nodes} store='$store'"
-[ -z "$data" ] || config="$config data='$data'"
-exec flower-supernode --superlink {link} --port {own_port} --node-config "$config" {security}
-"""
-REGISTER = """FLWR_HOME=$(mktemp -d)
-export FLWR_HOME
-trap 'rm -rf "$FLWR_HOME"' EXIT
-sed "s|^root-certificates = .*|root-certificates = '$here/ca.crt'|" "$here/config.toml" >"$FLWR_HOME/config.toml"
-for key in "$here"/keys/node-*.pub; do
-    said=$(flwr supernode register "$key" {connection} 2>&1) && said=registered
-    case "$said" in registered) ;; *"already in use"*) said="known already" ;; *) echo "$said" >&2; exit 1 ;; esac
-    echo "$(basename "$key"): $said"
-done
-"""
-README = """{warning}Copy into one directory on each machine, with modes kept (rsync -a):
-
-{where}
-
-Every machine needs the same version of fedortho[federated]. Start superlink.sh, {register}start each
-node-N.sh; then, on the SuperLink's machine: fedortho federate --backend superlink --deployment THIS_DIRECTORY --out RUN
-Anyone who reaches the SuperLink's port can run code there and on every client: let only the clients' machines reach it.
-{secret}"""
-SECRET = "Keep server.key only on the SuperLink's machine and keys/node-N only on client N's; remove the copies here.\n"
 
 
 def write_deployment(
@@ -107,11 +64,12 @@ def app_pyproject(config: Mapping[str, Scalar]) -> str:
 
 def app_files(config: Mapping[str, Scalar]) -> dict[str, str]:
     """The files of the Flower app by name; app/ in the repository and in every deployment is written from them."""
+    shim = _templates().get_template("app.py.j2")
     return {
         "pyproject.toml": app_pyproject(config),
         "fedortho_app/__init__.py": '"""The Flower app: two shims, no logic."""\n',
-        "fedortho_app/client_app.py": SHIM.format(module="client", package="federated.client", where="on a client"),
-        "fedortho_app/server_app.py": SHIM.format(
+        "fedortho_app/client_app.py": shim.render(module="client", package="federated.client", where="on a client"),
+        "fedortho_app/server_app.py": shim.render(
             module="server", package="requests.server_app", where="beside the SuperLink"
         ),
     }
@@ -135,41 +93,26 @@ def _is_ip(address: str) -> bool:
 
 
 def _texts(out: Path, nodes: int, address: str, link: str, insecure: bool) -> dict[str, str]:
+    """The scripts, the SuperLink's address as `flwr` reads it, and a README, by name."""
     local = address == "localhost" or (_is_ip(address) and ipaddress.ip_address(address).is_loopback)
     bind = ("127.0.0.1" if address == "localhost" else address) if local else "::" if ":" in address else "0.0.0.0"
-    guard = '--ssl-ca-certfile "$here/ca.crt" --ssl-certfile "$here/server.crt" --ssl-keyfile "$here/server.key"'
-    guard = "--insecure" if insecure else guard + " --enable-supernode-auth"
-    start = _script("flower-superlink", "The SuperLink: start it first, on a machine that the nodes can reach.")
-    texts = {
-        "superlink.sh": start + SUPERLINK.format(bind=bind, port=link.rpartition(":")[2], security=guard),
-        "config.toml": connection_toml(link, None if insecure else out / "ca.crt"),
-    }
-    for node in range(nodes):
-        proof = f'--root-certificates "$here/ca.crt" --auth-supernode-private-key "$here/keys/node-{node}"'
-        slots = {"node": node, "nodes": nodes, "link": link, "own_port": FIRST_NODE_PORT + node}
-        text = NODE.format(**slots, security="--insecure" if insecure else proof)
-        texts[f"node-{node}.sh"] = _script("flower-supernode", f"Client {node} of {nodes}, counted from 0.") + text
-    if not insecure:
-        about = "Registers the nodes' public keys: run it once, while superlink.sh is running."
-        texts["register.sh"] = _script("flwr", about) + REGISTER.format(connection=CONNECTION)
-    return texts | {"README.txt": _readme(nodes, insecure)}
-
-
-def _script(command: str, about: str) -> str:
     switches = " ".join(f"{name}={value}" for name, value in SWITCHES.items())
-    return PROLOGUE.format(about=about, switches=switches, command=command)
+    slots = {"nodes": nodes, "link": link, "bind": bind, "port": link.rpartition(":")[2], "insecure": insecure}
+    slots |= {"switches": switches, "connection": CONNECTION}
+    templates = _templates()
+    names = ("superlink.sh", "README.txt") if insecure else ("superlink.sh", "README.txt", "register.sh")
+    texts = {name: templates.get_template(f"{name}.j2").render(slots) for name in names}
+    node_script = templates.get_template("node.sh.j2")
+    for node in range(nodes):
+        texts[f"node-{node}.sh"] = node_script.render(slots, node=node, own_port=FIRST_NODE_PORT + node)
+    return texts | {"config.toml": connection_toml(link, None if insecure else out / "ca.crt")}
 
 
-def _readme(nodes: int, insecure: bool) -> str:
-    key = "" if insecure else "ca.crt keys/node-{0} "
-    where = [f"  client {node}: {key.format(node)}node-{node}.sh" for node in range(nodes)]
-    own = "" if insecure else "ca.crt server.crt server.key keys/*.pub register.sh "
-    return README.format(
-        warning="NO ENCRYPTION, NO KEYS: FOR TESTS ON ONE MACHINE ONLY.\n\n" if insecure else "",
-        where="\n".join([f"  SuperLink: {own}superlink.sh config.toml app/", *where]),
-        register="" if insecure else "run register.sh once, ",
-        secret="" if insecure else SECRET,
-    )
+def _templates() -> "Environment":
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    loader = PackageLoader("fedortho", "federated/deployment")
+    return Environment(loader=loader, trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
 
 
 def _fill(folder: Path, texts: Mapping[str, str], secrets: Mapping[str, bytes]) -> None:

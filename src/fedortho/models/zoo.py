@@ -216,7 +216,7 @@ def reinitialised(model: nn.Module, seed: int) -> nn.Module:
     """A copy of the network whose modules have drawn their initial weights again, by the seed."""
     fresh = copy.deepcopy(model).cpu()
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # the CPU's alone: no GPU draws here
         for name, module in fresh.named_modules():
             reset = getattr(module, "reset_parameters", None)
             if callable(reset):
