@@ -27,6 +27,26 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield place
 
 
+# Files with the most seconds, longest first, and then the others: so the workers of `make test` end together.
+LONG = (
+    *(
+        "cli/test_app",
+        "requests/test_judging",
+        "requests/test_tuning",
+        "methods/test_contract",
+        "federated/test_server",
+    ),
+    *("federated/test_engine", "test_docs", "test_readme", "audits/test_audits", "requests/test_checking"),
+    *("requests/test_comparing", "methods/test_federated", "requests/test_deleting", "audits/test_attacks"),
+    *("reports/test_page", "reports/test_browser", "evidence/test_bundle", "test_examples", "experiments/test_runner"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {f"tests/{name}.py": place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(LONG)))
+
+
 torch.set_num_threads(1)  # the nets are tiny: a second thread only waits for the first
 
 

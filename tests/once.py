@@ -1,5 +1,6 @@
 """Trained models and runs are made once per test session; other worker processes wait for the files and read them."""
 
+import hashlib
 import os
 import shutil
 from collections.abc import Callable
@@ -9,6 +10,10 @@ import pytest
 from filelock import FileLock
 from safetensors.torch import load_model, save_model
 from torch import nn
+
+from fedortho.runs.run import Run, open_run
+from fedortho.runs.settings import TrainSettings
+from fedortho.runs.training import train_run
 
 
 def session_directory(factory: pytest.TempPathFactory) -> Path:
@@ -29,6 +34,14 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
             make(place)
             finished.touch()
     return place
+
+
+def run_once(factory: pytest.TempPathFactory, path: Path, settings: TrainSettings) -> Run:
+    """A copy at `path` of the run with these settings, which is trained once per session."""
+    name = f"run-{hashlib.sha256(repr(settings).encode()).hexdigest()[:12]}"
+    made = made_once(factory, name, lambda place: train_run(place / "run", settings))
+    shutil.copytree(made / "run", path)
+    return open_run(path)
 
 
 def trained_once(

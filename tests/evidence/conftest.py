@@ -1,11 +1,12 @@
 """Runs that forgot, and bundles of them."""
 
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 from bundles import HOW, REQUEST, Runs, no_audits
-from once import made_once
+from once import made_once, run_once
 
 from fedortho.audits.verdict import write_verdict
 from fedortho.cli.show import report_command
@@ -15,7 +16,6 @@ from fedortho.evidence.signature import make_key
 from fedortho.requests.forgetting import serve_request
 from fedortho.runs.run import open_run
 from fedortho.runs.settings import TrainSettings
-from fedortho.runs.training import train_run
 
 TRAINED = TrainSettings(data="digits", model="vgg-mini", epochs=2, batch_size=64, lr=0.05, threads=1, crop=0, flip=0.0)
 
@@ -24,12 +24,13 @@ TRAINED = TrainSettings(data="digits", model="vgg-mini", epochs=2, batch_size=64
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """A model, the same after forgetting class 3, and after forgetting class 5 as well; a copy for each process."""
     place = tmp_path_factory.mktemp("runs")
-    shutil.copytree(made_once(tmp_path_factory, "evidence", _write_runs), place, dirs_exist_ok=True)
+    made = made_once(tmp_path_factory, "evidence", partial(_write_runs, tmp_path_factory))
+    shutil.copytree(made, place, dirs_exist_ok=True)
     return {name: open_run(place / name) for name in ("first", "second", "third")}
 
 
-def _write_runs(place: Path) -> None:
-    run = train_run(place / "first", TRAINED)
+def _write_runs(factory: pytest.TempPathFactory, place: Path) -> None:
+    run = run_once(factory, place / "first", TRAINED)
     data = run.load_data()
     for name, words in (("second", "class:3"), ("third", "class:5")):
         forgot = serve_request(

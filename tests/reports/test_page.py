@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from once import run_once
 from pages import data_pngs, embedded
 from PIL import Image
 from verdicts import EVIL, RECORD, VERDICT
@@ -62,7 +63,7 @@ def forgot(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run that has forgotten a class, with the one it was made from and a retrained one beside it."""
     place = tmp_path_factory.mktemp("report")
     settings = TrainSettings(data="digits", model="small:SmallNet", epochs=3, crop=0, flip=0.0, threads=1, device="cpu")
-    run = train_run(place / "original", settings)
+    run = run_once(tmp_path_factory, place / "original", settings)
     request = ForgetRequest.parse("class:3")
     train_run(place / "retrained", replace(reference_settings(run, request), epochs=3))
     served = serve_request(run, run.load_data(), request, Hide(max_retain_drop=0.2, target=0.2), out=place / "forgot")

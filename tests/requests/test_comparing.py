@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import told
+from once import run_once
 from small import SETTINGS, write_images
 from torch import nn
 
@@ -37,7 +38,7 @@ QUICK = {"finetune": {"epochs": 1}}
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     settings = TrainSettings(data="digits", model="small:SmallNet", epochs=3, crop=0, flip=0.0, threads=1, device="cpu")
-    return train_run(tmp_path_factory.mktemp("compare") / "run", settings)
+    return run_once(tmp_path_factory, tmp_path_factory.mktemp("compare") / "run", settings)
 
 
 def row(name: str, forget: float, retain: float) -> Row:
@@ -143,7 +144,7 @@ def test_data_that_moved_is_found_by_a_comparison_in_a_federation(tmp_path: Path
 
 
 def test_federaser_replays_what_a_run_kept_and_references_keep_nothing(tmp_path: Path) -> None:
-    settings = replace(SETTINGS, model="small:SmallNet", clients=3, rounds=3, split="iid", epochs=2, keep_updates=True)
+    settings = replace(SETTINGS, model="small:SmallNet", clients=3, rounds=3, split="iid", keep_updates=True)
     run = train_federation(tmp_path / "run", settings)
     assert len(list((run.path / "updates").glob("round-*/client-*"))) == 9
     request = ForgetRequest.parse("client:1")
@@ -173,15 +174,15 @@ def test_the_command_shows_a_table_and_writes_results(run: Run, tmp_path: Path) 
 
 def test_the_command_tunes_and_what_it_writes_can_be_compared_with(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "tuned.json"
-    shown = told("tune", "ssd", str(run.path), "class:3", "--out", str(file))
+    shown = told("tune", "paper", str(run.path), "class:3", "--out", str(file))
     assert "candidates 12, images 10,000, trials 6, epochs 1" in shown
-    assert "trial 6 on" in shown
-    assert "best for ssd: alpha" in shown
+    assert "trial 5 on" in shown
+    assert "best for paper: ratio" in shown
     trials = read_json(tmp_path / "tuned.trials.json")
     assert (trials["request"], trials["tuned-on"] == "class:3") == ("class:3", False), "it was drawn"
-    alpha = read_json(file)["ssd"]["alpha"]
-    told("compare", str(run.path), "class:3", "--methods", "ssd", "--settings", str(file), "--out", str(tmp_path / "o"))
-    assert read_json(tmp_path / "o" / "ssd.json")["settings"]["alpha"] == alpha
+    ratio, out = read_json(file)["paper"]["ratio"], tmp_path / "o"
+    told("compare", str(run.path), "class:3", "--methods", "paper", "--settings", str(file), "--out", str(out))
+    assert read_json(out / "paper.json")["settings"]["ratio"] == ratio
     with pytest.raises(FedOrthoError, match="retrain has nothing to tune; choose from"):
         told("tune", "ssd,retrain", run.path, "class:3", "--out", file)
     with pytest.raises(FedOrthoError, match="unsir does not serve samples:1; leave it out"):

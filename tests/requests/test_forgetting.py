@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from once import run_once
 
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import FedOrthoError
@@ -14,7 +15,6 @@ from fedortho.models.patch import load_patch
 from fedortho.requests.forgetting import serve_request, undo_run
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.settings import TrainSettings
-from fedortho.runs.training import train_run
 from fedortho.storage.files import tensors_digest
 from fedortho.storage.journal import check_journal
 
@@ -33,7 +33,7 @@ REQUEST = ForgetRequest.parse("class:3")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return train_run(tmp_path_factory.mktemp("runs") / "run", SETTINGS)
+    return run_once(tmp_path_factory, tmp_path_factory.mktemp("runs") / "run", SETTINGS)
 
 
 @pytest.mark.parametrize("name", HOW)
@@ -70,8 +70,10 @@ def test_a_second_request_does_not_train_on_what_the_first_has_removed(run: Run,
     assert second.retain_paid == pytest.approx(sum(paid))
 
 
-def test_the_journal_tells_of_a_request_that_was_executed_and_of_one_that_was_refused(tmp_path: Path) -> None:
-    run = train_run(tmp_path / "run", SETTINGS)
+def test_the_journal_tells_of_a_request_that_was_executed_and_of_one_that_was_refused(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    run = run_once(tmp_path_factory, tmp_path / "run", SETTINGS)
     data = run.load_data()
     serve_request(run, data, REQUEST, "paper", out=tmp_path / "forgot")
     with pytest.raises(FedOrthoError, match="class-pruning"):

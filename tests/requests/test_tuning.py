@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from once import run_once
 from torch import nn
 
 import fedortho.requests.run_context as context_module
@@ -24,7 +25,6 @@ from fedortho.requests.search import FIXED, GRIDS, Attempt, Budget, Search, grid
 from fedortho.requests.tuning import TuningTrials, stand_in, tune, tune_method
 from fedortho.runs.run import Run, load_run_data
 from fedortho.runs.settings import TrainSettings
-from fedortho.runs.training import train_run
 from fedortho.storage.files import locked, read_json
 from fedortho.storage.records import read_record
 
@@ -35,7 +35,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     settings = TrainSettings(data="digits", model="small:SmallNet", epochs=3, crop=0, flip=0.0, threads=1, device="cpu")
-    return train_run(tmp_path_factory.mktemp("tune") / "run", settings)
+    return run_once(tmp_path_factory, tmp_path_factory.mktemp("tune") / "run", settings)
 
 
 @pytest.fixture(scope="module")

@@ -95,24 +95,17 @@ def parse_assignments(kind: type[Any], words: Sequence[str]) -> dict[str, Any]:
     >>> parse_assignments(Recipe, ["lr=0.01", "ortho-every=2"])
     {'lr': 0.01, 'ortho_every': 2}
     """
-    types, values = field_types(kind), {}
+    types, values = field_types(kind), dict[str, Any]()
     for word in words:
-        key, equals, text = word.partition("=")
+        key, equals, text = map(str.strip, word.partition("="))
         if not equals:
             raise BadSetting(f"--set {word} has no value; write --set NAME=VALUE")
-        name = key.strip().replace("-", "_")
+        name = key.replace("-", "_")
         if name not in types:
-            raise unknown("setting", key.strip(), map(kebab, types))
-        values[name] = _parse(types[name], key, text.strip())
+            raise unknown("setting", key, map(kebab, types))
+        try:
+            values[name] = {"true": True, "false": False}[text] if types[name] is bool else types[name](text)
+        except (KeyError, ValueError) as error:
+            wanted = "true or false" if types[name] is bool else f"a value of type {types[name].__name__}"
+            raise BadSetting(f"{key} is {text!r}; expected {wanted}") from error
     return values
-
-
-def _parse(wanted: type[Any], key: str, text: str) -> Any:
-    if wanted is bool:
-        if text not in ("true", "false"):
-            raise BadSetting(f"{key} is {text!r}; expected true or false")
-        return text == "true"
-    try:
-        return wanted(text)
-    except ValueError as error:
-        raise BadSetting(f"{key} is {text!r}; expected a value of type {wanted.__name__}") from error

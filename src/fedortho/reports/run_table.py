@@ -34,9 +34,8 @@ class RunRow:
 
     def words(self) -> tuple[str, ...]:
         what = f"{self.method} {self.request}".strip() or "trained"
-        shares = (
-            "–" if share is None else f"{share:.1%}" for share in (self.forget, self.retain, self.test, self.probe)
-        )
+        numbers = (self.forget, self.retain, self.test, self.probe)
+        shares = ("–" if share is None else f"{share:.1%}" for share in numbers)
         seconds = "–" if self.seconds is None else f"{self.seconds:.1f}"
         failed = "–" if self.failed is None else self.failed or "none"
         return (self.run, what, *shares, failed, seconds)
@@ -93,15 +92,10 @@ def _row(run: Run, name: str) -> RunRow:
     settings, record = run.settings, run.record
     row = RunRow(name, record.data.name, settings.model, settings.seed, "", "", test=record.result.test_accuracy)
     if not record.requests:
-        kind = "federated " if isinstance(settings, FederateSettings) else "imported " if record.imported_from else ""
-        method = (
-            f"{kind}without {settings.without}"
-            if settings.without
-            else kind.strip()
-            if record.imported_from
-            else f"{kind}trained"
-        )
-        return replace(row, method=method, seconds=sum(epoch.seconds for epoch in run.history()) or None)
+        kind = "federated" if isinstance(settings, FederateSettings) else "imported" if record.imported_from else ""
+        how = f"without {settings.without}" if settings.without else "" if record.imported_from else "trained"
+        seconds = sum(epoch.seconds for epoch in run.history()) or None
+        return replace(row, method=f"{kind} {how}".strip(), seconds=seconds)
     served = record.requests[-1]
     seconds = None if served.cost is None else served.cost.seconds
     row = replace(row, request=served.request, method=served.method, seconds=seconds)
