@@ -29,16 +29,11 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 # Files with the most seconds, longest first, and then the others: so the workers of `make test` end together.
 LONG = (
-    *(
-        "cli/test_app",
-        "requests/test_judging",
-        "requests/test_tuning",
-        "methods/test_contract",
-        "federated/test_server",
-    ),
-    *("federated/test_engine", "test_docs", "test_readme", "audits/test_audits", "requests/test_checking"),
-    *("requests/test_comparing", "methods/test_federated", "requests/test_deleting", "audits/test_attacks"),
-    *("reports/test_page", "reports/test_browser", "evidence/test_bundle", "test_examples", "experiments/test_runner"),
+    *("cli/test_app", "requests/test_judging", "requests/test_tuning", "methods/test_contract"),
+    *("federated/test_server", "federated/test_engine", "requests/test_checking", "requests/test_comparing"),
+    *("methods/test_federated", "audits/test_audits", "audits/test_attacks", "runs/test_training"),
+    *("requests/test_deleting", "reports/test_page", "reports/test_browser", "evidence/test_bundle"),
+    *("test_examples", "experiments/test_runner", "test_readme"),
 )
 
 

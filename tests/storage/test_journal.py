@@ -1,15 +1,13 @@
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from journals import writer
 
 import fedortho.storage.journal
 from fedortho.errors import Busy, FedOrthoError
@@ -23,20 +21,6 @@ from fedortho.storage.journal import (
     parse_entry,
     read_journal,
 )
-
-WRITER = """
-import sys
-from pathlib import Path
-from fedortho.storage.journal import append_entry
-name, number = sys.argv[2], int(sys.argv[3])
-for place in range(number):
-    append_entry(Path(sys.argv[1]), "received", name, f"samples:{place}", details={"filler": "x" * 2000})
-    print(place, flush=True)
-"""
-
-
-def writer(place: Path, name: str, number: int) -> "subprocess.Popen[bytes]":
-    return subprocess.Popen([sys.executable, "-c", WRITER, place, name, str(number)], stdout=subprocess.PIPE)
 
 
 def lines_of(place: Path) -> list[bytes]:
@@ -248,17 +232,16 @@ def test_a_broken_chain_is_not_extended(place: Path) -> None:
 
 
 def test_processes_that_write_at_once_and_one_killed_among_them_leave_a_whole_journal(tmp_path: Path) -> None:
-    steady = [writer(tmp_path, name, 25) for name in ("a", "b")]
-    killed = writer(tmp_path, "killed", 10_000)
-    assert killed.stdout is not None
+    steady = [writer(tmp_path, name, 25)[0] for name in ("a", "b")]
+    killed, told = writer(tmp_path, "killed", 10_000)
     for _ in range(8):
-        killed.stdout.readline()
+        told.recv()
     time.sleep(0.01)
-    killed.send_signal(signal.SIGKILL)
-    killed.communicate()
+    killed.kill()
     for process in steady:
-        process.communicate(timeout=60)
-        assert process.returncode == 0
+        process.join(timeout=60)
+        assert process.exitcode == 0
+    killed.join()
     journal = check_journal(tmp_path)
     for name in ("a", "b"):
         mine = [entry.request for entry in journal.entries if entry.run == name]

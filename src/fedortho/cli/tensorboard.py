@@ -35,8 +35,9 @@ def tensorboard_watch(directory: Path | None, run: Path, settings: TrainSettings
     except OSError as error:
         raise FedOrthoError(f"{files} cannot be written: {error.strerror}; choose another --tensorboard") from error
     check_writable(files)
-    rounds = {"epochs": settings.rounds} if isinstance(settings, FederateSettings) else {}
-    recipe, writers, written = replace(settings.recipe, **rounds), list[SummaryWriter](), 0
+    recipe, writers, written = settings.recipe, list[SummaryWriter](), 0
+    if isinstance(settings, FederateSettings):
+        recipe = replace(recipe, epochs=settings.rounds)
 
     def report(now: Any) -> None:
         nonlocal written
