@@ -2,6 +2,7 @@
 
 import ast
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,11 @@ HEAVY = {
 }
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(tree: ast.AST) -> list[str]:
     found = []
     for node in ast.walk(tree):
@@ -62,7 +68,7 @@ def imports(tree: ast.AST) -> list[str]:
 
 
 def own_imports(module: str) -> list[str]:
-    names = [name for name in imports(ast.parse(MODULES[module].read_text())) if name.split(".")[0] == "fedortho"]
+    names = [name for name in imports(tree_of(MODULES[module])) if name.split(".")[0] == "fedortho"]
     return [name.partition(".")[2] for name in names]
 
 
@@ -90,7 +96,7 @@ def test_modules_of_a_package_do_not_import_each_other_in_circles() -> None:
 def test_a_public_name_is_defined_in_one_module_only() -> None:
     defined: Counter[str] = Counter()
     for path in MODULES.values():
-        for node in ast.parse(path.read_text()).body:
+        for node in tree_of(path).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
                 defined[node.name] += 1
     assert [name for name, times in defined.items() if times > 1] == []
@@ -98,7 +104,7 @@ def test_a_public_name_is_defined_in_one_module_only() -> None:
 
 def test_heavy_libraries_load_only_when_used_and_unsafe_ones_never() -> None:
     for path in MODULES.values():
-        tree = ast.parse(path.read_text())
+        tree = tree_of(path)
         top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
         for name in imports(ast.Module(top, [])):
             is_grid = path.stem == "local_grid" and name.startswith("flwr.")  # its class is one of Flower's
@@ -117,7 +123,7 @@ ON_THE_CPU = {  # what these are given has left the device already: answers, sum
 def test_numbers_come_to_the_cpu_before_they_become_float64_which_mps_lacks() -> None:
     for module, path in MODULES.items():
         lines = path.read_text().splitlines()
-        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        calls = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)]
         methods = [(call.func, ast.unparse(call)) for call in calls if isinstance(call.func, ast.Attribute)]
         for method, words in methods:
             if method.attr == "double" or (method.attr in ("to", "type") and "float64" in words):

@@ -3,17 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from fedortho.reports.figures.style import (
-    HATCHES,
-    ROLE_NAMES,
-    ROLES,
-    entitle,
-    grid_lines,
-    grouped_bars,
-    new_figure,
-    percent,
-    percent_axis,
-)
+from fedortho.reports.figures import style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,44 +12,46 @@ if TYPE_CHECKING:
 
 def relearn_steps_figure(steps: Mapping[str, Mapping[str, float | None]], most: int) -> "Figure":
     """Steps until the forget set is relearned, by number of its images and by role; None: not within `most`."""
-    figure, ((ax,),) = new_figure(6.2, 3.4)
-    roles = [role for role in ROLES if any(role in found for found in steps.values())]
+    figure, ((ax,),) = style.new_figure(6.2, 3.4)
+    roles = [role for role in style.ROLES if any(role in found for found in steps.values())]
     taken = {role: [found.get(role) for found in steps.values()] for role in roles}
     heights = {role: [float(most if one is None else one) for one in taken[role]] for role in roles}
-    series = [(ROLE_NAMES[role], heights[role], ROLES[role][0], HATCHES[role]) for role in roles]
-    places = grouped_bars(ax, series, [f"{key} forgotten images" for key in steps])
+    series = [(style.ROLE_NAMES[role], heights[role], style.ROLES[role][0], style.HATCHES[role]) for role in roles]
+    places = style.grouped_bars(ax, series, [f"{key} forgotten images" for key in steps])
     for role, across in zip(roles, places, strict=True):
         for place, height, one in zip(across, heights[role], taken[role], strict=True):
             text = f"> {most}" if one is None else f"{one:g}"
             ax.text(place, height, text, ha="center", va="bottom", fontsize=8)
     ax.set_ylabel("steps of training", fontsize=9)
     ax.margins(y=0.1)
-    grid_lines(ax)
+    style.grid_lines(ax)
     key, found = list(steps.items())[-1]
     parts = [
-        f"{ROLE_NAMES[r]} {f'over {most}' if found.get(r) is None else f'{found[r]:g}'}" for r in roles if r in found
+        f"{style.ROLE_NAMES[r]} {f'over {most}' if found.get(r) is None else f'{found[r]:g}'}"
+        for r in roles
+        if r in found
     ]
-    entitle(figure, f"Steps until the forget set is relearned from {key} images: {', '.join(parts)}")
+    style.entitle(figure, f"Steps until the forget set is relearned from {key} images: {', '.join(parts)}")
     return figure
 
 
 def probe_figure(recall: Mapping[str, Mapping[str, float]]) -> "Figure":
     """Recall of a linear probe for the forgotten class on the features of each layer, by role."""
-    figure, ((ax,),) = new_figure(6.2, 3.4)
+    figure, ((ax,),) = style.new_figure(6.2, 3.4)
     role_lines(ax, {role: (list(layers), list(layers.values())) for role, layers in recall.items()})
     ax.set_xlabel("layer, first to last", fontsize=9)
     ax.set_ylabel("recall on the forget set", fontsize=9)
     ax.tick_params(axis="x", labelrotation=30)
-    last = [f"{ROLE_NAMES[role]} {percent(list(layers.values())[-1])}" for role, layers in recall.items()]
-    entitle(figure, "A linear probe on the last layer still finds: " + ", ".join(last))
+    last = [f"{style.ROLE_NAMES[role]} {style.percent(list(layers.values())[-1])}" for role, layers in recall.items()]
+    style.entitle(figure, "A linear probe on the last layer still finds: " + ", ".join(last))
     return figure
 
 
 def role_lines(ax: "Axes", lines: Mapping[str, tuple[Sequence[float] | Sequence[str], Sequence[float]]]) -> None:
     for role, (places, values) in lines.items():
-        colour, marker, dash = ROLES[role]
-        ax.plot(places, values, color=colour, marker=marker, linestyle=dash, label=ROLE_NAMES[role])
-    percent_axis(ax)
+        colour, marker, dash = style.ROLES[role]
+        ax.plot(places, values, color=colour, marker=marker, linestyle=dash, label=style.ROLE_NAMES[role])
+    style.percent_axis(ax)
     ax.set_ylim(-0.03, 1.03)
-    grid_lines(ax)
+    style.grid_lines(ax)
     ax.legend(fontsize=8, frameon=False)

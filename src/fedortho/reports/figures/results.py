@@ -8,26 +8,7 @@ from torch import Tensor, nn
 
 from fedortho.data.images import Images
 from fedortho.models.predictions import Evaluation, logits_of
-from fedortho.reports.figures.style import (
-    AFTER,
-    BEFORE,
-    BLACK,
-    DASHES,
-    HATCH,
-    MARKERS,
-    REFERENCE,
-    ROLE_NAMES,
-    ROLES,
-    SERIES,
-    axis_names,
-    entitle,
-    grid_lines,
-    grouped_bars,
-    name_axes,
-    new_figure,
-    percent,
-    percent_axis,
-)
+from fedortho.reports.figures import style
 from fedortho.training.loop import Epoch
 
 if TYPE_CHECKING:
@@ -51,44 +32,45 @@ def frontier_figure(
 
     `target` is the wanted forget accuracy, `least` the retain accuracy that the budget allows.
     """
-    figure, ((ax,),) = new_figure(6.4, 3.7)
+    figure, ((ax,),) = style.new_figure(6.4, 3.7)
     line = sorted(points)
     ratios = [point.ratio for point in line]
-    ax.plot(ratios, [p.retain for p in line], color=BEFORE, marker="o", label="retain accuracy")
-    ax.plot(ratios, [p.forget for p in line], color=AFTER, marker="s", linestyle="--", label="forget accuracy")
-    for bound, colour, name in ((target, AFTER, "target"), (least, BEFORE, "least retain accuracy")):
+    ax.plot(ratios, [p.retain for p in line], color=style.BEFORE, marker="o", label="retain accuracy")
+    ax.plot(ratios, [p.forget for p in line], color=style.AFTER, marker="s", linestyle="--", label="forget accuracy")
+    for bound, colour, name in ((target, style.AFTER, "target"), (least, style.BEFORE, "least retain accuracy")):
         if bound is not None:
-            ax.axhline(bound, color=colour, linestyle=":", linewidth=1, label=f"{name} {percent(bound)}")
-    ax.axvline(chosen.ratio, color=BLACK, linewidth=1)
+            ax.axhline(bound, color=colour, linestyle=":", linewidth=1, label=f"{name} {style.percent(bound)}")
+    ax.axvline(chosen.ratio, color=style.BLACK, linewidth=1)
     heights = [chosen.forget, chosen.retain]
-    ax.plot([chosen.ratio] * 2, heights, "*", color=BLACK, markersize=13, linestyle="none", label="chosen")
+    ax.plot([chosen.ratio] * 2, heights, "*", color=style.BLACK, markersize=13, linestyle="none", label="chosen")
     if len(ratios) > 1 and min(ratios) > 0 and max(ratios) / min(ratios) > 5:
         ax.set_xscale("log")
-    percent_axis(ax, "x")
-    percent_axis(ax)
+    style.percent_axis(ax, "x")
+    style.percent_axis(ax)
     ax.set_ylim(-0.03, 1.03)
-    name_axes(ax, "kernels edited in each layer", "accuracy", grid="both")
+    style.name_axes(ax, "kernels edited in each layer", "accuracy", grid="both")
     ax.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    text = f"Editing {percent(chosen.ratio)} of the kernels leaves {percent(chosen.forget)} forget accuracy"
-    entitle(figure, f"{text} and {percent(chosen.retain)} retain accuracy")
+    text = f"Editing {style.percent(chosen.ratio)} of the kernels leaves {style.percent(chosen.forget)} forget accuracy"
+    style.entitle(figure, f"{text} and {style.percent(chosen.retain)} retain accuracy")
     return figure
 
 
 def training_figure(histories: Mapping[str, Sequence[Epoch]]) -> "Figure":
     """Validation accuracy over the epochs of training, or the rounds of a federation."""
-    figure, ((ax,),) = new_figure(6.2, 3.4)
+    figure, ((ax,),) = style.new_figure(6.2, 3.4)
     last, unit = [], "epoch"
     for number, (name, history) in enumerate(histories.items()):
         seen = [(entry.epoch + 1, entry.valid) for entry in history if entry.valid is not None]
-        style = {"color": SERIES[number], "linestyle": DASHES[number], "marker": MARKERS[number], "markersize": 4}
-        ax.plot([place for place, _ in seen], [value for _, value in seen], label=name, **style)  # type: ignore[arg-type]  # of several types
-        last += [f"{name} {percent(value)}" for _, value in seen[-1:]]
+        look = {"color": style.SERIES[number], "linestyle": style.DASHES[number], "markersize": 4}
+        look["marker"] = style.MARKERS[number]
+        ax.plot([place for place, _ in seen], [value for _, value in seen], label=name, **look)  # type: ignore[arg-type]  # of several types
+        last += [f"{name} {style.percent(value)}" for _, value in seen[-1:]]
         unit = "round" if any(entry.clients is not None for entry in history) else unit
     ax.xaxis.get_major_locator().set_params(integer=True)  # type: ignore[call-arg]  # of the automatic locator
-    percent_axis(ax)
-    name_axes(ax, f"{unit} of training", "validation accuracy")
+    style.percent_axis(ax)
+    style.name_axes(ax, f"{unit} of training", "validation accuracy")
     ax.legend(fontsize=8, frameon=False)
-    entitle(figure, f"Validation accuracy after the last {unit}: {', '.join(last)}")
+    style.entitle(figure, f"Validation accuracy after the last {unit}: {', '.join(last)}")
     return figure
 
 
@@ -109,23 +91,23 @@ def class_accuracy_figure(
 ) -> "Figure":
     """Accuracy on each class before and after, and of a reference model."""
     labels = most_changed(before, after, forget)
-    figure, ((ax,),) = new_figure(max(6.4, 0.42 * len(labels) + 2), 3.6)
-    scores = [("before", before, BEFORE, None), ("after forgetting", after, AFTER, HATCH)]
-    scores += [("retrained without it", reference, REFERENCE, "..")] if reference is not None else []
+    figure, ((ax,),) = style.new_figure(max(6.4, 0.42 * len(labels) + 2), 3.6)
+    scores = [("before", before, style.BEFORE, None), ("after forgetting", after, style.AFTER, style.HATCH)]
+    scores += [("retrained without it", reference, style.REFERENCE, "..")] if reference is not None else []
     series = [
         (name, [score.per_class[x] or 0.0 for x in labels], colour, hatch) for name, score, colour, hatch in scores
     ]
-    short = axis_names(names)
-    grouped_bars(ax, series, [short[label] for label in labels], rotation=45, ha="right")
+    short = style.axis_names(names)
+    style.grouped_bars(ax, series, [short[label] for label in labels], rotation=45, ha="right")
     for place, label in enumerate(labels):
         if label in forget:
             ax.axvspan(place - 0.5, place + 0.5, color="#eeeeee", zorder=-1)
             ax.get_xticklabels()[place].set_fontweight("bold")
-    percent_axis(ax)
+    style.percent_axis(ax)
     ax.set_ylim(0, 1)
     ax.set_ylabel("accuracy on test images", fontsize=9)
-    grid_lines(ax)
-    entitle(figure, _classes_finding(before, after, names, forget))
+    style.grid_lines(ax)
+    style.entitle(figure, _classes_finding(before, after, names, forget))
     return figure
 
 
@@ -135,11 +117,10 @@ def _classes_finding(before: Evaluation, after: Evaluation, names: Sequence[str]
         for label, (old, new) in enumerate(zip(before.per_class, after.per_class, strict=True))
         if old is not None and new is not None
     }
-    parts = [
-        f"{names[label]} falls from {percent(before.per_class[label] or 0)} to {percent(after.per_class[label] or 0)}"
-        for label in forget
-        if label in change
-    ]
+    parts = []
+    for label in (label for label in forget if label in change):
+        old, new = (style.percent(score.per_class[label] or 0) for score in (before, after))
+        parts.append(f"{names[label]} falls from {old} to {new}")
     retain = {label: value for label, value in change.items() if label not in forget}
     if retain:
         worst = min(retain, key=lambda label: retain[label])
@@ -164,7 +145,7 @@ def confusion_figure(before: Evaluation, after: Evaluation, names: Sequence[str]
     """Change of predictions: shares of each true class, after minus before."""
     change = confusion_change(before, after)
     are_few = len(names) <= MOST_CLASSES
-    figure, ((ax,),) = new_figure(6.2, 5.2)
+    figure, ((ax,),) = style.new_figure(6.2, 5.2)
     most = max(float(change.abs().max()), 0.01)
     shown = ax.imshow(100 * change.numpy(), cmap="PuOr", vmin=-100 * most, vmax=100 * most)
     for true, answer in ((t, a) for t in range(len(names)) for a in range(len(names)) if are_few):
@@ -172,7 +153,7 @@ def confusion_figure(before: Evaluation, after: Evaluation, names: Sequence[str]
             colour = "white" if abs(value) > 0.6 * most else "black"
             ax.text(answer, true, f"{100 * value:+.0f}", ha="center", va="center", fontsize=7, color=colour)
     ticks = range(len(names)) if are_few else range(0, len(names), 10)
-    short = axis_names(names)
+    short = style.axis_names(names)
     ax.set_xticks(ticks, [short[label] for label in ticks], rotation=60, ha="right")
     ax.set_yticks(ticks, [short[label] for label in ticks])
     for label in forget if are_few else ():
@@ -182,7 +163,7 @@ def confusion_figure(before: Evaluation, after: Evaluation, names: Sequence[str]
     bar = figure.colorbar(shown, ax=ax, shrink=0.8)
     bar.set_label("change in percentage points", fontsize=8)
     bar.ax.tick_params(labelsize=8)
-    entitle(figure, _confusion_finding(change, names, forget))
+    style.entitle(figure, _confusion_finding(change, names, forget))
     return figure
 
 
@@ -198,7 +179,7 @@ def _confusion_finding(change: Tensor, names: Sequence[str], forget: Sequence[in
             )
     retain = [label for label in range(len(names)) if label not in forget]
     changed = float(change[retain].clamp_min(0).sum(1).mean()) if retain else 0.0
-    parts.append(f"the shares of predictions on the other images change by {percent(changed)}")
+    parts.append(f"the shares of predictions on the other images change by {style.percent(changed)}")
     return "; ".join(parts)
 
 
@@ -210,16 +191,16 @@ def own_confidence(model: nn.Module, images: Images, *, device: torch.device | s
 
 def confidence_figure(confidence: Mapping[str, Tensor], what: str, bins: int = 20) -> "Figure":
     """Histograms of `own_confidence` on the forget set, by role: original, unlearned, reference."""
-    figure, ((ax,),) = new_figure(6.2, 3.3)
+    figure, ((ax,),) = style.new_figure(6.2, 3.3)
     for role, values in confidence.items():
-        colour, _, dash = ROLES[role]
+        colour, _, dash = style.ROLES[role]
         counts = torch.histc(values.clamp(0, 1), bins, 0, 1) / len(values)
         edges = [number / bins for number in range(bins + 1)]
-        ax.stairs(counts.tolist(), edges, color=colour, linewidth=1.8, linestyle=dash, label=ROLE_NAMES[role])
-    percent_axis(ax)
+        ax.stairs(counts.tolist(), edges, color=colour, linewidth=1.8, linestyle=dash, label=style.ROLE_NAMES[role])
+    style.percent_axis(ax)
     ax.set_ylim(bottom=0)
-    name_axes(ax, "probability given to the image's own class", "share of these images")
+    style.name_axes(ax, "probability given to the image's own class", "share of these images")
     ax.legend(fontsize=8, frameon=False)
-    means = [f"{ROLE_NAMES[role]} {percent(float(values.mean()))}" for role, values in confidence.items()]
-    entitle(figure, f"Mean confidence in {what}: " + ", ".join(means))
+    means = [f"{style.ROLE_NAMES[role]} {style.percent(float(values.mean()))}" for role, values in confidence.items()]
+    style.entitle(figure, f"Mean confidence in {what}: " + ", ".join(means))
     return figure
