@@ -232,13 +232,13 @@ def test_a_broken_chain_is_not_extended(place: Path) -> None:
 
 
 def test_processes_that_write_at_once_and_one_killed_among_them_leave_a_whole_journal(tmp_path: Path) -> None:
-    steady = [writer(tmp_path, name, 25)[0] for name in ("a", "b")]
+    steady = [writer(tmp_path, name, 25) for name in ("a", "b")]
     killed, told = writer(tmp_path, "killed", 10_000)
     for _ in range(8):
         told.recv()
     time.sleep(0.01)
     killed.kill()
-    for process in steady:
+    for process, _ in steady:
         process.join(timeout=60)
         assert process.exitcode == 0
     killed.join()
