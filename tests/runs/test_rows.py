@@ -14,6 +14,7 @@ from fedortho.data.request import ForgetRequest
 from fedortho.data.sources import load_images
 from fedortho.errors import BadData
 from fedortho.runs.rows import TrainedRows, hash_key, read_rows, rows_of
+from fedortho.runs.settings import TrainSettings
 
 NAMES = ("0", "1", "2")
 
@@ -30,7 +31,7 @@ def rows(tmp_path: Path) -> TrainedRows:
     made = rows_of(load_images(tmp_path / "data"), torch.zeros(0, dtype=torch.int64))
     assert made is not None
     made.save(tmp_path)
-    read = read_rows(tmp_path)
+    read = read_rows(tmp_path, TrainSettings())
     assert read is not None
     return read
 

@@ -150,6 +150,10 @@ class Dataset:
         rows = torch.cat([self.train.rows, *([self.valid.rows] if self.is_one_store else []), self.gone])
         return rows.sort().values
 
+    def with_gone(self) -> Images:
+        """The training images and rows whose images were deleted: what requests may name, without all pixels."""
+        return replace(self.train, rows=torch.cat([self.train.rows, self.gone]).sort().values)
+
     def with_key(self, key: bytes) -> "Dataset":
         """The dataset with the key of hashed ids, by which requests may name its training images."""
         ids = None if self.train.ids is None else replace(self.train.ids, key=key)

@@ -55,6 +55,7 @@ def load_images(
     seed: int = 0,
     size: int = 0,
     preprocessing: Preprocessing | None = None,
+    names: Sequence[str] = (),
     forgotten: bool = False,
     progress: Report | None = None,
 ) -> Dataset:
@@ -63,8 +64,9 @@ def load_images(
     The validation set is a share `valid` of the training split, the images at the path `valid`, or a share
     `valid_from_test` of the test split, which loses it. A row id is the row in the source's file; rows of several files
     are numbered on. Channel statistics of the training split normalise all three sets, unless `preprocessing` says
-    otherwise. `size` resizes every image to a square. Training and validation images that were forgotten and purged are
-    left out, unless `forgotten`.
+    otherwise. `size` resizes every image to a square. Classes are numbered in the order of `names`, whether they have
+    images or not, then as in the source. Training and validation images that were forgotten and purged are left out,
+    unless `forgotten`.
     """
     if size < 0:
         raise BadSetting(f"image-size must be 0 (unchanged) or a number of pixels, not {size}")
@@ -83,8 +85,10 @@ def load_images(
         logger.info("%s has no test split: %.0f %% of each class is used as one", name, 100 * TEST_SHARE)
     if not len(store.train):
         raise BadData(f"{name}: the training split is empty")
-    names = store.names or tuple(map(str, range(int(store.labels[store.train].max()) + 1)))
-    whole = Images(store.pixels, store.labels, store.train, names, store.mean, store.std, store.ids)
+    found = store.names or tuple(map(str, range(int(store.labels[store.train].max()) + 1)))
+    classes = (*names, *(each for each in found if each not in names)) if names else found
+    labels = _renumbered(store.labels, found, classes)
+    whole = Images(store.pixels, labels, store.train, classes, store.mean, store.std, store.ids)
     whole = whole.preprocessed(preprocessing or Preprocessing())
     tested = _test_images(name, whole, store, test or store)
     digest = store.digest if test is None else _joined([store.digest, test.digest])
@@ -115,9 +119,8 @@ def _test_images(name: str, whole: Images, train: DecodedImages, test: DecodedIm
     if not len(test.test):
         raise BadData(f"{name}: the test split is empty")
     pixels, labels, ids = test.pixels, test.labels, test.ids
-    if train.names and test.names and train.names != test.names:  # the same classes may have other numbers
-        number = {known: label for label, known in enumerate(train.names)}
-        labels = torch.tensor([number.get(known, whole.classes) for known in test.names])[labels]
+    if train.names and test.names:  # the same classes may have other numbers
+        labels = _renumbered(labels, test.names, whole.names)
     foreign = (labels[test.test] >= whole.classes).nonzero().flatten()
     if len(foreign):
         label = int(test.labels[test.test[foreign[0]]])
@@ -135,6 +138,14 @@ def _test_images(name: str, whole: Images, train: DecodedImages, test: DecodedIm
     if test is train:  # one source: training rows keep their numbers, the test set gets its own tensors
         pixels, labels, ids = pixels[test.test], labels[test.test], ids.subset(test.test)
     return replace(whole, pixels=pixels, store_labels=labels, rows=torch.arange(len(labels)), ids=ids)
+
+
+def _renumbered(labels: Tensor, names: Sequence[str], classes: Sequence[str]) -> Tensor:
+    """Labels by the place of their names among `classes`; one more than there are for other names."""
+    if tuple(classes[: len(names)]) == tuple(names):
+        return labels
+    number = {known: label for label, known in enumerate(classes)}
+    return torch.tensor([number.get(name, len(classes)) for name in names])[labels]
 
 
 def _shape(pixels: Tensor) -> str:
