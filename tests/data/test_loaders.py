@@ -217,6 +217,12 @@ def test_hugging_face_datasets_in_every_format_give_the_same_bytes_and_their_cla
         assert found.names == ("cat", "dog", "cow")
 
 
+def test_grey_images_may_come_without_a_dimension_of_channels() -> None:
+    for grey in (FLOATS[:, 0], PIXELS[:, 0], PIXELS[:, 0, :3]):
+        for samples in (pairs(grey), [(image.numpy(), label) for image, label in pairs(grey)]):
+            assert torch.equal(collect_images(Rows(samples)).pixels, grey[:, None])
+
+
 def test_the_transform_of_a_hugging_face_dataset_is_applied() -> None:
     def transformed(batch: dict[str, list[Any]]) -> dict[str, Any]:
         tensors = [torch.tensor(np.array(picture)).permute(2, 0, 1) / 255 for picture in batch["img"]]

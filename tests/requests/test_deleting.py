@@ -454,11 +454,11 @@ def test_validation_images_of_their_own_may_be_missing_only_if_their_class_was_f
     assert torch.equal(data.valid.pixels[data.valid.rows], before.valid.pixels[data.valid.rows])
     told("judge", "runs/forgot")
     with pytest.raises(
-        BadData, match="held here is not the data that runs/held was trained on: .*: dog/v0.png, dog/v1"
+        BadData, match=r"held here is not the data that runs/held was trained on: .*: dog/v0.png, dog/v1"
     ):
         open_run("runs/held").load_data()
     Path("held/cat/v3.png").unlink()
-    with pytest.raises(BadData, match="that the run has not forgotten: cat/v3.png;"):
+    with pytest.raises(BadData, match=r"that the run has not forgotten: cat/v3.png;"):
         open_run("runs/forgot").load_data()
 
 
@@ -479,5 +479,5 @@ def test_a_class_deleted_from_the_training_folder_alone_stays_measurable(home: P
     metric = verdict.metric("forget-accuracy")
     assert metric is not None
     assert metric.images == 6
-    with pytest.raises(BadData, match="not forgotten: train/cat/0000.png"):
+    with pytest.raises(BadData, match=r"not forgotten: train/cat/0000.png"):
         open_run("runs/split").load_data()

@@ -148,8 +148,8 @@ def _as_pixels(image: Any, is_batch: bool, where: str) -> Tensor:
         array = np.array(image)  # a copy: torch warns of arrays that cannot be written
         if array.dtype.kind not in "uif":
             raise BadData(f"{where} is a {type(image).__name__}; expected a tensor, an array or a PIL image")
-        image = torch.from_numpy(array[:, :, None] if array.ndim == 2 else array)
-    pixels: Tensor = image
+        image = torch.from_numpy(array)
+    pixels: Tensor = image[None] if not is_batch and image.dim() == 2 else image
     if not is_batch and pixels.dim() != 3:
         raise BadData(f"{where} is {tuple(pixels.shape)}; expected (channels, height, width)")
     if not is_batch and pixels.shape[2] in (1, 3, 4) and pixels.shape[0] > 4:

@@ -58,7 +58,7 @@ def check_trusted(source: object, *names: str) -> None:
         if "all" not in allowed:
             raise FedOrthoError(
                 f"{source} names {name}, which would run code of {file}; if you trust that file, add --trust-code "
-                "(in Python: open_run(…, trust_code=True)); it is then remembered"
+                f"to a command with {source} (in Python: open_run(…, trust_code=True)); it is then remembered"
             )
         remember_code(name)
 
