@@ -174,14 +174,17 @@ def read_rows(directory: Path, settings: TrainSettings) -> TrainedRows | None:
         return None
     tensors, note = read_tensors(directory / ROWS_FILE)
     stores, key = {}, hash_key(directory)
-    for split, prefix in PREFIXES.items():
-        if f"{prefix}digests" in tensors:
-            digests, files, labels = (tensors[f"{prefix}{part}"] for part in ("digests", "files", "labels"))
-            stores[split] = Store(RowIds(digests, unpack_names(files), key=key), labels)
-    rows, clients = tensors["rows"], None
-    if isinstance(settings, FederateSettings):
-        clients = partitioned(rows, stores["train"].labels, settings, settings.partition_seed)
-    return TrainedRows(stores, rows, tensors["left-out"], tuple(note["mean"]), tuple(note["std"]), clients)
+    try:
+        for split, prefix in PREFIXES.items():
+            if split != "valid" or f"{prefix}digests" in tensors:
+                digests, files, labels = (tensors[f"{prefix}{part}"] for part in ("digests", "files", "labels"))
+                stores[split] = Store(RowIds(digests, unpack_names(files), key=key), labels)
+        known = TrainedRows(stores, tensors["rows"], tensors["left-out"], tuple(note["mean"]), tuple(note["std"]))
+    except KeyError as error:
+        raise BadCheckpoint(f"{directory / ROWS_FILE} has no {error}; restore the file that training wrote") from error
+    if not isinstance(settings, FederateSettings):
+        return known
+    return replace(known, clients=partitioned(known.rows, stores["train"].labels, settings, settings.partition_seed))
 
 
 def hash_key(directory: Path, *, make: bool = False) -> bytes:
