@@ -184,7 +184,7 @@ def test_what_is_random_is_refused(source: Any) -> None:
         (Rows([(FLOATS[0], None)]), "has a label None"),
         (Rows([FLOATS[0]]), r"must give batches \(images, labels\) or samples \(image, label\), not Tensor"),
         (Rows([(FLOATS[0], 0, 0)]), "not 3 values"),
-        (Rows([(FLOATS[0, 0], 0)]), r"image 0 is \(6, 5\); expected \(channels, height, width\)"),
+        (Rows([(FLOATS[0, 0, 0], 0)]), r"image 0 is \(5,\); expected \(channels, height, width\)"),
         (Rows([("a.png", 0)]), "image 0 is a str; expected a tensor, an array or a PIL image"),
         (Rows([(PIXELS[0].int() * 2, 0)]), "whole numbers outside 0 to 255"),
         (Rows([(Image.new("I;16", (4, 4)), 0)]), r"image 0 \(mode I;16\) has more than 8 bits per channel"),

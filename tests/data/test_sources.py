@@ -246,7 +246,7 @@ def test_names_that_are_not_utf8_are_refused_by_name(tmp_path: Path) -> None:
     for number, path in enumerate((b"cat/caf\xe9.png", b"caf\xe9/1.png")):
         file = Path(os.fsdecode(bytes(tmp_path / str(number)) + b"/" + path))
         file.parent.mkdir(parents=True)
-        file.write_bytes(encoded(PICTURES[0]))
+        file.write_bytes(PICTURES[0])
         with pytest.raises(BadData, match=r"caf\\udce9.* is a name that is not UTF-8; rename it"):
             load_images(tmp_path / str(number))
 
@@ -255,7 +255,7 @@ def test_classes_keep_given_numbers_and_new_ones_come_after_them(tmp_path: Path)
     for name in ("cat", "dog", "emu"):
         for split in ("train", "test"):
             (tmp_path / split / name).mkdir(parents=True)
-            (tmp_path / split / name / "1.png").write_bytes(encoded(PICTURES[0]))
+            (tmp_path / split / name / "1.png").write_bytes(PICTURES[0])
     data = load_images(tmp_path, valid=0.0, names=("bee", "emu", "cat"))
     assert data.train.names == data.test.names == ("bee", "emu", "cat", "dog")
     assert data.train.labels.tolist() == data.test.labels.tolist() == [2, 3, 1]

@@ -12,7 +12,7 @@ from fedortho.data.images import Dataset, RowIds
 from fedortho.errors import FedOrthoError, UnknownName
 
 logger = logging.getLogger(__name__)
-SAMPLE = re.compile(r"(?:([0-9]+)/)?([0-9]+)")  # row, or client/row
+SAMPLE = re.compile(r"(?:(\d+)/)?(\d+)")  # row, or client/row
 DIGEST = re.compile(r"sha256:([0-9a-f]*)")
 LEAST_DIGITS = 8  # of a digest
 
