@@ -44,7 +44,7 @@ def unknown(kind: str, name: str, choices: Iterable[str]) -> UnknownName:
     return UnknownName(f"no {kind} {name!r};{hint} choose from {', '.join(known) or 'none'}")
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of another library's error.
 
     >>> first_line(ValueError("no such thing\\nlook there"))

@@ -1,5 +1,6 @@
 import json
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import torch
 
 from fedortho import __version__
 from fedortho.cli import app as cli
+from fedortho.errors import FedOrthoError
 from fedortho.models.zoo import build_model
 from fedortho.runs.run import open_run
 from fedortho.runs.settings import TrainSettings
@@ -252,8 +254,25 @@ def test_code_that_a_run_names_is_trusted_once_by_a_flag(
     assert run(monkeypatch, "evaluate", out) == 2
     assert "names small:TinyNet, which would run code of" in capsys.readouterr().err
     assert run(monkeypatch, "evaluate", out, "--trust-code") == 0
-    monkeypatch.delenv("FEDORTHO_TRUST_CODE")
     assert run(monkeypatch, "evaluate", out) == 0, "remembered"
+
+
+def test_the_flag_that_trusts_code_covers_only_runs_that_the_line_names(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run(monkeypatch, "train", *QUICK, "--model", "small:TinyNet", "--out", tmp_path / "mine") == 0
+    shutil.copytree(tmp_path / "mine", tmp_path / "another")
+    record = tmp_path / "another/run.json"
+    record.write_text(record.read_text().replace("small:TinyNet", "small:SmallNet"))
+    monkeypatch.setenv("FEDORTHO_STATE", str(tmp_path / "of another user"))
+    monkeypatch.delenv("FEDORTHO_TRUST_CODE")
+    words = ("judge", tmp_path / "mine", "--trust-code")
+    assert run(monkeypatch, *words) == 2
+    assert "has forgotten nothing" in capsys.readouterr().err
+    with pytest.raises(FedOrthoError, match=r"names small:SmallNet, .* to a command with .*another"):
+        open_run(tmp_path / "another")
+    assert run(monkeypatch, *words, f"--reference={tmp_path / 'another'}") == 2
+    assert open_run(tmp_path / "another").settings.model == "small:SmallNet"
 
 
 def test_brackets_in_names_are_shown_as_they_are(

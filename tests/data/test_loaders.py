@@ -184,7 +184,7 @@ def test_what_is_random_is_refused(source: Any) -> None:
         (Rows([(FLOATS[0], None)]), "has a label None"),
         (Rows([FLOATS[0]]), r"must give batches \(images, labels\) or samples \(image, label\), not Tensor"),
         (Rows([(FLOATS[0], 0, 0)]), "not 3 values"),
-        (Rows([(FLOATS[0, 0], 0)]), r"image 0 is \(6, 5\); expected \(channels, height, width\)"),
+        (Rows([(FLOATS[0, 0, 0], 0)]), r"image 0 is \(5,\); expected \(channels, height, width\)"),
         (Rows([("a.png", 0)]), "image 0 is a str; expected a tensor, an array or a PIL image"),
         (Rows([(PIXELS[0].int() * 2, 0)]), "whole numbers outside 0 to 255"),
         (Rows([(Image.new("I;16", (4, 4)), 0)]), r"image 0 \(mode I;16\) has more than 8 bits per channel"),
@@ -215,6 +215,12 @@ def test_hugging_face_datasets_in_every_format_give_the_same_bytes_and_their_cla
         assert torch.equal(found.pixels, PIXELS)
         assert torch.equal(found.labels, LABELS)
         assert found.names == ("cat", "dog", "cow")
+
+
+def test_grey_images_may_come_without_a_dimension_of_channels() -> None:
+    for grey in (FLOATS[:, 0], PIXELS[:, 0], PIXELS[:, 0, :3]):
+        for samples in (pairs(grey), [(image.numpy(), label) for image, label in pairs(grey)]):
+            assert torch.equal(collect_images(Rows(samples)).pixels, grey[:, None])
 
 
 def test_the_transform_of_a_hugging_face_dataset_is_applied() -> None:

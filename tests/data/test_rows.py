@@ -100,6 +100,8 @@ def test_an_unknown_name_is_refused_with_near_ones(data: Dataset) -> None:
         rows_of("samples:cat/0004.jpg", data)
     with pytest.raises(UnknownName, match=r"did you mean 'cat/0004.png', 'dog/0004.png'"):
         rows_of("samples:0004.png", data)
+    with pytest.raises(UnknownName, match=r"no image ',', and no file of ids"):
+        rows_of("samples:,", data)
 
 
 def test_several_names_rows_and_digests_stand_with_commas(data: Dataset) -> None:

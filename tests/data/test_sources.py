@@ -1,6 +1,7 @@
 """`load_images` on small files of its own making: layouts, datasets by name, and every way that goes wrong."""
 
 import logging
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -237,6 +238,27 @@ def test_a_missing_folder_or_split_names_what_was_looked_for(tmp_path: Path) -> 
         load_images(str(tmp_path / "empty"))
     with pytest.raises(BadSetting, match=r"image-size must be 0 .* not -1"):
         load_images("digits", size=-1)
+    with pytest.raises(BadSetting, match=r"at most 4096 pixels, not 999999"):
+        load_images("digits", size=999_999)
+
+
+def test_names_that_are_not_utf8_are_refused_by_name(tmp_path: Path) -> None:
+    for number, path in enumerate((b"cat/caf\xe9.png", b"caf\xe9/1.png")):
+        file = Path(os.fsdecode(bytes(tmp_path / str(number)) + b"/" + path))
+        file.parent.mkdir(parents=True)
+        file.write_bytes(PICTURES[0])
+        with pytest.raises(BadData, match=r"caf\\udce9.* is a name that is not UTF-8; rename it"):
+            load_images(tmp_path / str(number))
+
+
+def test_classes_keep_given_numbers_and_new_ones_come_after_them(tmp_path: Path) -> None:
+    for name in ("cat", "dog", "emu"):
+        for split in ("train", "test"):
+            (tmp_path / split / name).mkdir(parents=True)
+            (tmp_path / split / name / "1.png").write_bytes(PICTURES[0])
+    data = load_images(tmp_path, valid=0.0, names=("bee", "emu", "cat"))
+    assert data.train.names == data.test.names == ("bee", "emu", "cat", "dog")
+    assert data.train.labels.tolist() == data.test.labels.tolist() == [2, 3, 1]
 
 
 def test_a_path_object_is_as_good_as_text_and_a_device_is_no_data(tmp_path: Path) -> None:

@@ -55,6 +55,8 @@ from torch import nn
 def plain(): return nn.Sequential(nn.Conv2d(1, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
 def sized(num_classes, in_channels=3): return nn.Linear(in_channels, num_classes)
 def greedy(width): return nn.Linear(width, 2)
+def fails(): raise KeyError("width")
+def exits(): raise SystemExit(4)
 def wrong(): return 3
 def lazy(): return nn.Sequential(nn.LazyConv2d(4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
 class Picky(nn.Linear):
@@ -85,6 +87,9 @@ def test_a_factory_of_ones_own_gets_the_sizes_that_it_asks_for(own_module: str) 
         (":f", r"package\.module:function"),
         (".own:f", "cannot import '.own'"),
         ("no_such_module:f", "cannot import 'no_such_module'"),
+        ("own_models:fails", "own_models:fails fails: KeyError: 'width'"),
+        ("own_models:exits", "own_models:exits fails: SystemExit: 4"),
+        ("builtins:dict", "tells no parameters"),
     ],
 )
 def test_a_bad_factory_is_refused_by_name(own_module: str, name: str, message: str) -> None:

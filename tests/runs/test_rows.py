@@ -12,8 +12,10 @@ from pictures import LABELS, PICTURES, write
 from fedortho.data import cache as cache_module
 from fedortho.data.request import ForgetRequest
 from fedortho.data.sources import load_images
-from fedortho.errors import BadData
+from fedortho.errors import BadCheckpoint, BadData
 from fedortho.runs.rows import TrainedRows, hash_key, read_rows, rows_of
+from fedortho.runs.settings import TrainSettings
+from fedortho.storage.files import write_tensors
 
 NAMES = ("0", "1", "2")
 
@@ -30,7 +32,7 @@ def rows(tmp_path: Path) -> TrainedRows:
     made = rows_of(load_images(tmp_path / "data"), torch.zeros(0, dtype=torch.int64))
     assert made is not None
     made.save(tmp_path)
-    read = read_rows(tmp_path)
+    read = read_rows(tmp_path, TrainSettings())
     assert read is not None
     return read
 
@@ -69,6 +71,12 @@ def test_an_image_that_was_not_forgotten_or_has_another_class_now_is_missed(tmp_
 def test_rows_that_were_left_out_of_training_may_be_missing(tmp_path: Path, rows: TrainedRows) -> None:
     data = load_images(rewritten(tmp_path, {9}))
     assert TrainedRows(**{**vars(rows), "left_out": torch.tensor([9])}).restored(data, NAMES, (), None).gone == 9
+
+
+def test_a_file_of_other_tensors_is_refused(tmp_path: Path) -> None:
+    write_tensors(tmp_path / "rows.safetensors", {"weight": torch.zeros(1)})
+    with pytest.raises(BadCheckpoint, match=r"rows.safetensors has no 'digests'; restore the file"):
+        read_rows(tmp_path, TrainSettings())
 
 
 def test_a_run_directly_below_the_root_has_no_key() -> None:

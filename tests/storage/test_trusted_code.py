@@ -17,6 +17,18 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "state"
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("def f(:", "SyntaxError"), ("1 / 0", "ZeroDivisionError"), ("raise SystemExit(3)", "SystemExit")],
+)
+def test_a_module_that_fails_or_exits_when_it_is_imported_is_refused(
+    state: Path, tmp_path: Path, text: str, told: str
+) -> None:
+    (tmp_path / f"fails_by_{told}.py").write_text(text)
+    with pytest.raises(FedOrthoError, match=f"cannot import 'fails_by_{told}' for the model '.*': {told}: "):
+        load_function(f"fails_by_{told}:f", "model")
+
+
 def package(place: Path, name: str = "strange") -> Path:
     """A package whose code leaves a trace when it runs."""
     file = place / name / "nets.py"

@@ -22,7 +22,7 @@ from fedortho.cli.show import check_command, evaluate_command, report_command, r
 from fedortho.cli.train import deploy_command, federate_command, import_command, sync_command, train_command
 from fedortho.cli.verdict import audit_command, judge_command
 from fedortho.errors import FedOrthoError
-from fedortho.storage.trusted_code import TRUSTED
+from fedortho.runs.run import open_run
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 INTERRUPTED = 130  # typer's exit code after ctrl-C
@@ -35,10 +35,11 @@ def main() -> None:
     if "" not in sys.path:
         sys.path.append("")  # --model package.module:function is also looked for in the working directory
     debug = "--debug" in sys.argv  # both anywhere on the line, so that they can be appended to a command that failed
-    if "--trust-code" in sys.argv:
-        os.environ[TRUSTED] = "all"  # every run that this command opens is opened with `trust_code`
+    words = [word for word in sys.argv[1:] if word not in ("--debug", "--trust-code")]
     try:
-        words = [word for word in sys.argv[1:] if word not in ("--debug", "--trust-code")]
+        for place in words if "--trust-code" in sys.argv else ():  # runs that the line names, and no others
+            if os.path.isfile(f"{place.rpartition('=')[2]}/run.json"):
+                open_run(place.rpartition("=")[2], trust_code=True)
         code = app(words, standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
@@ -73,7 +74,7 @@ def common(
     ] = False,
     _trust: Annotated[
         bool,
-        typer.Option("--trust-code", help="open runs that name code of others; allowed anywhere on the command line"),
+        typer.Option("--trust-code", help="trust code that the runs on this command line name; allowed anywhere on it"),
     ] = False,
 ) -> None:
     """Make trained convolutional networks forget a class, a client or samples, and measure how far they did."""

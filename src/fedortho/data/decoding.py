@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedortho.data.images import RowIds, channel_statistics, split_stratified
+from fedortho.data.loaders import IMAGE_COLUMNS, LABEL_COLUMNS, plain_picture
 from fedortho.errors import BadData, first_line
 
 Report = Callable[[int, int], None]  # images decoded so far, images in this split
@@ -27,7 +27,6 @@ Encoded = tuple[str, str, bytes | None]  # location for errors, file name (empty
 
 DECODER = 1  # part of every cache key: increase it when the same bytes decode to other pixels
 TEST_SHARE, TEST_SEED = 0.2, 0  # for sources without a test split; a fixed seed, so the test set is always the same
-IMAGE_COLUMNS, LABEL_COLUMNS = ("image", "img"), ("label", "fine_label", "labels", "target")
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
 SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
 BATCH, CHUNK = 1024, 64  # rows read at a time, and rows per task of a thread
@@ -146,11 +145,9 @@ def _open_parquet(source: SplitFiles) -> EncodedImages:
     whole = torch.cat(labels)
     if len(splits) not in (0, len(whole)):
         raise BadData(f"some of the files beside {source.files[0]} lack the column 'split'; add it to all or to none")
-    if not names and len(whole) and int(whole.max()) >= len(whole):
-        raise BadData(
-            f"{source.files[0]}: label {int(whole.max())} is out of range for {len(whole)} images; "
-            "number the classes from 0"
-        )
+    if not names and len(whole) and (high := int(whole.max())) >= len(whole):
+        what = f"label {high} is out of range for {len(whole)} images"
+        raise BadData(f"{source.files[0]}: {what}; number the classes from 0")
 
     def images() -> Iterator[list[Encoded]]:
         for file in source.files:
@@ -240,11 +237,15 @@ def _decode(encoded: EncodedImages, size: int, progress: Report | None) -> tuple
     """All images as one tensor, with one channel if every image is grey and with three otherwise; and their ids."""
     digests, files = np.empty((len(encoded.labels), 32), np.uint8), []
     pixels, done, total, origin = np.empty((0, 1, 0, 0), np.uint8), 0, len(encoded.labels), ""
+
+    def decoded(chunk: Sequence[Encoded]) -> list[tuple[str, NDArray[np.uint8], bytes]]:
+        return [(at, _decode_image(at, blob, size), hashlib.sha256(blob or b"").digest()) for at, _, blob in chunk]
+
     with ThreadPoolExecutor(THREADS) as pool:
         for batch in encoded.images():
             chunks = [batch[first : first + CHUNK] for first in range(0, len(batch), CHUNK)]
             files += [name for _, name, _ in batch]
-            for where, image, digest in chain.from_iterable(pool.map(partial(_decode_chunk, size), chunks)):
+            for where, image, digest in chain.from_iterable(pool.map(decoded, chunks)):
                 if not done:
                     pixels, origin = np.empty((total, *image.shape), np.uint8), where
                 if (shape := image.shape[1:]) != (first := pixels.shape[2:]):
@@ -261,10 +262,6 @@ def _decode(encoded: EncodedImages, size: int, progress: Report | None) -> tuple
     return torch.from_numpy(pixels), RowIds(torch.from_numpy(digests), tuple(files) if any(files) else ())
 
 
-def _decode_chunk(size: int, chunk: Sequence[Encoded]) -> list[tuple[str, NDArray[np.uint8], bytes]]:
-    return [(where, _decode_image(where, blob, size), hashlib.sha256(blob or b"").digest()) for where, _, blob in chunk]
-
-
 def _decode_image(where: str, blob: bytes | None, size: int) -> NDArray[np.uint8]:
     """One image as (1 or 3, height, width); its bytes, not its file name, decide the format."""
     from PIL import Image
@@ -273,14 +270,11 @@ def _decode_image(where: str, blob: bytes | None, size: int) -> NDArray[np.uint8
         raise BadData(f"{where}: the image is empty; drop the row or write it again")
     try:
         with Image.open(io.BytesIO(blob), formats=FORMATS) as image:
-            mode = image.mode
-            plain = image.convert("L" if mode in ("1", "L", "LA") else "RGB")
+            plain = plain_picture(image, where)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise BadData(
             f"{where}: the image cannot be decoded ({first_line(error).partition(' <')[0]}); use {', '.join(FORMATS)}"
         ) from error
-    if mode[0] in "IF":  # conversion would silently clip these
-        raise BadData(f"{where}: a {mode} image has more than 8 bits per channel; save it with 8")
     if size and plain.size != (size, size):
         plain = plain.resize((size, size), Image.Resampling.BILINEAR)
     array = np.asarray(plain)

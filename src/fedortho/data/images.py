@@ -150,6 +150,10 @@ class Dataset:
         rows = torch.cat([self.train.rows, *([self.valid.rows] if self.is_one_store else []), self.gone])
         return rows.sort().values
 
+    def with_gone(self) -> Images:
+        """The training images and rows whose images were deleted: what requests may name, without all pixels."""
+        return replace(self.train, rows=torch.cat([self.train.rows, self.gone]).sort().values)
+
     def with_key(self, key: bytes) -> "Dataset":
         """The dataset with the key of hashed ids, by which requests may name its training images."""
         ids = None if self.train.ids is None else replace(self.train.ids, key=key)
@@ -185,26 +189,21 @@ def images_from_tensors(
     (4, 2, (1, 8, 8))
     """
     if pixels.dtype != torch.uint8 or pixels.dim() != 4:
-        raise BadData(
-            f"{where}: images must be uint8 of shape (n, channels, height, width), "
-            f"not {pixels.dtype} of shape {tuple(pixels.shape)}"
-        )
+        expected = "images must be uint8 of shape (n, channels, height, width)"
+        raise BadData(f"{where}: {expected}, not {pixels.dtype} of shape {tuple(pixels.shape)}")
     if len(labels) != len(pixels) or labels.dim() != 1:
         raise BadData(f"{where}: {len(pixels)} images but labels of shape {tuple(labels.shape)}")
     if not len(labels):
         raise BadData(f"{where}: there are no images")
     if labels.is_floating_point():
         raise BadData(f"{where}: labels must be whole numbers, not {labels.dtype}")
-    if names is None and int(labels.max()) >= max(len(labels), 2):
-        raise BadData(f"{where}: label {int(labels.max())} of only {len(labels)} images; number the classes from 0")
-    names = tuple(names) if names is not None else tuple(str(c) for c in range(int(labels.max()) + 1))
-    low, high = int(labels.min()), int(labels.max())
-    if low < 0 or high >= len(names):
-        bad = int(((labels < 0) | (labels >= len(names))).nonzero()[0])
-        raise BadData(
-            f"{where}: row {bad} has label {int(labels[bad])}; "
-            f"{len(names)} classes are known, so labels run 0 to {len(names) - 1}"
-        )
+    high = int(labels.max())
+    if names is None and high >= max(len(labels), 2):
+        raise BadData(f"{where}: label {high} of only {len(labels)} images; number the classes from 0")
+    names = tuple(map(str, range(high + 1)) if names is None else names)
+    if bad := ((labels < 0) | (labels >= len(names))).nonzero().flatten().tolist():
+        known = f"{len(names)} classes are known, so labels run 0 to {len(names) - 1}"
+        raise BadData(f"{where}: row {bad[0]} has label {int(labels[bad[0]])}; {known}")
     how = Preprocessing(mean, std, scale, transform)
     whole = Images(pixels, labels.to(torch.int64), torch.arange(len(pixels)), names, *channel_statistics(pixels))
     return whole.preprocessed(how)
@@ -229,11 +228,8 @@ def collect_images(source: ImageSource, names: Sequence[str] | None = None) -> I
     pixels, labels = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
     names = names or class_names(source)
     if not pixels.is_floating_point():
-        logger.warning(
-            "%s gives bytes: they are normalised by their own mean and deviation; a model that was trained on other "
-            "values needs the transform that it was trained with",
-            where,
-        )
+        advice = "a model that was trained on other values needs the transform that it was trained with"
+        logger.warning("%s gives bytes: they are normalised by their own mean and deviation; %s", where, advice)
         return images_from_tensors(pixels, labels, names, where=where)
     shaped = images_from_tensors(torch.zeros(len(pixels), 1, 1, 1, dtype=torch.uint8), labels, names, where=where)
     return replace(shaped, pixels=pixels, mean=(0.0,) * pixels.shape[1], std=(1.0,) * pixels.shape[1])

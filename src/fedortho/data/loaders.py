@@ -12,8 +12,8 @@ from torch.utils.data import default_collate as stack_samples
 
 from fedortho.errors import BadData
 
-IMAGE_COLUMNS = ("image", "img", "pixel_values", "images")  # of samples that are mappings; the first that exists
-LABEL_COLUMNS = ("label", "labels", "fine_label", "target")
+IMAGE_COLUMNS = ("image", "img", "pixel_values", "images")  # of mappings and tables; the first that exists
+LABEL_COLUMNS = ("label", "fine_label", "labels", "target")
 READ_TWICE = 32  # first samples, read again to find transforms that are random
 
 
@@ -141,15 +141,13 @@ def _pair(item: Any, name: str) -> tuple[Any, Any]:
 def _as_pixels(image: Any, is_batch: bool, where: str) -> Tensor:
     """A batch, or one image as (channels, height, width): uint8, or floats as the model reads them."""
     if hasattr(image, "getbands"):  # of PIL
-        if image.mode[0] in "IF":  # conversion would silently clip these
-            raise BadData(f"{where} (mode {image.mode}) has more than 8 bits per channel; save it with 8")
-        image = image.convert("L" if image.mode in ("1", "L", "LA") else "RGB")
+        image = plain_picture(image, where)
     if not isinstance(image, Tensor):
         array = np.array(image)  # a copy: torch warns of arrays that cannot be written
         if array.dtype.kind not in "uif":
             raise BadData(f"{where} is a {type(image).__name__}; expected a tensor, an array or a PIL image")
-        image = torch.from_numpy(array[:, :, None] if array.ndim == 2 else array)
-    pixels: Tensor = image
+        image = torch.from_numpy(array)
+    pixels: Tensor = image[None] if not is_batch and image.dim() == 2 else image
     if not is_batch and pixels.dim() != 3:
         raise BadData(f"{where} is {tuple(pixels.shape)}; expected (channels, height, width)")
     if not is_batch and pixels.shape[2] in (1, 3, 4) and pixels.shape[0] > 4:
@@ -159,6 +157,13 @@ def _as_pixels(image: Any, is_batch: bool, where: str) -> Tensor:
     if pixels.dtype != torch.uint8 and (int(pixels.min()) < 0 or int(pixels.max()) > 255):
         raise BadData(f"{where} has whole numbers outside 0 to 255; give uint8 or floats")
     return pixels.to(torch.uint8)
+
+
+def plain_picture(image: Any, where: str) -> Any:
+    """A picture of PIL with one or three channels of 8 bits."""
+    if image.mode[0] in "IF":  # conversion would silently clip these
+        raise BadData(f"{where} (mode {image.mode}) has more than 8 bits per channel; save it with 8")
+    return image.convert("L" if image.mode in ("1", "L", "LA") else "RGB")
 
 
 def _as_labels(label: Any, is_batch: bool, name: str) -> Tensor:

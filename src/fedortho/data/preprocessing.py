@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedortho.errors import BadSetting, first_line, unknown
-from fedortho.storage.trusted_code import load_function
+from fedortho.errors import BadSetting, unknown
+from fedortho.storage.trusted_code import code_of_others, load_function
 
 Transform = Callable[[Tensor], Tensor]  # uint8 images (n, channels, height, width) to a model's inputs
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]  # mean and deviation per channel, of pixels / 255
@@ -80,16 +80,10 @@ class Preprocessing:
         if not self.transform:
             return None
         found = load_function(self.transform, "transform") if isinstance(self.transform, str) else self.transform
-        try:
+        with code_of_others(f"the transform {self.transform} fails on uint8 images", BadSetting):
             first, second, single = (found(example[:size].clone()) for size in (len(example), len(example), 1))
-        except Exception as error:  # code of others may raise anything
-            raise BadSetting(f"the transform {self.transform} fails on uint8 images: {first_line(error)}") from error
-        if (
-            not isinstance(first, Tensor)
-            or not first.is_floating_point()
-            or first.dim() != 4
-            or len(first) != len(example)
-        ):
+        is_batch = isinstance(first, Tensor) and first.dim() == 4 and len(first) == len(example)
+        if not is_batch or not first.is_floating_point():
             raise BadSetting(f"the transform {self.transform} must give float inputs (n, channels, height, width)")
         if not torch.equal(first, second):
             raise BadSetting(f"the transform {self.transform} is random; give one that is the same every time")

@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TextIO
 
@@ -128,20 +129,12 @@ class ForgetRequest:
     @property
     def has_names(self) -> bool:
         """Whether samples are named otherwise than by row or hash."""
-        return not all(SAMPLE.fullmatch(word) or word.startswith("hmac:") for word in self.samples)
+        return not all(map(_is_id, self.samples))
 
     def resolved(self, data: Dataset) -> "ForgetRequest":
         """The same request with its samples by row: names, globs and digests are looked up in the training images."""
-        words = [
-            word
-            for given in self.samples
-            for word in (
-                [given]
-                if SAMPLE.fullmatch(given) or given.startswith("hmac:")
-                else map(str, training_rows(given, data))
-            )
-        ]
-        return replace(self, samples=tuple(dict.fromkeys(words)))
+        rows = [[word] if _is_id(word) else map(str, training_rows(word, data)) for word in self.samples]
+        return replace(self, samples=tuple(dict.fromkeys(chain.from_iterable(rows))))
 
     def hashed(self, ids: RowIds) -> "ForgetRequest":
         """The same request with its rows as keyed hashes, from which nobody without the key learns the rows."""
@@ -203,24 +196,22 @@ class ForgetRequest:
         With rows that are `gone`, whose images were deleted, the forget set may be empty.
         """
         deleted = [] if gone is None else gone.tolist()
-        if self.samples:
-            known = {*images.rows.tolist(), *deleted}
-            missing = [word for word in self.samples if _row(word, clients, images.ids) not in known]
-            if missing:
-                more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-                what = f"no training image has the id {', '.join(missing[:3])}{more}"
-                if "/" in missing[0]:
-                    raise EmptyGroup(f"{what}: that image is in the validation set, or was forgotten before")
-                raise EmptyGroup(
-                    f"{what}; ids are rows {int(images.rows.min())} to {int(images.rows.max())} "
-                    "without the validation set"
-                )
+        known = {*images.rows.tolist(), *deleted} if self.samples else set()
+        if missing := [word for word in self.samples if _row(word, clients, images.ids) not in known]:
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            why = f"; ids are rows {min(known)} to {max(known)} without the validation set"
+            why = ": that image is in the validation set, or was forgotten before" if "/" in missing[0] else why
+            raise EmptyGroup(f"no training image has the id {', '.join(missing[:3])}{more}{why}")
         chosen = self.mask(images, clients)
         if not chosen.any() and not deleted:
             raise EmptyGroup(f"{_short(self)} selects none of the {len(images)} images; the forget set is empty")
         if chosen.all():
             raise EmptyGroup(f"{_short(self)} selects all {len(images)} images; the retain set is empty")
         return images.subset(chosen.nonzero().flatten()), images.subset((~chosen).nonzero().flatten())
+
+
+def _is_id(word: str) -> bool:
+    return SAMPLE.fullmatch(word) is not None or word.startswith("hmac:")
 
 
 def _short(request: ForgetRequest) -> str:
@@ -301,16 +292,14 @@ def _row(word: str, clients: Clients | None, ids: RowIds | None) -> int:
                 f"samples:{word} is a hashed id, and its key is not here; put hash-ids.key beside the run"
             )
         return ids.by_hash[word]
-    match = SAMPLE.fullmatch(word)
-    if match is None:
+    if (match := SAMPLE.fullmatch(word)) is None:
         what = "neither ids nor a readable file; names of images: request.resolved(data)"
         raise FedOrthoError(f"samples:{word[:60]} names {what}")
-    if match[1] is None:
-        return int(match[2])
-    rows = _rows_of(int(match[1]), clients)
-    if int(match[2]) >= len(rows):
-        raise FedOrthoError(f"no sample {word}; client {match[1]} has rows 0 to {len(rows) - 1}")
-    return int(rows[int(match[2])])
+    client, row = match.groups()
+    rows = None if client is None else _rows_of(int(client), clients)
+    if rows is not None and int(row) >= len(rows):
+        raise FedOrthoError(f"no sample {word}; client {client} has rows 0 to {len(rows) - 1}")
+    return int(row if rows is None else rows[int(row)])
 
 
 def as_request(request: ForgetRequest | str, data: Dataset) -> ForgetRequest:

@@ -4,7 +4,6 @@ import difflib
 import logging
 import os
 import re
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from unicodedata import normalize
@@ -41,11 +40,7 @@ def _rows_of_digest(digits: str, ids: RowIds) -> list[int]:
     if not LEAST_DIGITS <= len(digits) <= 64:
         wanted = f"expected {LEAST_DIGITS} to 64 of those that sha256sum prints"
         raise FedOrthoError(f"sha256:{digits} has {len(digits)} digits; {wanted}")
-    found = []
-    for digest, row in ids.by_digest[bisect_left(ids.by_digest, (digits, -1)) :]:
-        if not digest.startswith(digits):
-            break
-        found.append((digest, row))
+    found = [(digest, row) for digest, row in ids.by_digest if digest.startswith(digits)]
     if len({digest for digest, _ in found}) > 1:
         one, *_, other = (digest[: len(digits) + 8] for digest, _ in found)
         raise FedOrthoError(f"sha256:{digits} begins the digests of several images ({one}, {other}); give more digits")
@@ -66,7 +61,7 @@ def training_rows(word: str, data: Dataset) -> list[int]:
     if ids is None:
         raise FedOrthoError(f"samples:{word} names no row, and these images have neither names nor digests; give rows")
     rows = find_rows(word, ids)
-    if not rows and len(several) > 1:
+    if not rows and len(several) > 1 and any(several):
         return [row for part in several if part for row in training_rows(part, data)]
     if not rows:
         raise no_such_image(word, ids)

@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import os
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -31,6 +32,8 @@ from fedortho.errors import BadData, BadSetting, FedOrthoError, UnknownName, fir
 from fedortho.storage.files import file_digest, replacing, tensors_digest
 
 logger = logging.getLogger(__name__)
+LARGEST = 4096  # pixels of a side that images are resized to
+NOT_UTF8 = re.compile("[\udc80-\udcff]")  # how Python spells the bytes of such names
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ def load_images(
     seed: int = 0,
     size: int = 0,
     preprocessing: Preprocessing | None = None,
+    names: Sequence[str] = (),
     forgotten: bool = False,
     progress: Report | None = None,
 ) -> Dataset:
@@ -63,11 +67,12 @@ def load_images(
     The validation set is a share `valid` of the training split, the images at the path `valid`, or a share
     `valid_from_test` of the test split, which loses it. A row id is the row in the source's file; rows of several files
     are numbered on. Channel statistics of the training split normalise all three sets, unless `preprocessing` says
-    otherwise. `size` resizes every image to a square. Training and validation images that were forgotten and purged are
-    left out, unless `forgotten`.
+    otherwise. `size` resizes every image to a square. Classes are numbered in the order of `names`, whether they have
+    images or not, then as in the source. Training and validation images that were forgotten and purged are left out,
+    unless `forgotten`.
     """
-    if size < 0:
-        raise BadSetting(f"image-size must be 0 (unchanged) or a number of pixels, not {size}")
+    if not 0 <= size <= LARGEST:
+        raise BadSetting(f"image-size must be 0 (unchanged) or at most {LARGEST} pixels, not {size}")
     name = str(name)
     source = DATASETS.get(name)
     if source and source.build:
@@ -83,8 +88,10 @@ def load_images(
         logger.info("%s has no test split: %.0f %% of each class is used as one", name, 100 * TEST_SHARE)
     if not len(store.train):
         raise BadData(f"{name}: the training split is empty")
-    names = store.names or tuple(map(str, range(int(store.labels[store.train].max()) + 1)))
-    whole = Images(store.pixels, store.labels, store.train, names, store.mean, store.std, store.ids)
+    found = store.names or tuple(map(str, range(int(store.labels[store.train].max()) + 1)))
+    classes = (*names, *(each for each in found if each not in names)) if names else found
+    labels = _renumbered(store.labels, found, classes)
+    whole = Images(store.pixels, labels, store.train, classes, store.mean, store.std, store.ids)
     whole = whole.preprocessed(preprocessing or Preprocessing())
     tested = _test_images(name, whole, store, test or store)
     digest = store.digest if test is None else _joined([store.digest, test.digest])
@@ -115,16 +122,13 @@ def _test_images(name: str, whole: Images, train: DecodedImages, test: DecodedIm
     if not len(test.test):
         raise BadData(f"{name}: the test split is empty")
     pixels, labels, ids = test.pixels, test.labels, test.ids
-    if train.names and test.names and train.names != test.names:  # the same classes may have other numbers
-        number = {known: label for label, known in enumerate(train.names)}
-        labels = torch.tensor([number.get(known, whole.classes) for known in test.names])[labels]
-    foreign = (labels[test.test] >= whole.classes).nonzero().flatten()
-    if len(foreign):
-        label = int(test.labels[test.test[foreign[0]]])
-        word = repr(test.names[label]) if test.names else str(label)
-        raise BadData(
-            f"{name}: class {word} of the test split is not among the {whole.classes} classes of the training split"
-        )
+    if train.names and test.names:  # the same classes may have other numbers
+        labels = _renumbered(labels, test.names, whole.names)
+    foreign = test.labels[test.test][labels[test.test] >= whole.classes].tolist()
+    if foreign:
+        word = repr(test.names[foreign[0]]) if test.names else foreign[0]
+        known = f"the {whole.classes} classes of the training split"
+        raise BadData(f"{name}: class {word} of the test split is not among {known}")
     if test.pixels.shape[1] == 1:
         pixels = pixels.expand(-1, whole.pixels.shape[1], -1, -1)  # a view: grey images among coloured ones
     if pixels.shape[1:] != whole.pixels.shape[1:]:
@@ -135,6 +139,14 @@ def _test_images(name: str, whole: Images, train: DecodedImages, test: DecodedIm
     if test is train:  # one source: training rows keep their numbers, the test set gets its own tensors
         pixels, labels, ids = pixels[test.test], labels[test.test], ids.subset(test.test)
     return replace(whole, pixels=pixels, store_labels=labels, rows=torch.arange(len(labels)), ids=ids)
+
+
+def _renumbered(labels: Tensor, names: Sequence[str], classes: Sequence[str]) -> Tensor:
+    """Labels by the place of their names among `classes`; one more than there are for other names."""
+    if tuple(classes[: len(names)]) == tuple(names):
+        return labels
+    number = {known: label for label, known in enumerate(classes)}
+    return torch.tensor([number.get(name, len(classes)) for name in names])[labels]
 
 
 def _shape(pixels: Tensor) -> str:
@@ -201,6 +213,8 @@ def _folder_splits(directory: Path) -> dict[str, SplitFiles]:
     splits = {}
     for role, folder in folders.items():
         files = [(file, child.name) for child in _subfolders(folder) for file in _pictures(child)]
+        if odd := [file for file, _ in files if NOT_UTF8.search(str(file))]:
+            raise BadData(f"{str(odd[0])!a} is a name that is not UTF-8; rename it")
         if files and (role or folder is directory):  # beside train and test, folders with other names are ignored
             names = tuple(name for _, name in files)
             splits[role] = SplitFiles(tuple(file for file, _ in files), folders=names, root=directory)
@@ -287,6 +301,7 @@ def _digits(size: int) -> DecodedImages:
     return DecodedImages(pixels, labels, train, test, False, names, mean, std, digest, ids)
 
 
+_TINY = "ImageNet's terms: non-commercial research and education"
 _CIFAR = "no licence stated; cite A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009"
 
 DATASETS: dict[str, Source] = {
@@ -294,12 +309,6 @@ DATASETS: dict[str, Source] = {
     "digits": Source("CC BY 4.0, UCI Optical Recognition of Handwritten Digits", build=_digits),
     "cifar10": Source(_CIFAR, "img", "label", "uoft-cs/cifar10", ("cifar10",)),
     "cifar100": Source(_CIFAR, "img", "fine_label", "uoft-cs/cifar100", ("cifar100",)),
-    "tiny-imagenet": Source(
-        "ImageNet's terms: non-commercial research and education",
-        "image",
-        "label",
-        "zh-plus/tiny-imagenet",
-        ("tiny-imagenet", "tinyimagenet20"),
-    ),
+    "tiny-imagenet": Source(_TINY, "image", "label", "zh-plus/tiny-imagenet", ("tiny-imagenet", "tinyimagenet20")),
     "fashion-mnist": Source("MIT, Zalando SE", "image", "label", "zalando-datasets/fashion_mnist", ("fashion-mnist",)),
 }

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,9 +71,11 @@ def find_client(node: Config, config: Config) -> ClientState:
     store = node.get("store") or config.get("store")
     if not store:
         raise FedOrthoError("the node's configuration has no store; give the node store=DIRECTORY, see docs/deploy.md")
-    return open_client(
+    run = node.get("run") or (config.get("run") if config.get("store") else "")  # only of clients simulated here
+    state = open_client(
         int(node["partition-id"]), federate_settings(config), Path(str(store)), str(node.get("data", ""))
     )
+    return replace(state, run=str(run or ""))
 
 
 def federate_settings(config: Config) -> FederateSettings:

@@ -22,7 +22,8 @@ from fedortho.federated.messages import TaskInfo
 from fedortho.models.patch import Patch
 from fedortho.models.zoo import build_model
 from fedortho.runs.federation import held_rows
-from fedortho.runs.run import load_run_data
+from fedortho.runs.record import read_run_record
+from fedortho.runs.run import load_recorded_data, load_run_data
 from fedortho.runs.settings import FederateSettings
 from fedortho.statistics.ledger import forget_lines, load_ledger, rebind_ledger
 from fedortho.storage.checkpoints import load_weights
@@ -66,6 +67,7 @@ class ClientState:
     settings: FederateSettings
     store: Path
     own_data: str = ""
+    run: str = ""  # of a simulation: the directory of the run that was trained on its images
     record: ClientRecord = field(default_factory=ClientRecord)
 
     @property
@@ -87,7 +89,7 @@ class ClientState:
             train, valid = (_relabelled(part, task) for part in (data.train, data.valid))
             rows = data.known_rows
         else:
-            data, shares = _shares(self.settings)
+            data, shares = _shares(self.settings, self.run, _modified(self.run))
             if self.client not in shares:
                 raise FedOrthoError(f"no client {self.client}; clients run 0 to {len(shares) - 1}")
             rows = shares[self.client]
@@ -201,15 +203,20 @@ def open_client(client: int, settings: FederateSettings, store: Path, own_data: 
 
 
 @lru_cache(maxsize=2)
-def _shares(settings: FederateSettings) -> tuple[Dataset, dict[int, Tensor]]:
-    """The common dataset and each client's rows of it; clients of a simulation read it once."""
-    data = load_run_data(settings)
+def _shares(settings: FederateSettings, run: str, modified: int) -> tuple[Dataset, dict[int, Tensor]]:
+    """The common dataset, as a run records it, and each client's rows; clients of a simulation read it once."""
+    record = read_run_record(Path(run)) if modified else None
+    data = load_run_data(settings) if record is None else load_recorded_data(Path(run), record, settings)
     return data, held_rows(data, settings, settings.partition_seed)
 
 
-@lru_cache(maxsize=1)
-def _own_dataset(settings: FederateSettings) -> Dataset:
-    return load_run_data(settings)
+def _modified(run: str) -> int:
+    """When the record of a run was written, in ns; 0: there is none."""
+    file = Path(run) / "run.json"
+    return file.stat().st_mtime_ns if run and file.exists() else 0
+
+
+_own_dataset = lru_cache(maxsize=1)(load_run_data)
 
 
 def _relabelled(images: Images, task: TaskInfo | None) -> Images:

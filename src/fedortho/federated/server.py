@@ -43,12 +43,17 @@ FIXED_SETTINGS = ("data", "image-size", "valid", "seed", "split-seed", "model", 
 
 
 @contextmanager
-def local_grid(settings: FederateSettings, store: Path, workers: int = 1) -> "Iterator[Grid]":
-    """A grid whose clients run in this process, or in `workers` further ones, and keep their files under `store`."""
+def local_grid(
+    settings: FederateSettings, store: Path, workers: int = 1, *, run: Path | None = None
+) -> "Iterator[Grid]":
+    """A grid whose clients run in this process, or in `workers` further ones, and keep their files under `store`.
+
+    Their images are those that the run at `run` was trained on; without one, all that the settings name.
+    """
     switch_off(os.environ)
     from fedortho.federated.local_grid import LocalGrid, WorkerGrid
 
-    config, node = as_mapping(settings), {"store": str(store)}
+    config, node = as_mapping(settings), {"store": str(store), "run": str(run or "")}
     if workers <= 1:
         yield LocalGrid(client_app(config), settings.clients, node)
         return
@@ -70,7 +75,7 @@ def federated_engine(
         left=left,
         build=lambda seed: build(seed=seed),
         local_epochs=settings.epochs,
-        common=lambda: (train, held_rows(data, settings, settings.partition_seed)),
+        common=lambda: (data.with_gone(), held_rows(data, settings, settings.partition_seed)),
     )
     engine.hello()
     return engine
@@ -84,17 +89,19 @@ def train_federation(
     watch: Watch | None = None,
     updates: Path | None = None,
     workers: int = 1,
+    data: Dataset | None = None,
 ) -> Run:
     """The run of a federation trained into `path`; a killed training goes on after its last finished round.
 
     Without a grid, clients run in this process, or in `workers` processes, to the same bytes. `updates` is a directory
-    that keeps every client's model of every round, which FedEraser needs.
+    that keeps every client's model of every round, which FedEraser needs. `data` is as for `train_run`.
     """
-    if grid is None:
-        _check_settings(settings)
-        with local_grid(settings, path / "clients", workers) as own_grid:
-            return train_federation(path, settings, own_grid, watch=watch, updates=updates)
     start = _start_run(settings)
+    data = data or (None if start is None else start.load_data())
+    if grid is None:
+        _check_settings(settings, data)
+        with local_grid(settings, path / "clients", workers, run=path) as own_grid:
+            return train_federation(path, settings, own_grid, watch=watch, updates=updates, data=data)
     updates = updates or (path / "updates" if settings.keep_updates else None)
 
     def trainer(model: nn.Module, data: Dataset, checkpoint: Path) -> tuple[nn.Module, Sequence[Epoch]]:
@@ -123,7 +130,7 @@ def train_federation(
         append_wire_log(path / "wire.json", engine.transport.log)
         return trained, engine.history
 
-    return train_run(path, settings, trainer=trainer, requests=start.record.requests if start else ())
+    return train_run(path, settings, trainer=trainer, requests=start.record.requests if start else (), data=data)
 
 
 def train_on(run: Run, rounds: int) -> Run:
@@ -134,13 +141,12 @@ def train_on(run: Run, rounds: int) -> Run:
     return train_federation(run.path.with_name(f"{run.path.name}-after-{rounds}"), settings)
 
 
-def _check_settings(settings: FederateSettings) -> None:
-    """Refuse an impossible partition, request or start before anything is written and any client is asked."""
-    data = load_run_data(settings)
+def _check_settings(settings: FederateSettings, data: Dataset | None) -> None:
+    """Refuse an impossible partition or request before anything is written and any client is asked."""
+    data = data or load_run_data(settings)
     rows = held_rows(data, settings, settings.partition_seed)
     if settings.without:
-        ForgetRequest.parse(settings.without).split(data.train, rows)
-    _start_run(settings)
+        ForgetRequest.parse(settings.without).split(data.train, rows, gone=data.gone)
 
 
 def _start_run(settings: FederateSettings) -> Run | None:
@@ -154,7 +160,7 @@ def _start_run(settings: FederateSettings) -> Run | None:
             raise FedOrthoError(
                 f"--{key} is {given[key]}; --start {settings.start} needs {expected[key]}: give --{key} {expected[key]}"
             )
-    return run
+    return replace(run, settings=replace(run.settings, data_dir=settings.data_dir))
 
 
 def trainable_masks(run: Run, model: nn.Module) -> dict[str, Tensor]:
@@ -201,9 +207,9 @@ def sync(run: Run, grid: "Grid | None" = None) -> list[int]:
     assert isinstance(settings, FederateSettings), "callers check this"
     if grid is None:
         _require_clients(run, "--deployment DIR")
-        with local_grid(settings, run.path / "clients") as own_grid:
+        with local_grid(settings, run.path / "clients", run=run.path) as own_grid:
             return sync(run, own_grid)
-    engine = federated_engine(grid, settings, load_run_data(settings), served_requests(run))
+    engine = federated_engine(grid, settings, run.load_data(), served_requests(run))
     engine.bring_up_to_date(run.load_model(), patches_of(run))
     return [client for client in engine.present() if engine.clients[client].model == run.record.model.digest]
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedortho.errors import BadSetting, UnknownName, first_line, unknown
+from fedortho.errors import BadSetting, first_line, unknown
 from fedortho.models.prepare import prepare_model
-from fedortho.storage.trusted_code import load_function
+from fedortho.storage.trusted_code import code_of_others, load_function
 
 
 class BasicBlock(nn.Module):
@@ -170,18 +170,18 @@ def _own_model(name: str, num_classes: int, channels: int) -> Any:
     sizes |= {"channels": channels, "in_channels": channels, "in_chans": channels}
     if place == "timm":
         create = load_function("timm:create_model", "model")
-        try:
+        with code_of_others(f"timm cannot build {function!r}"):
             return create(function, num_classes=num_classes, in_chans=channels)
-        except RuntimeError as error:
-            raise UnknownName(f"timm cannot build {function!r}: {error}") from error
     factory = load_function(name, "model")
-    known = inspect.signature(factory).parameters
+    with code_of_others(f"the function {name} tells no parameters"):  # as some of those written in C
+        known = inspect.signature(factory).parameters
     needed = [
         p.name for p in known.values() if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     ]
     if missing := sorted(set(needed) - set(sizes)):
         raise BadSetting(f"{name} needs {', '.join(missing)}; a factory may require only {', '.join(sorted(sizes))}")
-    return factory(**{key: value for key, value in sizes.items() if key in known})
+    with code_of_others(f"the function {name} fails"):
+        return factory(**{key: value for key, value in sizes.items() if key in known})
 
 
 def check_output(model: nn.Module, shape: tuple[int, int, int], num_classes: int) -> None:

@@ -17,11 +17,9 @@ from fedortho.reports.examples import kept_examples, lost_examples
 from fedortho.reports.figures import attention, recovery, results
 from fedortho.reports.figures.style import ROLES
 from fedortho.reports.pictures import Gallery, Picture, picture_of
-from fedortho.runs.federation import held_rows
 from fedortho.runs.record import ServedRecord
 from fedortho.runs.run import Run
 from fedortho.runs.served import excluded_besides, served_record
-from fedortho.runs.settings import FederateSettings
 
 MAX_CAMS = 12  # classes side by side
 NO_ORIGINAL = "The original model was not found (give --original RUN), so nothing is compared with it."
@@ -61,11 +59,9 @@ def _case(
     run: Run, data: Dataset, request: ForgetRequest, models: Mapping[str, nn.Module], device: torch.device | str
 ) -> Case:
     """The forget set and the retain set as audits define them."""
-    settings = run.settings
-    clients = held_rows(data, settings, settings.partition_seed) if isinstance(settings, FederateSettings) else None
     before = models.get("original", models["unlearned"])  # without an original nothing is compared with it
     others = excluded_besides(run, request)
-    return Case(models["unlearned"], before, None, None, data, request, others, clients, device)
+    return Case(models["unlearned"], before, None, None, data, request, others, run.clients(data), device)
 
 
 def _score_pictures(models: Mapping[str, nn.Module], case: Case) -> list[Picture]:

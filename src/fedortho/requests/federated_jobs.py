@@ -131,5 +131,5 @@ def run_ray(config: Mapping[str, Scalar], *, clients: int, store: Path, threads:
     from fedortho.federated.client import client_app
     from fedortho.requests.server_app import server_app
 
-    settled = {**config, "store": str(store.absolute())}
+    settled = {**config, "store": str(store.absolute()), "run": str(config["run"] or config["out"])}
     simulate(server_app(settled), client_app(settled), clients=clients, threads=threads, workers=workers)

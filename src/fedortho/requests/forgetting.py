@@ -35,7 +35,7 @@ from fedortho.runs.federation import held_rows
 from fedortho.runs.purge import purge_run
 from fedortho.runs.record import Accuracies, ResultRecord, ServedRecord, TrialRecord
 from fedortho.runs.rows import hash_key
-from fedortho.runs.run import Run, load_run_data, open_run
+from fedortho.runs.run import Run, open_run
 from fedortho.runs.served import excluded_by, last_request, served_requests
 from fedortho.runs.settings import FederateSettings
 from fedortho.statistics.ledger import forget_lines, load_ledger, rebind_ledger
@@ -89,7 +89,7 @@ def forget_run(
     what the method finds. `undo` is a file for the tensors that are changed, from which `undo_run` restores them. A
     request with a `ticket` is served once: asked for again, it returns the run that was written the first time. With
     `purge` forgotten images are removed from the decoded images on this machine, as by `purge_run`; None: if they are
-    samples of your own data and of no federation. With `hash_ids` the records name samples by keyed hashes; the key is
+    samples of your own data. With `hash_ids` the records name samples by keyed hashes; the key is
     beside the run, not in it. `data` is the run's data if it is already loaded. A federation is
     simulated with its clients on this machine. Raises `Refused`, with the trials that were measured, if target and
     budget cannot both hold.
@@ -106,7 +106,7 @@ def forget_run(
     request = run.request(as_request(request, data), hashed=hash_ids)
     data = data.with_key(hash_key(run.path))
     try:
-        if is_federated := isinstance(run.settings, FederateSettings):
+        if isinstance(run.settings, FederateSettings):
             served = forget_federated_run(run.at(data_dir, device), request, method, data=data, **paths)
         else:
             served = serve_request(run, data, request, method, device=choose_device(device), **paths)
@@ -116,7 +116,7 @@ def forget_run(
         flags = "--max-retain-drop or --target" if request.classes else "--max-retain-drop"
         advice = f"raise {flags}, edit more layers with --layers mid,deep, or retrain ({cost})"
         raise Refused(f"{refusal}; {advice}", refusal.frontier) from refusal
-    is_own = bool(request.samples) and run.settings.data not in DATASETS and not is_federated
+    is_own = bool(request.samples) and run.settings.data not in DATASETS
     if served.run is None or not (is_own if purge is None else purge):
         return served
     return replace(served, copies=tuple(purge_run(served.run, data=data)))
@@ -236,8 +236,8 @@ def forget_federated_run(
     with ExitStack() as stack:
         if grid is None:
             store, fresh = stack.enter_context(copied_clients(run, out))
-            grid = stack.enter_context(local_grid(settings, store))
-        data = data or load_run_data(settings)
+            grid = stack.enter_context(local_grid(settings, store, run=run.path))
+        data = data or run.load_data()
         engine = federated_engine(grid, settings, data, served_requests(run))
         engine.bring_up_to_date(run.load_model(), patches_of(run))
         is_remote = any(info.has_own_images for info in engine.clients.values())

@@ -109,18 +109,19 @@ def train_reference(
     """
     if not settings.epochs:
         raise CannotServe(f"{name}: {NO_RECIPE}")
-    if isinstance(settings, FederateSettings):
-        from fedortho.federated.server import train_federation
-
-        return train_federation(directory / name, settings)
     if data is not None:
-        rest = ForgetRequest.parse(settings.without).split(data.train, gone=data.gone)[1]
+        clients = held_rows(data, settings, settings.partition_seed) if isinstance(settings, FederateSettings) else None
+        rest = ForgetRequest.parse(settings.without).split(data.train, clients, gone=data.gone)[1]
         lost = len(rest) - int(torch.isin(rest.rows, without_forgotten(data).train.rows).sum())
         if lost:
             raise FedOrthoError(
                 f"{name} would lack {lost} images that were forgotten and purged for another request; give a reference "
                 "that was trained before (--reference RUN)"
             )
+    if isinstance(settings, FederateSettings):
+        from fedortho.federated.server import train_federation
+
+        return train_federation(directory / name, settings, data=data)
     return train_run(directory / name, settings, watch=watch, data=data)
 
 
@@ -149,7 +150,7 @@ def check_reference(run: Run, reference: Run, request: ForgetRequest) -> None:
     assert forget is not None, "the request is one of them"
     if not forget.settled(names).covers(out.settled(names)):
         raise FedOrthoError(f"{reference.path} was trained without {out}; expected {forget}: it is no valid reference")
-    known, own = read_rows(reference.path), read_rows(run.path)
+    known, own = (read_rows(each.path, each.settings) for each in (reference, run))
     if known is not None and len(missing := known.left_out_besides(forget, names, own)):
         raise FedOrthoError(
             f"{reference.path} was trained without {len(missing)} images that {run.path} knows, because they were "
@@ -198,8 +199,7 @@ def case_of(
     if before is not None and before.settled(names).covers(request.settled(names)):
         raise FedOrthoError(f"{original.path} has forgotten {request} before; give an earlier run (--original)")
     others = excluded_besides(run, request)
-    settings = run.settings
-    clients = held_rows(data, settings, settings.partition_seed) if isinstance(settings, FederateSettings) else None
+    clients = run.clients(data)
     retrained, again = (None if found is None else found.load_model() for found in (reference, second))
     return Case(run.load_model(), original.load_model(), retrained, again, data, request, others, clients, device)
 

@@ -23,7 +23,6 @@ from fedortho.federated.server import federated_engine, local_grid, patches_of
 from fedortho.methods import find_method, make_method
 from fedortho.methods.method import Method, Schedule
 from fedortho.methods.retrain import Retrain, RetrainPlain
-from fedortho.runs.federation import held_rows
 from fedortho.runs.record import Accuracies
 from fedortho.runs.run import Run
 from fedortho.runs.served import excluded_by, served_requests
@@ -61,7 +60,7 @@ class RunContext:
         with tempfile.TemporaryDirectory(prefix="fedortho-compare-") as place:
             store = Path(place) / "clients"
             shutil.copytree(self.run.path / "clients", store)
-            with local_grid(settings, store) as grid:
+            with local_grid(settings, store, run=self.run.path) as grid:
                 engine = federated_engine(grid, settings, self.data, served_requests(self.run))
                 engine.bring_up_to_date(model, patches_of(self.run))
                 yield engine
@@ -82,9 +81,7 @@ class RunContext:
 
 def open_context(run: Run, data: Dataset) -> RunContext:
     """The run with its data, on the device of its settings."""
-    settings = run.settings
-    clients = held_rows(data, settings, settings.partition_seed) if isinstance(settings, FederateSettings) else None
-    return RunContext(run, data, clients, excluded_by(run), choose_device(settings.device))
+    return RunContext(run, data, run.clients(data), excluded_by(run), choose_device(run.settings.device))
 
 
 def method_for_run(run: Run, name: str, *settings: Mapping[str, Any]) -> Method:

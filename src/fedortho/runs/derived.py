@@ -45,7 +45,7 @@ def write_derived(
     for name in ("split.json", "history.json"):
         shutil.copyfile(run.path / name, building / name)
     number = len(record.requests) - (patch is not None)
-    if (rows := read_rows(run.path)) is not None:
+    if (rows := read_rows(run.path, run.settings)) is not None:
         last = ForgetRequest.parse(record.requests[-1].request) if record.requests else ForgetRequest()
         rows.without_names(last, record.data.class_names).save(building)
     copy_patches(run, building, number)

@@ -51,9 +51,13 @@ class Federation:
 
 def held_rows(data: Dataset, federation: Federation, seed: int) -> dict[int, Tensor]:
     """The rows of the training and validation images that each client holds or held."""
-    rows = data.known_rows
-    labels = data.train.store_labels[rows]
-    parts = partition(labels, federation.clients, federation.split, seed=seed, minimum=federation.least_images)
+    return partitioned(data.known_rows, data.train.store_labels, federation, seed)
+
+
+def partitioned(rows: Tensor, store_labels: Tensor, federation: Federation, seed: int) -> dict[int, Tensor]:
+    """Each client's part of these rows of a store."""
+    how = (federation.clients, federation.split)
+    parts = partition(store_labels[rows], *how, seed=seed, minimum=federation.least_images)
     return {client: rows[positions] for client, positions in enumerate(parts)}
 
 

@@ -10,10 +10,8 @@ from fedortho.data.cache import DataCopy, decoded_copies, purge_images
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import FedOrthoError
-from fedortho.runs.federation import held_rows
 from fedortho.runs.rows import read_rows
 from fedortho.runs.run import Run, open_run
-from fedortho.runs.settings import FederateSettings
 
 
 def purge_run(run: Run | Path | str, *, data: Dataset | None = None, data_dir: str = "") -> list[DataCopy]:
@@ -36,24 +34,23 @@ def known_copies(run: Run, request: ForgetRequest, data: Dataset) -> list[DataCo
 
 
 def _forget_set(run: Run, request: ForgetRequest, data: Dataset) -> tuple[Tensor, DataCopy]:
-    """The digests of the images that a request names, test images of its classes too, and how many the source has."""
-    settings = run.settings
-    clients = held_rows(data, settings, settings.partition_seed) if isinstance(settings, FederateSettings) else None
-    rows, known = data.known_rows, read_rows(run.path)
+    """The digests of the images that a request names, all images of its classes too, and how many the source has."""
+    rows, known = data.known_rows, read_rows(run.path, run.settings)
     if known is not None:  # the run never had what was left out of its training
         rows = rows[~torch.isin(rows, known.left_out)]
     train = replace(data.train, rows=rows)
-    test = replace(data.test, rows=torch.arange(len(data.test.store_labels)))
-    present = data.test.rows
-    if settings.valid_from_test:  # they are counted from the end of the test images
-        present = torch.cat([present, data.valid.rows + len(test)])
-    classes, digests, left = ForgetRequest(request.classes), [], 0
-    for images, mask, rows in (
-        (train, request.mask(train, clients), train.rows[~torch.isin(train.rows, data.gone)]),
-        (test, classes.mask(test), present),
-    ):
+    groups = [(train, request.mask(train, run.clients(data)), rows[~torch.isin(rows, data.gone)])]
+    held_out = [] if data.is_one_store else [data.valid]  # their rows count from the end of their store
+    for store in [data.test, *(held_out if data.valid_digest else [])]:
+        whole = replace(store, rows=torch.arange(len(store.store_labels)))
+        parts = [
+            part.rows % len(whole) for part in (store, *held_out) if part.pixels.data_ptr() == store.pixels.data_ptr()
+        ]
+        groups.append((whole, ForgetRequest(request.classes).mask(whole), torch.cat(parts)))
+    digests, left = [], 0
+    for images, mask, present in groups:
         assert images.ids is not None, "data of a run has digests"
         digests.append(images.ids.digests[images.rows[mask]])
-        left += int(torch.isin(images.rows[mask], rows).sum())
+        left += int(torch.isin(images.rows[mask], present).sum())
     every = torch.cat(digests)
     return every, DataCopy("source", data.name, left, len(every) - left)

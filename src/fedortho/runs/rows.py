@@ -4,69 +4,116 @@ RUN/rows.safetensors, readable by its owner only, has digest, label and file nam
 """
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedortho.data.cache import PRIVATE, pack_names, unpack_names
 from fedortho.data.images import Dataset, Images, RowIds
-from fedortho.data.request import ForgetRequest
+from fedortho.data.request import Clients, ForgetRequest
 from fedortho.errors import BadCheckpoint, BadData
+from fedortho.runs.federation import partitioned
+from fedortho.runs.settings import FederateSettings, TrainSettings
 from fedortho.storage.files import locked, read_tensors, replacing, write_tensors
 
 ROWS_FILE = "rows.safetensors"
 KEY_FILE = "hash-ids.key"
-Keys = Sequence[tuple[bytes, str]]  # digest and class of each image
+PREFIXES = {"train": "", "test": "test-", "valid": "valid-"}  # of the names of tensors, by split
+
+
+@dataclass(frozen=True)
+class Store:
+    """What each row of a store of images is known by, without its pixels."""
+
+    ids: RowIds
+    labels: Tensor
+
+    def mask(self, request: ForgetRequest, names: Sequence[str], clients: Clients | None = None) -> Tensor:
+        """A mask of the rows that a request names."""
+        rows = torch.arange(len(self.labels))
+        return request.mask(Images(torch.zeros(0), self.labels, rows, tuple(names), (), (), self.ids), clients)
+
+    def unnamed(self, mask: Tensor) -> "Store":
+        """The same without the file names of these rows."""
+        files = zip(self.ids.files, mask.tolist(), strict=False)
+        return replace(self, ids=replace(self.ids, files=tuple("" if is_gone else file for file, is_gone in files)))
+
+    def name(self, row: int) -> str:
+        """The file name of a row, or its number and digest."""
+        file = self.ids.files[row] if self.ids.files else ""
+        return file or f"row {row} (sha256:{bytes(self.ids.digests[row].numpy()).hex()[:12]})"
+
+    def filled(self, sources: Sequence[Images], names: Sequence[str], last: Tensor) -> tuple[Images, Tensor]:
+        """The store's images, each from an image of the sources that serves no other, and a mask of those found.
+
+        An image is recognised by its bytes and its class. Of images with the same bytes, those that `last` marks go
+        without if there are too few.
+        """
+        wanted, first = _keys(self.ids, self.labels, names), sources[0]
+        pixels, found = first.pixels.new_zeros(len(wanted), *first.pixels.shape[1:]), torch.zeros_like(last)
+        order = [*(~last).nonzero().flatten().tolist(), *last.nonzero().flatten().tolist()]
+        for images in sources:
+            places: dict[tuple[bytes, str], list[int]] = {}
+            for place, key in reversed([*enumerate(_keys(images.ids, images.store_labels, images.names))]):
+                places.setdefault(key, []).append(place)
+            pairs = [(row, places[wanted[row]].pop()) for row in order if not found[row] and places.get(wanted[row])]
+            if pairs:
+                rows, taken = torch.tensor(pairs).unbind(1)
+                pixels[rows], found[rows] = images.pixels[taken], True
+        ids = replace(self.ids, root="" if first.ids is None else first.ids.root)
+        return replace(first, pixels=pixels, store_labels=self.labels, ids=ids, names=tuple(names)), found
+
+
+def _keys(ids: RowIds | None, labels: Tensor, names: Sequence[str]) -> list[tuple[bytes, str]]:
+    """Digest and class of each image."""
+    assert ids is not None, "data of a run with digests has digests"
+    return [(bytes(each), names[label]) for each, label in zip(ids.digests.numpy(), labels.tolist(), strict=True)]
 
 
 @dataclass(frozen=True)
 class TrainedRows:
-    """Digest, label and file name of each row of a run's data, and the rows that it was trained or validated on."""
+    """The stores of a run's data, and the rows that it was trained or validated on."""
 
-    ids: RowIds
-    labels: Tensor
-    rows: Tensor  # of training and validation images, also of those left out
+    stores: Mapping[str, Store]  # train, test and, if validation images have a directory of their own, valid
+    rows: Tensor  # of training and validation images in the training store, also of those left out
     left_out: Tensor  # rows that were forgotten before the run was trained
-    test_ids: RowIds
-    test_labels: Tensor
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    clients: Clients | None = None  # the rows that each client of a federation holds or held
 
     def save(self, directory: Path) -> None:
-        tensors = {"labels": self.labels, "rows": self.rows, "left-out": self.left_out, "test-labels": self.test_labels}
-        tensors |= {"digests": self.ids.digests, "files": pack_names(self.ids.files)}
-        tensors |= {"test-digests": self.test_ids.digests, "test-files": pack_names(self.test_ids.files)}
+        tensors = {"rows": self.rows, "left-out": self.left_out}
+        for split, store in self.stores.items():
+            known = {"digests": store.ids.digests, "files": pack_names(store.ids.files), "labels": store.labels}
+            tensors |= {f"{PREFIXES[split]}{key}": tensor for key, tensor in known.items()}
         write_tensors(directory / ROWS_FILE, tensors, {"mean": self.mean, "std": self.std}, mode=PRIVATE)
 
-    def without_names(self, request: ForgetRequest, names: tuple[str, ...]) -> "TrainedRows":
-        """The same without the file names of rows that a request names; without any if it names them by hashes.
+    def without_names(self, request: ForgetRequest, names: Sequence[str]) -> "TrainedRows":
+        """The same without the file names of images that a request names; of no training image if it has hashes.
 
         Names that are missing would tell what the hashes hide.
         """
+        gone = {split: store.mask(_classes(request), names) for split, store in self.stores.items()}
         is_hashed = any(word.startswith("hmac:") for word in request.samples)
-        gone = self._named(request, names).tolist()
-        files = tuple("" if is_hashed or is_gone else file for file, is_gone in zip(self.ids.files, gone, strict=False))
-        return replace(self, ids=replace(self.ids, files=files))
+        gone["train"] = torch.ones_like(gone["train"]) if is_hashed else self._named(request, names)
+        return replace(self, stores={split: store.unnamed(gone[split]) for split, store in self.stores.items()})
 
     def left_out_besides(
-        self, request: ForgetRequest, names: tuple[str, ...], other: "TrainedRows | None" = None
+        self, request: ForgetRequest, names: Sequence[str], other: "TrainedRows | None" = None
     ) -> Tensor:
         """The rows left out of training that a request does not name and another run has not left out."""
         rest = self.left_out[~self._named(request, names)[self.left_out]]
         return rest if other is None else rest[~torch.isin(rest, other.left_out)]
 
-    def _named(self, request: ForgetRequest, names: tuple[str, ...]) -> Tensor:
-        """A mask of the rows that a request names by class or by row."""
-        known = ForgetRequest(request.classes, (), tuple(word for word in request.samples if "/" not in word))
-        return known.mask(self._images(self.labels, names, self.ids))
+    def _named(self, request: ForgetRequest, names: Sequence[str]) -> Tensor:
+        return self.stores["train"].mask(request, names, self.clients)
 
     def restored(
-        self, data: Dataset, names: tuple[str, ...], valid: Sequence[int], excluded: ForgetRequest | None
+        self, data: Dataset, names: Sequence[str], valid: Sequence[int], excluded: ForgetRequest | None
     ) -> Dataset:
         """The run's data in what is left of it: rows keep their numbers, those of deleted images are `gone`.
 
@@ -74,48 +121,70 @@ class TrainedRows:
         that the run did not have are not used.
         """
         excluded = excluded or ForgetRequest()
-        forgotten = excluded.mask(self._images(self.labels, names, self.ids))
-        forgotten[self.left_out] = True
-        forgotten_test = ForgetRequest(excluded.classes).mask(self._images(self.test_labels, names))
-        root = "" if data.train.ids is None else data.train.ids.root
-        here = [(part, _keys(part.ids, part.store_labels, part.names)) for part in (data.train, data.test)]
-        pixels, found = _filled(_keys(self.ids, self.labels, names), here[:1], forgotten)
-        test_pixels, found_test = _filled(_keys(self.test_ids, self.test_labels, names), here[::-1], forgotten_test)
-        lost = [_name(self.ids, row) for row in self.rows.tolist() if not (found[row] or forgotten[row])]
-        lost += [_name(self.test_ids, row) for row in (~found_test & ~forgotten_test).nonzero().flatten().tolist()]
+        sources = {"train": [data.train], "test": [data.test, data.train], "valid": [data.valid]}
+        made: dict[str, Images] = {}
+        found: dict[str, Tensor] = {}
+        lost: list[str] = []
+        for split, store in self.stores.items():
+            needed, may_lack = torch.ones(len(store.labels), dtype=torch.bool), store.mask(_classes(excluded), names)
+            if split == "train":
+                needed[:], needed[self.rows] = False, True
+                may_lack = self._named(excluded, names)
+                may_lack[self.left_out] = True
+            images, found[split] = store.filled(sources[split], names, may_lack)
+            made[split] = replace(images, mean=self.mean, std=self.std)
+            lost += [store.name(row) for row in (needed & ~found[split] & ~may_lack).nonzero().flatten().tolist()]
         if lost:
             more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
             raise BadData(f"it lacks images that the run has not forgotten: {', '.join(lost[:3])}{more}")
-        kept = self.rows[found[self.rows]]
-        is_valid = torch.isin(kept, torch.tensor(valid, dtype=torch.int64))
-        about: dict[str, Any] = {"names": names, "mean": self.mean, "std": self.std}
-        ids = replace(self.ids, root=root)
-        whole = replace(data.train, pixels=pixels, store_labels=self.labels, ids=ids, **about)
-        test = replace(data.test, pixels=test_pixels, store_labels=self.test_labels, ids=self.test_ids, **about)
-        held_out = data.valid
-        if data.valid.pixels.data_ptr() == data.test.pixels.data_ptr():  # part of the test split, by negative rows
-            held_out = replace(test, rows=torch.tensor(valid, dtype=torch.int64)[found_test[list(valid)]])
-            found_test[list(valid)] = False
+        chosen, kept = torch.tensor(valid, dtype=torch.int64), self.rows[found["train"][self.rows]]
+        if "valid" in found:  # rows of a store of their own count from its end
+            held_out = replace(made["valid"], rows=found["valid"].nonzero().flatten() - len(found["valid"]))
+        elif len(chosen) and int(chosen[0]) < 0:  # part of the test split, by negative rows
+            held_out = replace(made["test"], rows=chosen[found["test"][chosen]])
+            found["test"][chosen] = False
+        else:
+            held_out = replace(made["train"], rows=kept[torch.isin(kept, chosen)])
         return replace(
             data,
-            train=replace(whole, rows=kept[~is_valid]),
-            valid=replace(whole, rows=kept[is_valid]) if data.is_one_store else held_out,
-            test=replace(test, rows=found_test.nonzero().flatten()),
-            gone=self.rows[~found[self.rows]],
+            train=replace(made["train"], rows=kept[~torch.isin(kept, chosen)]),
+            valid=held_out,
+            test=replace(made["test"], rows=found["test"].nonzero().flatten()),
+            gone=self.rows[~found["train"][self.rows]],
         )
 
-    def _images(self, labels: Tensor, names: tuple[str, ...], ids: RowIds | None = None) -> Images:
-        """Rows without pixels, for a request to choose from."""
-        return Images(torch.zeros(0), labels, torch.arange(len(labels)), names, self.mean, self.std, ids)
+
+def _classes(request: ForgetRequest) -> ForgetRequest:
+    """The part of a request that names test and validation images too."""
+    return ForgetRequest(request.classes)
 
 
 def rows_of(data: Dataset, left_out: Tensor) -> TrainedRows | None:
     """The rows of a dataset; None if they have no digests."""
-    train, test = data.train, data.test
-    if train.ids is None or test.ids is None:
+    splits = {"train": data.train, "test": data.test} | ({"valid": data.valid} if data.valid_digest else {})
+    stores = {split: Store(part.ids, part.store_labels) for split, part in splits.items() if part.ids is not None}
+    if stores.keys() != splits.keys():
         return None
-    labels, about = (train.store_labels, test.store_labels), (train.mean, train.std)
-    return TrainedRows(train.ids, labels[0], data.known_rows, left_out, test.ids, labels[1], *about)
+    return TrainedRows(stores, data.known_rows, left_out, data.train.mean, data.train.std)
+
+
+def read_rows(directory: Path, settings: TrainSettings) -> TrainedRows | None:
+    """The rows of a run; None if it has none: runs of earlier versions, and on datasets that everybody has."""
+    if not (directory / ROWS_FILE).exists():
+        return None
+    tensors, note = read_tensors(directory / ROWS_FILE)
+    stores, key = {}, hash_key(directory)
+    try:
+        for split, prefix in PREFIXES.items():
+            if split != "valid" or f"{prefix}digests" in tensors:
+                digests, files, labels = (tensors[f"{prefix}{part}"] for part in ("digests", "files", "labels"))
+                stores[split] = Store(RowIds(digests, unpack_names(files), key=key), labels)
+        known = TrainedRows(stores, tensors["rows"], tensors["left-out"], tuple(note["mean"]), tuple(note["std"]))
+    except KeyError as error:
+        raise BadCheckpoint(f"{directory / ROWS_FILE} has no {error}; restore the file that training wrote") from error
+    if not isinstance(settings, FederateSettings):
+        return known
+    return replace(known, clients=partitioned(known.rows, stores["train"].labels, settings, settings.partition_seed))
 
 
 def hash_key(directory: Path, *, make: bool = False) -> bytes:
@@ -134,41 +203,3 @@ def hash_key(directory: Path, *, make: bool = False) -> bytes:
         return bytes.fromhex(found[0].read_text(encoding="ascii")) if found else b""
     except (OSError, ValueError) as error:
         raise BadCheckpoint(f"{found[0]} is not a key of hashed ids ({error}); restore it") from error
-
-
-def read_rows(directory: Path) -> TrainedRows | None:
-    """The rows of a run; None if it has none: runs of earlier versions, and on datasets that everybody has."""
-    if not (directory / ROWS_FILE).exists():
-        return None
-    tensors, note = read_tensors(directory / ROWS_FILE)
-    ids, test = (RowIds(tensors[f"{of}digests"], unpack_names(tensors[f"{of}files"])) for of in ("", "test-"))
-    ids = replace(ids, key=hash_key(directory))
-    rows = (tensors["labels"], tensors["rows"], tensors["left-out"], test, tensors["test-labels"])
-    return TrainedRows(ids, *rows, tuple(note["mean"]), tuple(note["std"]))
-
-
-def _keys(ids: RowIds | None, labels: Tensor, names: Sequence[str]) -> Keys:
-    assert ids is not None, "data of a run with digests has digests"
-    return [(bytes(each), names[label]) for each, label in zip(ids.digests.numpy(), labels.tolist(), strict=True)]
-
-
-def _filled(wanted: Keys, sources: Sequence[tuple[Images, Keys]], last: Tensor) -> tuple[Tensor, Tensor]:
-    """The pixels of the wanted images, each from an image of the sources that serves no other, and which were found.
-
-    Of images with the same bytes, those that `last` marks go without if there are too few.
-    """
-    pixels, found = sources[0][0].pixels.new_zeros(len(wanted), *sources[0][0].pixels.shape[1:]), torch.zeros_like(last)
-    for images, keys in sources:
-        places: dict[tuple[bytes, str], list[int]] = {}
-        for place in reversed(range(len(keys))):
-            places.setdefault(keys[place], []).append(place)
-        order = [*(~last).nonzero().flatten().tolist(), *last.nonzero().flatten().tolist()]
-        pairs = [(row, places[wanted[row]].pop()) for row in order if not found[row] and places.get(wanted[row])]
-        if pairs:
-            rows, taken = torch.tensor(pairs).unbind(1)
-            pixels[rows], found[rows] = images.pixels[taken], True
-    return pixels, found
-
-
-def _name(ids: RowIds, row: int) -> str:
-    return (ids.files[row] if ids.files else "") or f"row {row} (sha256:{bytes(ids.digests[row].numpy()).hex()[:12]})"

@@ -1,5 +1,6 @@
 """A finished run: its settings, its record, its model and its data."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,13 @@ from torch import nn
 
 from fedortho.data.decoding import Report
 from fedortho.data.images import Dataset, RowIds
-from fedortho.data.request import ForgetRequest, union_of
+from fedortho.data.request import Clients, ForgetRequest, union_of
 from fedortho.data.sources import load_images
 from fedortho.errors import BadCheckpoint, BadData, BadRecord, BadSetting, UnknownName
 from fedortho.models.zoo import build_model
+from fedortho.runs.federation import held_rows
 from fedortho.runs.record import RunRecord, SplitRecord, TrainingRecord, read_run_record
-from fedortho.runs.rows import TrainedRows, hash_key, read_rows
+from fedortho.runs.rows import hash_key, read_rows
 from fedortho.runs.settings import FederateSettings, TrainSettings, relocated
 from fedortho.storage.checkpoints import fold_weight_norm, load_weights
 from fedortho.storage.files import read_json, read_tensors, tensors_digest
@@ -52,36 +54,17 @@ class Run:
 
         Images that the run has forgotten or was trained without may have been deleted since: their rows are `gone`.
         """
-        data, known = load_run_data(self.settings, data_dir, progress, forgotten=True), read_rows(self.path)
-        data = data.with_key(hash_key(self.path))
-        if data.valid_digest != self.record.data.valid_digest:
-            raise BadData(
-                f"images of {self.settings.valid_dir} are not those that {self.path} was imported or trained with"
-            )
-        if data.digest != self.record.data.digest:
-            return self._restored(data, known)
-        if known is not None:
-            data = data.without_rows(known.left_out)
-        if list(read_record(SplitRecord, self.path / "split.json").valid) != data.valid.rows.tolist():
-            raise BadCheckpoint(f"{self.path / 'split.json'} has other validation images than its seed and share give")
-        return data
+        return load_recorded_data(self.path, self.record, relocated(self.settings, data_dir), progress)
 
-    def _restored(self, data: Dataset, known: TrainedRows | None) -> Dataset:
-        refusal = f"{data.name} here is not the data that {self.path} was trained on"
-        if known is None or isinstance(self.settings, FederateSettings):
-            raise BadData(f"{refusal} (its digest differs)")
-        valid = read_record(SplitRecord, self.path / "split.json").valid
-        try:
-            restored = known.restored(data, self.record.data.class_names, valid, self.excluded)
-        except BadData as error:
-            raise BadData(f"{refusal}: {error}; restore them, or use the run that has forgotten them") from error
-        return replace(restored.without_rows(known.left_out), digest=self.record.data.digest)
+    def clients(self, data: Dataset) -> Clients | None:
+        """The rows of its data that each client of a federation holds or held; None if it has no clients."""
+        settings = self.settings
+        return held_rows(data, settings, settings.partition_seed) if isinstance(settings, FederateSettings) else None
 
     @property
     def excluded(self) -> ForgetRequest | None:
         """The images that the run has forgotten or was trained without, as one request; None: there are none."""
-        texts = [*(served.request for served in self.record.requests), self.settings.without]
-        return union_of([ForgetRequest.parse(text) for text in texts if text])
+        return _excluded(self.record, self.settings)
 
     def request(self, request: ForgetRequest | str, data_dir: str = "", *, hashed: bool = False) -> ForgetRequest:
         """A request from its text, with its samples by row of the run's data.
@@ -120,14 +103,45 @@ class Run:
         return [from_json(Epoch, entry, path) for entry in value]
 
 
+def _excluded(record: TrainingRecord, settings: TrainSettings) -> ForgetRequest | None:
+    texts = [*(served.request for served in record.requests), settings.without]
+    return union_of([ForgetRequest.parse(text) for text in texts if text])
+
+
 def load_run_data(
-    settings: TrainSettings, data_dir: str = "", progress: Report | None = None, *, forgotten: bool = False
+    settings: TrainSettings, progress: Report | None = None, *, forgotten: bool = False, names: Sequence[str] = ()
 ) -> Dataset:
-    """The dataset that settings name, with its validation split; with images that were purged only if `forgotten`."""
-    at = relocated(settings, data_dir)
-    how: dict[str, Any] = {"seed": at.partition_seed, "size": at.image_size, "forgotten": forgotten}
-    how |= {"valid": at.valid_dir or at.valid, "valid_from_test": at.valid_from_test}
-    return load_images(at.data, at.data_dir or None, preprocessing=at.preprocessing, progress=progress, **how)
+    """The dataset that settings name, with its validation split; with images that were purged only if `forgotten`.
+
+    Classes with `names` have their numbers, those without images too.
+    """
+    how: dict[str, Any] = {"seed": settings.partition_seed, "size": settings.image_size, "forgotten": forgotten}
+    how |= {"valid": settings.valid_dir or settings.valid, "valid_from_test": settings.valid_from_test, "names": names}
+    how |= {"preprocessing": settings.preprocessing, "progress": progress}
+    return load_images(settings.data, settings.data_dir or None, **how)
+
+
+def load_recorded_data(
+    path: Path, record: TrainingRecord, settings: TrainSettings, progress: Report | None = None
+) -> Dataset:
+    """The data of the run in a directory, which may not be finished; see `Run.load_data`."""
+    about, known = record.data, read_rows(path, settings)
+    data = load_run_data(settings, progress, forgotten=True, names=about.class_names).with_key(hash_key(path))
+    valid = read_record(SplitRecord, path / "split.json").valid
+    is_same = data.digest == about.digest
+    if is_same and data.valid_digest == about.valid_digest:
+        data = data if known is None else data.without_rows(known.left_out)
+        if list(valid) != data.valid.rows.tolist():
+            raise BadCheckpoint(f"{path / 'split.json'} has other validation images than its seed and share give")
+        return data
+    refusal = f"{settings.valid_dir if is_same else data.name} here is not the data that {path} was trained on"
+    if known is None or (about.valid_digest and "valid" not in known.stores):
+        raise BadData(f"{refusal} (its digest differs)")
+    try:
+        restored = known.restored(data, about.class_names, valid, _excluded(record, settings))
+    except BadData as error:
+        raise BadData(f"{refusal}: {error}; restore them, or use the run that has forgotten them") from error
+    return replace(restored.without_rows(known.left_out), digest=about.digest, valid_digest=about.valid_digest)
 
 
 def open_run(path: "Run | Path | str", *, trust_code: bool = False) -> Run:

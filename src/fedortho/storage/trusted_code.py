@@ -5,12 +5,13 @@ import importlib.util
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from fedortho.errors import BadCheckpoint, FedOrthoError, UnknownName
+from fedortho.errors import BadCheckpoint, FedOrthoError, UnknownName, first_line
 from fedortho.storage.files import locked, read_json, replacing
 
 logger = logging.getLogger(__name__)
@@ -22,14 +23,23 @@ def load_function(name: str, what: str) -> Callable[..., Any]:
     place, _, function = name.partition(":")
     if not place or not function:  # before anything runs: only whole names are looked up in the list
         raise UnknownName(f"{name!r} names no {what}; write it as package.module:function")
-    try:
+    with code_of_others(f"cannot import {place!r} for the {what} {name!r}"):
         module = importlib.import_module(place)
-    except (ImportError, TypeError, ValueError) as error:  # TypeError, ValueError: an empty or a relative name
-        raise UnknownName(f"cannot import {place!r} for the {what} {name!r}: {error}") from error
     found = getattr(module, function, None)
     if not callable(found):
         raise UnknownName(f"{place!r} has no function {function!r}; write the {what} as package.module:function")
     return found  # type: ignore[no-any-return]  # code of others
+
+
+@contextmanager
+def code_of_others(refusal: str, kind: type[FedOrthoError] = UnknownName) -> Iterator[None]:
+    """Turn whatever the code of others raises, an exit too, into an error that begins with `refusal`."""
+    try:
+        yield
+    except FedOrthoError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise kind(f"{refusal}: {type(error).__name__}: {first_line(error)}") from error
 
 
 def remember_code(*names: str) -> None:
@@ -58,7 +68,7 @@ def check_trusted(source: object, *names: str) -> None:
         if "all" not in allowed:
             raise FedOrthoError(
                 f"{source} names {name}, which would run code of {file}; if you trust that file, add --trust-code "
-                "(in Python: open_run(…, trust_code=True)); it is then remembered"
+                f"to a command with {source} (in Python: open_run(…, trust_code=True)); it is then remembered"
             )
         remember_code(name)
 
