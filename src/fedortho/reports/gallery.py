@@ -65,7 +65,7 @@ def _case(
     clients = held_rows(data, settings, settings.partition_seed) if isinstance(settings, FederateSettings) else None
     before = models.get("original", models["unlearned"])  # without an original nothing is compared with it
     others = excluded_besides(run, request)
-    return Case(models["unlearned"], before, None, None, data, request, others, clients, device)
+    return Case(models["unlearned"], before, (), data, request, others, clients, device)
 
 
 def _score_pictures(models: Mapping[str, nn.Module], case: Case) -> list[Picture]:
