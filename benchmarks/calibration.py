@@ -137,11 +137,12 @@ def gaps(mine: Measured, theirs: Measured) -> dict[str, float | None]:
     for (depth, one), (_, other) in zip(mine["probe"], theirs["probe"], strict=True):
         name = depths[depth].name
         values[name] = max(one - other, -1.0 if values[name] is None else values[name])
+    others = theirs.get("reset tail", {})
     tails = [
-        found[k]["unlearned"] - theirs["reset tail"][entry][k]["unlearned"]
-        for entry, found in mine["reset tail"].items()
+        found[k]["unlearned"] - others[entry][k]["unlearned"]
+        for entry, found in mine.get("reset tail", {}).items()
         for k in found
-        if entry in theirs["reset tail"]
+        if entry in others
     ]
     steps = [speed_up(one, theirs["relearning"][k]) for k, one in mine.get("relearning", {}).items()]
     return values | {

@@ -35,7 +35,6 @@ def proposed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits as proposed: the retrained networks of this world agree within them, those of CIFAR-10 need more."""
     monkeypatch.setattr(probe, "LIMIT", replace(probe.LIMIT, calibrated=None))
     monkeypatch.setattr(probe, "ENTRY_LIMIT", replace(probe.ENTRY_LIMIT, calibrated=None))
-    monkeypatch.setattr(reset_tail, "LIMIT", replace(reset_tail.LIMIT, calibrated=None))
     monkeypatch.setattr(reset_tail, "TAILS", 1)
     monkeypatch.setattr(reset_tail, "SAMPLES", (50,))
     monkeypatch.setattr(relearn, "PROTOTYPE_LIMIT", replace(relearn.PROTOTYPE_LIMIT, calibrated=None))

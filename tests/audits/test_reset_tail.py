@@ -9,7 +9,7 @@ from worlds import World
 
 from fedortho.audits import reset_tail
 from fedortho.audits.reset_tail import MeasurementCache, balanced_rows, recall_at_false_alarms
-from fedortho.audits.result import Attack, Limit
+from fedortho.audits.result import Attack
 from fedortho.evaluation.case import Case
 from fedortho.models.graph import stage_entries
 from fedortho.models.split import Split, Tail, entry_inputs, split_before
@@ -23,12 +23,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """One entry, number of images and tail, as in test_audits.py: the attack is shown, not its precision."""
     monkeypatch.setattr(reset_tail, "TAILS", 1)
     monkeypatch.setattr(reset_tail, "SAMPLES", (50,))
-    monkeypatch.setattr(reset_tail, "LIMIT", Limit("reset tail", 0.06))
     monkeypatch.setattr(reset_tail, "stage_entries", lambda *_: [ENTRY])
 
 
 def attack(world: World, unlearned: nn.Module) -> Attack:
-    return reset_tail.reset_tail(world.case(unlearned), world.cache)
+    return reset_tail.reset_tail(world.case(unlearned, second=True), world.cache)
 
 
 def test_the_original_fails_and_a_retrained_network_passes(world: World) -> None:
@@ -113,3 +112,15 @@ def test_a_network_that_cannot_be_split_there_is_undecided(world: World, monkeyp
     single = attack(world, world.original)
     assert not single.is_undecided
     assert not single.has_power, "a network of one stage has nothing to reset, and that shows nothing"
+
+
+def test_near_the_limit_one_reference_is_too_few(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = {"unlearned": 0.6, "original": 0.9, "reference": 0.5}
+    trials = {role: {50: reset_tail.TailTrial(share, 1.0)} for role, share in shares.items()}
+    monkeypatch.setattr(reset_tail, "trials_of", lambda case, cache, role, *_: trials[role])
+    found = reset_tail.reset_tail(world.case(world.original), world.cache)
+    assert found.is_undecided
+    assert not found.fails, "10 points, where the limit is 8"
+    assert "one reference model is too few to decide: give three" in found.finding
+    trials["unlearned"] = {50: reset_tail.TailTrial(0.7, 1.0)}
+    assert reset_tail.reset_tail(world.case(world.original), world.cache).fails

@@ -9,15 +9,23 @@ from torch.nn import functional
 
 from fedortho.audits.audit import Audit
 from fedortho.audits.measurements import MeasurementCache, balanced_sample, depth_features
-from fedortho.audits.result import ROUNDING, AuditResult, Limit, compared, decide, original_exceeds, shares_text
+from fedortho.audits.result import (
+    ROUNDING,
+    TOO_FEW,
+    AuditResult,
+    Limit,
+    compared,
+    decide,
+    is_too_near,
+    original_exceeds,
+    shares_text,
+)
 from fedortho.evaluation.accuracies import share_correct
 from fedortho.evaluation.case import Case
 
 LIMIT = Limit("probe", 0.05, calibrated=0.082)  # recall of the probe, above the reference model's
 LAST_ENTRY_LIMIT = Limit("last entry probe", 0.05)  # the same at the entry of the last stage
 ENTRY_LIMIT = Limit("entry probe", 0.05, calibrated=0.083)  # the same at entries before it
-ONE_REFERENCE = 0.03  # deviation of a reference model's recall: nearer to the limit than this, one cannot decide
-TOO_FEW = f"within {100 * ONE_REFERENCE:.0f} points of the limit one reference model is too few to decide: give three"
 PENALTY = 1e-3  # of the squared weights, per image, on features of deviation 1
 
 
@@ -56,10 +64,9 @@ def linear_probe(case: Case, cache: MeasurementCache, budget: str) -> AuditResul
     details = {"images": len(labels), "penalty": PENALTY, "stages": single, "depths": list(depths)}
     details |= {"references": len(case.references), "depth": "" if worst == last else worst, "erased_behind": behind}
     result = decide(finding, depths[worst], limits[worst], details)
-    gap = abs((result.value or 0.0) - limits[worst].value)
-    if len(case.references) != 1 or result.outcome not in ("PASS", "FAIL") or gap > ONE_REFERENCE:
-        return result
-    return replace(result, outcome="INCONCLUSIVE", finding=f"{finding}; {TOO_FEW}")
+    if result.outcome in ("PASS", "FAIL") and is_too_near(case, result.value, limits[worst]):
+        return replace(result, outcome="INCONCLUSIVE", finding=f"{finding}; {TOO_FEW}")
+    return result
 
 
 def depth_limits(depths: Sequence[str]) -> dict[str, Limit]:

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from fedortho.audits.measurements import MeasurementCache, balanced_sample, checked_logits, editable_copy, measure_model
-from fedortho.audits.result import ROUNDING, Attack, Limit, compared, original_exceeds, shares_text
+from fedortho.audits.result import (
+    ROUNDING,
+    TOO_FEW,
+    Attack,
+    Limit,
+    compared,
+    is_too_near,
+    original_exceeds,
+    shares_text,
+)
 from fedortho.data.images import Images, made_images
 from fedortho.engines.query import draw
 from fedortho.evaluation.case import Case
@@ -21,7 +30,7 @@ from fedortho.models.zoo import reinitialised
 from fedortho.training.loop import fit
 from fedortho.training.recipe import Recipe
 
-LIMIT = Limit("reset tail", 0.05)  # recall behind a new tail, above the reference models'
+LIMIT = Limit("reset tail", 0.08)  # recall behind a new tail, above the reference models'
 SAMPLES = (50, 250)  # images of the forget set among those of the retain set
 STEPS, MOST_STEPS = 50, 200  # doubled until the reference model has learned its images of the forget set
 ARRIVED = 0.8  # recall of these images with which it has
@@ -78,10 +87,11 @@ def _attack(
     failed = [place for place, number in telling if case.references and gaps[place, number] > LIMIT.value + ROUNDING]
     finding = f"a new tail behind {entry}, trained on {k} forgotten images, recalls "
     finding += f"{shares_text(trials[entry, k], len(case.references))} of the class at {FALSE_ALARMS:.0%} false alarms"
-    finding = "; ".join([finding, *reasons])
-    details |= {"entry": entry, "images": k, "erased_behind": failed[-1] if failed else ""}
     value = gaps[entry, k] if case.references else None
-    is_open = bool(undecided) and not failed
+    is_near = bool(telling) and is_too_near(case, value, LIMIT)
+    finding = "; ".join([finding, *reasons, *([TOO_FEW] if is_near else [])])
+    details |= {"entry": entry, "images": k, "erased_behind": failed[-1] if failed else ""}
+    is_open = is_near or (bool(undecided) and not failed)
     return Attack("reset tail", finding, trials[entry, k], LIMIT, value, bool(telling), is_open, details)
 
 

@@ -5,11 +5,13 @@ from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any, Literal, get_args
 
-from fedortho.evaluation.case import REFERENCES
+from fedortho.evaluation.case import REFERENCES, Case
 
 # INCONCLUSIVE: the audit ran and cannot tell; NOT RUN: it did not run
 Outcome = Literal["PASS", "FAIL", "INCONCLUSIVE", "NOT RUN", "NO REFERENCE", "ERROR"]
 ROUNDING = 1e-9  # 0.55 − 0.5 does not exceed 0.05
+ONE_REFERENCE = 0.03  # deviation of a recall between reference models: nearer to its limit one model cannot decide
+TOO_FEW = f"within {100 * ONE_REFERENCE:.0f} points of the limit one reference model is too few to decide: give three"
 NO_POWER = "the original model passes too, so this audit shows nothing here"
 
 
@@ -56,12 +58,12 @@ class Attack:
     limit: Limit
     value: float | None = None  # None without a reference model
     has_power: bool = True  # passing shows something: the original model would fail
-    is_undecided: bool = False  # the reference model does not arrive, and nothing fails
+    is_undecided: bool = False  # the reference model does not arrive and nothing fails, or one is too few
     details: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def fails(self) -> bool:
-        return self.has_power and (self.value or 0.0) > self.limit.value + ROUNDING
+        return self.has_power and not self.is_undecided and (self.value or 0.0) > self.limit.value + ROUNDING
 
 
 def decide(
@@ -87,6 +89,11 @@ def decide(
 def original_exceeds(measured: Mapping[str, float], limit: Limit) -> bool:
     """Whether the original model exceeds the reference by more than the limit; if not, forgetting nothing passes."""
     return measured["original"] - measured["reference"] > limit.value
+
+
+def is_too_near(case: Case, value: float | None, limit: Limit) -> bool:
+    """Whether a recall is so near to its limit that another single reference model might have decided otherwise."""
+    return len(case.references) == 1 and value is not None and abs(value - limit.value) <= ONE_REFERENCE
 
 
 def compared(measured: Mapping[str, float]) -> dict[str, float]:
