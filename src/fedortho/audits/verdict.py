@@ -114,7 +114,7 @@ class Verdict:
             return f"Give a reference model (--reference RUN), or have one trained (--retrain){cost}."
         if any(audit.outcome == "NOT RUN" for audit in self.audits):
             return "Run the remaining audits (--audit full --retrain, and --shadows 16 for membership)."
-        return "An inconclusive audit is not passed: judge against a reference model of another seed (--reference RUN)."
+        return "An inconclusive audit is not passed: judge against up to three reference models, each of another seed."
 
     @property
     def not_tested(self) -> list[str]:
