@@ -252,7 +252,7 @@ def probe(shared: FigureData) -> "Figure":
     before, after = shared.pair("vgg-mini")
     erased = Directions().plan(before, CentralEngine(shared.data), REQUEST).patch.apply(before)
     roles = {"original": before, "unlearned": after, "erased": erased} | shared.roles
-    case = Case(after, before, None, None, shared.data, REQUEST)
+    case = Case(after, before, (), shared.data, REQUEST)
     layers = list(kernels.depths_of(before, shared.data.train.shape))[1:]
     labels, found = balanced_sample(case).labels, {}
     for role in (role for role in ROLES if role in roles):

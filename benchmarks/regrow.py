@@ -54,7 +54,7 @@ def measure(run: fo.Run, reference: fo.Run, data: fo.Dataset, request: str) -> d
     result = fo.forget(original, data, request, method)
     models = {"original": original, "reference": reference.load_model(), "unlearned": result.model}
     parsed, cache = fo.ForgetRequest.parse(request), MeasurementCache()
-    case = Case(models["unlearned"], original, models["reference"], None, data, parsed)
+    case = Case(models["unlearned"], original, (models["reference"],), data, parsed)
     labels, evaluated = balanced_sample(case).labels, case.forget_eval.labels
     recalls = {
         role: {depth: recall(*pair, labels, evaluated) for depth, pair in depth_features(case, cache, role).items()}

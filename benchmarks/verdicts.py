@@ -71,10 +71,10 @@ def judge_original(model: str, seed: int, arguments: Any) -> None:
         others = [run for run in references if run.path != forgot.path]
         if is_current(page, forgot, others, shadows=bool(arguments.shadows)):
             continue
-        case = case_of(forgot, request, data, original, others[0], others[1] if len(others) > 1 else None)
-        roles = ("original", "reference", "second_reference")  # one object each, for the measurements in the cache
-        same = {role: loaded.setdefault(f"{role} {others[0].path}", getattr(case, role)) for role in roles}
-        case = replace(case, **same)
+        case = case_of(forgot, request, data, original, others[:3])
+        kept = [loaded.setdefault(str(run.path), model) for run, model in zip(others[:3], case.references, strict=True)]
+        before = loaded.setdefault("original", case.original)  # one object each, for the measurements in the cache
+        case = replace(case, original=before, references=tuple(kept))
         if suite is None or method == "retrain":
             suite = MetricSuite(case)
         only = ["C1", "C2", "C3", "C5", "C6"] if arguments.audit == "quick" and len(others) > 1 else []

@@ -238,7 +238,8 @@ def calibration() -> str:
     rows = []
     for name, limit in result["limits"].items():
         values = [row["values"][name] for row in result["rows"] if row["values"][name] is not None]
-        rows.append([name, str(len(values)), f"{mean(values):.3f}", f"{max(values):.3f}", f"{limit:g}"])
+        numbers = [f"{mean(values):.3f}", f"{max(values):.3f}"] if values else ["–", "–"]
+        rows.append([name, str(len(values)), *numbers, f"{limit:g}"])
     return grid(["measure", "pairs", "mean", "largest", "limit"], rows) + origin(result)
 
 

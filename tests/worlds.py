@@ -25,8 +25,8 @@ class World:
     cache: MeasurementCache  # what was measured on them, for all tests
 
     def case(self, unlearned: nn.Module, *, reference: bool = True, second: bool = False) -> Case:
-        first, other = self.references[:2]
-        return Case(unlearned, self.original, first if reference else None, other if second else None, self.data, COAT)
+        references = self.references[: 2 if second else 1] if reference else []
+        return Case(unlearned, self.original, tuple(references), self.data, COAT)
 
     def changed(self, change: Callable[[nn.Module], None]) -> nn.Module:
         """The original after an edit."""

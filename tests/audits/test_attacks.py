@@ -136,10 +136,11 @@ def test_a_prototype_takes_its_samples_and_no_more_than_its_share_of_others() ->
     assert float((row - weight.mean(0)).norm()) == pytest.approx(float((weight - weight.mean(0)).norm(dim=1).mean()))
 
 
-def test_steps_that_were_not_enough_count_as_all_that_were_tried() -> None:
-    assert speed_up(60, None) == 1.0
-    assert speed_up(None, 30) == 0.5
-    assert speed_up(0, 0) == 1.0
+def test_steps_that_were_not_enough_count_with_the_next_evaluation() -> None:
+    assert speed_up(60, None) == 122 / 60, "the reference model was given 120 and needs at least two more"
+    assert speed_up(30, None) == 62 / 30, "it was given 60"
+    assert speed_up(None, 31) == 0.5
+    assert speed_up(None, None) == speed_up(0, 0) == 1.0
 
 
 def test_features_are_what_the_layers_receive_averaged_over_the_map(world: World) -> None:

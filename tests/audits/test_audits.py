@@ -7,12 +7,13 @@ import torch
 from torch import Tensor, nn
 from worlds import World
 
-from fedortho.audits import AUDITS, distance, probe, relearn, run_audits
-from fedortho.audits.result import AuditResult, label
+from fedortho.audits import AUDITS, distance, probe, relearn, reset_tail, result, run_audits
+from fedortho.audits.result import AuditResult, Limit, label
 from fedortho.audits.retention import RETENTION
 from fedortho.data.request import ForgetRequest
 from fedortho.engines.central import CentralEngine
 from fedortho.errors import BadData, UnknownName
+from fedortho.evaluation.case import Case
 from fedortho.methods import unlearn
 from fedortho.methods.paper import Paper
 
@@ -34,6 +35,8 @@ def proposed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits as proposed: the retrained networks of this world agree within them, those of CIFAR-10 need more."""
     monkeypatch.setattr(probe, "LIMIT", replace(probe.LIMIT, calibrated=None))
     monkeypatch.setattr(probe, "ENTRY_LIMIT", replace(probe.ENTRY_LIMIT, calibrated=None))
+    monkeypatch.setattr(reset_tail, "TAILS", 1)
+    monkeypatch.setattr(reset_tail, "SAMPLES", (50,))
     monkeypatch.setattr(relearn, "PROTOTYPE_LIMIT", replace(relearn.PROTOTYPE_LIMIT, calibrated=None))
 
 
@@ -62,6 +65,25 @@ def test_what_is_erased_in_the_last_stage_only_is_called_that_and_does_not_pass(
     assert probed.unlearned == probed.original
     assert probed.details["depth"] == probed.details["erased_behind"] == "features.11"
     assert "erased behind features.11 only" in probed.finding
+
+
+def test_one_reference_is_too_few_near_the_limit(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "original_exceeds", lambda *_: True)
+    monkeypatch.setattr(result, "original_exceeds", lambda *_: True)
+
+    def probed(limit: float, *, second: bool = False) -> AuditResult:
+        for name in ("LIMIT", "ENTRY_LIMIT", "LAST_ENTRY_LIMIT"):
+            monkeypatch.setattr(probe, name, Limit(name, limit))
+        return AUDITS["C1"](world.case(world.references[2], second=second), world.cache)
+
+    gap = probed(0.0).value
+    assert gap is not None
+    found = [probed(gap + shift) for shift in (-0.04, -0.02, 0.02, 0.04)]
+    assert [audit.outcome for audit in found] == ["FAIL", "INCONCLUSIVE", "INCONCLUSIVE", "PASS"]
+    assert "one reference model is too few to decide: give three" in found[1].finding
+    mean_gap = probed(0.0, second=True).value
+    assert mean_gap is not None
+    assert probed(mean_gap + 0.02, second=True).outcome == "PASS"
 
 
 def test_the_papers_edit_before_batch_norm_fails_the_norm_attacks(world: World) -> None:
@@ -116,7 +138,7 @@ def test_without_a_reference_nothing_reads_pass(world: World) -> None:
 def test_what_needs_a_class_of_its_own_is_not_run_for_samples(world: World) -> None:
     rows = world.data.train.rows[:60].tolist()
     request = ForgetRequest(samples=tuple(map(str, rows)))
-    case = replace(world.case(world.original), request=request, reference=world.original)
+    case = replace(world.case(world.original), request=request, references=(world.original,))
     audits = run_audits(case)
     outcomes = [audit.outcome for audit in audits]
     assert outcomes == ["NOT RUN", "INCONCLUSIVE", "NOT RUN", "NOT RUN", "NOT RUN", "PASS"]
@@ -125,17 +147,21 @@ def test_what_needs_a_class_of_its_own_is_not_run_for_samples(world: World) -> N
     assert "class requests" in audits[2].finding
 
 
-@pytest.mark.parametrize("kind", ["class", "samples"])
-def test_relearning_that_the_reference_does_not_finish_ran_and_cannot_tell(
-    world: World, monkeypatch: pytest.MonkeyPatch, kind: str
+def test_the_reference_is_trained_on_until_the_outcome_is_certain(
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relearn, "_relearning_steps", lambda *_: {"unlearned": 36, "reference": None})
-    case = world.case(world.references[2])
-    if kind == "samples":
-        case = replace(case, request=ForgetRequest(samples=tuple(map(str, world.data.train.rows[:60].tolist()))))
-    audit = AUDITS["C3"](case, world.cache, "full")
-    assert audit.outcome == "INCONCLUSIVE", "a passing prototype does not answer for it"
-    assert "36 steps (one reference model more than 60; speed-up at least 1.7): not decided" in audit.finding
+    given: list[tuple[str, int]] = []
+
+    def steps(case: Case, twin: nn.Module, k: int, target: float, role: str, most: int) -> int | None:
+        given.append((role, most))
+        return 36 if role == "unlearned" else None
+
+    monkeypatch.setattr(relearn, "steps_needed", steps)
+    samples = ForgetRequest(samples=tuple(map(str, world.data.train.rows[:60].tolist())))
+    audit = AUDITS["C3"](replace(world.case(world.references[2]), request=samples), None, "full")
+    assert set(given) == {("unlearned", 60), ("reference", 120)}
+    assert audit.outcome == "FAIL", "twice 36 steps do not suffice"
+    assert "36 steps (one reference model more than 120; speed-up at least 3.4)" in audit.finding
 
 
 def test_relearning_that_the_original_would_pass_too_cannot_tell(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +194,7 @@ def test_answers_that_are_no_numbers_are_refused_by_name(world: World) -> None:
     with pytest.raises(BadData, match=r"the unlearned model: 4.* answers are not finite"):
         run_audits(world.case(world.changed(spoil)))
     with pytest.raises(BadData, match="the reference model"):
-        run_audits(replace(world.case(world.original), reference=world.changed(spoil)))
+        run_audits(replace(world.case(world.original), references=(world.changed(spoil),)))
 
 
 def test_probabilities_of_exactly_0_and_1_are_answers_like_others(world: World) -> None:

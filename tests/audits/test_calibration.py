@@ -2,6 +2,7 @@
 
 import importlib
 import json
+from itertools import permutations
 from pathlib import Path
 from types import ModuleType
 
@@ -9,7 +10,6 @@ import pytest
 
 from fedortho.audits import AUDITS, copies, relearn
 from fedortho.data.request import ForgetRequest
-from fedortho.errors import BadCheckpoint
 from fedortho.requests.references import reference_name, reference_settings, train_reference
 from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
@@ -26,9 +26,8 @@ def calibration(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_the_limits_are_those_of_the_calibration_or_else_the_proposals(calibration: ModuleType) -> None:
     saved = json.loads(CALIBRATION.read_text())
-    seeds = set(saved["about"]["references"])
-    assert len(seeds) >= 5
-    assert len(saved["rows"]) == len(seeds) * (len(seeds) - 1)
+    originals = [row["original"] for row in saved["rows"]]
+    assert max(originals.count(name) for name in originals) >= 20, "all pairs of five networks"
     limits = {limit.name: limit.value for name in AUDITS if name != "C4" for limit in AUDITS[name].limits}
     assert limits == saved["limits"] == calibration.limits_of(saved["rows"])
 
@@ -50,30 +49,34 @@ def test_one_command_calibrates_and_goes_on_where_it_was_stopped(
         wanted = reference_settings(run, asked, seed=seed)
         train_reference(tmp_path, reference_name(run, asked, wanted), wanted)
     out = tmp_path / "calibration.json"
-    words = [
-        "--data-dir",
-        "",
-        "--networks",
-        str(tmp_path),
-        "--run",
-        "original",
-        "--request",
-        "class:3",
-        "--out",
-        str(out),
-    ]
-    calibration.main([*words, "--seeds", "0,1,2"])
+    words = ["--data-dir", "", "--networks", str(tmp_path), "--runs", "original", "--request", "class:3"]
+    calibration.main([*words, "--out", str(out), "--relearning"])
     saved = json.loads(out.read_text())
-    rows = saved["rows"]
-    assert [(row["unlearned"], row["reference"], row["second"]) for row in rows] == [
-        *((0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0))
-    ]
+    rows, models = saved["rows"], saved["models"]
+    names = {model["name"]: model for model in models.values()}
+    assert [(row["unlearned"], row["reference"]) for row in rows] == list(permutations(names, 2))
     assert saved["limits"] == calibration.limits_of(rows)
-    assert rows[0]["values"]["probe"] == pytest.approx(-rows[2]["values"]["probe"])  # the pair the other way round
-    assert set(rows[0]["outcomes"].values()) <= {"PASS", "FAIL", "INCONCLUSIVE", "NOT RUN"}
-    out.write_text(json.dumps(saved | {"rows": rows[:4]}))
-    calibration.main([*words, "--seeds", "0,1,2"])
+    first, back = rows[0], next(row for row in rows if row["unlearned"] == rows[0]["reference"])
+    assert first["values"]["probe"] == pytest.approx(-back["values"]["probe"])  # the pair the other way round
+    depth, recall = names[first["unlearned"]]["probe"][-1]
+    assert depth == "fc"
+    assert first["values"]["probe"] == pytest.approx(recall - names[first["reference"]]["probe"][-1][1])
+    assert None not in (first["values"]["distance"], first["values"]["speed-up"], first["values"]["norms"])
+    kept = dict(list(models.items())[:2])
+    out.write_text(json.dumps(saved | {"models": kept, "rows": []}))
+    calibration.main([*words, "--out", str(out)])
     again = json.loads(out.read_text())["rows"]
-    assert [row["values"] for row in again] == [row["values"] for row in rows]
-    with pytest.raises(BadCheckpoint, match="seed 7"):
-        calibration.main([*words, "--seeds", "0,1,7"])
+    assert [row["values"]["probe"] for row in again] == [row["values"]["probe"] for row in rows]
+    assert again[0]["values"]["speed-up"] is not None, "what was measured before is kept"
+
+
+def test_pairs_are_compared_at_each_depth_and_behind_each_reset_tail(calibration: ModuleType) -> None:
+    def measured(shift: float) -> dict[str, object]:
+        probe = [["a", 0.5 + shift], ["b", 0.5], ["c", 0.5 - shift], ["fc", 0.5 - 2 * shift]]
+        tails = {"b": {"50": {"unlearned": 0.6 + shift}}, "c": {"50": {"unlearned": 0.6 + 3 * shift}}}
+        return {"probe": probe, "norms": {"n": 0.0}, "prototype": 0.1, "reset tail": tails, "copies": 0.0}
+
+    values = calibration.gaps(measured(0.1), measured(0.0))
+    named = {"entry probe": 0.1, "last entry probe": -0.1, "probe": -0.2, "reset tail": 0.3}
+    assert {name: pytest.approx(values[name]) for name in named} == named
+    assert values["speed-up"] is None

@@ -47,7 +47,7 @@ def test_an_audit_of_another_package_runs_and_counts(monkeypatch: pytest.MonkeyP
     install(monkeypatch, Entry("guess", Audit("guess", "plain guessing", guess, (LIMIT,))))
     assert list(known_audits()) == [*AUDITS, "guess"]
     data, model = make_dataset(toy, toy), TinyNet().eval()
-    case = Case(model, model, model, None, data, ForgetRequest.parse("class:1"))
+    case = Case(model, model, (model,), data, ForgetRequest.parse("class:1"))
     result = run_audits(case, only=["guess"])[-1]
     assert (result.name, result.title, result.outcome) == ("guess", "plain guessing", "PASS")
     assert "quick" in result.finding

@@ -37,8 +37,14 @@ def test_images_a_dataset_and_a_request_in_words_give_the_same_verdict(toy: Imag
 def test_no_model_is_judged_against_itself(toy: Images, same: tuple[str, str], named: str) -> None:
     models = {role: TinyNet().eval() for role in ("model", "original", "reference", "second_reference")}
     models[same[1]] = copy.deepcopy(models[same[0]])
+    references = [models.pop("reference"), models.pop("second_reference")]
     with pytest.raises(BadSetting, match=f"{named} have the same weights"):
-        judge(data={"train": toy, "test": toy}, request="class:1", **models)
+        judge(data={"train": toy, "test": toy}, request="class:1", reference=references, **models)
+
+
+def test_more_than_three_references_are_refused(toy: Images) -> None:
+    with pytest.raises(BadSetting, match="4 reference models are given; expected at most 3"):
+        judge(TinyNet().eval(), {"train": toy, "test": toy}, "class:1", reference=[TinyNet() for _ in range(4)])
 
 
 def test_without_the_original_no_audit_is_run(toy: Images) -> None:

@@ -70,7 +70,7 @@ def audited(case: Case, plan: ShadowPlan) -> AuditResult:
 
 def case_of(data: Dataset, request: str) -> Case:
     original = fit(build(1), data.train, RECIPE)
-    return Case(original, original, None, None, data, ForgetRequest.parse(request))
+    return Case(original, original, (), data, ForgetRequest.parse(request))
 
 
 def samples(data: Dataset) -> str:

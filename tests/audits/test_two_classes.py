@@ -35,7 +35,7 @@ def case_of(digits: Dataset, chosen: list[int], request: ForgetRequest) -> Case:
     hidden = copy.deepcopy(nets[0])
     with torch.no_grad():
         hidden.fc.bias[:-1] -= 1e3
-    return Case(hidden, nets[0], nets[1], None, data, request)
+    return Case(hidden, nets[0], (nets[1],), data, request)
 
 
 def test_a_prototype_beside_one_row_is_a_threshold_along_its_direction() -> None:
@@ -58,7 +58,7 @@ def test_relearning_tells_hidden_from_erased_where_one_class_is_retained(
 ) -> None:
     case = case_of(digits, chosen, ForgetRequest.parse(text))
     assert case.retains_one_class
-    models = {"original": case.original, "reference": case.reference}
+    models = {"original": case.original, "reference": case.references}
     verdict = judge(case.unlearned, case.data, text, **models, only=["C3"])
     audit = verdict.audit("C3")
     assert audit is not None

@@ -91,6 +91,20 @@ def test_the_sentence_says_hidden_and_how_far_erased() -> None:
     assert "6 audits find no more of it than in one retrained model. " in verdict().sentence
 
 
+def test_what_is_clean_behind_a_stage_only_is_called_that_and_never_passes() -> None:
+    one = verdict(C3="FAIL")
+    behind = {"C1": {"depths": ["conv2", "conv3", "fc"], "references": 3}, "C3": {"erased_behind": "conv2"}}
+    one = replace(one, audits=tuple(replace(audit, details=behind.get(audit.name, {})) for audit in one.audits))
+    assert "hidden, erased behind conv2 only (failed: C3)" in one.sentence
+    assert "in three retrained models on average in 50%" in one.sentence
+    assert not one.passes
+    both = replace(one.audits[0], outcome="FAIL", details=behind["C1"] | {"erased_behind": "conv3"})
+    one = replace(one, audits=(both, *one.audits[1:]))
+    assert "erased behind conv3 only (failed: C1, C3)" in one.sentence, "the deeper of the two"
+    copied = replace(one.audits[5], outcome="FAIL")
+    assert "erased behind" not in replace(one, audits=(*one.audits[:5], copied)).sentence, "a copy brings it back"
+
+
 def test_an_audit_that_cannot_tell_is_never_counted_as_passed() -> None:
     one = verdict(C1="INCONCLUSIVE", C4="NOT RUN")
     assert "4 audits find no more of it than in one retrained model; 1 was inconclusive; 1 was not run" in one.sentence

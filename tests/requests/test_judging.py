@@ -75,11 +75,24 @@ def test_references_are_found_and_a_second_one_serves_the_distance(runs: Path) -
     (runs / "forgot" / "verdict.json").unlink(missing_ok=True)
     found = json.loads(told("audit", runs / "forgot", "--attack", "C5", "--json"))
     by_name = {audit["name"]: audit for audit in found["audits"]}
-    assert "second reference model" in by_name["C5"]["finding"], "where the features have room, its outcome follows"
+    assert "CKA to 2 reference models" in by_name["C5"]["finding"], "where the features have room, its outcome follows"
     assert by_name["C1"]["outcome"] == "NOT RUN"
     assert not (runs / "forgot" / "verdict.json").exists(), "one audit is no verdict, and must not replace one"
     with pytest.raises(UnknownName, match="no audit 'C9'"):
         told("audit", runs / "forgot", "--attack", "C9")
+
+
+def test_several_references_are_averaged_and_counted(runs: Path) -> None:
+    both = [word for seed in (0, 1) for word in ("--reference", runs / "references" / f"seed{seed}")]
+    found = json.loads(told("audit", runs / "forgot", "--attack", "C1", *both, "--json"))
+    assert "mean of 2 reference models" in found["audits"][0]["finding"]
+    stages = found["audits"][0]["details"]["stages"]
+    means = [(stages["reference"]["fc"] + stages["second_reference"]["fc"]) / 2]
+    assert found["audits"][0]["reference"] == pytest.approx(means[0])
+    one = json.loads(told("audit", runs / "forgot", "--attack", "C1", *both[:2], "--json"))
+    assert "one reference model" in one["audits"][0]["finding"]
+    with pytest.raises(BadSetting, match="4 reference models are given; expected at most 3"):
+        told("judge", runs / "forgot", *both, *both)
 
 
 def test_python_judges_and_audits_without_the_command_line(runs: Path) -> None:

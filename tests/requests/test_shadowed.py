@@ -35,7 +35,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def audited(run: Run, place: Path, method: str, settings: dict[str, Any]) -> AuditResult:
     model, data = run.load_model(), run.load_data()
-    case = Case(model, model, None, None, data, ForgetRequest.parse("class:3"))
+    case = Case(model, model, (), data, ForgetRequest.parse("class:3"))
     nothing = Accuracies(0.0, 0.0, 0.0)
     served = ServedRecord("class:3", method, settings, before=nothing, after=nothing, retain_paid=0.0)
     plan = shadow_plan(run, served, place, 8, torch.device("cpu"))

@@ -7,7 +7,7 @@ from importlib.metadata import entry_points
 from fedortho.audits.audit import Audit
 from fedortho.audits.copies import DEPLOYED_COPIES
 from fedortho.audits.distance import DISTANCE
-from fedortho.audits.measurements import MeasurementCache, eval_logits, roles_of
+from fedortho.audits.measurements import MeasurementCache, eval_logits
 from fedortho.audits.membership import MEMBERSHIP
 from fedortho.audits.norms import NORM_ATTACKS
 from fedortho.audits.probe import LINEAR_PROBE
@@ -67,7 +67,7 @@ def run_audits(
     cache = cache or MeasurementCache()
     deleted = not (len(case.forget_eval) and len(case.forget_train)) and len(case.data.gone)
     if budget != "none" and not deleted:
-        for role in [*roles_of(case), *(["second_reference"] if case.second_reference is not None else [])]:
+        for role in case.models:
             eval_logits(case, cache, role)  # refuses NaN
     results = []
     for audit in known_audits().values():

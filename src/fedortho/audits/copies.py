@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from fedortho.audits.audit import Audit
-from fedortho.audits.measurements import MeasurementCache, accuracy_on, forget_accuracy, measure_model, roles_of
-from fedortho.audits.result import AuditResult, Limit, decide, shares_text
+from fedortho.audits.measurements import MeasurementCache, accuracy_on, forget_accuracy, measure_model
+from fedortho.audits.result import AuditResult, Limit, compared, decide, shares_text
 from fedortho.data.images import Images
 from fedortho.errors import first_line
 from fedortho.evaluation.case import Case
@@ -26,14 +26,14 @@ def deployed_copies(case: Case, cache: MeasurementCache, budget: str) -> AuditRe
     accuracies, failed = measure_model(case, cache, "unlearned", "copies", partial(_copy_accuracies, case))
     worst = max(accuracies, key=lambda name: accuracies[name], default="")
     rise = accuracies.get(worst, 0.0) - before
-    measured = {role: forget_accuracy(case, cache, role) for role in roles_of(case)}
+    measured = compared({role: forget_accuracy(case, cache, role) for role in case.models})
     measured["unlearned"] = accuracies.get(worst, before)
     details = {"accuracies": accuracies, "before": before, "failed": failed}
     if failed and (not accuracies or rise <= LIMIT.value):
         name, reason = next(iter(failed.items()))
         return AuditResult("ERROR", f"the copy {name} could not be tested: {reason}", details=details)
     finding = f"of {len(accuracies)} copies ({', '.join(accuracies)}; rounding is simulated) {worst} has the highest "
-    finding += f"forget accuracy, {shares_text(measured)}, {100 * rise:+.1f} points"
+    finding += f"forget accuracy, {shares_text(measured, len(case.references))}, {100 * rise:+.1f} points"
     return decide(finding, measured, LIMIT, details, rise)
 
 

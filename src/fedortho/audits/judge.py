@@ -26,8 +26,7 @@ def judge(
     request: ForgetRequest | str,
     *,
     original: nn.Module | None = None,
-    reference: nn.Module | None = None,
-    second_reference: nn.Module | None = None,
+    reference: nn.Module | Sequence[nn.Module] | None = None,
     clients: Clients | None = None,
     device: torch.device | str = "cpu",
     audit: str = "quick",
@@ -36,20 +35,19 @@ def judge(
     """Measure a model that is said to have forgotten, and try to recover the forget set.
 
     `data` is the original model's data, as in `forget`, with test images. Without a `reference`, a model retrained
-    without the forget set, the verdict cannot pass. Audits need the `original` model; without it none is run. `audit`
-    is their budget (`quick`, `full` or `none`), `only` the names of those to run. A model is not judged against itself:
-    two models with the same weights are refused.
+    without the forget set, the verdict cannot pass; several, up to three, are averaged. Audits need the `original`
+    model; without it none is run. `audit` is their budget (`quick`, `full` or `none`), `only` the names of those to
+    run. A model is not judged against itself: two models with the same weights are refused.
     """
     dataset = as_dataset(data)
     request = as_request(request, dataset)
     if not len(dataset.test):
         raise BadData('the data has no test images, on which a model is judged; pass {"train": ..., "test": ...}')
+    given = [] if reference is None else [reference] if isinstance(reference, nn.Module) else reference
     unlearned, before, *references = (
-        None if each is None else as_model(each, dataset) for each in (model, original, reference, second_reference)
+        as_model(each, dataset) for each in (model, model if original is None else original, *given)
     )
-    assert unlearned is not None, "a model was given"
-    known = (unlearned, unlearned if before is None else before, references[0], references[1])
-    case = Case(*known, dataset, request, None, clients, device)
+    case = Case(unlearned, before, tuple(references), dataset, request, None, clients, device)
     return judge_case(case, "none" if original is None else audit, only=only)
 
 
@@ -74,7 +72,7 @@ def judge_case(
         metrics=tuple((suite or MetricSuite(case)).measure(case.unlearned)),
         audits=tuple(run_audits(case, audit, only=only, on_step=on_step, cache=cache)),
         retention=RETENTION(case, cache) if audit != "none" else None,
-        has_reference=case.reference is not None,
+        has_reference=bool(case.references),
         environment=environment(case.device),
         **about,
     )
@@ -82,8 +80,7 @@ def judge_case(
 
 def refuse_same_models(case: Case, audit: str = "quick") -> None:
     """Refuse a case in which two models have the same weights; without audits the original is compared with nothing."""
-    roles = ("unlearned", *(() if audit == "none" else ("original",)), "reference", "second_reference")
-    models = {role: getattr(case, role) for role in roles if getattr(case, role) is not None}
+    models = {role: model for role, model in case.models.items() if role != "original" or audit != "none"}
     identities = {role: (type(model), tensors_digest(model.state_dict())) for role, model in models.items()}
     for one, other in combinations(models, 2):
         if identities[one] == identities[other]:

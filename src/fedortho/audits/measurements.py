@@ -36,11 +36,6 @@ class MeasurementCache:
         return self._measured[key][1]  # type: ignore[no-any-return]  # measured under this name
 
 
-def roles_of(case: Case) -> list[str]:
-    """The models that an audit compares, as attributes of the case."""
-    return ["unlearned", "original", *(["reference"] if case.reference is not None else [])]
-
-
 def measure_model(
     case: Case, cache: MeasurementCache, role: str, name: str, measure: Callable[[nn.Module, str], T]
 ) -> T:
@@ -48,14 +43,14 @@ def measure_model(
 
     `measure` receives a copy, which it may change, and the role.
     """
-    return cache.get(name, getattr(case, role), lambda model: measure(editable_copy(case, model), role))
+    return cache.get(name, case.models[role], lambda model: measure(editable_copy(case, model), role))
 
 
 def measure_models(
     case: Case, cache: MeasurementCache, name: str, measure: Callable[[nn.Module, str], T]
 ) -> dict[str, T]:
     """The same measurement of every model that is compared, by role."""
-    return {role: measure_model(case, cache, role, name, measure) for role in roles_of(case)}
+    return {role: measure_model(case, cache, role, name, measure) for role in case.models}
 
 
 def editable_copy(case: Case, model: nn.Module) -> nn.Module:

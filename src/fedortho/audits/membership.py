@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fedortho.audits.audit import Audit
-from fedortho.audits.measurements import MeasurementCache, roles_of
+from fedortho.audits.measurements import MeasurementCache
 from fedortho.audits.result import AuditResult, Limit, Outcome
 from fedortho.data.images import Images
 from fedortho.data.request import ForgetRequest
@@ -154,11 +154,11 @@ def _offline(case: Case, shadows: Shadows, forget: Tensor, tables: Mapping[str, 
     )
 
     def scores(role: str, images: Images, shadow_margins: Tensor, members: Tensor) -> Tensor:
-        own = _margins(case, getattr(case, role), images, f"the {role} model")[OWN]
+        own = _margins(case, case.models[role], images, f"the {role} model")[OWN]
         found = offline_scores(own, shadow_margins, members)
         return found[found.isfinite()]
 
-    return {role: roc_auc(*(scores(role, *side) for side in sides)) for role in roles_of(case)}
+    return {role: roc_auc(*(scores(role, *side) for side in sides)) for role in case.models}
 
 
 def _result(details: dict[str, Any]) -> AuditResult:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedortho.audits.audit import Audit
 from fedortho.audits.measurements import MeasurementCache, accuracy_on, measure_models
-from fedortho.audits.result import AuditResult, Limit, decide, shares_text
+from fedortho.audits.result import AuditResult, Limit, compared, decide, shares_text
 from fedortho.engines.query import draw
 from fedortho.evaluation.case import Case
 from fedortho.models.norms import batch_norms, estimate_norms, usable
@@ -26,14 +26,17 @@ RESCALED: tuple[tuple[type[nn.Module], ...], ...] = ((nn.Conv2d,), (nn.BatchNorm
 
 def norm_attacks(case: Case, cache: MeasurementCache, budget: str) -> AuditResult:
     """Forget accuracy after the attack that is further above the reference model."""
-    recovered = {"restored norms": measure_models(case, cache, "restored norms", partial(_best_rescaled, case))}
+    attacks = {"restored norms": partial(_best_rescaled, case)}
     norms = batch_norms(case.unlearned)
     if norms:
-        recovered["new statistics"] = measure_models(case, cache, "new statistics", partial(_with_statistics, case))
+        attacks["new statistics"] = partial(_with_statistics, case)
+    recovered = {name: compared(measure_models(case, cache, name, attack)) for name, attack in attacks.items()}
     name, measured = max(recovered.items(), key=lambda pair: pair[1]["unlearned"] - pair[1].get("reference", 0.0))
     images = usable(min(IMAGES, len(case.retain_train)))
     details = {"attacks": recovered, "images": images, "short": SHORT, "batch_norms": len(norms)}
-    finding = f"the stronger of {len(recovered)} norm attacks ({name}) recovers {shares_text(measured)}"
+    finding = (
+        f"the stronger of {len(recovered)} norm attacks ({name}) recovers {shares_text(measured, len(case.references))}"
+    )
     return decide(finding, measured, LIMIT, details)
 
 

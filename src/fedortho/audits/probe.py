@@ -1,19 +1,31 @@
 """C1, linear probe: does a ridge probe read the class, at any depth, better than in a retrained model?"""
 
-from statistics import mean
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from fedortho.audits.audit import Audit
-from fedortho.audits.measurements import MeasurementCache, balanced_sample, depth_features, roles_of
-from fedortho.audits.result import ROUNDING, AuditResult, Limit, decide, original_exceeds, shares_text
+from fedortho.audits.measurements import MeasurementCache, balanced_sample, depth_features
+from fedortho.audits.result import (
+    ROUNDING,
+    TOO_FEW,
+    AuditResult,
+    Limit,
+    compared,
+    decide,
+    is_too_near,
+    original_exceeds,
+    shares_text,
+)
 from fedortho.evaluation.accuracies import share_correct
 from fedortho.evaluation.case import Case
 
 LIMIT = Limit("probe", 0.05, calibrated=0.082)  # recall of the probe, above the reference model's
-ENTRY_LIMIT = Limit("entry probe", 0.05, calibrated=0.083)  # the same at the entry of a stage
+LAST_ENTRY_LIMIT = Limit("last entry probe", 0.05)  # the same at the entry of the last stage
+ENTRY_LIMIT = Limit("entry probe", 0.05, calibrated=0.083)  # the same at entries before it
 PENALTY = 1e-3  # of the squared weights, per image, on features of deviation 1
 
 
@@ -21,28 +33,23 @@ def linear_probe(case: Case, cache: MeasurementCache, budget: str) -> AuditResul
     """Recall of the forgotten class by a probe at the entry of every stage but the first, and before the classifier.
 
     Features separate classes that they were not trained on, so a reference model's recall is above 0 and only the gap
-    to it counts, or to the mean of two. The largest gap decides, of the depths at which the original model would fail.
+    to it counts, or to the mean of several. The largest gap beyond its limit decides, of the depths at which the
+    original model would fail.
     """
     if case.request.kind != "class":
         return AuditResult("NOT RUN", "applies to class requests only: a probe reads classes from features")
     labels = balanced_sample(case).labels
-    references = [role for role in ("reference", "second_reference") if getattr(case, role) is not None]
     single = {
         role: {
             depth: recall(*pair, labels, case.forget_eval.labels)
             for depth, pair in depth_features(case, cache, role).items()
         }
-        for role in ("unlearned", "original", *references)
+        for role in case.models
     }
-    recalls = {role: single[role] for role in roles_of(case)}
-    if case.reference is not None:
-        recalls["reference"] = {
-            depth: mean(single[role][depth] for role in references) for depth in single["reference"]
-        }
-    depths = {depth: {role: recalls[role][depth] for role in recalls} for depth in recalls["unlearned"]}
-    limits = dict.fromkeys(depths, ENTRY_LIMIT) | {(last := list(depths)[-1]): LIMIT}
-    worst, behind = last, ""
-    if case.reference is not None:
+    depths = {depth: compared({role: single[role][depth] for role in single}) for depth in single["unlearned"]}
+    limits = depth_limits(list(depths))
+    worst, behind = (last := list(depths)[-1]), ""
+    if case.references:
         excess = {
             depth: shares["unlearned"] - shares["reference"] - limits[depth].value
             for depth, shares in depths.items()
@@ -51,12 +58,21 @@ def linear_probe(case: Case, cache: MeasurementCache, budget: str) -> AuditResul
         worst = max(excess, key=lambda depth: excess[depth], default=last)
         left = [depth for depth in excess if excess[depth] > ROUNDING]
         behind = left[-1] if left and left[-1] != last and last in excess else ""
-    finding = f"a linear probe recalls {shares_text(depths[worst], len(references))} of the class"
+    finding = f"a linear probe recalls {shares_text(depths[worst], len(case.references))} of the class"
     finding += f" at {worst}, the worst depth that can tell" if worst != last else " before the classifier"
     finding += f"; erased behind {behind} only" if behind else ""
-    details = {"images": len(labels), "penalty": PENALTY, "stages": single}
-    details |= {"references": len(references), "depth": "" if worst == last else worst, "erased_behind": behind}
-    return decide(finding, depths[worst], limits[worst], details)
+    details = {"images": len(labels), "penalty": PENALTY, "stages": single, "depths": list(depths)}
+    details |= {"references": len(case.references), "depth": "" if worst == last else worst, "erased_behind": behind}
+    result = decide(finding, depths[worst], limits[worst], details)
+    if result.outcome in ("PASS", "FAIL") and is_too_near(case, result.value, limits[worst]):
+        return replace(result, outcome="INCONCLUSIVE", finding=f"{finding}; {TOO_FEW}")
+    return result
+
+
+def depth_limits(depths: Sequence[str]) -> dict[str, Limit]:
+    """The limit at each depth, given in the order of a forward pass, the classifier last."""
+    limits = dict.fromkeys(depths, ENTRY_LIMIT) | dict.fromkeys(depths[-2:-1], LAST_ENTRY_LIMIT)
+    return limits | {depths[-1]: LIMIT}
 
 
 def recall(train: Tensor, evaluated: Tensor, labels: Tensor, evaluated_labels: Tensor) -> float:
@@ -79,4 +95,4 @@ def ridge(train: Tensor, labels: Tensor, penalty: float) -> tuple[Tensor, Tensor
     return weight, targets.mean(0) - mean @ weight
 
 
-LINEAR_PROBE = Audit("C1", "linear probe", linear_probe, (LIMIT, ENTRY_LIMIT))
+LINEAR_PROBE = Audit("C1", "linear probe", linear_probe, (LIMIT, LAST_ENTRY_LIMIT, ENTRY_LIMIT))

@@ -1,7 +1,7 @@
 """C3, relearning: how fast does the forget set come back, by a prototype at once, or by training in so many steps?"""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,9 +18,10 @@ from fedortho.audits.measurements import (
     editable_copy,
     forget_accuracy,
     measure_model,
-    roles_of,
 )
-from fedortho.audits.result import NO_POWER, AuditResult, Limit, decide, original_exceeds, shares_text
+from fedortho.audits.reset_tail import LIMIT as RESET_TAIL_LIMIT
+from fedortho.audits.reset_tail import reset_tail
+from fedortho.audits.result import NO_POWER, Attack, AuditResult, Limit, compared, decide, original_exceeds, shares_text
 from fedortho.engines.query import draw
 from fedortho.evaluation.case import Case
 from fedortho.training.loop import fit
@@ -28,8 +29,8 @@ from fedortho.training.recipe import Recipe
 
 PROTOTYPE_LIMIT = Limit("prototype", 0.05, calibrated=0.06)  # forget accuracy by a prototype, above the reference's
 SPEED_UP_LIMIT = Limit("speed-up", 2.0)  # relearning steps of the reference per step of the unlearned model
-SAMPLES = (0, 10, 50)  # images of the forget set among those of the retain set
-STEPS, BATCH, EVERY = 60, 128, 2  # upper bound, images per step, steps between two evaluations
+SAMPLES: tuple[int, ...] = (0, 10, 50)  # images of the forget set among those of the retain set
+STEPS, BATCH, EVERY = 60, 128, 2  # upper bound (twice for the reference), images per step, steps between evaluations
 RECIPE = Recipe(  # without momentum, so that a fit cut into pieces is the same fit
     epochs=1, batch_size=BATCH, lr=0.1, schedule="constant", momentum=0.0, weight_decay=0.0, crop=0, flip=0.0, ortho=0.0
 )
@@ -39,31 +40,21 @@ SHOTS, DRAWS = 10, 20  # images of a prototype, and prototypes that are averaged
 FALSE_ALARMS = 0.05  # share of retain images that the prototype may take
 
 
-@dataclass(frozen=True)
-class _Attack:
-    """One of the attacks of this audit, with its measurement on each model."""
-
-    name: str
-    finding: str
-    measured: Mapping[str, float]
-    limit: Limit
-    value: float | None = None  # None without a reference model
-    has_power: bool = True  # passing shows something: the original model would fail
-    is_undecided: bool = False  # the reference model needs more than STEPS; the speed-up, a lower bound, is no failure
-
-
 def relearning(case: Case, cache: MeasurementCache, budget: str) -> AuditResult:
-    """The prototype, and in `full` the speed-ups of relearning; the attack furthest beyond its limit decides.
+    """The prototype, and in `full` reset tails and the speed-ups of relearning; the attack furthest beyond its limit.
 
-    If none fails and one is undecided, because the reference model does not relearn within STEPS, the audit is
-    INCONCLUSIVE, and so it is if the original model would pass every attack. Where one class is retained, its images
-    alone teach a constant answer, so some of the forget set are always among them.
+    If none fails and one is undecided, the audit is INCONCLUSIVE, and so it is if the original model would pass every
+    attack. Where one class is retained, its images alone teach a constant answer, so some of the forget set are always
+    among them.
     """
-    attacks: list[_Attack] = []
+    is_class, attacks = case.request.kind == "class", list[Attack]()
     details: dict[str, Any] = {"steps": STEPS, "batch": BATCH, "shots": SHOTS}
-    if case.request.kind == "class":
+    if is_class:
         attacks.append(_prototype_attack(case, cache))
         details["prototype"] = attacks[0].measured
+    if is_class and budget == "full":
+        attacks.append(reset_tail(case, cache))
+        details["reset tail"] = attacks[1].details
     if budget == "full":
         numbers = [k for k in SAMPLES if k or not case.retains_one_class]
         details["relearning"] = {str(k): _relearning_steps(case, cache, k) for k in numbers}
@@ -79,20 +70,20 @@ def relearning(case: Case, cache: MeasurementCache, budget: str) -> AuditResult:
         findings = [*undecided, *(attack.finding for attack in decided), *([NO_POWER] if decided else [])]
         return AuditResult("INCONCLUSIVE", "; ".join(findings), details=details)
     worst = max(telling, key=lambda attack: (attack.value or 0.0) / attack.limit.value)
+    if [attack.name for attack in telling if attack.fails] == ["reset tail"] and attacks[0] in telling:
+        details["erased_behind"] = worst.details["erased_behind"]  # nothing is found before the classifier
     others = [attack.finding for attack in telling if attack.name != worst.name]
     finding = "; ".join([worst.finding, *others, *undecided])
-    finding += "" if budget == "full" else "; relearning by training was not run (--audit full)"
+    finding += "" if budget == "full" else "; reset tails and relearning by training were not run (--audit full)"
     result = decide(finding, worst.measured, worst.limit, details | {"decided_by": worst.name}, worst.value)
     return replace(result, outcome="INCONCLUSIVE") if undecided and result.outcome == "PASS" else result
 
 
-def _prototype_attack(case: Case, cache: MeasurementCache) -> _Attack:
-    shares = {role: prototype_recall(case, cache, role) for role in roles_of(case)}
-    attack = _Attack(
-        "prototype",
-        f"a prototype of {SHOTS} images recovers {shares_text(shares)} of the class",
-        shares,
-        PROTOTYPE_LIMIT,
+def _prototype_attack(case: Case, cache: MeasurementCache) -> Attack:
+    shares = compared({role: prototype_recall(case, cache, role) for role in case.models})
+    found = shares_text(shares, len(case.references))
+    attack = Attack(
+        "prototype", f"a prototype of {SHOTS} images recovers {found} of the class", shares, PROTOTYPE_LIMIT
     )
     if "reference" not in shares:
         return attack
@@ -100,31 +91,29 @@ def _prototype_attack(case: Case, cache: MeasurementCache) -> _Attack:
     return replace(attack, value=value, has_power=original_exceeds(shares, PROTOTYPE_LIMIT))
 
 
-def _relearning_attack(k: str, steps: Mapping[str, int | None]) -> _Attack:
+def _relearning_attack(k: str, steps: Mapping[str, int | None]) -> Attack:
+    """The speed-up; the reference model was trained until it arrived or certainly is slower by more than the limit."""
     counted = {role: float(STEPS if number is None else number) for role, number in steps.items()}
-    words = {role: f"more than {STEPS}" if number is None else str(number) for role, number in steps.items()}
-    finding = f"relearning with {k} forgotten images takes {words['unlearned']} steps"
+    finding = f"relearning with {k} forgotten images takes {_steps_text(steps['unlearned'], STEPS)} steps"
     if "reference" not in steps:
-        return _Attack(f"k = {k}", finding, counted, SPEED_UP_LIMIT)
-    mine, theirs, limit = steps["unlearned"], steps["reference"], SPEED_UP_LIMIT.value
+        return Attack(f"k = {k}", finding, counted, SPEED_UP_LIMIT)
+    mine, theirs = steps["unlearned"], steps["reference"]
+    most = most_steps(mine)
     ratio = speed_up(mine, theirs)
-    speed = f"{ratio:.1f}"
-    if mine is None:
-        speed = "unknown" if theirs is None else f"at most {speed}"
-    elif theirs is None:
-        speed = f"at least {speed}"
-    finding += f" (one reference model {words['reference']}; speed-up {speed})"
-    is_undecided = mine is not None and theirs is None and ratio <= limit
-    finding += f": not decided within {STEPS} steps" if is_undecided else ""
-    has_power = speed_up(0, theirs) > limit  # the original model needs no step
-    return _Attack(f"k = {k}", finding, counted, SPEED_UP_LIMIT, ratio, has_power, is_undecided)
+    speed = "unknown" if mine is None and theirs is None else f"{ratio:.1f}"
+    speed = f"at most {speed}" if mine is None and theirs is not None else speed
+    speed = f"at least {speed}" if mine is not None and theirs is None else speed
+    finding += f" (one reference model {_steps_text(theirs, most)}; speed-up {speed})"
+    has_power = speed_up(0, theirs) > SPEED_UP_LIMIT.value  # the original model needs no step
+    return Attack(f"k = {k}", finding, counted, SPEED_UP_LIMIT, ratio, has_power)
 
 
 def prototype_recall(case: Case, cache: MeasurementCache, role: str) -> float:
     """Forget accuracy when each row of the class is built from the mean feature of a few images; mean over draws."""
     train, evaluated = classifier_features(case, cache, role)
-    model = getattr(case, role)
+    model = case.models[role]
     linear = model.get_submodule(classifier_name(case, editable_copy(case, model)))
+    assert isinstance(linear, nn.Linear), "find_classifier finds no other"
     weight = linear.weight.detach().cpu().double()
     bias = weight.new_zeros(len(weight)) if linear.bias is None else linear.bias.detach().cpu().double()
     names = case.data.train.names
@@ -167,25 +156,39 @@ def _relearning_steps(case: Case, cache: MeasurementCache, k: int) -> dict[str, 
     if case.retains_one_class:
         original = measure_model(case, cache, "original", "recovered", partial(_recovered, case))
     target = TARGET * original
-    return {
-        role: measure_model(
-            case, cache, role, f"relearn {k}", lambda model, role: steps_needed(case, model, k, target, role)
+
+    def needed(role: str, most: int) -> int | None:
+        return measure_model(
+            case,
+            cache,
+            role,
+            f"relearn {k} {most}",
+            lambda model, role: steps_needed(case, model, k, target, role, most),
         )
-        for role in roles_of(case)
-        if role != "original"
-    }
+
+    mine = needed("unlearned", STEPS)
+    return {"unlearned": mine} | ({"reference": needed("reference", most_steps(mine))} if case.references else {})
 
 
-def steps_needed(case: Case, twin: nn.Module, k: int, target: float, role: str) -> int | None:
+def most_steps(unlearned: int | None) -> int:
+    """The steps that the reference model is given: if it needs more, it is slower by more than the limit for certain.
+
+    >>> most_steps(None), most_steps(12), most_steps(38)
+    (60, 60, 120)
+    """
+    return STEPS if unlearned is None or unlearned * SPEED_UP_LIMIT.value <= STEPS else 2 * STEPS
+
+
+def steps_needed(case: Case, twin: nn.Module, k: int, target: float, role: str, most: int) -> int | None:
     """Training steps, on k images of the forget set among retain images, until forget accuracy reaches the target.
 
-    None: more than STEPS. Every piece of training reads the same k images and other retain images.
+    None: more than `most`. Every piece of training reads the same k images and other retain images.
     """
     samples = draw(case.forget_train, k, case.seed) if k else None
-    for step in range(0, STEPS + 1, EVERY):
+    for step in range(0, most + 1, EVERY):
         if _recovered(case, twin, role) >= target:
             return step
-        if step < STEPS:
+        if step < most:
             number = BATCH * EVERY - (len(samples) if samples else 0)
             rows = draw(case.retain_train, max(number, BATCH), case.seed + 1 + step).rows
             chosen = torch.isin(case.data.train.rows, torch.cat([rows, samples.rows]) if samples else rows)
@@ -203,13 +206,17 @@ def _recovered(case: Case, model: nn.Module, role: str) -> float:
 
 
 def speed_up(unlearned: int | None, reference: int | None) -> float:
-    """Steps of the reference model per step of the unlearned one; None counts as STEPS.
+    """Steps of the reference model per step of the unlearned one; what did not suffice counts with EVERY steps more.
 
-    >>> speed_up(10, 40), speed_up(None, None), speed_up(0, None)
-    (4.0, 1.0, 60.0)
+    >>> speed_up(10, 40), speed_up(None, None), speed_up(0, None), speed_up(60, None) > SPEED_UP_LIMIT.value
+    (4.0, 1.0, 62.0, True)
     """
-    theirs, mine = (max(STEPS if steps is None else steps, 1) for steps in (reference, unlearned))
-    return theirs / mine
+    theirs = most_steps(unlearned) + EVERY if reference is None else reference
+    return max(theirs, 1) / max(STEPS + EVERY if unlearned is None else unlearned, 1)
 
 
-RELEARNING = Audit("C3", "relearning and prototype", relearning, (PROTOTYPE_LIMIT, SPEED_UP_LIMIT))
+def _steps_text(steps: int | None, most: int) -> str:
+    return f"more than {most}" if steps is None else str(steps)
+
+
+RELEARNING = Audit("C3", "relearning and prototype", relearning, (PROTOTYPE_LIMIT, RESET_TAIL_LIMIT, SPEED_UP_LIMIT))

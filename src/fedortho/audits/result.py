@@ -2,11 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import mean
 from typing import Any, Literal, get_args
+
+from fedortho.evaluation.case import REFERENCES, Case
 
 # INCONCLUSIVE: the audit ran and cannot tell; NOT RUN: it did not run
 Outcome = Literal["PASS", "FAIL", "INCONCLUSIVE", "NOT RUN", "NO REFERENCE", "ERROR"]
 ROUNDING = 1e-9  # 0.55 − 0.5 does not exceed 0.05
+ONE_REFERENCE = 0.03  # deviation of a recall between reference models: nearer to its limit one model cannot decide
+TOO_FEW = f"within {100 * ONE_REFERENCE:.0f} points of the limit one reference model is too few to decide: give three"
 NO_POWER = "the original model passes too, so this audit shows nothing here"
 
 
@@ -43,6 +48,24 @@ class AuditResult:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class Attack:
+    """One of several attacks of an audit, with its measurement on each model."""
+
+    name: str
+    finding: str
+    measured: Mapping[str, float]
+    limit: Limit
+    value: float | None = None  # None without a reference model
+    has_power: bool = True  # passing shows something: the original model would fail
+    is_undecided: bool = False  # the reference model does not arrive and nothing fails, or one is too few
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def fails(self) -> bool:
+        return self.has_power and not self.is_undecided and (self.value or 0.0) > self.limit.value + ROUNDING
+
+
 def decide(
     finding: str, measured: Mapping[str, float], limit: Limit, details: Mapping[str, Any], value: float | None = None
 ) -> AuditResult:
@@ -66,6 +89,22 @@ def decide(
 def original_exceeds(measured: Mapping[str, float], limit: Limit) -> bool:
     """Whether the original model exceeds the reference by more than the limit; if not, forgetting nothing passes."""
     return measured["original"] - measured["reference"] > limit.value
+
+
+def is_too_near(case: Case, value: float | None, limit: Limit) -> bool:
+    """Whether a recall is so near to its limit that another single reference model might have decided otherwise."""
+    return len(case.references) == 1 and value is not None and abs(value - limit.value) <= ONE_REFERENCE
+
+
+def compared(measured: Mapping[str, float]) -> dict[str, float]:
+    """What a limit is compared with: the unlearned model and the original, and the mean over the reference models.
+
+    >>> compared({"unlearned": 0.5, "original": 0.75, "reference": 0.25, "second_reference": 0.375})
+    {'unlearned': 0.5, 'original': 0.75, 'reference': 0.3125}
+    """
+    references = [measured[role] for role in REFERENCES if role in measured]
+    own = {role: share for role, share in measured.items() if role not in REFERENCES}
+    return own | ({"reference": mean(references)} if references else {})
 
 
 def shares_text(measured: Mapping[str, float], references: int = 1) -> str:

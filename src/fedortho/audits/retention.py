@@ -2,7 +2,7 @@
 
 from fedortho.audits.audit import Audit
 from fedortho.audits.measurements import MeasurementCache, accuracy_on, measure_models
-from fedortho.audits.result import AuditResult, Limit, Outcome, shares_text
+from fedortho.audits.result import AuditResult, Limit, Outcome, compared, shares_text
 from fedortho.evaluation.case import Case
 
 LIMIT = Limit("retention", 0.05)  # loss of retain accuracy on test images
@@ -10,10 +10,13 @@ LIMIT = Limit("retention", 0.05)  # loss of retain accuracy on test images
 
 def lost_accuracy(case: Case, cache: MeasurementCache, budget: str) -> AuditResult:
     """Loss of retain accuracy on test images, against the original or the reference model, whichever is lower."""
-    shares = measure_models(case, cache, "retain", lambda model, role: accuracy_on(case, model, case.retain_test, role))
+    shares = compared(
+        measure_models(case, cache, "retain", lambda model, role: accuracy_on(case, model, case.retain_test, role))
+    )
     reference = shares.get("reference")
     lost = min(shares["original"], 1.0 if reference is None else reference) - shares["unlearned"]
-    finding = f"retain accuracy is {shares_text(shares)}: {100 * lost:.1f} points lost, limit {100 * LIMIT.value:.1f}"
+    finding = f"retain accuracy is {shares_text(shares, len(case.references))}: {100 * lost:.1f} points lost, "
+    finding += f"limit {100 * LIMIT.value:.1f}"
     finding += "; one class is retained, so a constant answer keeps it all" if case.retains_one_class else ""
     outcome: Outcome = "PASS" if lost <= LIMIT.value else "FAIL"
     return AuditResult(outcome, finding, lost, LIMIT.value, shares["unlearned"], shares["original"], reference)

@@ -11,6 +11,7 @@ from fedortho.data.cache import DataCopy
 from fedortho.data.request import ForgetRequest
 from fedortho.engines.cost import Cost
 from fedortho.errors import BadRecord
+from fedortho.evaluation.case import REFERENCES
 from fedortho.evaluation.metrics import Metric
 from fedortho.storage.files import read_json, write_json
 from fedortho.storage.provenance import Environment
@@ -113,7 +114,7 @@ class Verdict:
             return f"Give a reference model (--reference RUN), or have one trained (--retrain){cost}."
         if any(audit.outcome == "NOT RUN" for audit in self.audits):
             return "Run the remaining audits (--audit full --retrain, and --shadows 16 for membership)."
-        return "An inconclusive audit is not passed: judge against a reference model of another seed (--reference RUN)."
+        return "An inconclusive audit is not passed: judge against up to three reference models, each of another seed."
 
     @property
     def not_tested(self) -> list[str]:
@@ -187,8 +188,7 @@ def _audit_sentence(verdict: Verdict) -> str:
     probe, conclusion = verdict.audit("C1"), _conclusion(verdict)
     if probe is None or probe.unlearned is None:
         return f"{conclusion[:1].upper()}{conclusion[1:]}."
-    several = probe.details.get("references") == 2
-    models = "two retrained models on average" if several else "one retrained model"
+    models = f"{_retrained(verdict)} on average" if _references(verdict) > 1 else _retrained(verdict)
     reference = "" if probe.reference is None else f", in {models} in {probe.reference:.0%}"
     depth = f" at {entry}" if (entry := probe.details.get("depth")) else ""
     return f"A linear probe{depth} still finds it in {probe.unlearned:.0%} of images{reference}: {conclusion}."
@@ -217,7 +217,18 @@ def _passed(verdict: Verdict) -> str:
     if not number["PASS"]:
         return f"no audit can tell whether it is erased ({', '.join(notes)})"
     found = "1 audit finds" if number["PASS"] == 1 else f"{number['PASS']} audits find"
-    return "; ".join([f"{found} no more of it than in one retrained model", *notes])
+    return "; ".join([f"{found} no more of it than in {_retrained(verdict)}", *notes])
+
+
+def _references(verdict: Verdict) -> int:
+    """How many reference models the audits compared with."""
+    probe = verdict.audit("C1")
+    counted = 1 if probe is None else int(probe.details.get("references", 1))
+    return max(sum(role in verdict.digests for role in REFERENCES), counted, 1)
+
+
+def _retrained(verdict: Verdict) -> str:
+    return ("one retrained model", "two retrained models", "three retrained models")[_references(verdict) - 1]
 
 
 def _depth(verdict: Verdict) -> str:
@@ -225,20 +236,36 @@ def _depth(verdict: Verdict) -> str:
     if not any(audit.outcome == "FAIL" for audit in verdict.audits):
         return "audits ended in errors, so nothing is known"
     if not _is_one_class(verdict):
-        return "it differs from one model that was never trained on it"
+        return "it differs from a model that was never trained on it"
     metric, probe = verdict.metric("forget-accuracy"), verdict.audit("C1")
     hidden = "hidden" if metric is not None and (metric.value or 0.0) <= HIDDEN else "not hidden"
     if verdict.failed == ["C5"] and probe is not None and probe.outcome == "PASS":
-        return f"{hidden}, and no more readable than in one retrained model, but the features differ from that model's"
+        return (
+            f"{hidden}, and no more readable than in {_retrained(verdict)}, but the features differ from such a model's"
+        )
+    if behind := _erased_behind(verdict):
+        return f"{hidden}, erased behind {behind} only"
     if probe is None or probe.outcome != "FAIL":
         return f"{hidden}, but recoverable"
     if probe.unlearned is None or probe.original is None or probe.reference is None:
         return f"{hidden}; how far it is erased is unknown"
-    if behind := probe.details.get("erased_behind"):
-        return f"{hidden}, erased behind {behind} only"
     span = probe.original - probe.reference
     erased = (probe.original - probe.unlearned) / span if span > 0.01 else 0.0
     return f"{hidden}, {'partly' if erased > 0.2 else 'not'} erased"
+
+
+def _erased_behind(verdict: Verdict) -> str:
+    """The deepest layer at whose entry the probe or a reset tail still finds the class; empty if it is found behind it.
+
+    No other audit may have failed: what a prototype, a norm attack or a copy brings back is not erased anywhere.
+    """
+    audits = [verdict.audit(name) for name in verdict.failed if name not in ("retention", "C5")]
+    found = [str(audit.details.get("erased_behind", "")) if audit is not None else "" for audit in audits]
+    if not found or not all(found) or not {audit.name for audit in audits if audit is not None} <= {"C1", "C3"}:
+        return ""
+    probe = verdict.audit("C1")
+    depths = list(probe.details.get("depths", ())) if probe is not None else []
+    return max(found, key=lambda name: depths.index(name) if name in depths else -1)
 
 
 def spoken_time(seconds: float) -> str:

@@ -23,7 +23,10 @@ COLOURS = {"PASS": "green", "FAIL": "bold red", "ERROR": "bold red"}  # others a
 
 Judged = Annotated[str, typer.Argument(metavar="REQUEST", help="a request that RUN has served (default: its last)")]
 Budget = Annotated[str, typer.Option("--audit", help="quick (under a minute for small models), full or none")]
-Reference = Annotated[Path | None, typer.Option(help="run of a reference model, trained --without the forget set")]
+Reference = Annotated[
+    list[Path] | None,
+    typer.Option(help="run of a reference model, trained --without the forget set; up to three are averaged"),
+]
 References = Annotated[Path | None, typer.Option(help="directory of such runs (default: references beside RUN)")]
 Retrain = Annotated[bool, typer.Option("--retrain", help="train a missing reference model and keep it")]
 Original = Annotated[

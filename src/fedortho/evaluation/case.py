@@ -9,9 +9,11 @@ from torch import Tensor, nn
 from fedortho.data.images import Dataset, Images
 from fedortho.data.request import Clients, ForgetRequest
 from fedortho.engines.query import draw
-from fedortho.errors import BadData
+from fedortho.errors import BadData, BadSetting
 from fedortho.evaluation.accuracies import forget_eval_images
 from fedortho.evaluation.shadows import ShadowPlan
+
+REFERENCES = ("reference", "second_reference", "third_reference")  # roles
 
 
 @dataclass(frozen=True)
@@ -20,8 +22,7 @@ class Case:
 
     unlearned: nn.Module
     original: nn.Module
-    reference: nn.Module | None  # retrained without the forget set
-    second_reference: nn.Module | None  # likewise with another seed: the scale for differences between models
+    references: tuple[nn.Module, ...]  # retrained without the forget set, each with another seed; at most three
     data: Dataset
     request: ForgetRequest
     forgotten: ForgetRequest | None = None  # earlier requests: their images are not in the retain set
@@ -29,6 +30,14 @@ class Case:
     device: torch.device | str = "cpu"
     seed: int = 0
     shadows: ShadowPlan | None = None  # shadow models of the membership audit; None: it is not run
+
+    @property
+    def models(self) -> dict[str, nn.Module]:
+        """The models that are compared, by role; the first reference model is called `reference`."""
+        if len(self.references) > len(REFERENCES):
+            raise BadSetting(f"{len(self.references)} reference models are given; expected at most {len(REFERENCES)}")
+        roles = ("unlearned", "original", *REFERENCES)
+        return dict(zip(roles, (self.unlearned, self.original, *self.references), strict=False))
 
     @property
     def all_requests(self) -> ForgetRequest:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fedortho.errors import BadData
 from fedortho.evaluation.accuracies import share_correct
-from fedortho.evaluation.case import Case
+from fedortho.evaluation.case import REFERENCES, Case
 from fedortho.evaluation.membership_attacks import ATTACKS, Predictions, correctness, loss_separation
 from fedortho.evaluation.metrics import Measurement, Metric, measure_metric
 from fedortho.evaluation.model_outputs import SAMPLE, EvaluationSets, ModelOutputs
@@ -167,10 +167,10 @@ class MetricSuite:
 
     def __init__(self, case: Case, *, limit: int = SAMPLE) -> None:
         self.sets = EvaluationSets(case, limit)
-        self.reference, self.second_reference = (
-            None if model is None else ModelOutputs(f"the {name} model", model, self.sets)
-            for name, model in (("reference", case.reference), ("second reference", case.second_reference))
-        )
+        self.references = [
+            ModelOutputs(f"the {role.replace('_', ' ')} model", model, self.sets)
+            for role, model in zip(REFERENCES[:2], case.references, strict=False)
+        ]
         self.model_metrics = _model_metrics(self.sets, ModelOutputs("the original", case.original, self.sets))
 
     def measure(self, model: nn.Module) -> list[Metric]:
@@ -179,7 +179,8 @@ class MetricSuite:
         The reference value of a gap to the reference model is the gap of a second reference model; without one it is
         None: no model is compared with itself.
         """
-        unlearned, reference = ModelOutputs("the unlearned model", model, self.sets), self.reference
+        unlearned = ModelOutputs("the unlearned model", model, self.sets)
+        reference, second = (*self.references, None, None)[:2]
         metrics = []
         for name, one in self.model_metrics.items():
             theirs = None if reference is None else partial(one, reference)
@@ -188,7 +189,6 @@ class MetricSuite:
             if reference is None:
                 metrics.append(Metric(name, None))
                 continue
-            second = self.second_reference
             usual = None if second is None else partial(gap, second, reference)
             metrics.append(measure_metric(name, partial(gap, unlearned, reference), usual))
         return metrics

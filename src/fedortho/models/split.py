@@ -25,15 +25,18 @@ class Split:
 
 
 def find_split(model: nn.Module, sites: Sequence[Site], example: Tensor) -> Split:
-    """A split at the outermost module that holds the first edited layer and is not the first itself.
+    """A split before the first edited layer; see `split_before`."""
+    edited = {layer.name for site in sites for layer in site.layers}
+    return split_before(model, next((name for name in _leaf_order(model, example) if name in edited), ""), example)
+
+
+def split_before(model: nn.Module, first: str, example: Tensor) -> Split:
+    """A split at the outermost module that holds the layer `first` and is not the first itself.
 
     The tail must give the outputs of the whole network for the example; otherwise (a skip connection leads around the
     entry) there is no split.
     """
-    order = _leaf_order(model, example)
-    edited = {layer.name for site in sites for layer in site.layers}
-    first = next((name for name in order if name in edited), "")
-    parts = first.split(".")
+    order, parts = _leaf_order(model, example), first.split(".")
     for depth in range(1, len(parts) + 1 if first else 0):
         entry = ".".join(parts[:depth])
         before = order[: next(i for i, name in enumerate(order) if name == entry or name.startswith(f"{entry}."))]
@@ -42,7 +45,7 @@ def find_split(model: nn.Module, sites: Sequence[Site], example: Tensor) -> Spli
             if _agrees(model, split, example):
                 return split
             break
-    logger.info("the network cannot be split before %s; trials run all of it", first)
+    logger.info("the network cannot be split before %s", first)
     return Split(None)
 
 
@@ -94,3 +97,14 @@ def run_tail(twin: nn.Module, split: Split, cached: Tensor) -> Tensor:
         finally:
             handle.remove()
     return torch.cat(answers)
+
+
+class Tail(nn.Module):
+    """The network behind a split as a network of its own, which reads cached activations."""
+
+    def __init__(self, model: nn.Module, split: Split) -> None:
+        super().__init__()
+        self.network, self.split = tail_model(model, split), split
+
+    def forward(self, cached: Tensor) -> Tensor:
+        return run_tail(self.network, self.split, cached)

@@ -61,7 +61,7 @@ def _case(
     """The forget set and the retain set as audits define them."""
     before = models.get("original", models["unlearned"])  # without an original nothing is compared with it
     others = excluded_besides(run, request)
-    return Case(models["unlearned"], before, None, None, data, request, others, run.clients(data), device)
+    return Case(models["unlearned"], before, (), data, request, others, run.clients(data), device)
 
 
 def _score_pictures(models: Mapping[str, nn.Module], case: Case) -> list[Picture]:

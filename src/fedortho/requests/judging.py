@@ -1,7 +1,7 @@
 """Judge a run that has served a request: find or train reference models, measure, audit, write verdict.json."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from fedortho.data.request import ForgetRequest
 from fedortho.devices import choose_device, using_threads
 from fedortho.engines.central import CentralEngine
 from fedortho.errors import BadSetting
+from fedortho.evaluation.case import REFERENCES
 from fedortho.evaluation.shadows import ShadowPlan, ShadowSettings
 from fedortho.federated.server import train_on
 from fedortho.methods import find_method, make_method, unlearn
@@ -51,13 +52,19 @@ class JudgeOptions:
 
     audit: str = "quick"  # budget: quick, full or none
     only: tuple[str, ...] = ()  # names of the audits to run; empty: all of the budget
-    reference: Path | None = None  # run of a reference model
+    reference: Path | Sequence[Path] | None = None  # run of a reference model, or of up to three
     references: Path | None = None  # directory of such runs; default: `references` beside the judged run
     retrain: bool = False  # train a missing reference model and keep it
     shadows: int = 0  # shadow models of the membership audit; 0: the audit is not run
     data_dir: str = ""
     device: str = "auto"
     recipe: Recipe | None = None  # how references of an imported model are trained
+
+    @property
+    def given(self) -> list[Run]:
+        """The runs of reference models that the user names."""
+        paths = [self.reference] if isinstance(self.reference, Path | str) else self.reference or ()
+        return [open_run(path) for path in paths]
 
 
 def judge_run(
@@ -152,8 +159,10 @@ def check_judge_options(original: Run, request: ForgetRequest, options: JudgeOpt
     check_audits(options.audit, options.only)
     if options.shadows and options.audit != "full":
         raise BadSetting(f"--shadows {options.shadows} belongs to --audit full, not to --audit {options.audit}")
-    if options.reference is not None:
-        check_reference(original, open_run(options.reference), request)
+    if len(options.given) > len(REFERENCES):
+        raise BadSetting(f"{len(options.given)} reference models are given; expected at most {len(REFERENCES)}")
+    for reference in options.given:
+        check_reference(original, reference, request)
 
 
 def _refuse_itself(run: Run, original: Run, options: JudgeOptions) -> None:
@@ -162,8 +171,9 @@ def _refuse_itself(run: Run, original: Run, options: JudgeOptions) -> None:
     is_other = original.path.resolve() != run.path.resolve()
     if options.audit != "none" and is_other and original.record.model.digest == digest:
         raise BadSetting(f"{run.path} and {original.path} have the same weights: nothing was edited, nothing to judge")
-    if options.reference is not None and open_run(options.reference).record.model.digest == digest:
-        raise BadSetting(f"{options.reference} and {run.path} have the same weights; give a reference of another seed")
+    for reference in options.given:
+        if reference.record.model.digest == digest:
+            raise BadSetting(f"{reference.path} and {run.path} have the same weights; give a reference of another seed")
 
 
 def _parsed(run: Run, request: ForgetRequest | str | None, options: JudgeOptions) -> ForgetRequest:
@@ -178,14 +188,13 @@ def _references_directory(run: Run, options: JudgeOptions) -> Path:
 def _references(
     run: Run, original: Run, request: ForgetRequest, options: JudgeOptions, data: Dataset, on_training: Watch | None
 ) -> list[Run]:
-    """Reference models that are given, found or trained: one; two for the distance audit of the full budget.
+    """Reference models that are given, found (at most three) or trained: one; two in the full budget, which needs them.
 
     One with the weights of the judged model, which may be retrained itself, is left out.
     """
     directory = _references_directory(run, options)
-    if options.reference is not None:
-        references = [open_run(options.reference)]
-    else:  # in the directory that the user names; else beside the original, then where --retrain writes them
+    references = options.given
+    if not references:  # where the user says; else beside the original, then where --retrain writes them
         references = find_references(original, request, options.references, options.data_dir)
         references = references or find_references(original, request, directory, options.data_dir)
     found_seeds = {reference.settings.seed for reference in references}
@@ -197,7 +206,7 @@ def _references(
         name = reference_name(original, request, settings)
         trained = train_reference(directory, name, settings, data=data, watch=on_training)
         references += [trained] if trained.record.model.digest != run.record.model.digest else []
-    return references
+    return references[: len(REFERENCES)]
 
 
 def _verdict_on(
@@ -211,8 +220,7 @@ def _verdict_on(
 ) -> Verdict:
     """The verdict on a run's model, with what its record tells about method, settings and cost."""
     served, device = served_record(run, request), choose_device(options.device)
-    reference, second = [*references[:2], None, None][:2]
-    case = case_of(run, request, data, original, reference, second, device)
+    case = case_of(run, request, data, original, references, device)
     if options.shadows:
         directory = _references_directory(run, options) / "shadows"
         case = replace(case, shadows=shadow_plan(original, served, directory, options.shadows, device))
@@ -225,18 +233,18 @@ def _verdict_on(
         edited=_edited(served),
         effect=served.effect,
         cost=served.cost,
-        retrain_seconds=_retrain_seconds(original, reference, len(case.retain_train) / max(len(data.train), 1)),
+        retrain_seconds=_retrain_seconds(original, references[:1], len(case.retain_train) / max(len(data.train), 1)),
         settings=served.settings,
         copies=tuple(known_copies(run, request, data)),
         origin={"run": run.path.name, "data": to_json(run.record.data), "settings": dict(run.record.settings)},
         digests={"before": original.record.model.digest, "after": run.record.model.digest}
-        | ({} if reference is None else {"reference": reference.record.model.digest}),
+        | {role: found.record.model.digest for role, found in zip(REFERENCES, references, strict=False)},
     )
 
 
-def _retrain_seconds(original: Run, reference: Run | None, retain_share: float) -> float | None:
+def _retrain_seconds(original: Run, references: list[Run], retain_share: float) -> float | None:
     """Training time of the reference model; without one, of the original, scaled to the retain set."""
-    seconds = 0.0 if reference is None else sum(epoch.seconds for epoch in reference.history())
+    seconds = sum(epoch.seconds for reference in references for epoch in reference.history())
     return seconds or retain_share * sum(epoch.seconds for epoch in original.history()) or None
 
 

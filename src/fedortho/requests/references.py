@@ -184,14 +184,12 @@ def case_of(
     request: ForgetRequest,
     data: Dataset,
     original: Run,
-    reference: Run | None = None,
-    second: Run | None = None,
+    references: Sequence[Run] = (),
     device: torch.device | str = "cpu",
 ) -> Case:
     """The models of these runs as a case for audits; runs on other data or networks are refused."""
-    for found in (reference, second):
-        if found is not None:
-            check_reference(run, found, request)
+    for found in references:
+        check_reference(run, found, request)
     if original.record.data.digest != run.record.data.digest:
         raise BadCheckpoint(f"{original.path} was trained on other data than {run.path}")
     names = run.record.data.class_names
@@ -200,8 +198,8 @@ def case_of(
         raise FedOrthoError(f"{original.path} has forgotten {request} before; give an earlier run (--original)")
     others = excluded_besides(run, request)
     clients = run.clients(data)
-    retrained, again = (None if found is None else found.load_model() for found in (reference, second))
-    return Case(run.load_model(), original.load_model(), retrained, again, data, request, others, clients, device)
+    retrained = tuple(found.load_model() for found in references)
+    return Case(run.load_model(), original.load_model(), retrained, data, request, others, clients, device)
 
 
 def find_original(run: Run) -> Run | None:
