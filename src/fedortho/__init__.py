@@ -28,6 +28,7 @@ from fedortho.requests.comparing import compare
 from fedortho.requests.federated_jobs import federate_run
 from fedortho.requests.forgetting import forget_run, undo_run
 from fedortho.requests.judging import JudgeOptions, audit_run, judge_run
+from fedortho.requests.qualifying import QualifyOptions, qualify_run
 from fedortho.requests.tuning import tune
 from fedortho.runs.purge import purge_run
 from fedortho.runs.run import Run, open_run
@@ -47,6 +48,7 @@ __all__ = [
     "Images",
     "ImportSettings",
     "JudgeOptions",
+    "QualifyOptions",
     "Recipe",
     "Run",
     "TrainSettings",
@@ -75,6 +77,7 @@ __all__ = [
     "partition",
     "plan",
     "purge_run",
+    "qualify_run",
     "train_run",
     "tune",
     "undo_run",

@@ -17,6 +17,7 @@ from fedortho.cli.data import data_app
 from fedortho.cli.evidence import bundle_app, journal_app
 from fedortho.cli.forget import forget_command, undo_command
 from fedortho.cli.methods import compare_command, tune_command
+from fedortho.cli.qualify import qualify_command
 from fedortho.cli.reproduce import reproduce_command
 from fedortho.cli.show import check_command, evaluate_command, report_command, results_command
 from fedortho.cli.train import deploy_command, federate_command, import_command, sync_command, train_command
@@ -91,6 +92,7 @@ app.command("forget")(forget_command)
 app.command("undo")(undo_command)
 app.command("judge")(judge_command)
 app.command("audit")(audit_command)
+app.command("qualify")(qualify_command)
 app.command("compare")(compare_command)
 app.command("tune")(tune_command)
 app.command("reproduce")(reproduce_command)

@@ -1,0 +1,152 @@
+"""Qualification: a method tried on drawn classes of a model, against reference models, before anybody asks.
+
+Audits compare with a retrained model, and whoever retrains for a request needs no forgetting. So reference models are
+trained once per model, for classes that a seed draws; later requests by the same method cite how many of them passed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import ClassVar
+
+from scipy.stats import beta
+
+from fedortho.audits.result import Outcome
+from fedortho.audits.verdict import Verdict
+from fedortho.errors import BadRecord
+from fedortho.storage.records import Scalar, read_record
+
+QUALIFICATION = "qualification.json"  # in the directory of the original run
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class ClassTrial:
+    """A drawn class, forgotten by one method and audited: outcomes, and what both sides cost."""
+
+    request: str
+    split: str  # of the images on which it was audited: valid or test
+    outcomes: Mapping[str, Outcome]  # of every audit and of retention
+    model: str  # digest of the model that has forgotten
+    references: tuple[str, ...]  # digests of the reference models
+    forget: float  # accuracies
+    retain: float
+    reference_retain: float
+    flops: float  # of forgetting
+    reference_flops: float  # of training one reference model
+
+    @property
+    def passed(self) -> bool:
+        """No audit failed, and the probe of every depth, which compares with reference models, decided."""
+        return not {"FAIL", "ERROR"} & {*self.outcomes.values()} and self.outcomes.get("C1") == "PASS"
+
+
+@dataclass(frozen=True)
+class MethodTrial:
+    """A method with its settings, and the classes that it was tried on."""
+
+    method: str
+    settings: Mapping[str, Scalar]
+    classes: tuple[ClassTrial, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        return all(trial.passed for trial in self.classes)
+
+
+@dataclass(frozen=True)
+class Qualification:
+    """qualification.json: which classes were drawn, what was tried on them, and what was confirmed on others.
+
+    It is bound to the model, the data, the method and its settings. It says nothing about a second request on the same
+    model: no sequence of requests was drawn.
+    """
+
+    schema: ClassVar[int] = 1
+
+    original: str  # digest of the model that forgets
+    data: str  # digest of its data
+    seed: int
+    choosing: tuple[str, ...]  # drawn requests on whose validation images the method is chosen
+    confirming: tuple[str, ...]  # drawn requests on whose test images it is confirmed, once
+    tried: tuple[MethodTrial, ...] = ()
+    confirmed: MethodTrial | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return self.confirmed is not None and len(self.confirmed.classes) == len(self.confirming)
+
+    @property
+    def chosen(self) -> MethodTrial | None:
+        """The first method, cheapest first, that passed on every class of the choice; None: none did (yet)."""
+        whole = (trial for trial in self.tried if len(trial.classes) == len(self.choosing))
+        return next((trial for trial in whole if trial.passed), None)
+
+    @property
+    def passed(self) -> int:
+        """How many of the confirming classes passed; one that the audits cannot decide did not."""
+        return 0 if self.confirmed is None else sum(trial.passed for trial in self.confirmed.classes)
+
+    @property
+    def share(self) -> float:
+        """The share of classes that pass, at least, at CONFIDENCE (Clopper-Pearson, one-sided)."""
+        return least_share(self.passed, len(self.confirming))
+
+    @property
+    def retrainings(self) -> float:
+        """The cost of the qualification, in trainings of a reference model."""
+        every = [*self.tried, *([self.confirmed] if self.confirmed else [])]
+        trials = [trial for method in every for trial in method.classes]
+        references = sum({trial.request: len(trial.references) for trial in trials}.values())
+        return references + sum(trial.flops / trial.reference_flops for trial in trials)
+
+    @property
+    def break_even(self) -> float | None:
+        """How many requests pay for the qualification; with fewer, retraining for each is cheaper. None: never."""
+        if self.confirmed is None or not self.confirmed.classes:
+            return None
+        each = mean(trial.flops / trial.reference_flops for trial in self.confirmed.classes)
+        return self.retrainings / (1 - each) if each < 1 else None
+
+    @property
+    def sentence(self) -> str:
+        """What the qualification claims, and no more."""
+        if self.confirmed is None or not self.is_finished:
+            return "the qualification is not finished"
+        need = "never" if self.break_even is None else f"after about {self.break_even:.0f} requests"
+        return (
+            f"{self.confirmed.method} passed on {self.passed} of {len(self.confirming)} drawn classes: at least "
+            f"{self.share:.0%} of classes at {CONFIDENCE:.0%} confidence. It cost {self.retrainings:.1f} retrainings, "
+            f"which pay {need}."
+        )
+
+    def covers(self, verdict: Verdict) -> bool:
+        """Whether a verdict is about a first request on this model, by this method with these settings."""
+        return (
+            self.is_finished
+            and self.confirmed is not None
+            and verdict.digests.get("before") == self.original
+            and verdict.subject.startswith("class ")
+            and (verdict.method, dict(verdict.settings)) == (self.confirmed.method, dict(self.confirmed.settings))
+        )
+
+
+def least_share(passed: int, drawn: int) -> float:
+    """The lower end of a one-sided Clopper-Pearson interval at CONFIDENCE.
+
+    >>> [round(least_share(n, n), 2) for n in (3, 10)], least_share(0, 5)
+    ([0.37, 0.74], 0.0)
+    """
+    return float(beta.ppf(1 - CONFIDENCE, passed, drawn - passed + 1)) if passed else 0.0
+
+
+def read_qualification(directory: Path) -> Qualification | None:
+    """The qualification of a run directory, finished or not; None if there is none."""
+    path = directory / QUALIFICATION
+    if not path.exists():
+        return None
+    try:
+        return read_record(Qualification, path)
+    except BadRecord as error:
+        raise BadRecord(f"{error}; remove it to qualify again") from error

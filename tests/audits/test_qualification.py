@@ -1,0 +1,46 @@
+from dataclasses import replace
+
+import pytest
+
+from fedortho.audits.qualification import ClassTrial, MethodTrial, Qualification, least_share
+
+PASSED = ClassTrial(
+    "class:1", "test", {"C1": "PASS", "C2": "PASS", "C5": "NOT RUN"}, "a", ("r", "s"), 0.0, 0.8, 0.81, 30.0, 100.0
+)
+FAILED = replace(PASSED, request="class:2", outcomes={"C1": "PASS", "C3": "FAIL"})
+UNDECIDED = replace(PASSED, request="class:3", outcomes={"C1": "INCONCLUSIVE"})
+
+
+def finished(*trials: ClassTrial) -> Qualification:
+    requests = tuple(trial.request for trial in trials)
+    tried = (MethodTrial("regrow", {}, (replace(PASSED, request="class:0"),)),)
+    return Qualification("o", "d", 0, ("class:0",), requests, tried, MethodTrial("regrow", {}, trials))
+
+
+def test_a_class_passes_if_nothing_failed_and_the_probe_decided() -> None:
+    assert [trial.passed for trial in (PASSED, FAILED, UNDECIDED)] == [True, False, False]
+
+
+@pytest.mark.parametrize(("passed", "drawn", "share"), [(3, 3, 0.368), (10, 10, 0.741), (2, 3, 0.135), (0, 3, 0.0)])
+def test_the_share_is_the_one_sided_binomial_bound(passed: int, drawn: int, share: float) -> None:
+    assert least_share(passed, drawn) == pytest.approx(share, abs=1e-3)
+    if 0 < passed < drawn:  # the bound's definition: so many successes, or more, have probability 5 %
+        from scipy.stats import binom
+
+        assert binom.sf(passed - 1, drawn, least_share(passed, drawn)) == pytest.approx(0.05, abs=1e-6)
+
+
+def test_the_cost_counts_every_reference_once_and_every_trial() -> None:
+    found = finished(PASSED, FAILED)
+    assert found.retrainings == pytest.approx(6 + 3 * 0.3)
+    assert found.break_even == pytest.approx(6.9 / 0.7)
+    dear = finished(replace(PASSED, flops=100.0))
+    assert dear.break_even is None, "a method as dear as retraining never pays"
+
+
+def test_what_is_not_finished_claims_nothing() -> None:
+    found = finished(PASSED, UNDECIDED)
+    assert "1 of 2" in found.sentence
+    begun = replace(found, confirmed=MethodTrial("regrow", {}, (PASSED,)))
+    assert not begun.is_finished
+    assert begun.sentence == "the qualification is not finished"

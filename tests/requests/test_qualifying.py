@@ -1,0 +1,91 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fedortho.audits.qualification import QUALIFICATION, read_qualification
+from fedortho.errors import BadSetting, FedOrthoError
+from fedortho.methods import make_method
+from fedortho.methods.method import Method
+from fedortho.requests.qualifying import QualifyOptions, draw_classes, qualify_run
+from fedortho.requests.run_context import method_for_run
+from fedortho.runs.run import Run
+from fedortho.runs.settings import TrainSettings
+from fedortho.runs.training import train_run
+from fedortho.storage.files import read_json, write_json
+from fedortho.storage.settings import as_mapping
+
+SETTINGS = TrainSettings(data="digits", model="small:SmallNet", epochs=4, crop=0, flip=0.0, threads=1, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return train_run(tmp_path_factory.mktemp("runs") / "original", SETTINGS)
+
+
+def candidates(run: Run) -> tuple[Method, ...]:
+    """One that forgets nothing, and one that cannot fail to: retraining, with another seed than the references."""
+    return make_method("logit-mask"), make_method("retrain", as_mapping(method_for_run(run, "retrain")), {"seed": 9})
+
+
+def options(run: Run, **changes: object) -> QualifyOptions:
+    how = QualifyOptions(classes=1, choosing=1, references=1, candidates=candidates(run), device="cpu")
+    return replace(how, **changes)  # type: ignore[arg-type]  # names of fields
+
+
+def test_classes_are_drawn_by_the_seed_and_the_model_and_do_not_overlap(run: Run) -> None:
+    drawn = draw_classes(run, QualifyOptions(classes=3, choosing=2))
+    assert drawn == draw_classes(run, QualifyOptions(classes=3, choosing=2))
+    assert drawn != draw_classes(run, QualifyOptions(classes=3, choosing=2, seed=1))
+    assert len({*drawn.choosing, *drawn.confirming}) == 5
+
+
+@pytest.mark.parametrize("wrong", [{"classes": 9}, {"classes": 0}, {"choosing": 0}, {"references": 0}])
+def test_impossible_numbers_are_refused_before_anything_is_written(run: Run, wrong: dict[str, int]) -> None:
+    with pytest.raises(BadSetting):
+        qualify_run(run, options(run, **wrong))
+    assert not (run.path / QUALIFICATION).exists()
+
+
+def test_a_method_is_chosen_on_validation_images_and_confirmed_on_other_classes(run: Run) -> None:
+    steps: list[str] = []
+    found = qualify_run(run, options(run, on_step=steps.append))
+    hidden, *retrained = found.tried
+    assert (hidden.method, hidden.passed) == ("logit-mask", False), "a probe still finds the class"
+    assert [trial.split for tried in found.tried for trial in tried.classes] == ["valid"] * len(found.tried)
+    assert found == read_qualification(run.path)
+    assert any("logit-mask" in step for step in steps)
+    for tried in retrained:
+        assert tried.classes[0].references != (tried.classes[0].model,), "no model is its own reference"
+    if found.chosen is not None:  # whether two retrained digits networks agree is for the audits to say
+        assert found.confirmed is not None
+        assert [trial.split for trial in found.confirmed.classes] == ["test"]
+        assert {trial.request for trial in found.confirmed.classes}.isdisjoint(found.choosing)
+    again: list[str] = []
+    assert qualify_run(run, options(run, on_step=again.append)) == found
+    assert not again, "nothing is tried twice"
+
+
+def test_another_draw_does_not_replace_a_qualification(run: Run) -> None:
+    qualify_run(run, options(run))
+    with pytest.raises(FedOrthoError, match="remove it"):
+        qualify_run(run, options(run, seed=1))
+
+
+def test_a_record_that_was_changed_is_refused(run: Run) -> None:
+    qualify_run(run, options(run))
+    path = run.path / QUALIFICATION
+    kept = read_json(path)
+    write_json(path, kept | {"confirmed": {"method": 3}})
+    with pytest.raises(FedOrthoError, match="qualify again"):
+        qualify_run(run, options(run))
+    write_json(path, kept)
+
+
+def test_a_run_that_has_forgotten_is_not_qualified(run: Run, tmp_path: Path) -> None:
+    from fedortho.requests.forgetting import forget_run
+
+    forgot = forget_run(run, "class:1", "logit-mask", out=tmp_path / "forgot", device="cpu").run
+    assert forgot is not None
+    with pytest.raises(FedOrthoError, match="forgotten before"):
+        qualify_run(forgot, options(run))
