@@ -3,16 +3,19 @@ from pathlib import Path
 
 import pytest
 
-from fedortho.audits.qualification import QUALIFICATION, read_qualification
+from fedortho.audits.qualification import QUALIFICATION, ClassTrial, MethodTrial, Qualification, read_qualification
 from fedortho.errors import BadSetting, FedOrthoError
 from fedortho.methods import make_method
 from fedortho.methods.method import Method
+from fedortho.requests.forgetting import forget_run
+from fedortho.requests.judging import JudgeOptions, judge_run
 from fedortho.requests.qualifying import QualifyOptions, draw_classes, qualify_run
 from fedortho.requests.run_context import method_for_run
 from fedortho.runs.run import Run
 from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
 from fedortho.storage.files import read_json, write_json
+from fedortho.storage.records import write_record
 from fedortho.storage.settings import as_mapping
 
 SETTINGS = TrainSettings(data="digits", model="small:SmallNet", epochs=4, crop=0, flip=0.0, threads=1, device="cpu")
@@ -83,9 +86,61 @@ def test_a_record_that_was_changed_is_refused(run: Run) -> None:
 
 
 def test_a_run_that_has_forgotten_is_not_qualified(run: Run, tmp_path: Path) -> None:
-    from fedortho.requests.forgetting import forget_run
-
     forgot = forget_run(run, "class:1", "logit-mask", out=tmp_path / "forgot", device="cpu").run
     assert forgot is not None
     with pytest.raises(FedOrthoError, match="forgotten before"):
         qualify_run(forgot, options(run))
+
+
+@pytest.fixture
+def forgot(tmp_path: Path) -> Run:
+    """A run that has forgotten a class by a mask of its logit, beside its original, which has no references."""
+    original = train_run(tmp_path / "runs" / "original", replace(SETTINGS, epochs=1))
+    served = forget_run(original, "class:1", "logit-mask", out=tmp_path / "runs" / "forgot", device="cpu").run
+    assert served is not None
+    return served
+
+
+def qualified(forgot: Run, **changes: object) -> Qualification:
+    """A finished qualification of the method and the model of this run."""
+    record, original = forgot.record.requests[0], forgot.path.with_name("original")
+    passed = ClassTrial("class:2", "test", {"C1": "PASS"}, "m", ("r",), 0.0, 0.9, 0.9, 1.0, 10.0)
+    tried = MethodTrial(record.method, record.settings, (passed,))
+    found = Qualification(
+        record.model_before or "", forgot.record.data.digest, 0, ("class:3",), ("class:2",), (), tried
+    )
+    found = replace(found, **changes)  # type: ignore[arg-type]  # names of fields
+    write_record(original / QUALIFICATION, found)
+    return found
+
+
+def test_a_later_request_reads_qualified_and_never_passes(forgot: Run) -> None:
+    qualified(forgot)
+    verdict = judge_run(forgot, options=JudgeOptions(device="cpu"))
+    assert verdict.label.startswith("QUALIFIED on 1 of 1")
+    assert "no reference for this class" in verdict.sentence
+    assert not verdict.passes
+    limited = {result.name for result in verdict.audits if result.limit is not None}
+    assert {"C2", "C6"} <= limited, "audits with an absolute limit have one without a reference"
+
+
+def test_a_qualification_speaks_for_its_own_model_method_and_settings_only(forgot: Run) -> None:
+    other = MethodTrial("logit-mask", {"strength": 3.0})
+    for changes in ({"original": "0" * 64}, {"confirmed": other}, {"confirmed": None}):
+        qualified(forgot, **changes)
+        verdict = judge_run(forgot, options=JudgeOptions(device="cpu"))
+        assert verdict.qualification is None
+        assert "QUALIFIED" not in verdict.label
+
+
+def test_a_failed_drawn_class_or_a_number_beyond_its_limit_is_not_qualified(forgot: Run) -> None:
+    found = qualified(forgot)
+    verdict = judge_run(forgot, options=JudgeOptions(device="cpu"))
+    assert found.confirmed is not None
+    failed = replace(found.confirmed.classes[0], outcomes={"C1": "PASS", "C3": "FAIL"})
+    assert not replace(
+        verdict, qualification=replace(found, confirmed=replace(found.confirmed, classes=(failed,)))
+    ).is_qualified
+    beyond = tuple(replace(audit, value=0.5, limit=0.02) if audit.name == "C2" else audit for audit in verdict.audits)
+    assert not replace(verdict, audits=beyond).is_qualified
+    assert verdict.is_qualified

@@ -37,7 +37,8 @@ def norm_attacks(case: Case, cache: MeasurementCache, budget: str) -> AuditResul
     finding = (
         f"the stronger of {len(recovered)} norm attacks ({name}) recovers {shares_text(measured, len(case.references))}"
     )
-    return decide(finding, measured, LIMIT, details)
+    expected = 0.0 if case.request.kind == "class" else None  # no retrained model answers a class that it never saw
+    return decide(finding, measured, LIMIT, details, expected=expected)
 
 
 def _with_statistics(case: Case, twin: nn.Module, role: str) -> float:

@@ -8,12 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import ClassVar
-
-from scipy.stats import beta
+from typing import Any, ClassVar
 
 from fedortho.audits.result import Outcome
-from fedortho.audits.verdict import Verdict
 from fedortho.errors import BadRecord
 from fedortho.storage.records import Scalar, read_record
 
@@ -121,14 +118,18 @@ class Qualification:
             f"which pay {need}."
         )
 
-    def covers(self, verdict: Verdict) -> bool:
-        """Whether a verdict is about a first request on this model, by this method with these settings."""
-        return (
-            self.is_finished
-            and self.confirmed is not None
-            and verdict.digests.get("before") == self.original
-            and verdict.subject.startswith("class ")
-            and (verdict.method, dict(verdict.settings)) == (self.confirmed.method, dict(self.confirmed.settings))
+    @property
+    def is_qualified(self) -> bool:
+        """Whether every confirming class passed."""
+        return self.is_finished and self.passed == len(self.confirming)
+
+    def covers(self, original: str, method: str, settings: Mapping[str, Any]) -> bool:
+        """Whether it speaks for a first request on this model, by this method with these settings."""
+        known = self.confirmed
+        return known is not None and (original, method, dict(settings)) == (
+            self.original,
+            known.method,
+            dict(known.settings),
         )
 
 
@@ -138,6 +139,8 @@ def least_share(passed: int, drawn: int) -> float:
     >>> [round(least_share(n, n), 2) for n in (3, 10)], least_share(0, 5)
     ([0.37, 0.74], 0.0)
     """
+    from scipy.stats import beta
+
     return float(beta.ppf(1 - CONFIDENCE, passed, drawn - passed + 1)) if passed else 0.0
 
 

@@ -67,17 +67,25 @@ class Attack:
 
 
 def decide(
-    finding: str, measured: Mapping[str, float], limit: Limit, details: Mapping[str, Any], value: float | None = None
+    finding: str,
+    measured: Mapping[str, float],
+    limit: Limit,
+    details: Mapping[str, Any],
+    value: float | None = None,
+    *,
+    expected: float | None = None,
 ) -> AuditResult:
     """PASS or FAIL by the limit; without a reference model NO REFERENCE.
 
     `measured` has one number for each model. The value is the gap to the reference model unless another is given; if
-    that gap is within the limit for the original model as well, passing shows nothing: INCONCLUSIVE.
+    that gap is within the limit for the original model as well, passing shows nothing: INCONCLUSIVE. Where every
+    reference model is `expected` to have the same number, the result without one has a value and a limit too.
     """
     shown = (measured.get("unlearned"), measured.get("original"), measured.get("reference"))
     if "reference" not in measured:
         finding = f"{finding}; no reference model to compare with"
-        return AuditResult("NO REFERENCE", finding, None, None, *shown, details)
+        value = measured["unlearned"] - expected if value is None and expected is not None else value
+        return AuditResult("NO REFERENCE", finding, value, None if value is None else limit.value, *shown, details)
     has_power = value is not None or original_exceeds(measured, limit)
     value = measured["unlearned"] - measured["reference"] if value is None else value
     outcome: Outcome = "PASS" if value <= limit.value + ROUNDING else "FAIL"

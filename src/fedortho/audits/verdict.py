@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
-from fedortho.audits.result import AuditResult, label
+from fedortho.audits.qualification import Qualification
+from fedortho.audits.result import ROUNDING, AuditResult, label
 from fedortho.data.cache import DataCopy
 from fedortho.data.request import ForgetRequest
 from fedortho.engines.cost import Cost
@@ -63,6 +64,7 @@ class Verdict:
     origin: Mapping[str, Any] = field(default_factory=dict)  # the run, its settings with seeds, and its data
     environment: Environment | None = None
     copies: tuple[DataCopy, ...] = ()  # of the forgotten images, as far as they are known
+    qualification: Qualification | None = None  # of the method on this model, where this class has no reference model
 
     @property
     def results(self) -> tuple[AuditResult, ...]:
@@ -74,6 +76,9 @@ class Verdict:
         """The outcomes in one line; without a reference model it never says passed."""
         retention = "" if self.retention is None or self.retention.outcome == "PASS" else "; FAILED retention"
         outcomes = label(self.audits)
+        if self.is_qualified and self.qualification is not None:
+            number = len(self.qualification.confirming)
+            return f"QUALIFIED on {number} of {number} drawn classes; no reference for this class was measured"
         missing = "" if self.has_reference or "no reference" in outcomes else "no reference; "
         return missing + outcomes + retention
 
@@ -81,6 +86,17 @@ class Verdict:
     def passes(self) -> bool:
         """Every audit ran against a reference model and passed, and so did retention; INCONCLUSIVE is not passed."""
         return self.retention is not None and all(result.outcome == "PASS" for result in self.results)
+
+    @property
+    def is_qualified(self) -> bool:
+        """Every drawn class passed by this method on this model, and here every number with a limit keeps it.
+
+        It is no PASS: no reference model of this request was measured.
+        """
+        results = [result for result in self.results if result.value is not None and result.limit is not None]
+        kept = all((result.value or 0.0) <= (result.limit or 0.0) + ROUNDING for result in results)
+        is_known = self.qualification is not None and self.qualification.is_qualified and bool(results)
+        return is_known and kept and not self.has_reference and not self.failed
 
     @property
     def failed(self) -> list[str]:
@@ -197,6 +213,8 @@ def _audit_sentence(verdict: Verdict) -> str:
 def _conclusion(verdict: Verdict) -> str:
     if all(audit.outcome == "NOT RUN" for audit in verdict.audits):
         return "erasure was not tested: no audit was run"
+    if verdict.is_qualified and verdict.qualification is not None:
+        return f"no reference for this class was measured, but {verdict.qualification.sentence.rstrip('.')}"
     if not verdict.has_reference:
         return "erasure cannot be assessed without a retrained model to compare with"
     if not verdict.failed:

@@ -163,6 +163,9 @@ def _agreeing(files: Mapping[str, bytes], manifest: Manifest, source: str) -> Bu
         verdict = _record(Verdict.from_json, files, "verdict.json", source)
         claims["the verdict's request"] = (entry.request, verdict.request)
         claims["the verdict's model"] = (digests.after, verdict.digests.get("after"))
+        known = verdict.qualification
+        if known is not None and not known.covers(entry.model_before or "", entry.method, entry.settings):
+            raise BadBundle(f"{source}: verdict.json has a qualification of another model, method or settings")
     for what, values in claims.items():
         if any(value != values[0] for value in values) or values[0] in (None, ""):
             raise BadBundle(f"{source}: its files disagree about {what}: {', '.join(map(str, values))}"[:300])

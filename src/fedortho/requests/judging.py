@@ -11,6 +11,7 @@ from torch import nn
 
 from fedortho.audits import check_audits
 from fedortho.audits.judge import judge_case
+from fedortho.audits.qualification import Qualification, read_qualification
 from fedortho.audits.verdict import FILE, Verdict, read_verdict, write_verdict
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
@@ -237,9 +238,19 @@ def _verdict_on(
         settings=served.settings,
         copies=tuple(known_copies(run, request, data)),
         origin={"run": run.path.name, "data": to_json(run.record.data), "settings": dict(run.record.settings)},
+        qualification=None if references else _qualification(original, served),
         digests={"before": original.record.model.digest, "after": run.record.model.digest}
         | {role: found.record.model.digest for role, found in zip(REFERENCES, references, strict=False)},
     )
+
+
+def _qualification(original: Run, served: ServedRecord) -> Qualification | None:
+    """The qualification that speaks for this request: of a class, the first on the original, by the same method."""
+    found = read_qualification(original.path)
+    is_class = ForgetRequest.parse(served.request).kind == "class"
+    if found is None or not is_class or not found.covers(original.record.model.digest, served.method, served.settings):
+        return None
+    return found
 
 
 def _retrain_seconds(original: Run, references: list[Run], retain_share: float) -> float | None:

@@ -4,7 +4,6 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -146,7 +145,7 @@ class _Qualifier:
         result = unlearn(model, engine, request, method)
         data = self.data if split == "test" else replace(self.data, test=self.data.valid)
         retrained = [reference.load_model() for reference in references]
-        case = _case(result.model, model, retrained, data, request, self.device)
+        case = Case(result.model, model, tuple(retrained), data, request, device=self.device)
         verdict = judge_case(case, "full", on_step=self.options.on_step, method=method.name)
         mine, theirs = (
             accuracies_of(each.to(self.device), data, request, device=self.device)
@@ -176,11 +175,6 @@ class _Qualifier:
             name = reference_name(self.run, request, settings)
             found.append(train_reference(directory, name, settings, data=self.data, watch=self.options.on_training))
         return found[: self.options.references]
-
-
-def _case(unlearned: Any, original: Any, references: Sequence[Any], data: Dataset, request: Any, device: Any) -> Case:
-    first, second = [*references, None][:2]
-    return Case(unlearned, original, first, second, data, request, None, None, device)
 
 
 def _tried(qualifier: _Qualifier, found: Qualification, method: Method) -> Qualification:
