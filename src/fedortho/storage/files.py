@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -56,14 +57,17 @@ def locked(path: Path, timeout: float = 0.0) -> Iterator[None]:
     name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:32]
     file = Path(tempfile.gettempdir()) / f"fedortho-{name}.lock"
     try:
-        with FileLock(file, timeout=timeout):
-            try:
-                yield
-            finally:
-                with suppress(OSError):  # removed while it is locked: filelock takes no lock on a removed file
-                    file.unlink()
+        lock = FileLock(file).acquire(timeout)
     except Timeout as error:
         raise Busy(f"another process is working on {path}; wait for it or choose another directory") from error
+    except OSError as error:
+        raise FedOrthoError(f"{path} cannot be locked by {file}: {error.strerror or error}") from error
+    with lock:
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # removed while it is locked: filelock takes no lock on a removed file
+                file.unlink()
 
 
 def check_writable(directory: Path) -> None:
@@ -74,6 +78,21 @@ def check_writable(directory: Path) -> None:
     except OSError as error:
         reason = error.strerror or error
         raise FedOrthoError(f"{directory} cannot be written: {reason}; copy it to a writable directory") from error
+
+
+def sync_directory(directory: Path) -> None:
+    """Have the names in a directory on disk, where the system can: a rename alone may not survive a power loss."""
+    with suppress(OSError):  # some systems cannot open a directory
+        handle = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def copy_file(source: Path, to: Path) -> None:
+    with replacing(to) as temporary:
+        shutil.copyfile(source, temporary)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -19,7 +19,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,12 +28,13 @@ from typing import Any, ClassVar
 from filelock import FileLock, Timeout
 
 from fedortho.errors import BadRecord, Busy, FedOrthoError, first_line, unknown
-from fedortho.storage.files import canonical_json, write_text
+from fedortho.storage.files import canonical_json, sync_directory, write_text
 from fedortho.storage.records import from_json, to_json
 
 logger = logging.getLogger(__name__)
 EVENTS = {
-    "received": "the request arrived",
+    "received": "the request arrived; details have the directory that the new run will take",
+    "hidden": "a run that no longer predicts the forget set was written, for use until the request is executed",
     "executed": "a run that has forgotten was written",
     "judged": "the run was judged; details have the outcome of the audits",
     "verified": "the run was judged, and every audit was run against a reference model and passed",
@@ -219,7 +220,9 @@ def _compare(path: Path, entries: list[JournalEntry], head: Head) -> None:
 
 
 def _recover(directory: Path, journal: Journal) -> Journal:
-    """Move an incomplete last line to journal.torn, so that the next entry begins a new line."""
+    """Move an incomplete last line to journal.torn, so that the next entry begins a new line; remove partial heads."""
+    for left in directory.glob(".journal.head.*"):
+        left.unlink()
     if journal.torn:
         path = directory / "journal.jsonl"
         _append(directory / "journal.torn", journal.torn.rstrip(b"\n") + b"\n")
@@ -257,12 +260,7 @@ def _append(path: Path, text: bytes) -> None:
 
 def _write_head(directory: Path, head: Head) -> None:
     write_text(directory / "journal.head", canonical_json(to_json(head)) + "\n")
-    with suppress(OSError):  # some systems cannot open a directory
-        handle = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(handle)  # otherwise a power loss could keep the line and lose its announcement
-        finally:
-            os.close(handle)
+    sync_directory(directory)  # otherwise a power loss could keep the line and lose its announcement
 
 
 def _parse_head(path: Path, text: bytes | None, has_journal: bool) -> Head:
