@@ -61,7 +61,7 @@ def main(words: list[str] | None = None) -> None:
         )
         place = given.runs / f"forgot-{label}"
         if not (place / "run.json").exists():
-            fo.forget_run(original, request, out=place)
+            fo.forget_run(original, request, "hide", out=place)
         run = fo.open_run(place)
         verdict = fo.judge_run(run, options=fo.JudgeOptions(reference=reference.path), data=data)
         add_row(OUT, row_of(name, request, whole, data, run, reference, verdict), ["request"], str, WHAT, command)

@@ -43,7 +43,7 @@ def main() -> None:
     model = fo.fit(Net(classes=4), data.train, fo.Recipe(epochs=4, batch_size=32, crop=0, flip=0.0))
     checked = fo.check(model, data)  # every step, tried on a few images
     print(f"hide: {checked.methods['hide'] or 'works'}; edited: {', '.join(checked.edited)}")
-    forgot = fo.forget(model, data, "class:rising").model
+    forgot = fo.forget(model, data, "class:rising", level="hide").model
     for name, one in (("before", model), ("after", forgot)):
         found = fo.accuracies_of(one, data, "class:rising")
         print(f"{name:7} forget {found.forget:.1%}  retain {found.retain:.1%}")

@@ -133,7 +133,7 @@ def test_forget_writes_a_new_run_that_can_be_undone_and_forget_again(
     assert run(monkeypatch, "train", *flags, "--out", first) == 0
     before = {path.name: file_digest(path) for path in first.iterdir()}
     undo = tmp_path / "undo.safetensors"
-    budget = ("--max-retain-drop", "0.1")
+    budget = ("--level", "hide", "--max-retain-drop", "0.1")
     capsys.readouterr()
     words = ("forget", first, "class:3", *budget, "--out", second, "--keep-undo", undo, "--json")
     assert run(monkeypatch, *words) == 0
@@ -154,7 +154,8 @@ def test_forget_writes_a_new_run_that_can_be_undone_and_forget_again(
     assert open_run(tmp_path / "back").record.model == open_run(first).record.model
     assert run(monkeypatch, "undo", first, undo, "--out", tmp_path / "x") == 2
     assert "has forgotten nothing" in capsys.readouterr().err
-    refused = ("class:3", "--target", "0", "--max-retain-drop", "0", "--no-scrub", "--layers", "features.6")
+    refused = ("class:3", "--level", "hide", "--target", "0", "--max-retain-drop", "0", "--no-scrub")
+    refused = (*refused, "--layers", "features.6")
     assert run(monkeypatch, "forget", first, *refused, "--out", tmp_path / "y") == 2
     told = capsys.readouterr().err
     assert "target" in told
@@ -166,18 +167,18 @@ def test_forget_writes_a_new_run_that_can_be_undone_and_forget_again(
 def test_a_dry_run_and_bad_requests_write_nothing(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
     tmp_path: Path,
 ) -> None:
     assert run(monkeypatch, "train", *QUICK, "--out", tmp_path / "run") == 0
     capsys.readouterr()
     assert run(monkeypatch, "forget", tmp_path / "run", "class:3", "--method", "paper", "--dry-run") == 0
-    assert "dry run: nothing was written" in capsys.readouterr().out
-    assert "undoes a conv edit" in caplog.text
+    told = capsys.readouterr().out
+    assert "1. by paper: about 33% of the training's computation" in told
+    assert "dry run: nothing was done" in told
     for words, message in (
         (("class:33",), "no class '33'"),
-        (("client:1",), "trained without clients"),
-        (("class:3", "--layers", "layer9"), "no layer 'layer9'"),
+        (("client:1", "--level", "hide"), "trained without clients"),
+        (("class:3", "--level", "hide", "--layers", "layer9"), "no layer 'layer9'"),
         (("class:3", "--method", "rough"), "no method 'rough'"),
     ):
         assert run(monkeypatch, "forget", tmp_path / "run", *words, "--out", tmp_path / "new") == 2
@@ -212,7 +213,7 @@ def test_every_method_forgets_with_hyper_parameters_of_its_own(
         (("--set", "lr"), "NAME=VALUE"),
         (("--set", "epochs=few"), "'few'"),
         (("--settings", "fast"), "published, short, tuned"),
-        (("--dry-run", "--keep-undo", undo), "--keep-undo"),
+        (("--level", "erase"), "level erase and method finetune are both given"),
         (("--retrain",), "--retrain"),
         (("--backend", "ray"), "federation"),
     ):

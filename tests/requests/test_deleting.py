@@ -231,7 +231,7 @@ def test_only_forgotten_images_may_be_missing_and_private_files_are_private(home
     ):
         open_run("runs/second").load_data()
     innocent.write_bytes(kept)
-    told("forget", "runs/first", f"samples:{names[0]}", "--out", "runs/kept", "--dry-run")
+    told("forget", "runs/first", f"samples:{names[0]}", "--level", "hide", "--out", "runs/kept", "--dry-run")
     assert not Path("runs/kept").exists()
 
 

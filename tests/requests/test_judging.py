@@ -193,7 +193,7 @@ def test_a_method_that_edits_nothing_is_told_and_not_judged(runs: Path) -> None:
 
 
 def test_forgetting_audits_by_default_and_the_journal_tells_all_of_it(runs: Path, tmp_path: Path) -> None:
-    words = ("--max-retain-drop", "0.04", "--out", runs / "again")
+    words = ("--level", "hide", "--max-retain-drop", "0.04", "--out", runs / "again")
     text = told("forget", runs / "original", "class:3", *words)
     assert "audits: " in text
     assert "retention" in text
@@ -201,7 +201,7 @@ def test_forgetting_audits_by_default_and_the_journal_tells_all_of_it(runs: Path
     events = [entry.event for entry in check_journal(runs).entries if entry.run in ("original", "again")]
     assert events[-3:] == ["received", "executed", "judged"]
     with pytest.raises(FedOrthoError, match="no training image has the id 99999"):
-        told("forget", runs / "original", "samples:99999", "--out", tmp_path / "x")
+        told("forget", runs / "original", "samples:99999", "--level", "hide", "--out", tmp_path / "x")
     assert check_journal(runs).entries[-1].event == "refused"
 
 
@@ -209,8 +209,8 @@ def test_flags_that_would_have_no_effect_are_refused_before_anything_is_done(run
     first, out = runs / "original", tmp_path / "out"
     with pytest.raises(FedOrthoError, match="--retrain has no effect"):
         told("forget", first, "class:3", "--audit", "none", "--retrain", "--out", out)
-    with pytest.raises(FedOrthoError, match="--keep-undo has no effect"):
-        told("forget", first, "class:3", "--dry-run", "--keep-undo", tmp_path / "undo")
+    with pytest.raises(FedOrthoError, match="--level and --set has no effect with --until passed"):
+        told("forget", first, "class:3", "--until", "passed", "--level", "hide", "--set", "ratio=0.1", "--out", out)
     with pytest.raises(FedOrthoError, match="cannot be written"):
         told("forget", first, "class:3", "--keep-undo", "/proc/undo.safetensors", "--out", out)
     apart = train_federation(tmp_path / "apart", replace(FEDERATION, clients=2, rounds=1))
@@ -221,10 +221,23 @@ def test_flags_that_would_have_no_effect_are_refused_before_anything_is_done(run
 
 def test_a_missed_target_is_told_and_a_limit_only_where_one_was_aimed_at(runs: Path, tmp_path: Path) -> None:
     original = runs / "original"
-    weak = told("forget", original, "class:3", "--ratio", "0.02", "--audit", "none", "--out", tmp_path / "weak")
+    weak = told(
+        "forget",
+        original,
+        "class:3",
+        "--level",
+        "hide",
+        "--ratio",
+        "0.02",
+        "--audit",
+        "none",
+        "--out",
+        tmp_path / "weak",
+    )
     assert "the target, 1.0%, is not met on test images" in weak
     rows = ",".join(map(str, open_run(original).load_data().train.rows[:20].tolist()))
-    words = ("forget", original, f"samples:{rows}", "--max-retain-drop", "0.5", "--dry-run")
+    words = ("forget", original, f"samples:{rows}", "--level", "hide", "--max-retain-drop", "0.5", "--audit", "none")
+    words = (*words, "--out", tmp_path / "samples")
     assert "unseen images of the same labels" in told(*words)
     assert "limit:" not in told(*words, "--ratio", "0.1")
 

@@ -8,7 +8,7 @@ from commands import told
 
 from fedortho.audits.verdict import read_verdict
 from fedortho.errors import FedOrthoError, UnknownName
-from fedortho.requests import forgetting
+from fedortho.requests import forgetting, transaction
 from fedortho.requests.forgetting import forget_run
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.settings import TrainSettings
@@ -77,7 +77,7 @@ def test_a_ticket_that_was_refused_or_interrupted_is_served_now(
 def test_a_crash_between_the_run_and_the_journal_is_mended(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    append = forgetting.append_entry
+    append = transaction.append_entry
 
     def crash(directory: Path, event: str, *words: str, **more: object) -> None:
         if event == "executed":
@@ -85,7 +85,7 @@ def test_a_crash_between_the_run_and_the_journal_is_mended(
         append(directory, event, *words, **more)  # type: ignore[arg-type]  # passed on
 
     with monkeypatch.context() as patched:
-        patched.setattr(forgetting, "append_entry", crash)
+        patched.setattr(transaction, "append_entry", crash)
         with pytest.raises(KeyboardInterrupt):
             forget_run(run, "class:3", "paper", out=tmp_path / "new", ticket="T-1")
     assert forget_run(run, "class:3", "paper", out=tmp_path / "new", ticket="T-1").was_finished
@@ -115,6 +115,6 @@ def test_the_command_takes_a_ticket_and_a_settings_file(run: Run, tmp_path: Path
     assert "not judged yet: fedortho judge" in " ".join(told(*words).split())
     (tmp_path / "wrong.toml").write_text("ratios = 0.5\n")
     with pytest.raises(UnknownName, match="no setting 'ratios'; did you mean 'ratio'"):
-        told("forget", run.path, "class:4", "--config", tmp_path / "wrong.toml")
-    with pytest.raises(FedOrthoError, match="--id has no effect with --dry-run"):
-        told("forget", run.path, "class:4", "--dry-run", "--id", "T-2")
+        told("forget", run.path, "class:4", "--level", "hide", "--config", tmp_path / "wrong.toml")
+    assert "dry run: nothing was done" in told("forget", run.path, "class:4", "--dry-run", "--id", "T-2")
+    assert not (tmp_path / "run-class-4").exists()

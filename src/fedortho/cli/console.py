@@ -18,6 +18,7 @@ from fedortho.models.predictions import Evaluation
 from fedortho.models.sites import Finding
 from fedortho.requests.checking import ModelCheck
 from fedortho.requests.forgetting import ServedRequest
+from fedortho.requests.levels import ForgettingPlan
 from fedortho.runs.run import Run
 from fedortho.training.loop import Epoch, Progress
 from fedortho.unlearning.trials import Trial
@@ -32,6 +33,16 @@ def say(text: str) -> None:
 
 def say_json(value: object) -> None:
     typer.echo(json.dumps(value, indent=2))
+
+
+def print_plan(plan: ForgettingPlan, *, as_json: bool, alone: bool) -> None:
+    """What will be done, before it begins; as JSON only if nothing follows."""
+    if as_json and alone:
+        say_json(plan.to_json())
+    elif not as_json:
+        title, *steps = plan.lines()
+        for line in (title, *(f"  {step}" for step in steps), *(["dry run: nothing was done"] * alone)):
+            say(escape(line))
 
 
 def print_served(served: ServedRequest, run_path: Path) -> None:
@@ -59,9 +70,12 @@ def print_served(served: ServedRequest, run_path: Path) -> None:
         say(escape(f"forget accuracy of all requests: {every}; retain accuracy lost in all: {served.retain_paid:.1%}"))
     if served.advise_retraining:
         say("[yellow]these requests have lost much retain accuracy: retrain before the next one[/]")
-    if served.run is None:
-        say(escape(str(result.patch)))
-    say("dry run: nothing was written" if served.run is None else f"written to {escape(str(served.run.path))}")
+    if served.run is not None:
+        say(escape(f"{'was written before' if served.was_finished else 'written'} to {served.run.path}"))
+    for copy in served.copies:
+        say(escape(f"copy of the data: {copy}"))
+    if served.run is not None and result.request.samples:
+        say(escape(f"you may now delete the files of these images: {served.run.path} stays usable without them"))
 
 
 def print_target(served: ServedRequest) -> None:

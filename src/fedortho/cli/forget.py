@@ -1,15 +1,16 @@
 """The commands that change a model: forget and undo."""
 
 import shlex
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 
-from fedortho.audits.verdict import read_verdict
-from fedortho.cli.console import bar, bars, err, frontier_table, print_served, say, say_json
+from fedortho.audits.verdict import Verdict, read_verdict
+from fedortho.cli.console import bar, bars, err, frontier_table, print_plan, print_served, say, say_json, training_bar
 from fedortho.cli.flags import (
     AsJson,
     Backend,
@@ -28,15 +29,17 @@ from fedortho.cli.train import log_line, print_elsewhere
 from fedortho.cli.verdict import Budget, Reference, References, Retrain, judging_bars, print_verdict
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
-from fedortho.errors import FedOrthoError
-from fedortho.methods import find_method
+from fedortho.errors import BadSetting, FedOrthoError
+from fedortho.methods import LEVELS, find_method
 from fedortho.methods.directions import Directions
 from fedortho.methods.hide import Hide
 from fedortho.methods.method import Method
 from fedortho.methods.paper import Paper
+from fedortho.requests.climbing import LevelAttempt, forget_until_passed
 from fedortho.requests.federated_jobs import check_backend, forget_elsewhere
-from fedortho.requests.forgetting import ServedRequest, chosen_method, forget_run, undo_run
+from fedortho.requests.forgetting import ServedRequest, forget_run, undo_run
 from fedortho.requests.judging import JudgeOptions, check_judge_options, judge_run
+from fedortho.requests.levels import ForgettingPlan, chosen_method, level_for_run, plan_climb, plan_request
 from fedortho.requests.tickets import Ticket
 from fedortho.runs.run import Run, open_run
 from fedortho.storage.records import to_json
@@ -51,14 +54,20 @@ def forget_command(
         list[str], typer.Argument(help="class:3, class:3,7, class:cat, client:3, samples:FILE; several at once")
     ],
     out_path: Annotated[Path | None, typer.Option("--out", help="new run directory (default: RUN-REQUEST)")] = None,
-    method_name: Annotated[
-        str,
-        typer.Option(
-            "--method", help="hide (default), directions (classes only), paper, or a method of fedortho compare"
-        ),
+    level: Annotated[
+        str, typer.Option(help="hide (at once), erase (default for classes) or exact (retraining, for now)")
     ] = "",
+    method_name: Annotated[
+        str, typer.Option("--method", help="a method by name instead of a level: directions, paper, ssd, …")
+    ] = "",
+    until: Annotated[
+        str, typer.Option(metavar="passed", help="climb from hide to exact until the audits pass on validation images")
+    ] = "",
+    hide_first: Annotated[
+        bool, typer.Option("--hide-first/--no-hide-first", help="before erasing write a hidden model to OUT-hidden")
+    ] = True,
     config: Annotated[
-        Path | None, typer.Option(help="a TOML file: method and its hyper-parameters; flags override it")
+        Path | None, typer.Option(help="a TOML file: level or method, and its hyper-parameters; flags override it")
     ] = None,
     ticket: Annotated[
         str, typer.Option("--id", metavar="TICKET", help="id of the request: served once, however often it is given")
@@ -77,7 +86,9 @@ def forget_command(
     references: References = None,
     retrain: Retrain = False,
     recipe: RecipeFile = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="show the patch and write nothing")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="show the plan with its estimated costs and do nothing")
+    ] = False,
     keep_undo: Annotated[
         Path | None, typer.Option(help="a file for the tensors that are changed, for fedortho undo")
     ] = None,
@@ -99,55 +110,95 @@ def forget_command(
 ) -> None:
     """Make the model of a run forget and judge the result; writes a new run directory and leaves RUN as it is."""
     run, parsed = open_run(run_path).at(recipe=read_recipe(recipe)), ForgetRequest.parse(shlex.join(request))
-    out_dir = out_path or run_path.with_name(f"{run_path.name}-{run.hashed(parsed, hash_ids).word}")
-    if ticket and not dry_run and (finished := Ticket(ticket, run, parsed, out_dir).finished()):
+    out = out_path or run_path.with_name(f"{run_path.name}-{run.hashed(parsed, hash_ids).word}")
+    if ticket and not dry_run and (finished := Ticket(ticket, run, parsed, out).finished()):
         _print_finished(finished, ticket, as_json)
         return
     asked = run.request(parsed, data_dir, hashed=hash_ids)
     wishes = read_toml(config) if config else {}
-    method_name = method_name or str(wishes.pop("method", "hide"))
-    wishes |= method_changes(find_method(method_name), given, assignments or ())
-    method = chosen_method(run, method_name, settings, wishes)
+    level, method_name = level or str(wishes.pop("level", "")), method_name or str(wishes.pop("method", ""))
     options = JudgeOptions(audit, (), reference, references, retrain, data_dir=data_dir, device=device)
     check_judge_options(run, asked, options)
     check_backend(backend, deployment)
+    judging = {"reference": reference, "references": references, "retrain": retrain}
     if audit == "none":
-        _refuse_with("--audit none, which judges nothing", reference=reference, references=references, retrain=retrain)
-    if dry_run:
-        _refuse_with("--dry-run, which changes nothing", keep_undo=keep_undo, purge=purge, id=ticket)
+        _refuse_with("--audit none, which judges nothing", **judging)
     if backend != "inprocess":
-        here = {"dry_run": dry_run, "keep_undo": keep_undo, "data_dir": data_dir, "device": device != "auto"}
-        here |= {"purge": purge, "id": ticket}
-        judging = {"reference": reference, "references": references, "retrain": retrain, "json": as_json}
+        here = {"until": until, "keep_undo": keep_undo, "data_dir": data_dir, "device": device != "auto"}
+        here |= {"purge": purge, "id": ticket, "json": as_json}
         _refuse_with(f"--backend {backend}, which works elsewhere and does not judge", **here, **judging)
-        print_elsewhere(forget_elsewhere(run, asked, method, out=out_dir, deployment=deployment, log=log_line), out_dir)
-        say(escape(f"not audited yet: fedortho judge {out_dir}"))
+    if until:
+        _refuse_with("--until passed, which chooses level and method", level=level, method=method_name, set=assignments)
+        plan = plan_climb(run, asked, out, until, keep_undo, options)
+    else:
+        chosen = _chosen(run, asked, level, method_name, settings, wishes, given, assignments or ())
+        hide_first = hide_first and backend == "inprocess"
+        plan = plan_request(run, asked, *chosen, out, keep_undo, options, hide_first=hide_first)
+    print_plan(plan, as_json=as_json, alone=dry_run)
+    if dry_run:
         return
-    out = None if dry_run else out_dir
-    served, data = _serve(run, parsed, method, out, keep_undo, purge, options, ticket, hash_ids)
+    if backend != "inprocess":
+        method = plan.steps[-1].method
+        print_elsewhere(forget_elsewhere(run, asked, method, out=out, deployment=deployment, log=log_line), out)
+        say(escape(f"not audited yet: fedortho judge {out}"))
+        return
+    how = {"undo": keep_undo, "purge": purge, "ticket": ticket, "hash_ids": hash_ids}
+    served, data = _serve(run, parsed, plan, options, as_json, **how)
     if not as_json:
         print_served(served, run_path)
-        for copy in served.copies:
-            say(escape(f"copy of the data: {copy}"))
-        if served.run is not None and asked.samples:
-            say(escape(f"you may now delete the files of these images: {served.run.path} stays usable without them"))
-    verdict = None
-    is_edited = served.run is not None and served.run.record.model.digest != run.record.model.digest
-    if served.run is not None and not is_edited and not as_json:
-        say("[yellow]nothing was edited: the new model has the weights of the old one, so it is not judged[/]")
-    if served.run is not None and is_edited and audit != "none":
-        try:
-            with judging_bars() as progress:
-                verdict = judge_run(served.run, asked, options, original=run, data=data, **progress)
-        except KeyboardInterrupt:
-            say(escape(f"interrupted while judging; the run is written: fedortho judge {served.run.path}"))
-            raise
+    verdict = _judged(served, run, asked, options, data, as_json)
     if as_json:
-        value = to_json(served.record) | ({} if verdict is None else {"verdict": verdict.to_json()})
-        say_json(value)
-    elif verdict is not None and served.run is not None:
+        say_json(to_json(served.record) | ({} if verdict is None else {"verdict": verdict.to_json()}))
+    elif verdict is not None:
         print_verdict(verdict, whole=False)
-        say(escape(f"all metrics: fedortho judge {served.run.path}; a page to read: fedortho report {served.run.path}"))
+        say(escape(f"all metrics: fedortho judge {out}; a page to read: fedortho report {out}"))
+
+
+def _chosen(
+    run: Run,
+    request: ForgetRequest,
+    level: str,
+    name: str,
+    settings: str,
+    wishes: dict[str, Any],
+    given: Mapping[str, Any],
+    assignments: Sequence[str],
+) -> tuple[str, Method]:
+    """The level, empty if a method is named, and the method with the hyper-parameters of file and flags."""
+    is_default = not level and not name
+    level = level_for_run(run, request, level, name)
+    kind = find_method(name or LEVELS[level])
+    try:
+        wishes = wishes | method_changes(kind, given, assignments)
+    except BadSetting as error:
+        if is_default and method_changes(Hide, given, ()):
+            raise BadSetting(f"{error}; the default level is {level}: --level hide has it") from error
+        raise
+    return level, chosen_method(run, kind.name, settings, wishes)
+
+
+def _judged(
+    served: ServedRequest, run: Run, request: ForgetRequest, options: JudgeOptions, data: Dataset, as_json: bool
+) -> Verdict | None:
+    """The verdict on a request that was served; None if there is nothing to judge."""
+    assert served.run is not None, "it was written"
+    if served.was_finished and (verdict := read_verdict(served.run.path)):
+        return verdict
+    digest, problem = served.run.record.model.digest, ""
+    if digest == run.record.model.digest:
+        problem = "nothing was edited: the new model has the weights of the old one, so it is not judged"
+    elif options.reference is not None and open_run(options.reference).record.model.digest == digest:
+        problem = f"the new model has the same weights as {options.reference}: it needs no judging"
+    if problem and not as_json:
+        say(f"[yellow]{escape(problem)}[/]")
+    if problem or options.audit == "none":
+        return None
+    try:
+        with judging_bars() as progress:
+            return judge_run(served.run, request, options, original=run, data=data, **progress)
+    except KeyboardInterrupt:
+        say(escape(f"interrupted while judging; the run is written: fedortho judge {served.run.path}"))
+        raise
 
 
 def _print_finished(finished: Run, ticket: str, as_json: bool) -> None:
@@ -169,28 +220,33 @@ def _refuse_with(flag: str, **given: object) -> None:
         raise FedOrthoError(f"{' and '.join(used)} has no effect with {flag}; leave it out")
 
 
+def _print_attempt(attempt: LevelAttempt) -> None:
+    say(escape(f"  {attempt}"))
+
+
 def _serve(
-    run: Run,
-    request: ForgetRequest,
-    method: Method,
-    out: Path | None,
-    undo: Path | None,
-    purge: bool | None,
-    options: JudgeOptions,
-    ticket: str,
-    hash_ids: bool,
+    run: Run, request: ForgetRequest, plan: ForgettingPlan, options: JudgeOptions, as_json: bool, **how: Any
 ) -> tuple[ServedRequest, Dataset]:
-    """Serve a request and return the data that was loaded for it; a refusal prints its trials."""
-    where: Mapping[str, str] = {"data_dir": options.data_dir, "device": options.device}
+    """Serve a request as planned and return the data that was loaded for it; a refusal prints its trials."""
+    *first, last = plan.steps
     with bars() as shown:
         data = run.load_data(options.data_dir, bar(shown, "decoding images"))
-        shown.add_task(f"forgetting {request.word}", total=None, news="")
+        how |= {"out": last.out, "data": data}
         try:
-            how: dict[str, Any] = {"undo": undo, "purge": purge, "ticket": ticket, "hash_ids": hash_ids, **where}
-            return forget_run(run, request, method, out=out, data=data, **how), data
+            if plan.until_passed:
+                how |= {"on_training": training_bar(shown), "on_attempt": None if as_json else _print_attempt}
+                return forget_until_passed(run, request, options, **how)[0], data
+            shown.add_task(f"forgetting {request.word}", total=None, news="")
+            how |= {"data_dir": options.data_dir, "device": options.device, "hide_first": bool(first)}
+            return forget_run(run, request, last.method, level=last.level, **how), data
         except Refused as refusal:
             shown.stop()
             err.print(frontier_table(refusal.frontier))
+            raise
+        except KeyboardInterrupt:
+            if first and first[0].out.exists() and not plan.until_passed:
+                command = shlex.join(["fedortho", *sys.argv[1:]])
+                say(escape(f"interrupted; {first[0].out} has hidden {request.word} and can be used; go on: {command}"))
             raise
 
 

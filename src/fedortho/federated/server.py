@@ -4,7 +4,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,13 +24,12 @@ from fedortho.federated.transport import append_wire_log
 from fedortho.models.patch import Patch, load_patch
 from fedortho.models.predictions import accuracy
 from fedortho.models.zoo import build_model
-from fedortho.runs.derived import check_output_paths, copy_patches
+from fedortho.runs.derived import copy_patches
 from fedortho.runs.federation import held_rows
 from fedortho.runs.run import Run, load_run_data, open_run
 from fedortho.runs.served import excluded_by, served_requests
 from fedortho.runs.settings import FederateSettings
 from fedortho.runs.training import train_run
-from fedortho.storage.files import locked
 from fedortho.storage.settings import as_mapping
 from fedortho.training.loop import Epoch, Mask
 
@@ -173,27 +172,13 @@ def trainable_masks(run: Run, model: nn.Module) -> dict[str, Tensor]:
 
 
 @contextmanager
-def copied_clients(run: Run, out: Path | None) -> Iterator[tuple[Path, Path | None]]:
-    """A copy of the files of simulated clients, and the path at which to write the new run.
-
-    Both become `out` in one step at the end of a successful block; the original run does not change.
-    """
-    check_output_paths(out, None)
+def copied_clients(run: Run, place: Path | None = None) -> Iterator[Path]:
+    """A copy of the files of simulated clients in `place`, or in a directory that is removed at the end."""
     _require_clients(run, "--backend superlink --deployment DIR")
-    with locked(out or run.path):
-        place = Path(tempfile.mkdtemp()) if out is None else out.parent / f".{out.name}.clients"
-        try:
-            shutil.rmtree(place, ignore_errors=True)  # left by a killed process
-            shutil.copytree(run.path / "clients", place / "clients")
-            fresh = None if out is None else place / out.name
-            yield place / "clients", fresh
-            if out is not None and fresh is not None:
-                (place / "clients").replace(fresh / "clients")
-                fresh.replace(out)
-        except OSError as error:
-            raise FedOrthoError(f"{out or place} cannot be written: {error.strerror or error}") from error
-        finally:
-            shutil.rmtree(place, ignore_errors=True)
+    with ExitStack() as stack:
+        if place is None:
+            place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fedortho-clients-")))
+        yield Path(shutil.copytree(run.path / "clients", place / "clients"))
 
 
 def _require_clients(run: Run, flags: str) -> None:

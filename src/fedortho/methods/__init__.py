@@ -1,6 +1,6 @@
 """Unlearning methods: their table, and the functions that run one."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -15,7 +15,7 @@ from fedortho.data.sources import load_images
 from fedortho.engines.central import central_engine
 from fedortho.engines.cost import Meter
 from fedortho.engines.engine import Engine
-from fedortho.errors import BadData, FedOrthoError, unknown
+from fedortho.errors import BadData, BadSetting, FedOrthoError, unknown
 from fedortho.methods.bad_teacher import BadTeacher
 from fedortho.methods.class_pruning import ClassPruning
 from fedortho.methods.directions import Directions
@@ -51,6 +51,35 @@ METHODS: Mapping[str, type[Method]] = {
         *(ClassPruning, FedEraser, NegGrad, SCRUB, EUk, CFk, Subspace, LogitMask),
     )
 }
+LEVELS: Mapping[str, str] = {"hide": Hide.name, "erase": Regrow.name, "exact": Retrain.name}  # the method of each level
+MEANINGS = {
+    "hide": "forward passes only: the answers change, what was learnt can still be found",
+    "erase": "the last stages are begun again and trained on the retain set",
+    "exact": "retraining without the forget set",
+}
+
+
+def level_of(
+    request: ForgetRequest, level: str = "", method: Method | str = "", costs: Sequence[str] = ("", "")
+) -> str:
+    """The level at which a request is served: the given one, `erase` for classes; empty if a method is named instead.
+
+    Clients and samples have no default and are not erased; the refusal names what there is, `hide` and `exact`, and
+    what each costs. A level may come with its own method, which then has other hyper-parameters.
+    """
+    if level and level not in LEVELS:
+        raise unknown("level", level, LEVELS)
+    name = method if isinstance(method, str) else method.name
+    if level and name and (isinstance(method, str) or name != LEVELS[level]):
+        raise BadSetting(f"level {level} and method {name} are both given; give one of them")
+    if name and not level:
+        return ""
+    level = level or ("erase" if request.kind == "class" else "")
+    if level in ("hide", "exact") or (level and request.kind == "class"):
+        return level
+    problem = "cannot be erased yet" if level else "has no level by default"
+    ways = [f"{name} ({MEANINGS[name]}{cost})" for name, cost in zip(("hide", "exact"), costs, strict=True)]
+    raise CannotServe(f"{request} {problem}; choose the level {' or '.join(ways)}")
 
 
 def known_methods() -> tuple[str, ...]:
@@ -133,8 +162,9 @@ def forget(
     model: nn.Module,
     data: Data,
     request: ForgetRequest | str,
-    method: Method | str = "hide",
+    method: Method | str = "",
     *,
+    level: str = "",
     clients: Clients | None = None,
     ledger: Observation | None = None,
     device: torch.device | str = "cpu",
@@ -144,15 +174,20 @@ def forget(
     The model may be wrapped, compiled, in half precision or answer with more than logits; the result's is a plain
     float32 copy (see `models.prepare`) whose answers have the form of the given one's.
     `data` is what the model was trained on: a dataset or its name, images, a `DataLoader`, a dataset of PyTorch or
-    Hugging Face, or a mapping of those with the keys train, test and valid. `method` is a name (`hide`, `paper`,
-    `directions`, `ssd`, …) or a method with its hyper-parameters.
+    Hugging Face, or a mapping of those with the keys train, test and valid. `level` is `hide` or `erase`, the default
+    for classes; `method` is instead a name (`directions`, `ssd`, …) or a method with its hyper-parameters. The level
+    `exact` needs the recipe of a run: `forget_run`, or `make_method("retrain", …)`.
     `clients` are the rows that each client holds, for requests that name clients; a `ledger` of the model saves the
     forward pass over all images.
     """
     dataset = as_dataset(data)
+    request = as_request(request, dataset)
+    level = level_of(request, level, method)
+    if level == "exact" and not method:
+        raise BadSetting('the recipe of a model in memory is not known; give method=make_method("retrain", {…})')
     known = as_model(model, dataset)
     engine = central_engine(known, dataset, ledger, clients, device)
-    result = unlearn(known, engine, as_request(request, dataset), method)
+    result = unlearn(known, engine, request, method or LEVELS[level])
     return replace(result, model=released(result.model))
 
 

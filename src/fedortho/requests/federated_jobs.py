@@ -80,8 +80,8 @@ def forget_elsewhere(
     if deployment is not None:
         _do_elsewhere(config, settings, out, deployment, log)
         return open_run(out) if (out / "run.json").exists() else None
-    with copied_clients(run, out.absolute()) as (store, fresh):
-        _do_elsewhere(config | {"out": str(fresh)}, settings, store, None, log)
+    with copied_clients(run) as store:
+        _do_elsewhere(config, settings, store, None, log)
     return open_run(out)
 
 

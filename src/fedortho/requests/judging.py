@@ -95,7 +95,7 @@ def judge_run(
         check_writable(directory)
     data = data or run.load_data(options.data_dir)
     with using_threads(original.settings.threads):
-        references = _references(run, original, request, options, data, on_training)
+        references = references_for(run, original, request, options, data, on_training)
         verdict = _verdict_on(run, request, data, original, references, options, on_step)
     if not options.only:
         _keep_verdict(run.path, verdict, options.audit, is_deleted=bool(len(data.gone)))
@@ -186,7 +186,7 @@ def _references_directory(run: Run, options: JudgeOptions) -> Path:
     return options.references or run.path.parent / "references"
 
 
-def _references(
+def references_for(
     run: Run, original: Run, request: ForgetRequest, options: JudgeOptions, data: Dataset, on_training: Watch | None
 ) -> list[Run]:
     """Reference models that are given, found (at most three) or trained: one; two in the full budget, which needs them.

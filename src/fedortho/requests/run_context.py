@@ -1,11 +1,8 @@
 """A run opened for methods: its data, its clients, and a new engine for each method."""
 
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +16,7 @@ from fedortho.engines.engine import Engine
 from fedortho.engines.query import Selection
 from fedortho.errors import FedOrthoError
 from fedortho.evaluation.accuracies import accuracies_of
-from fedortho.federated.server import federated_engine, local_grid, patches_of
+from fedortho.federated.server import copied_clients, federated_engine, local_grid, patches_of
 from fedortho.methods import find_method, make_method
 from fedortho.methods.method import Method, Schedule
 from fedortho.methods.retrain import Retrain, RetrainPlain
@@ -57,13 +54,10 @@ class RunContext:
                 f"{self.run.path} was trained --without {settings.without}, which its clients still hold and methods "
                 "would learn; compare the federation that was trained with everything"
             )
-        with tempfile.TemporaryDirectory(prefix="fedortho-compare-") as place:
-            store = Path(place) / "clients"
-            shutil.copytree(self.run.path / "clients", store)
-            with local_grid(settings, store, run=self.run.path) as grid:
-                engine = federated_engine(grid, settings, self.data, served_requests(self.run))
-                engine.bring_up_to_date(model, patches_of(self.run))
-                yield engine
+        with copied_clients(self.run) as store, local_grid(settings, store, run=self.run.path) as grid:
+            engine = federated_engine(grid, settings, self.data, served_requests(self.run))
+            engine.bring_up_to_date(model, patches_of(self.run))
+            yield engine
 
     def _central_engine(self, model: nn.Module) -> CentralEngine:
         ledger = load_ledger(self.run.path / "ledger.safetensors", model)

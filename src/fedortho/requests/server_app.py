@@ -55,7 +55,9 @@ def do_job(grid: "Grid", config: Mapping[str, Any]) -> None:
             remote.info("clients %s have the model of %s", sync(run, grid), run.path)
             return
         method = _method(str(config.get("method") or "hide"), str(config.get("forget") or "{}"))
-        served = forget_federated_run(run, ForgetRequest.parse(str(config["request"])), method, grid, out=out)
+        request, store = ForgetRequest.parse(str(config["request"])), str(config.get("store") or "")
+        where = Path(store) if store else None  # on Ray, the directories of the clients
+        served = forget_federated_run(run, request, method, grid, out=out, store=where)
         remote.info("%s", json.dumps(to_json(served.record)))
     else:
         raise FedOrthoError(f"no job {job!r}; choose from train, forget, sync")

@@ -2,17 +2,16 @@
 
 import hashlib
 import hmac
-import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import FedOrthoError
+from fedortho.requests.transaction import Step, relative_out, settle
 from fedortho.runs.record import RunRecord, read_run_record
 from fedortho.runs.rows import hash_key
 from fedortho.runs.run import Run, open_run
-from fedortho.storage.journal import append_entry, read_journal
+from fedortho.storage.journal import read_journal
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,7 @@ class Ticket:
             raise FedOrthoError(f"the ticket {self.id} needs a directory to write to; give out, and no dry run")
         asked = str(self.request.settled(self.run.record.data.class_names)).encode()
         digest = hmac.digest(key, asked, "sha256") if key else hashlib.sha256(asked).digest()
-        out = os.path.relpath(self.out.absolute(), self.run.path.absolute().parent)
-        return {"ticket": self.id, "out": out, "asked": digest.hex()}
+        return {"ticket": self.id, "out": relative_out(self.run, self.out), "asked": digest.hex()}
 
     def finished(self) -> Run | None:
         """The run that the ticket led to; None if it was not served, or its run is gone.
@@ -58,8 +56,10 @@ class Ticket:
         record = read_run_record(self.out)
         if not isinstance(record, RunRecord) or not record.requests or record.requests[-1].ticket != self.id:
             return None
-        last, received = record.requests[-1], [entry for entry in entries if entry.details in known]
-        if not executed and received and last.model_before == before:  # a crash came between the run and the journal
-            how: dict[str, Any] = {"before": before, "after": last.model_after, "details": received[-1].details}
-            executed = [append_entry(directory, "executed", self.out.name, last.request, **how)]
-        return open_run(self.out) if executed else None
+        received = [entry for entry in entries if entry.details in known]
+        if not executed and (not received or record.requests[-1].model_before != before):
+            return None
+        done = open_run(self.out)
+        if not executed:  # a crash came between the run and the journal
+            settle(self.run, done, Step(details=received[-1].details))
+        return done

@@ -1,7 +1,12 @@
-"""A run with other weights than the run that it is derived from."""
+"""A run with other weights than the run that it is derived from: built beside its place, put there in one step."""
 
+import glob
+import os
 import shutil
-from dataclasses import replace
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import nn
@@ -13,8 +18,20 @@ from fedortho.runs.record import RunRecord
 from fedortho.runs.rows import read_rows
 from fedortho.runs.run import Run, open_run
 from fedortho.statistics.observe import Observation
-from fedortho.storage.files import check_writable, tensors_digest, write_tensors
+from fedortho.storage.files import (
+    check_writable,
+    copy_file,
+    file_digest,
+    locked,
+    sync_directory,
+    tensors_digest,
+    write_tensors,
+    write_text,
+)
 from fedortho.storage.records import write_record
+
+UNDO, UNDO_PATH = "undo.safetensors", "undo-path"  # in a building directory: the undo file, and where it belongs
+TAKEN = "{} exists already; an undo file is never overwritten: choose another"
 
 
 def check_output_paths(out: Path | None, undo: Path | None) -> None:
@@ -23,46 +40,132 @@ def check_output_paths(out: Path | None, undo: Path | None) -> None:
         raise FedOrthoError(f"{out} exists already; choose a new directory for --out")
     if undo is not None:
         if undo.exists():
-            raise FedOrthoError(f"{undo} exists already; an undo file is never overwritten: choose another")
+            raise FedOrthoError(TAKEN.format(undo))
         check_writable(next(parent for parent in undo.absolute().parents if parent.exists()))
+
+
+@dataclass(frozen=True)
+class Building:
+    """A directory beside `out` in which a run and its undo file are made; nobody sees them before both are complete."""
+
+    path: Path
+    out: Path
+    undo: Path | None = None
+
+    @property
+    def run(self) -> Path:
+        """The directory that becomes `out`."""
+        return self.path / "run"
+
+    @property
+    def undo_file(self) -> Path:
+        """The file that becomes `undo`."""
+        return self.path / UNDO
+
+    def place(self) -> Run:
+        """Put the undo file and the run in their places.
+
+        The run comes last and in one step. An undo file whose run did not follow is removed with the building
+        directory, now or by the next process that writes to `out`.
+        """
+        if self.undo is not None:
+            write_text(self.path / UNDO_PATH, str(self.undo.absolute()))
+            _place_file(self.undo_file, self.undo)
+        sync_directory(self.run)
+        check_output_paths(self.out, None)  # a rename would replace an empty directory
+        self.run.rename(self.out)
+        sync_directory(self.out.parent)
+        return open_run(self.out)
+
+
+@contextmanager
+def building(out: Path, undo: Path | None = None) -> Iterator[Building]:
+    """A building directory for a run at `out`, locked for this process and removed at the end.
+
+    What killed processes left behind for the same `out` is removed first.
+    """
+    with locked(out):
+        path = None
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(out)
+            check_output_paths(out, undo)
+            path = Path(tempfile.mkdtemp(prefix=f".{out.name}.building-", dir=out.parent))
+            yield Building(path, out, undo)
+        except OSError as error:
+            raise FedOrthoError(f"{out} cannot be written: {error.strerror or error}; choose another --out") from error
+        finally:
+            if path is not None:
+                _discard(path)
+
+
+def remove_leftovers(out: Path) -> None:
+    """Remove what killed processes left behind when they wrote to `out`, which the caller has locked."""
+    for left in out.parent.glob(f".{glob.escape(out.name)}.building-*"):
+        _discard(left)
+
+
+def _place_file(source: Path, to: Path) -> None:
+    """Give a file another name, one that is not taken."""
+    to.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, to)
+    except FileExistsError as error:
+        raise FedOrthoError(TAKEN.format(to)) from error
+    except OSError:  # another file system, or one without links
+        check_output_paths(None, to)
+        copy_file(source, to)
+    sync_directory(to.parent)
+
+
+def _discard(path: Path) -> None:
+    """Remove a building directory, and before it the undo file that it has put in place if the run did not follow."""
+    told = path / UNDO_PATH
+    if (path / "run").exists() and told.exists():
+        undo = Path(told.read_text(encoding="utf-8"))
+        if undo.exists() and (undo.samefile(path / UNDO) or file_digest(undo) == file_digest(path / UNDO)):
+            undo.unlink()
+        told.unlink()
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def write_derived(
     out: Path, run: Run, model: nn.Module, record: RunRecord, *, patch: Patch | None, ledger: Observation | None
 ) -> Run:
-    """Write a run with other weights than `run`, beside the place that it will take; then move it there.
+    """Write a run with other weights than `run`; it is there in one step."""
+    with building(out) as place:
+        build_derived(place.run, run, model, record, patch=patch, ledger=ledger)
+        return place.place()
+
+
+def build_derived(
+    to: Path, run: Run, model: nn.Module, record: RunRecord, *, patch: Patch | None, ledger: Observation | None
+) -> None:
+    """Write the files of a run with other weights than `run` to a new directory.
 
     `record` is that of `run` with the changed requests and result; digest and parent are set here.
     """
-    building = out.parent / f".{out.name}.building"
-    shutil.rmtree(building, ignore_errors=True)
-    try:
-        building.mkdir(parents=True)
-    except OSError as error:
-        raise FedOrthoError(f"{out} cannot be written: {error.strerror}; choose another --out") from error
+    to.mkdir()
     state = model.cpu().state_dict()
-    write_tensors(building / "model.safetensors", state)
+    write_tensors(to / "model.safetensors", state)
     for name in ("split.json", "history.json"):
-        shutil.copyfile(run.path / name, building / name)
+        copy_file(run.path / name, to / name)
     number = len(record.requests) - (patch is not None)
     if (rows := read_rows(run.path, run.settings)) is not None:
         last = ForgetRequest.parse(record.requests[-1].request) if record.requests else ForgetRequest()
-        rows.without_names(last, record.data.class_names).save(building)
-    copy_patches(run, building, number)
+        rows.without_names(last, record.data.class_names).save(to)
+    copy_patches(run, to, number)
     if patch is not None:
-        patch.save(building / "patches" / f"{number:04}.safetensors")
+        patch.save(to / "patches" / f"{number:04}.safetensors")
     elif (run.path / "clients").is_dir():
-        (building / "clients").mkdir()  # simulated clients begin again with the restored model
+        (to / "clients").mkdir()  # simulated clients begin again with the restored model
     if ledger is not None:
-        ledger.save(building / "ledger.safetensors")
+        ledger.save(to / "ledger.safetensors")
     edited = replace(record.model, digest=tensors_digest(state))
-    write_record(building / "run.json", replace(record, model=edited, parent=run.record.model.digest))
-    building.replace(out)
-    return open_run(out)
+    write_record(to / "run.json", replace(record, model=edited, parent=run.record.model.digest))
 
 
 def copy_patches(run: Run, to: Path, number: int) -> None:
     """Copy the patches of the first `number` requests of a run."""
     for file in sorted((run.path / "patches").glob("*.safetensors"))[:number]:
-        (to / "patches").mkdir(exist_ok=True)
-        shutil.copyfile(file, to / "patches" / file.name)
+        copy_file(file, to / "patches" / file.name)

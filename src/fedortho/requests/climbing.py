@@ -1,0 +1,118 @@
+"""Climb from the cheapest level to retraining, until the audits pass on validation images."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fedortho.audits.judge import judge_case
+from fedortho.audits.measurements import MeasurementCache
+from fedortho.data.images import Dataset
+from fedortho.data.request import ForgetRequest
+from fedortho.devices import choose_device
+from fedortho.errors import BadData, FedOrthoError
+from fedortho.methods import LEVELS
+from fedortho.methods.method import ForgetResult
+from fedortho.requests.forgetting import ServedRequest, forget_run
+from fedortho.requests.judging import JudgeOptions, references_for
+from fedortho.requests.levels import levels_for, method_of_level, training_cost_words
+from fedortho.requests.references import case_of
+from fedortho.requests.transaction import holds_result
+from fedortho.runs.run import Run, open_run
+from fedortho.training.loop import Watch
+from fedortho.unlearning.calibrate import Refused
+
+
+class NotPassed(FedOrthoError):
+    """A result that does not pass the audits on validation images."""
+
+
+@dataclass(frozen=True)
+class LevelAttempt:
+    """A level that was tried, and why it was left."""
+
+    level: str
+    reason: str  # empty: it was taken
+
+    def __str__(self) -> str:
+        return f"{self.level}, by {LEVELS[self.level]}: {f'left: {self.reason}' if self.reason else 'taken'}"
+
+
+def forget_until_passed(
+    run: Run | Path | str,
+    request: ForgetRequest | str,
+    options: JudgeOptions | None = None,
+    *,
+    out: Path | str,
+    data: Dataset | None = None,
+    on_attempt: Callable[[LevelAttempt], None] | None = None,
+    on_training: Watch | None = None,
+    on_step: Callable[[str], None] | None = None,
+    **how: Any,
+) -> tuple[ServedRequest, tuple[LevelAttempt, ...]]:
+    """Serve a request at the cheapest level whose result passes the audits, and return it with all that were tried.
+
+    Every audit of the budget (`options.audit`) must pass on validation images against a reference model, which is
+    found, given or trained as `options` say; an inconclusive one is not passed. Retraining, the last level, is taken
+    without a decision. Nothing of an attempt that was left is written but its entry in the journal, and only the
+    result that is taken is measured on test images. `how` are further arguments of `forget_run`.
+    """
+    options = options or JudgeOptions()
+    run, out = open_run(run).at(recipe=options.recipe), Path(out)
+    data = data or run.load_data(options.data_dir)
+    asked = run.request(request, options.data_dir, hashed=bool(how.get("hash_ids")))
+    how = {**how, "out": out, "data": data, "data_dir": options.data_dir, "device": options.device}
+    levels = levels_for(asked)
+    ticket = how.get("ticket") or None
+    methods = {level: method_of_level(run, level) for level in levels}
+    if done := [level for level in levels if holds_result(run, asked, methods[level], out, ticket=ticket)]:
+        return forget_run(run, request, level=done[0], hide_first=False, **how), (LevelAttempt(done[0], ""),)
+    check = _validation(run, asked, options, data, on_training, on_step)
+    attempts: list[LevelAttempt] = []
+    for level in levels:
+        try:
+            accept = None if level == levels[-1] else check
+            served = forget_run(run, request, level=level, hide_first=False, accept=accept, **how)
+        except (NotPassed, Refused) as error:
+            attempts.append(LevelAttempt(level, str(error)))
+        else:
+            attempts.append(LevelAttempt(level, ""))
+        if on_attempt is not None:
+            on_attempt(attempts[-1])
+        if not attempts[-1].reason:
+            break
+    return served, tuple(attempts)
+
+
+def _validation(
+    run: Run,
+    request: ForgetRequest,
+    options: JudgeOptions,
+    data: Dataset,
+    on_training: Watch | None,
+    on_step: Callable[[str], None] | None,
+) -> Callable[[ForgetResult], None]:
+    """A function that refuses a result which does not pass the audits on validation images."""
+    if not len(data.valid):
+        raise BadData(f"{run.path} has no validation images, on which --until passed decides; choose a --level")
+    if options.audit == "none":
+        raise FedOrthoError("--until passed decides by audits; give --audit quick or full")
+    references = references_for(run, run, request, options, data, on_training)
+    if not references:
+        raise FedOrthoError(
+            f"--until passed compares with a model that was retrained without {request}, and there is none; give "
+            f"--reference RUN, or --retrain ({training_cost_words(run)})"
+        )
+    held_out, (reference, second) = replace(data, test=data.valid), [*references[:2], None][:2]
+    case = case_of(run, request, held_out, run, reference, second, choose_device(options.device))
+    cache = MeasurementCache()
+
+    def check(result: ForgetResult) -> None:
+        judged = replace(case, unlearned=copy.deepcopy(result.model).cpu())
+        verdict = judge_case(judged, options.audit, only=options.only, on_step=on_step, cache=cache)
+        failed = [f"{each.name} {each.outcome}" for each in verdict.results if each.outcome not in ("PASS", "NOT RUN")]
+        if failed or all(audit.outcome == "NOT RUN" for audit in verdict.audits):
+            raise NotPassed(f"on validation images {', '.join(failed) or 'no audit was run'}")
+
+    return check

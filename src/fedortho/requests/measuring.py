@@ -1,0 +1,101 @@
+"""The record of a request that a method has served: accuracies before and after, cost, trials."""
+
+import logging
+
+import torch
+from torch import nn
+
+from fedortho.data.images import Dataset
+from fedortho.data.request import Clients, ForgetRequest
+from fedortho.engines.engine import Engine
+from fedortho.engines.query import Query, Selection, Statistic
+from fedortho.evaluation.accuracies import accuracies_of, forget_eval_images
+from fedortho.methods.method import ForgetResult
+from fedortho.models.patch import NOTHING, Patch
+from fedortho.runs.record import Accuracies, ServedRecord, TrialRecord
+from fedortho.runs.run import Run
+from fedortho.runs.served import excluded_by, served_requests
+from fedortho.unlearning.trials import Trial
+
+logger = logging.getLogger(__name__)
+
+
+def measured_record(
+    run: Run,
+    model: nn.Module,
+    result: ForgetResult,
+    data: Dataset,
+    engine: Engine,
+    clients: Clients | None,
+    device: torch.device | str,
+) -> ServedRecord:
+    """The record of a result, with accuracies on test images before and after; `model` is that of the run."""
+    before, after, all_forgotten = _measure(run, model, result, data, engine, clients, device)
+    patch, plan = result.patch, result.plan
+    return ServedRecord(
+        request=str(result.request),
+        method=result.method,
+        settings=result.settings,
+        before=before,
+        after=after,
+        retain_paid=before.retain - after.retain,
+        cost=result.cost,
+        model_before=patch.before,
+        model_after=patch.after,
+        all_forgotten=all_forgotten,
+        kernels={site: len(edit["kernels"]) for site, edit in patch.note["sites"].items()},
+        directions=dict(patch.note.get("directions", {})),
+        opposed_kernels=0 if plan is None else plan.opposed,
+        sample_correlation=None if plan is None else plan.sample_correlation,
+        effect=None if plan is None else plan.effect,
+        chosen=None if result.chosen is None else _trial_record(result.chosen),
+        trials=tuple(_trial_record(trial) for trial in result.trials),
+        threads=torch.get_num_threads(),
+        device=str(device),
+    )
+
+
+def _measure(
+    run: Run,
+    model: nn.Module,
+    result: ForgetResult,
+    data: Dataset,
+    engine: Engine,
+    clients: Clients | None,
+    device: torch.device | str,
+) -> tuple[Accuracies, Accuracies, dict[str, float]]:
+    """Accuracies before and after, and the forget accuracy of every request that the run has served so far."""
+    request, forgotten = result.request, excluded_by(run)
+    is_remote = engine.info.is_federated and clients is None  # training images lie with the clients only
+    counted: tuple[float | None, float | None] = (None, None)
+    if is_remote and request.kind != "class":
+        counted = _counted_by_clients(engine, model, result.patch, request, forgotten)
+    before, after = (
+        accuracies_of(net, data, request, forgotten=forgotten, clients=clients, device=device, forget=forget)
+        for net, forget in zip((model, result.model), counted, strict=True)
+    )
+    target = result.settings.get("target")
+    if request.kind == "class" and target is not None and before.forget <= target:
+        share = f"{before.forget:.1%}"
+        logger.warning("forget accuracy of %s was %s before the edit: already below the target", request, share)
+    measured = [earlier for earlier in served_requests(run) if earlier.kind == "class" or not is_remote]
+    if len(data.gone):  # images of earlier requests that were deleted can no longer be measured
+        measured = [earlier for earlier in measured if len(forget_eval_images(data, earlier, clients))]
+    all_forgotten = {
+        str(earlier): accuracies_of(result.model, data, earlier, clients=clients, device=device).forget
+        for earlier in measured
+    }
+    return before, after, all_forgotten | {str(request): after.forget}
+
+
+def _counted_by_clients(
+    engine: Engine, model: nn.Module, patch: Patch, request: ForgetRequest, forgotten: ForgetRequest | None
+) -> tuple[float, float]:
+    """Forget accuracy before and after the patch, as the clients that hold the images count it."""
+    statistic = Statistic("right", layers="all", edit="conv", tap="conv", patches=(NOTHING, patch))
+    ((correct,),) = engine.measure(model, [Query((Selection("train", request, forgotten),), statistic)])
+    return float(correct.mean("0")), float(correct.mean("1"))
+
+
+def _trial_record(trial: Trial) -> TrialRecord:
+    return TrialRecord(trial.ratio, trial.scrub, trial.forget, trial.retain)

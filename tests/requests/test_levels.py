@@ -1,0 +1,289 @@
+"""Levels: which method serves each, what is refused, what is hidden first, the plan, and climbing until it passes."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from commands import told
+from small import SETTINGS as FEDERATION
+
+import fedortho as fo
+from fedortho.audits.result import AuditResult
+from fedortho.data.images import Dataset
+from fedortho.data.request import ForgetRequest
+from fedortho.errors import BadSetting, FedOrthoError
+from fedortho.federated.server import sync, train_federation
+from fedortho.methods import LEVELS, MEANINGS, level_of
+from fedortho.methods.method import CannotServe, ForgetResult
+from fedortho.methods.regrow import Regrow
+from fedortho.requests import climbing, forgetting, levels
+from fedortho.requests.climbing import forget_until_passed
+from fedortho.requests.forgetting import forget_run
+from fedortho.requests.judging import JudgeOptions
+from fedortho.requests.levels import method_of_level, plan_request
+from fedortho.runs.run import Run, open_run
+from fedortho.runs.settings import TrainSettings
+from fedortho.runs.training import train_run
+from fedortho.storage.journal import check_journal
+from fedortho.unlearning.calibrate import Refused
+
+SETTINGS = TrainSettings(data="digits", model="small:TinyNet", epochs=2, threads=1, crop=0, flip=0.0, device="cpu")
+CLASS, CLIENT = ForgetRequest.parse("class:3"), ForgetRequest.parse("client:1")
+
+
+@pytest.fixture(autouse=True)
+def quick_methods(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network this small has no edit that meets target and budget: a ratio is given, and few epochs."""
+    quick = {"hide": {"ratio": 0.2}, "regrow": {"epochs": 1}}
+    monkeypatch.setattr(levels, "read_settings", lambda *_: quick)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run, and its reference beside it."""
+    place = tmp_path_factory.mktemp("runs")
+    train_run(place / "run", SETTINGS)
+    train_run(place / "references" / "without-3", replace(SETTINGS, without="class:3"))
+    return place
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Run:
+    return open_run(shutil.copytree(trained / "run", tmp_path / "run"))
+
+
+@pytest.fixture
+def reference(trained: Path) -> Path:
+    return trained / "references" / "without-3"
+
+
+def events(place: Path) -> list[str]:
+    return [entry.event for entry in check_journal(place).entries]
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, act: Callable[[str], None]) -> list[str]:
+    """The methods that unlearn from here on; `act` is called with the name of each before it does."""
+    names, unlearn = [], forgetting.unlearn
+
+    def watch(*words: Any, **more: Any) -> ForgetResult:
+        names.append(words[3].name)
+        act(words[3].name)
+        return unlearn(*words, **more)
+
+    monkeypatch.setattr(forgetting, "unlearn", watch)
+    return names
+
+
+def test_a_level_is_given_or_the_default_of_classes_and_excludes_a_method() -> None:
+    assert [level_of(CLASS), level_of(CLASS, "hide"), level_of(CLIENT, "exact")] == ["erase", "hide", "exact"]
+    assert [level_of(CLASS, "", "ssd"), level_of(CLIENT, "", Regrow())] == ["", ""]
+    assert level_of(CLASS, "erase", Regrow(epochs=1)) == "erase", "the level's own method"
+    for method in ("ssd", "regrow", fo.make_method("ssd")):
+        with pytest.raises(BadSetting, match="level erase and method"):
+            level_of(CLASS, "erase", method)
+    with pytest.raises(FedOrthoError, match="no level 'erased'; did you mean 'erase'"):
+        level_of(CLASS, "erased")
+
+
+@pytest.mark.parametrize("request_", ["client:1", "samples:1,2", "class:3 samples:1"])
+def test_clients_and_samples_are_not_erased_and_have_no_default(run: Run, request_: str) -> None:
+    with pytest.raises(
+        CannotServe, match=r"has no level by default; choose the level hide \(.*about .*\) or exact \(.*took"
+    ):
+        forget_run(run, request_)
+    with pytest.raises(
+        CannotServe, match=r"cannot be erased yet; choose the level hide \(.* exact \(retraining .*took"
+    ):
+        told("forget", run.path, *request_.split(), "--level", "erase")
+    with pytest.raises(CannotServe, match=r"has no level by default; choose the level hide"):
+        fo.forget(run.load_model(), "digits", "samples:1,2")
+    assert not (run.path.parent / "journal.jsonl").exists()
+
+
+def test_a_model_in_memory_is_erased_by_default_and_hidden_on_demand(run: Run, digits: Dataset) -> None:
+    model = run.load_model()
+    assert fo.forget(model, digits, "class:3").method == LEVELS["erase"]
+    assert fo.forget(model, digits, "class:3", method=fo.make_method("hide", {"ratio": 0.2})).method == "hide"
+    with pytest.raises(BadSetting, match="the recipe of a model in memory is not known"):
+        fo.forget(model, digits, "class:3", level="exact")
+
+
+def test_the_exact_level_retrains_by_the_recipe_of_the_run(run: Run, reference: Path, tmp_path: Path) -> None:
+    served = forget_run(run, "class:3", level="exact", out=tmp_path / "new")
+    assert served.record.settings["epochs"] == SETTINGS.epochs
+    assert served.result.patch.after == open_run(reference).record.model.digest, "the bytes of train --without"
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["new", "run"], "nothing is hidden"
+
+
+def test_a_class_is_hidden_first_then_erased(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = watched(monkeypatch, lambda _: None)
+    served = forget_run(run, "class:3", out=tmp_path / "new", undo=tmp_path / "undo", ticket="T-1")
+    assert names == ["hide", "regrow"]
+    assert events(tmp_path) == ["received", "hidden", "executed"]
+    hidden = open_run(tmp_path / "new-hidden")
+    assert hidden.record.parent == served.record.model_before == run.record.model.digest
+    assert {entry.details["ticket"] for entry in check_journal(tmp_path).entries} == {"T-1"}
+    assert forget_run(run, "class:3", out=tmp_path / "new", ticket="T-1").was_finished
+    forget_run(run, "class:3", Regrow(epochs=1), level="erase", out=tmp_path / "other", hide_first=False)
+    assert not (tmp_path / "other-hidden").exists()
+    assert names == ["hide", "regrow", "regrow"]
+
+
+def test_an_interruption_keeps_the_hidden_run_and_the_same_command_goes_on(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fedortho.cli.app import main
+
+    def interrupt(name: str) -> None:
+        if name == "regrow":
+            raise KeyboardInterrupt
+
+    words = ["fedortho", "forget", str(run.path), "class:3", "--out", str(tmp_path / "a b"), "--audit", "none"]
+    monkeypatch.setattr(sys, "argv", words)
+    with monkeypatch.context() as patched:
+        names = watched(patched, interrupt)
+        with pytest.raises(SystemExit, match="130"):
+            main()
+    shown = capsys.readouterr().out
+    assert f"{tmp_path / 'a b-hidden'} has hidden class-3 and can be used; go on: fedortho forget" in shown
+    assert f"--out '{tmp_path / 'a b'}' --audit none\n" in shown
+    assert not (tmp_path / "a b").exists()
+    names = watched(monkeypatch, lambda _: None)
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert not stop.value.code
+    assert names == ["regrow"], "it is not hidden twice"
+    assert events(tmp_path) == ["received", "hidden", "received", "executed"]
+
+
+def test_what_cannot_be_hidden_is_erased_all_the_same(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(name: str) -> None:
+        if name == "hide":
+            raise Refused("no edit does it", ())
+
+    watched(monkeypatch, refuse)
+    assert forget_run(run, "class:3", out=tmp_path / "new").record.method == "regrow"
+    assert "not hidden first, erasing goes on: no edit does it" in caplog.text
+    assert events(tmp_path) == ["received", "executed"]
+    assert not (tmp_path / "new-hidden").exists()
+
+
+def test_nothing_is_hidden_if_the_result_cannot_be_written(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = watched(monkeypatch, lambda _: None)
+    (tmp_path / "undo").write_text("of another request")
+    with pytest.raises(FedOrthoError, match="an undo file is never overwritten"):
+        forget_run(run, "class:3", out=tmp_path / "new", undo=tmp_path / "undo")
+    assert not names
+
+
+def test_the_plan_tells_steps_costs_and_references(run: Run, reference: Path, tmp_path: Path) -> None:
+    plan = json.loads(told("forget", run.path, "class:3", "--dry-run", "--json", "--keep-undo", tmp_path / "undo"))
+    assert [(step["level"], step["method"]) for step in plan["steps"]] == [("hide", "hide"), ("erase", "regrow")]
+    assert [Path(step["out"]).name for step in plan["steps"]] == ["run-class-3-hidden", "run-class-3"]
+    hide, erase = (step["share-of-training"] for step in plan["steps"])
+    assert hide == pytest.approx(1 / 3 / SETTINGS.epochs)
+    assert erase == pytest.approx(1 / SETTINGS.epochs)
+    assert plan["steps"][1]["seconds"] == pytest.approx(erase * sum(entry.seconds for entry in run.history()))
+    assert (plan["references"], plan["undo"]) == ([], str(tmp_path / "undo"))
+    text = told("forget", run.path, "class:3", "--level", "exact", "--dry-run", "--reference", reference)
+    assert (
+        "1. exact, by retrain (retraining without the forget set): about 100% of the training's computation (" in text
+    )
+    assert f"then quick audits on test images against {reference}" in text
+    assert "dry run: nothing was done" in text
+    text = told("forget", run.path, "class:3", "--no-hide-first", "--dry-run", "--retrain")
+    assert "1. erase, by regrow" in text
+    assert "against a reference model that is trained for it, about" in text
+    text = told("forget", run.path, "class:3", "--method", "ssd", "--dry-run")
+    assert "1. by ssd: cost not known; writes" in text
+    assert "so they cannot pass; --retrain trains one" in text
+    assert [path.name for path in tmp_path.iterdir()] == ["run"], "nothing was written"
+
+
+def test_a_training_that_is_not_known_gives_no_costs(run: Run, tmp_path: Path) -> None:
+    imported = replace(run, settings=replace(run.settings, epochs=0))
+    plan = plan_request(imported, CLASS, "hide", method_of_level(run, "hide"), tmp_path, None, JudgeOptions("none"))
+    assert plan.lines()[1:] == [
+        f"1. hide, by hide ({MEANINGS['hide']}): cost not known; writes {tmp_path}",
+        "then nothing is audited (--audit none)",
+    ]
+
+
+def test_a_setting_of_the_other_level_is_refused_with_its_name(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(
+        BadSetting, match=r"no setting --max-retain-drop.*the default level is erase: --level hide has it"
+    ):
+        told("forget", run.path, "class:3", "--max-retain-drop", "0.03")
+    (tmp_path / "how.toml").write_text('level = "hide"\nratio = 0.2\n')
+    told("forget", run.path, "class:3", "--config", tmp_path / "how.toml", "--audit", "none", "--out", tmp_path / "new")
+    assert open_run(tmp_path / "new").record.requests[-1].settings["ratio"] == 0.2
+
+
+@pytest.mark.parametrize(("passing", "tried"), [("erase", ["hide", "erase"]), ("none", ["hide", "erase", "exact"])])
+def test_climbing_ends_at_the_first_level_that_passes_on_validation_images(
+    run: Run, reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passing: str, tried: list[str]
+) -> None:
+    judged: list[Any] = []
+
+    def judge(case: Any, *_: object, **__: object) -> SimpleNamespace:
+        judged.append(case)
+        outcome = "PASS" if passing == "erase" and len(judged) == 2 else "INCONCLUSIVE"
+        audits = (AuditResult(outcome, "", name="C1"), AuditResult("NOT RUN", "", name="C4"))
+        return SimpleNamespace(audits=audits, results=audits)
+
+    monkeypatch.setattr(climbing, "judge_case", judge)
+    words = (run, "class:3", JudgeOptions(reference=reference))
+    served, attempts = forget_until_passed(*words, out=tmp_path / "new", undo=tmp_path / "undo")
+    assert [attempt.level for attempt in attempts] == tried
+    assert str(attempts[0]) == "hide, by hide: left: on validation images C1 INCONCLUSIVE"
+    assert str(attempts[-1]).endswith(": taken")
+    assert served.record.method == LEVELS[tried[-1]]
+    assert len(judged) == 2
+    assert all(case.data.test is case.data.valid and case.original is not case.unlearned for case in judged)
+    assert events(tmp_path) == [*["received", "refused"] * (len(tried) - 1), "received", "executed"]
+    again, found = forget_until_passed(*words, out=tmp_path / "new", undo=tmp_path / "undo")
+    assert (again.was_finished, [attempt.level for attempt in found], len(judged)) == (True, tried[-1:], 2)
+
+
+def test_climbing_decides_by_real_audits_and_reads_test_images_once(
+    run: Run, reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured, record = [], forgetting.measured_record
+    monkeypatch.setattr(forgetting, "measured_record", lambda *w: measured.append(w[2].method) or record(*w))
+    options = JudgeOptions(only=("C2",), reference=reference)
+    served, attempts = forget_until_passed(run, "class:3", options, out=tmp_path / "new")
+    assert measured == [served.record.method] == [LEVELS[attempts[-1].level]]
+    assert all(attempt.reason.startswith("on validation images ") for attempt in attempts[:-1])
+
+
+def test_climbing_needs_a_reference_and_audits(run: Run, tmp_path: Path) -> None:
+    words = ("forget", run.path, "class:3", "--until", "passed", "--out", tmp_path / "new")
+    with pytest.raises(FedOrthoError, match=r"there is none; give --reference RUN, or --retrain \(training took"):
+        told(*words)
+    with pytest.raises(FedOrthoError, match="--until passed decides by audits; give --audit quick or full"):
+        told(*words, "--audit", "none")
+    with pytest.raises(BadSetting, match="--until is 'paid'; expected passed"):
+        told("forget", run.path, "class:3", "--until", "paid")
+    text = told(*words, "--dry-run")
+    assert "until one passes the audits on validation images" in text
+    assert [f"{number}. {level}, by" in text for number, level in enumerate(LEVELS, start=1)] == [True] * 3
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_federation_erases_a_class_and_its_clients_have_the_patch(tmp_path: Path) -> None:
+    run = train_federation(tmp_path / "run", replace(FEDERATION, clients=2, rounds=1))
+    served = forget_run(run, "class:3", Regrow(epochs=1, crop=0, flip=0.0), level="erase", out=tmp_path / "new")
+    assert served.run is not None
+    assert served.record.after.forget == 0
+    assert sync(served.run) == sync(open_run(tmp_path / "new-hidden")) == [0, 1]
+    assert events(tmp_path) == ["received", "hidden", "executed"]
