@@ -24,18 +24,18 @@ demo: $(STAMP)  ## forget a class and prove it, then a class and a client in a f
 	@rm -rf runs/demo runs/demo-* runs/references/demo-*
 	@echo "1. One network: train it with orthogonal kernels on 6,000 embedded images"
 	$(BIN)/fedortho train --data fashion-mini --model vgg-mini --epochs 2 --out runs/demo
-	@echo "2. Forget the class Dress, and audit that against a network that never saw one"
+	@echo "2. Forget the class Dress: hide it at once, erase it, and audit that against a network that never saw one"
 	$(BIN)/fedortho forget runs/demo class:Dress --retrain --out runs/demo-forgot
 	$(BIN)/fedortho report runs/demo-forgot
 	@echo "3. A federation: ten clients with different mixtures of classes train together"
 	$(BIN)/fedortho federate $(FEDERATION) --out runs/demo-federation
 	@echo "4. Forget the class Dress in it: sums travel, images and models do not"
-	$(BIN)/fedortho forget runs/demo-federation class:Dress --max-retain-drop 0.03 --audit none --out runs/demo-federation-forgot
+	$(BIN)/fedortho forget runs/demo-federation class:Dress --level hide --max-retain-drop 0.03 --audit none --out runs/demo-federation-forgot
 	@echo "5. Compare with a federation that never saw a Dress"
 	$(BIN)/fedortho federate $(FEDERATION) --without class:Dress --out runs/demo-federation-retrained
 	$(BIN)/fedortho judge runs/demo-federation-forgot --reference runs/demo-federation-retrained --audit none
 	@echo "6. A client leaves, and what it brought is forgotten"
-	$(BIN)/fedortho forget runs/demo-federation-forgot client:4 --max-retain-drop 0.03 --audit none --out runs/demo-federation-left
+	$(BIN)/fedortho forget runs/demo-federation-forgot client:4 --level hide --max-retain-drop 0.03 --audit none --out runs/demo-federation-left
 	@echo "All requests are in the journal: fedortho journal show runs. The report: runs/demo-forgot/report.html"
 
 test: $(STAMP)  ## format, lint, types, tests and doctests: all that CI runs
