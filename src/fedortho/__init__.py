@@ -1,9 +1,8 @@
 """FedOrtho: make trained convolutional networks forget a class, a client or samples, and measure how far they did.
 
 Models and data in memory: `load_images`, `build_model`, `fit`, `forget`, `judge`. Run directories, as the command line
-writes them: `train_run`, `federate_run`, `import_run`, `forget_run`, `forget_until_passed`, `judge_run`, `audit_run`,
-`compare`, `tune`, `write_report`, `make_bundle`, `undo_run`; each takes a `Run` or its path, and a `ForgetRequest` or
-its text.
+writes them: `train_run`, `federate_run`, `import_run`, `forget_run`, `judge_run`, `audit_run`, `compare`, `tune`,
+`write_report`, `make_bundle`, `undo_run`; each takes a `Run` or its path, and a `ForgetRequest` or its text.
 """
 
 from importlib.metadata import version
@@ -25,7 +24,6 @@ from fedortho.models.predictions import evaluate
 from fedortho.models.zoo import build_model
 from fedortho.reports.page import write_report
 from fedortho.requests.checking import check
-from fedortho.requests.climbing import forget_until_passed
 from fedortho.requests.comparing import compare
 from fedortho.requests.federated_jobs import federate_run
 from fedortho.requests.forgetting import forget_run, undo_run
@@ -66,7 +64,6 @@ __all__ = [
     "fit",
     "forget",
     "forget_run",
-    "forget_until_passed",
     "images_from_tensors",
     "import_run",
     "judge",

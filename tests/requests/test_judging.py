@@ -40,6 +40,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "forget",
         place / "original",
         "class:3",
+        "--level",
+        "hide",
         "--max-retain-drop",
         "0.2",
         "--audit",
@@ -249,7 +251,8 @@ def test_who_interrupts_the_judging_has_the_run_and_is_told_how_to_go_on(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli_forget, "judge_run", interrupted)
-    words = ["forget", str(runs / "original"), "class:3", "--max-retain-drop", "0.2", "--out", str(tmp_path / "out")]
+    words = ["forget", str(runs / "original"), "class:3", "--level", "hide", "--max-retain-drop", "0.2"]
+    words += ["--out", str(tmp_path / "out")]
     found = CliRunner().invoke(app, words)
     assert found.exit_code != 0
     assert "before" in found.stdout, "what was done is shown"

@@ -5,7 +5,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -87,7 +87,8 @@ def building(out: Path, undo: Path | None = None) -> Iterator[Building]:
     with locked(out):
         path = None
         try:
-            out.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileExistsError):  # a file there is refused below, as no directory
+                out.parent.mkdir(parents=True, exist_ok=True)
             remove_leftovers(out)
             check_output_paths(out, undo)
             path = Path(tempfile.mkdtemp(prefix=f".{out.name}.building-", dir=out.parent))
