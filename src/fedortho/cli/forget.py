@@ -187,8 +187,8 @@ def _judged(
     digest, problem = served.run.record.model.digest, ""
     if digest == run.record.model.digest:
         problem = "nothing was edited: the new model has the weights of the old one, so it is not judged"
-    elif options.reference is not None and open_run(options.reference).record.model.digest == digest:
-        problem = f"the new model has the same weights as {options.reference}: it needs no judging"
+    elif same := [each.path for each in options.given if each.record.model.digest == digest]:
+        problem = f"the new model has the same weights as {same[0]}: it needs no judging"
     if problem and not as_json:
         say(f"[yellow]{escape(problem)}[/]")
     if problem or options.audit == "none":

@@ -104,8 +104,7 @@ def _validation(
             f"--until passed compares with a model that was retrained without {request}, and there is none; give "
             f"--reference RUN, or --retrain ({training_cost_words(run)})"
         )
-    held_out, (reference, second) = replace(data, test=data.valid), [*references[:2], None][:2]
-    case = case_of(run, request, held_out, run, reference, second, choose_device(options.device))
+    case = case_of(run, request, replace(data, test=data.valid), run, references, choose_device(options.device))
     cache = MeasurementCache()
 
     def check(result: ForgetResult) -> None:

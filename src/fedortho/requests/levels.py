@@ -168,16 +168,14 @@ def _plan(
     undo: Path | None,
     options: JudgeOptions,
 ) -> ForgettingPlan:
-    found = [options.reference] if options.reference else []
-    if not found:
-        found = [each.path for each in find_references(run, request, options.references, options.data_dir)]
+    found = options.given or find_references(run, request, options.references, options.data_dir)
     return ForgettingPlan(
         run.path,
         str(request),
         tuple(_planned(run, *step) for step in steps),
         undo,
         options.audit,
-        tuple(found),
+        tuple(each.path for each in found),
         training_seconds(run) if options.retrain else None,
     )
 
