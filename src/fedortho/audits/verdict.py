@@ -27,6 +27,7 @@ NEVER_TESTED = (
     "copies of the data or of the model outside this run",
     "whether a law is satisfied: this is evidence, not a legal finding",
 )
+TRAINED_ANEW = ("regrow", "retrain", "retrain-plain")  # methods beyond which only retraining erases more
 DERIVED = ("sentence", "label", "passes", "advice", "not-tested")  # written for readers of the file, computed anew here
 
 
@@ -122,10 +123,8 @@ class Verdict:
             price = "too much accuracy" if self.failed == ["retention"] else "more than it forgets"
             return f"The edit costs {price}: lower --max-retain-drop, or {retrain}."
         if self.failed:
-            stronger = "--method directions" if is_class else "a larger --max-retain-drop"
-            if self.method == "directions":
-                stronger = "--layers mid,deep, or a larger --max-retain-drop,"
-            return f"To erase it, {retrain}; {stronger} may erase more, at a cost in accuracy."
+            erase = "forget it with --level erase, or " if is_class and self.method not in TRAINED_ANEW else ""
+            return f"To erase it, {erase}{retrain} (--level exact)."
         if not self.has_reference:
             return f"Give a reference model (--reference RUN), or have one trained (--retrain){cost}."
         if any(audit.outcome == "NOT RUN" for audit in self.audits):
