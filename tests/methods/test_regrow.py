@@ -1,14 +1,16 @@
 """Regrow: which stages are reset, and what of the rest is trained."""
 
+import copy
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.engines.central import CentralEngine
 from fedortho.errors import BadSetting
-from fedortho.methods.regrow import Regrow, last_stages
+from fedortho.methods.regrow import Regrow, first_layers
 from fedortho.models.graph import stage_entries, weighted_order
 from fedortho.models.zoo import build_model
 
@@ -30,27 +32,49 @@ def engine(digits: Dataset) -> CentralEngine:
 
 def test_stages_are_counted_from_the_output_and_bring_their_norms_and_the_classifier(pooled_net: nn.Module) -> None:
     assert stage_entries(pooled_net, SHAPE) == ["features.7", "features.11"]
-    assert last_stages(pooled_net, 1, SHAPE) == LAST
-    assert last_stages(pooled_net, 2, SHAPE) == ["features.7", "features.8", *LAST]
-    assert last_stages(pooled_net, 3, SHAPE) == last_stages(pooled_net, 9, SHAPE) == weighted_order(pooled_net, SHAPE)
+    order = weighted_order(pooled_net, SHAPE)
+    assert [*first_layers(pooled_net, 1, SHAPE), *LAST] == order
+    assert [*first_layers(pooled_net, 2, SHAPE), "features.7", "features.8", *LAST] == order
+    assert first_layers(pooled_net, 3, SHAPE) == first_layers(pooled_net, 9, SHAPE) == []
     with pytest.raises(BadSetting, match="at least 1"):
         Regrow(stages=0)
 
 
 def test_a_residual_network_regrows_shortcuts_of_its_stages_too() -> None:
     model = build_model("resnet-mini", num_classes=10, channels=1)
-    last = last_stages(model, 1, (1, 16, 16))
-    assert set(last) >= {"layer3.0.conv1", "layer3.0.conv2", "layer3.0.downsample.0", "layer3.0.downsample.1", "fc"}
-    assert not any(name.startswith(("conv1", "layer1", "layer2")) for name in last)
+    kept = first_layers(model, 1, (1, 16, 16))
+    assert {name.partition(".")[0] for name in kept} == {"conv1", "bn1", "layer1", "layer2"}
+    assert {"layer2.0.downsample.0", "layer2.0.downsample.1", "layer2.0.bn2"} <= set(kept)
 
 
 def test_before_training_only_the_last_stage_has_new_weights(pooled_net: nn.Module, engine: CentralEngine) -> None:
     started = Regrow(stages=1, epochs=0, seed=7)(pooled_net, engine, REQUEST).state_dict()
     fresh = build_model("small:PooledNet", num_classes=10, channels=1, seed=7).state_dict()
-    reset = last_stages(pooled_net, 1, SHAPE)
+    kept = first_layers(pooled_net, 1, SHAPE)
     for name, value in pooled_net.state_dict().items():
-        is_reset = name.rpartition(".")[0] in reset
-        assert torch.equal(started[name], fresh[name] if is_reset else value), name
+        is_kept = name.rpartition(".")[0] in kept
+        assert torch.equal(started[name], value if is_kept else fresh[name]), name
+
+
+class Scaled(nn.Module):
+    """Weights that belong to no convolution, linear layer or norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(1, 4, 3, stride=2), nn.Linear(4, 10)
+        self.act, self.scale = nn.PReLU(4), nn.Parameter(torch.ones(4))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.fc(self.scale * self.act(self.conv(images)).mean((2, 3)))
+
+
+def test_with_every_stage_reset_nothing_of_the_original_is_left(digits: Dataset) -> None:
+    model, fresh = Scaled(), Scaled()
+    for weight in model.parameters():
+        nn.init.constant_(weight, 7.0)
+    engine = CentralEngine(digits, build=lambda seed: copy.deepcopy(fresh))
+    forgot = Regrow(stages=99, epochs=0)(model, engine, REQUEST).state_dict()
+    assert all(torch.equal(forgot[name], value) for name, value in fresh.state_dict().items())
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -59,8 +83,19 @@ def test_what_comes_before_is_trained_along_unless_it_is_frozen(
 ) -> None:
     method = Regrow(stages=1, epochs=1, frozen=frozen, crop=0, flip=0.0)
     forgot = method(pooled_net, engine, REQUEST)
-    reset, before = last_stages(pooled_net, 1, SHAPE), pooled_net.state_dict()
-    kept = [name for name in before if name.rpartition(".")[0] not in reset]
+    first, before = first_layers(pooled_net, 1, SHAPE), pooled_net.state_dict()
+    kept = [name for name in before if name.rpartition(".")[0] in first]
     assert kept
     assert all(torch.equal(forgot.state_dict()[name], before[name]) is frozen for name in kept)
     assert all(weight.requires_grad for weight in forgot.parameters())
+
+
+def test_two_passes_move_every_direction_of_a_layer_before_the_reset_stages(
+    pooled_net: nn.Module, engine: CentralEngine
+) -> None:
+    """What a layer knew of the class can be in any direction; SGD moves some of them much less than others."""
+    forgot = Regrow(stages=1, batch_size=32, crop=0, flip=0.0)(pooled_net, engine, REQUEST)
+    before, after = (model.get_parameter("features.7.weight").flatten(1) for model in (pooled_net, forgot))
+    moved = torch.linalg.svdvals((after - before).detach())
+    assert float(moved.min() / moved.max()) > 0.35, "SGD: 0.24"
+    assert float(moved.min()) > 0.4 * float(torch.linalg.svdvals(before.detach()).mean()), "SGD: 0.2"

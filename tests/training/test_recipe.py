@@ -21,6 +21,10 @@ def test_geometric_is_the_papers_per_round_factor() -> None:
     assert learning_rate(recipe, 100.5) == pytest.approx(0.1 * 0.998**100)
 
 
+def test_linear_falls_evenly_to_nothing_and_stays_there() -> None:
+    assert rates(Recipe(epochs=4, lr=0.4, schedule="linear"), 0, 1, 2, 4, 5) == [0.4, 0.3, 0.2, 0.0, 0.0]
+
+
 def test_warmup_rises_from_nothing_and_then_leaves_the_schedule_alone() -> None:
     recipe = Recipe(lr=0.4, schedule="constant", warmup=2)
     assert rates(recipe, 0, 1, 2, 5) == [0.0, 0.2, 0.4, 0.4]

@@ -1,6 +1,5 @@
 """Regrow: begin the last stages again, and train the network on the retain set."""
 
-import copy
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
@@ -21,8 +20,9 @@ class Regrow(Schedule):
     """FedOrtho beyond the paper: the last stages get new weights, then the network learns from the retain set only.
 
     A stage is a run of layers with outputs of one size. What is reset knows nothing of the forget set. What is before
-    it knows less the longer it trains along, and all that it knew if it is `frozen`. A network that has no more stages
-    is trained anew.
+    it trains along and knows less with every pass, or all that it knew if it is `frozen`. A network that has no more
+    stages is trained anew. Muon trains it: a step moves every direction of a layer by the same share, so few passes
+    both regrow the last stages and take the class out of the others.
     """
 
     name: ClassVar[str] = "regrow"
@@ -30,7 +30,8 @@ class Regrow(Schedule):
     needs: ClassVar[str] = "retain: all epochs"
     norms: ClassVar[str] = "new in the stages that are reset; before them updated by training, or kept (frozen)"
     epochs: Annotated[int, "passes over the images; in a federation rounds"] = 2
-    lr: Annotated[float, "learning rate at the start; a cosine takes it to 0"] = 0.05
+    lr: Annotated[float, "share of a layer's weights that a step moves at the start; falls linearly to 0"] = 0.06
+    batch_size: Annotated[int, "images per step"] = 128
     stages: Annotated[int, "stages that are reset, counted from the output"] = 2
     frozen: Annotated[bool, "train only what is reset"] = False
 
@@ -41,19 +42,22 @@ class Regrow(Schedule):
 
     @property
     def recipe(self) -> Recipe:
-        return replace(super().recipe, schedule="cosine")
+        return replace(super().recipe, schedule="linear")
 
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
         _, retain = forget_and_retain(self, engine, request)
-        student = copy.deepcopy(model).cpu().requires_grad_(not self.frozen)
-        fresh = fresh_model(engine, self.seed)
-        for name in last_stages(model, self.stages, engine.info.image_shape):
-            student.get_submodule(name).requires_grad_(True).load_state_dict(fresh.get_submodule(name).state_dict())
-        options = FitOptions(norms="trainable" if self.frozen else "train")
+        student = fresh_model(engine, self.seed).cpu()
+        kept = first_layers(model, self.stages, engine.info.image_shape)
+        of_kept = tuple(f"{name}." for name in kept)
+        known = {name: value for name, value in model.state_dict().items() if name.startswith(of_kept)}
+        student.load_state_dict(known, strict=False)  # all else is new, whatever kind of weight it is
+        for name, weight in student.named_parameters():
+            weight.requires_grad_(not (self.frozen and name.startswith(of_kept)))
+        options = FitOptions(norms="trainable" if self.frozen else "train", optimiser="muon")
         return engine.fit(student, TrainingPlan((PlanPart(retain),), options), self.recipe).requires_grad_(True)
 
 
-def last_stages(model: nn.Module, stages: int, shape: tuple[int, int, int]) -> list[str]:
-    """The layers with weights, and norms, of the last stages and behind them, in the order of a forward pass."""
+def first_layers(model: nn.Module, stages: int, shape: tuple[int, int, int]) -> list[str]:
+    """The layers with weights, and norms, before the last stages, in forward order; none if all stages are reset."""
     order, entries = weighted_order(model, shape), stage_entries(model, shape)
-    return order if stages > len(entries) else order[order.index(entries[-stages]) :]
+    return [] if stages > len(entries) else order[: order.index(entries[-stages])]

@@ -11,6 +11,7 @@ from fedortho.data.images import Images, check_labels, collect_images
 from fedortho.data.loaders import ImageSource
 from fedortho.errors import BadData, BadSetting, unknown
 from fedortho.models.zoo import count_answers
+from fedortho.training.muon import Muon
 from fedortho.training.recipe import Recipe
 
 LABELS = ("true", "other", "any")
@@ -19,15 +20,19 @@ BATCH_NORM = ("train", "trainable", "frozen")
 
 
 def _sgd(weights: Iterable[nn.Parameter], recipe: Recipe, fused: bool) -> torch.optim.Optimizer:
-    momentum, weight_decay = recipe.momentum, recipe.weight_decay
-    return torch.optim.SGD(weights, lr=recipe.lr, momentum=momentum, weight_decay=weight_decay, fused=fused)
+    return torch.optim.SGD(weights, recipe.lr, recipe.momentum, weight_decay=recipe.weight_decay, fused=fused)
+
+
+def _muon(weights: Iterable[nn.Parameter], recipe: Recipe, fused: bool) -> torch.optim.Optimizer:
+    momentum, decay = recipe.momentum, recipe.weight_decay
+    return Muon(weights, recipe.lr, momentum, weight_decay=decay, nesterov=momentum > 0, fused=fused)
 
 
 def _adam(weights: Iterable[nn.Parameter], recipe: Recipe, fused: bool) -> torch.optim.Optimizer:
     return torch.optim.Adam(weights, lr=recipe.lr, weight_decay=recipe.weight_decay, fused=fused)
 
 
-OPTIMISERS = {"sgd": _sgd, "adam": _adam}
+OPTIMISERS = {"sgd": _sgd, "adam": _adam, "muon": _muon}
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ class FitOptions:
 
     order: str = "mixed"  # one of ORDERS
     norms: str = "train"  # batch norms that keep their statistics: none, those with fixed weights (trainable), or all
-    optimiser: str = "sgd"  # sgd, or adam (which has its own momenta)
+    optimiser: str = "sgd"  # sgd, adam (which has its own momenta) or muon (kernels move by a share of their norm)
     objective: str = "cross-entropy"  # one of OBJECTIVES: compares outputs with labels or with a teacher
     temperature: float = 1.0  # divides the logits of teacher and student
     local_epochs: int = 0  # in a federation: epochs of a client in a round; 0: as its settings say

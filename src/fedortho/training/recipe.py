@@ -19,9 +19,9 @@ class Recipe:
     epochs: Annotated[int, "passes over the training images"] = 6
     batch_size: Annotated[int, "images per step"] = 64
     lr: Annotated[float, "learning rate at the start"] = 0.05
-    schedule: Annotated[str, "cosine to 0, steps at the milestones, geometric (by gamma each epoch), or constant"] = (
-        "cosine"
-    )
+    schedule: Annotated[
+        str, "cosine or linear to 0, steps at the milestones, geometric (by gamma each epoch), or constant"
+    ] = "cosine"
     milestones: Annotated[str, "epochs after which the schedule steps multiplies lr by gamma"] = "30,60"
     gamma: Annotated[float, "factor of the schedules steps and geometric (the paper: 0.1, and 0.998 a round)"] = 0.1
     warmup: Annotated[float, "epochs over which lr rises from 0"] = 0.0
@@ -66,6 +66,7 @@ class Recipe:
 
 SCHEDULES: dict[str, Callable[[Recipe, float], float]] = {  # factor of lr after so many epochs
     "cosine": lambda recipe, clock: 0.5 * (1 + math.cos(math.pi * min(clock / max(recipe.epochs, 1e-9), 1.0))),
+    "linear": lambda recipe, clock: max(1 - clock / max(recipe.epochs, 1e-9), 0.0),
     "steps": lambda recipe, clock: float(recipe.gamma ** sum(clock >= epoch for epoch in _milestones(recipe))),
     "geometric": lambda recipe, clock: float(recipe.gamma ** math.floor(clock)),
     "constant": lambda recipe, clock: 1.0,
