@@ -7,7 +7,6 @@ Takes the original and its references from --networks (and trains those of the m
 is not run again. No test image is read.
 """
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,11 @@ import fedortho as fo
 from fedortho.audits.measurements import MeasurementCache, balanced_sample, depth_features
 from fedortho.audits.probe import recall
 from fedortho.evaluation.case import Case
+from fedortho.requests.references import reference_cost
 from fedortho.requests.run_context import method_for_run
 
 OUT = Path(__file__).parent / "results" / "regrow.json"
+COMMAND = "python benchmarks/regrow.py --data-dir ../shared/data --model vgg-mini|resnet-mini"
 
 
 def main(words: list[str] | None = None) -> None:
@@ -35,7 +36,6 @@ def main(words: list[str] | None = None) -> None:
     run = open_network(given.networks, original_name(given.model), given.data_dir)
     data = run.load_data(given.data_dir)
     data = replace(data, test=data.valid)
-    command = "python benchmarks/regrow.py " + " ".join(sys.argv[1:] if words is None else words)
     for label in given.classes.split(","):
         request = f"class:{label}"
         rows = read_results(given.out).rows if given.out.exists() else ()
@@ -44,12 +44,15 @@ def main(words: list[str] | None = None) -> None:
         reference = open_network(given.networks, reference_names(run.path.name, request)[0], given.data_dir)
         row = measure(run, reference, data, request) | {"model": given.model, "request": request}
         what = "the probe at every depth after regrow, on validation images"
-        add_row(given.out, row, ["model", "request"], lambda row: (row["model"], row["request"]), what, command.strip())
+        add_row(given.out, row, ["model", "request"], lambda row: (row["model"], row["request"]), what, COMMAND)
         print(row, flush=True)
 
 
 def measure(run: fo.Run, reference: fo.Run, data: fo.Dataset, request: str) -> dict[str, Any]:
-    """Recall of the probe at every depth, and accuracies, of the original, the reference and the regrown network."""
+    """Recall of the probe at every depth, and accuracies, of original, reference and regrown network, and the cost.
+
+    `share` is that of the reference's FLOPs, which took so many `epochs`.
+    """
     original, method = run.load_model(), method_for_run(run, "regrow")
     result = fo.forget(original, data, request, method)
     models = {"original": original, "reference": reference.load_model(), "unlearned": result.model}
@@ -62,7 +65,9 @@ def measure(run: fo.Run, reference: fo.Run, data: fo.Dataset, request: str) -> d
     }
     ends = {role: fo.accuracies_of(model, data, request) for role, model in models.items()}
     accuracies = {role: {"forget": found.forget, "retain": found.retain} for role, found in ends.items()}
-    return {"settings": dict(result.settings), "flops": result.cost.flops, "probe": recalls, "accuracies": accuracies}
+    share, epochs = result.cost.flops / reference_cost(reference, data).flops, reference.settings.epochs
+    cost = {"flops": result.cost.flops, "share": share, "epochs": epochs, "seconds": result.cost.seconds}
+    return {"settings": dict(result.settings), "probe": recalls, "accuracies": accuracies} | cost
 
 
 if __name__ == "__main__":

@@ -1,25 +1,20 @@
 """Tables, sentences and figures about methods side by side: the comparison, its searches, and costs."""
 
-import hashlib
-import io
 import sys
+from functools import partial
 from itertools import chain
 from statistics import mean
 from typing import Any
 
-from PIL import Image, PngImagePlugin
-from result_text import RESULTS, ROOT, grid, origin, read, spread
+from result_text import RESULTS, ROOT, Drawing, grid, origin, read, spread
 
 from fedortho.engines.cost import Cost
-from fedortho.reports.figures.style import png
-from fedortho.storage.files import canonical_json
 from fedortho.storage.records import from_json, to_json
 
 sys.path.append(str(ROOT / "benchmarks"))
 
 from paper_figures.costs import KEPT, SENT, cheaper, cost_figure, quantities, short_number  # needs the path
 
-FIGURES = ROOT / "benchmarks" / "figures"
 FLOPS = ("flops", "kept-flops")
 CONTROLS = ("retrain", "retrain-plain", "logit-mask")  # never marked as best
 SEEN, NAMES = "class:1", {"class:0": "airplane", "class:1": "automobile", "class:9": "truck"}
@@ -233,18 +228,10 @@ def cheaper_sentences() -> str:
     return "\n".join(lines)
 
 
-def stale_figures(*, write: bool) -> list[str]:
-    """The figures of costs that were drawn from other numbers than today's: a PNG names the digest of its numbers."""
-    stale = []
-    for name, costs in (("cost", mean_costs(federated_rows())), ("cost-central", mean_costs(class_rows()))):
-        path = FIGURES / f"{name}.png"
-        numbers = {method: {**to_json(cost), "seconds": 0} for method, cost in costs.items()}
-        digest = hashlib.sha256(canonical_json(numbers).encode()).hexdigest()
-        drawn = Image.open(io.BytesIO(path.read_bytes())).info.get("numbers") if path.exists() else None
-        if drawn != digest:
-            stale.append(str(path.relative_to(ROOT)))
-            if write:
-                note = PngImagePlugin.PngInfo()
-                note.add_text("numbers", digest)
-                Image.open(io.BytesIO(png(cost_figure(costs)))).save(path, pnginfo=note, optimize=True)
-    return stale
+def cost_figures() -> dict[str, Drawing]:
+    """The figures of costs."""
+    found = {"cost": mean_costs(federated_rows()), "cost-central": mean_costs(class_rows())}
+    return {
+        name: ({method: {**to_json(cost), "seconds": 0} for method, cost in costs.items()}, partial(cost_figure, costs))
+        for name, costs in found.items()
+    }

@@ -1,6 +1,6 @@
-"""Write the tables, sentences and cost figures of README and docs from the checked-in result files: no number is typed.
+"""Write the tables, sentences and figures of README and docs from the checked-in result files: no number is typed.
 
-python scripts/tables.py          rewrite the marked blocks and the figures of costs
+python scripts/tables.py          rewrite the marked blocks and the figures
 python scripts/tables.py --check  fail if one is out of date
 """
 
@@ -15,11 +15,12 @@ from comparison_tables import (
     comparison,
     comparison_each,
     comparison_small,
+    cost_figures,
     costs,
     searches,
-    stale_figures,
 )
-from result_text import RESULTS, ROOT, grid, origin, read
+from erasing_tables import erasing, erasing_figures, regrow, regrow_tried
+from result_text import RESULTS, ROOT, depth, grid, origin, read, stale_figures
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(<!-- table: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -202,12 +203,6 @@ def verdicts_each() -> str:
     return grid(["model", "seed", "method", *AUDITED, "audits"], rows) + _earlier(result, "#full-audits")
 
 
-def depth(layer: tuple[str, float]) -> tuple[bool, list[int]]:
-    """Layers by their numbers, the classifier, which has none, last."""
-    numbers = [int(word) for word in re.findall(r"\d+", layer[0])]
-    return not numbers, numbers
-
-
 def _steps(number: int | None) -> str:
     return "> 60" if number is None else str(number)
 
@@ -241,34 +236,6 @@ def calibration() -> str:
         numbers = [f"{mean(values):.3f}", f"{max(values):.3f}"] if values else ["–", "–"]
         rows.append([name, str(len(values)), *numbers, f"{limit:g}"])
     return grid(["measure", "pairs", "mean", "largest", "limit"], rows) + origin(result)
-
-
-def regrow() -> str:
-    """The probe at every depth after `--method regrow`, on validation images."""
-    result, rows = read("regrow"), []
-    for row in result["rows"]:
-        depths = sorted(row["probe"]["unlearned"].items(), key=depth)
-        probes = [
-            ", ".join(f"{100 * row['probe'][who][name]:.1f}" for name, _ in depths)
-            for who in ("unlearned", "reference", "original")
-        ]
-        retained = [f"{100 * row['accuracies'][who]['retain']:.1f}" for who in ("unlearned", "reference", "original")]
-        forget = f"{100 * row['accuracies']['unlearned']['forget']:.1f}"
-        names = ", ".join(name for name, _ in depths)
-        rows.append([row["model"], row["request"], names, *probes, forget, " / ".join(retained)])
-    header = ["model", "request", "depths", "probe after regrow", "retrained", "original", "forget %"]
-    return grid([*header, "retain %: regrow / retrained / original"], rows) + origin(result)
-
-
-def regrow_tried() -> str:
-    """What was tried before the method had its defaults."""
-    result, rows = read("regrow-tried"), []
-    for row in result["rows"]:
-        what = ", ".join(f"{key} {value}" for key, value in row["tried"].items()) or "–"
-        probes = ", ".join(f"{share:.1f}" for _, share in sorted(row["probe"].items(), key=depth))
-        rows.append([str(row["class"]), row["network"], what, probes, f"{row['forget']:.1f}", f"{row['retain']:.1f}"])
-    header = ["class", "network", "tried", "probe at features.4, features.11, features.15, classifier", "forget %"]
-    return grid([*header, "retain %"], rows) + origin(result)
 
 
 def published() -> str:
@@ -307,6 +274,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "verdicts-full": verdicts_full,
     "calibration": calibration,
     "published": published,
+    "erasing": erasing,
     "regrow": regrow,
     "regrow-tried": regrow_tried,
 }
@@ -319,7 +287,7 @@ def rendered(text: str) -> str:
 
 def main() -> None:
     is_check = "--check" in sys.argv
-    stale = stale_figures(write=not is_check)
+    stale = stale_figures({**cost_figures(), **erasing_figures()}, write=not is_check)
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         if rendered(text) != text:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from fedortho.errors import BadCheckpoint, UnknownName
+from fedortho.requests.judging import judge_run
 from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
 from fedortho.storage.files import locked
@@ -146,3 +148,31 @@ def test_the_comparison_goes_on_after_a_kill_and_leaves_what_another_process_doe
     with locked(tmp_path / "out" / names[0]), locked(tmp_path / "out" / names[1]), pytest.raises(KeyboardInterrupt):
         comparison.main([*words(tmp_path)[:-1], "logit-mask"])
     assert slept, "another process has both jobs"
+
+
+def test_a_cell_of_the_final_protocol_is_made_and_judged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    networks, out, module = tmp_path / "networks", tmp_path / "erasing.json", script("erasing", monkeypatch)
+    train_run(networks / "small", SMALL)
+    train_run(networks / "without", replace(SMALL, without="class:1"))
+    judged: list[str] = []
+
+    def judge(path: Path, request: str, options: Any, **given: Any) -> Any:
+        assert (options.audit, options.references) == ("full", networks)
+        judged.append(path.name)
+        return judge_run(path, request, replace(options, only=("C1",)), **given)
+
+    methods = {name: module.METHODS[name] for name in ("retrain", "regrow", "regrow-all")}
+    small = {"original_name": lambda *_: "small", "reference_names": lambda *_: ["without"], "judge_run": judge}
+    small |= {"REQUESTS": ("class:1",), "SEEDS": {"vgg-mini": (0,)}, "METHODS": methods, "MODELS": tmp_path / "models"}
+    for name, value in small.items():
+        monkeypatch.setattr(module, name, value)
+    flags = ["--networks", str(networks), "--out", str(out), "--data-dir", "", "--models", "vgg-mini"]
+    module.main(flags)
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["method"] for row in rows] == ["retrain", "regrow", "regrow-all"]
+    assert judged == ["regrow", "regrow"], "the only reference cannot be judged by itself"
+    assert rows[0]["share"] == 1.0
+    assert rows[2]["settings"]["stages"] == 99
+    assert rows[1]["audits"]["C1"]["reference"] is not None
+    monkeypatch.setattr(module, "compare", lambda *_, **__: pytest.fail("it was done"))
+    module.main(flags)

@@ -6,6 +6,7 @@ from types import ModuleType
 from typing import Any
 
 import comparison_tables
+import erasing_tables
 import pytest
 import result_text
 
@@ -18,9 +19,10 @@ ORIGIN = {
 @pytest.fixture
 def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """scripts/comparison_tables.py with result files and figures of its own."""
+    monkeypatch.setattr(comparison_tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(erasing_tables, "RESULTS", tmp_path)
     for name in ("ROOT", "RESULTS", "FIGURES"):
-        monkeypatch.setattr(comparison_tables, name, tmp_path)
-    monkeypatch.setattr(result_text, "RESULTS", tmp_path)
+        monkeypatch.setattr(result_text, name, tmp_path)
     return comparison_tables
 
 
@@ -103,8 +105,28 @@ def test_what_is_cheaper_than_ours_is_said_and_figures_name_the_numbers_that_the
     assert not tables.is_level((3.1, 80.0), (2.0, 80.0))
     assert not tables.is_level((0.0, 78.9), (2.0, 80.0))
     assert "The paper's own edit of a class sends 37 kB where retraining sends 374 MB (ten clients" in text
-    assert tables.stale_figures(write=True) == ["cost.png", "cost-central.png"]
-    assert tables.stale_figures(write=False) == []
+    assert result_text.stale_figures(tables.cost_figures(), write=True) == ["cost.png", "cost-central.png"]
+    assert result_text.stale_figures(tables.cost_figures(), write=False) == []
     rows[1]["cost"]["bytes-up"] = 8_000_000
     write(tmp_path, "costs", rows)
-    assert tables.stale_figures(write=False) == ["cost.png"]
+    assert result_text.stale_figures(tables.cost_figures(), write=False) == ["cost.png"]
+
+
+def test_the_frontier_of_erasing_is_read_against_the_retrained_model_of_the_same_cell(
+    tables: ModuleType, tmp_path: Path
+) -> None:
+    assert erasing_tables.erasing() == "The protocol has not been run."
+    assert erasing_tables.erasing_figures() == {}
+    about = {"model": "vgg-mini", "seed": 0, "request": "class:0"}
+    retrained = about | {"method": "retrain", "accuracies": {"forget": 0.0, "retain": 0.8}, "share": 1.0}
+    probe = {"C1": {"unlearned": 0.55, "reference": 0.5, "original": 0.9}}
+    ends = {"accuracies": {"forget": 0.0, "retain": 0.79}, "share": 0.33, "audits": probe, "label": "passed"}
+    rows = [retrained, about | {"method": "regrow"} | ends, about | {"method": "regrow", "seed": 1} | ends]
+    write(tmp_path, "erasing", rows)
+    assert "| vgg-mini | 0 | class:0 | retrain | 0.0 | 80.0 | – | – | 100.0% |" in erasing_tables.erasing()
+    assert "| regrow | 0.0 | 79.0 | 55.0 / 50.0 / 90.0 | passed | 33.0% |" in erasing_tables.erasing()
+    ((gap, lost, share),) = erasing_tables.frontier(rows)["regrow"]  # that of seed 1 has no retrained model yet
+    assert (round(gap, 6), round(lost, 6), share) == (5.0, -1.0, 0.33)
+    figures = erasing_tables.erasing_figures()
+    assert result_text.stale_figures(figures, write=True) == ["erasing.png"]
+    assert result_text.stale_figures(figures, write=False) == []

@@ -1,0 +1,132 @@
+"""The final protocol of erasing a class: methods that claim more than hiding, by the full audits, on test images.
+
+    python benchmarks/erasing.py --data-dir ../shared/data [--networks DIR] [--models vgg-mini] [--seeds 0]
+
+Written down before its first run. vgg-mini of seeds 0 to 2 and resnet-mini of seed 0, CIFAR-10; the drawn classes
+airplane and truck (benchmarks/manifest.py says how), on which nothing was chosen, and beside them automobile, which was
+seen during development. Methods: hide, directions and regrow as they are by default; EU-k with the layers and passes of
+regrow; retrain; and regrow with every stage reset, which is retraining by regrow's recipe and shows what the kept
+stages are worth. Every choice was made on bird, deer and frog of seed 0 by validation images (benchmarks/regrow.py).
+
+Each cell (network, class, method) is made and judged once, and a cell that has a row is left alone: the order is that
+of the table, the process can be killed and started again, and several share the work. References are those of the
+manifest in --networks, that of the original's own seed first; C1 reads against the mean of two where there are two. A
+retrained model is judged by the others, so `retrain` has audits only where there is a second reference, and else
+accuracies and cost. Models and verdicts go to runs/erasing, one row each to benchmarks/results/erasing.json.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from manifest import DRAWN, REPORTED, SEEDS, benchmark_parser, open_network, original_name, reference_names
+from result_files import add_row, read_results
+
+from fedortho.audits.verdict import Verdict
+from fedortho.data.request import ForgetRequest
+from fedortho.errors import Busy
+from fedortho.requests.comparing import Row, compare
+from fedortho.requests.judging import JudgeOptions, judge_run
+from fedortho.requests.references import find_references, reference_cost
+from fedortho.storage.files import locked
+from fedortho.storage.records import to_json
+
+HERE = Path(__file__).parent
+MODELS = HERE.parent / "runs" / "erasing"
+REQUESTS = (*DRAWN, REPORTED)
+LAYERS = {"vgg-mini": 6, "resnet-mini": 7}  # with weights, in the two stages that regrow resets and behind them
+METHODS = {"retrain": "retrain", "hide": "hide", "directions": "directions", "regrow": "regrow", "eu-k": "eu-k"}
+METHODS |= {"regrow-all": "regrow"}  # the name of a row, and the method that makes its model
+SUMMARISED = ("outcome", "value", "limit", "unlearned", "original", "reference")  # of each audit
+ORDER = ("model", "seed", "request", "method")
+WHAT = "erasing a class: full audits of methods on test images, against retrained models"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One method, by the name of its row, on one class of one original."""
+
+    model: str
+    seed: int
+    request: str
+    method: str
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        if self.method == "eu-k":
+            return {"epochs": 2, "lr": 0.05, "k": LAYERS[self.model]}
+        return {"stages": 99} if self.method == "regrow-all" else {}
+
+    @property
+    def place(self) -> Path:
+        return MODELS / f"{self.model}-seed{self.seed}-{self.request.replace(':', '-')}-{self.method}"
+
+
+def main(words: list[str] | None = None) -> None:
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--models", default=",".join(SEEDS))
+    parser.add_argument("--seeds", default="0,1,2", help="seeds of the originals")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "erasing.json", help="result file")
+    given = parser.parse_args(words)
+    torch.set_num_threads(1)
+    for cell in cells(given.models.split(","), given.seeds.split(",")):
+        try:
+            with locked(cell.place):
+                if not has_row(given.out, cell):
+                    serve(cell, given.networks, given.data_dir, given.out)
+        except Busy:
+            print(cell, "is made by another process", flush=True)
+
+
+def cells(models: list[str], seeds: list[str]) -> Iterator[Cell]:
+    for model in models:
+        for seed in (seed for seed in SEEDS[model] if str(seed) in seeds):
+            yield from (Cell(model, seed, request, method) for request in REQUESTS for method in METHODS)
+
+
+def has_row(out: Path, cell: Cell) -> bool:
+    rows = read_results(out).rows if out.exists() else ()
+    return any(all(row[key] == getattr(cell, key) for key in ORDER) for row in rows)
+
+
+def serve(cell: Cell, networks: Path, data_dir: str, out: Path) -> None:
+    """Make a cell's model, judge it, and add its row."""
+    original = open_network(networks, original_name(cell.model, cell.seed), data_dir)
+    for name in reference_names(original.path.name, cell.request):
+        open_network(networks, name, data_dir)
+    data = original.load_data(data_dir)
+    name, chosen = METHODS[cell.method], {METHODS[cell.method]: cell.settings}
+    (made,) = compare(original, cell.request, [name], out=cell.place, settings=chosen, references=networks, data=data)
+    references = find_references(original, ForgetRequest.parse(cell.request), networks, data_dir)
+    verdict = None
+    if any(reference.record.model.digest != made.weights for reference in references):
+        options = JudgeOptions(audit="full", references=networks, data_dir=data_dir, device="cpu")
+        verdict = judge_run(cell.place / name, cell.request, options, original=original, data=data)
+    retraining = reference_cost(references[0], data).flops
+    command = "python benchmarks/erasing.py --data-dir ../shared/data"
+    add_row(out, row_of(cell, made, verdict, retraining), ORDER, order, WHAT, command)
+    print(cell, verdict.label if verdict else "no second reference", flush=True)
+
+
+def row_of(cell: Cell, made: Row, verdict: Verdict | None, retraining: float) -> dict[str, Any]:
+    """What the table and the figure show of a cell, and the measurements of its audits."""
+    assert made.accuracies is not None, "none of the methods refuses a class"
+    row = {key: getattr(cell, key) for key in ORDER} | {"settings": dict(made.settings), "weights": made.weights}
+    row |= {"accuracies": to_json(made.accuracies), "seconds": made.cost.seconds if made.cost else None}
+    row |= {"share": (made.cost.flops if made.cost else retraining) / retraining}
+    if verdict is None:
+        return row
+    row |= {"label": verdict.label, "references": sorted(verdict.digests.items())}
+    row["audits"] = {audit.name: {key: getattr(audit, key) for key in SUMMARISED} for audit in verdict.results}
+    row["details"] = {audit.name: dict(audit.details) for audit in verdict.audits}
+    return row
+
+
+def order(row: Mapping[str, Any]) -> Any:
+    return row["model"], row["seed"], REQUESTS.index(row["request"]), list(METHODS).index(row["method"])
+
+
+if __name__ == "__main__":
+    main()

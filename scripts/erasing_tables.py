@@ -1,0 +1,105 @@
+"""Tables and the frontier of erasing: what regrow was tried with, what it reaches, and the final protocol."""
+
+from collections.abc import Sequence
+from functools import partial
+from statistics import mean
+from typing import TYPE_CHECKING, Any
+
+from result_text import RESULTS, Drawing, depth, grid, origin, read
+
+from fedortho.reports.figures.style import MARKERS, SERIES, entitle, name_axes, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+LONG = 150  # epochs of a training that is not as short as ours
+ROLES = ("unlearned", "reference", "original")
+Cells = Sequence[dict[str, Any]]
+
+
+def regrow() -> str:
+    """The probe at every depth after `--method regrow`, on validation images."""
+    result, rows = read("regrow"), []
+    for row in result["rows"]:
+        names = [name for name, _ in sorted(row["probe"]["unlearned"].items(), key=depth)]
+        probes = [", ".join(f"{100 * row['probe'][who][name]:.1f}" for name in names) for who in ROLES]
+        retained = [f"{100 * row['accuracies'][who]['retain']:.1f}" for who in ROLES]
+        forget = f"{100 * row['accuracies']['unlearned']['forget']:.1f}"
+        share = f"{row['share']:.1%} / {row['share'] * row['epochs'] / LONG:.1%}"
+        rows.append([row["model"], row["request"], ", ".join(names), *probes, forget, " / ".join(retained), share])
+    header = ["model", "request", "depths", "probe after regrow", "retrained", "original", "forget %"]
+    header += ["retain %: regrow / retrained / original", f"FLOPs of retraining / of {LONG} epochs (computed)"]
+    return grid(header, rows) + origin(result)
+
+
+def regrow_tried() -> str:
+    """What was tried before the method had its defaults."""
+    result, rows = read("regrow-tried"), []
+    for row in result["rows"]:
+        what = ", ".join(f"{key} {value}" for key, value in row["tried"].items()) or "–"
+        probes = ", ".join(f"{share:.1f}" for _, share in sorted(row["probe"].items(), key=depth))
+        share = f"{row['share']:.0f}" if "share" in row else "–"
+        about = [row["model"], str(row["class"]), row["network"], what]
+        rows.append([*about, probes, f"{row['forget']:.1f}", f"{row['retain']:.1f}", share])
+    header = ["model", "class", "network", "tried", "probe at each depth, the classifier last", "forget %", "retain %"]
+    return grid([*header, "% of the FLOPs of retraining"], rows) + origin(result)
+
+
+def erasing() -> str:
+    """The final protocol: what each method leaves and costs, one row for each network, class and method."""
+    if not (RESULTS / "erasing.json").exists():
+        return "The protocol has not been run."
+    result, rows = read("erasing"), []
+    for row in result["rows"]:
+        audits, probe = row.get("audits", {}), "–"
+        if "C1" in audits:
+            seen = [audits["C1"][who] for who in ROLES]
+            probe = " / ".join("–" if share is None else f"{100 * share:.1f}" for share in seen)
+        ends = [f"{100 * row['accuracies'][key]:.1f}" for key in ("forget", "retain")]
+        about = [row["model"], str(row["seed"]), row["request"], row["method"]]
+        rows.append([*about, *ends, probe, row.get("label", "–"), f"{row['share']:.1%}"])
+    header = ["model", "seed", "request", "method", "forget %", "retain %"]
+    header += ["C1, worst depth: after / retrained / original", "audits", "FLOPs of retraining"]
+    return grid(header, rows) + origin(result)
+
+
+def erasing_figures() -> dict[str, Drawing]:
+    """The frontier of the final protocol, once it has been run."""
+    if not (RESULTS / "erasing.json").exists():
+        return {}
+    points = frontier(read("erasing")["rows"])
+    return {"erasing": (points, partial(frontier_drawn, points))}
+
+
+def frontier(rows: Cells) -> dict[str, list[tuple[float, float, float]]]:
+    """By method: gap of the probe at its worst depth and retain accuracy against retraining in points, and cost."""
+    retrained = {
+        (row["model"], row["seed"], row["request"]): row["accuracies"]["retain"]
+        for row in rows
+        if row["method"] == "retrain"
+    }
+    points: dict[str, list[tuple[float, float, float]]] = {}
+    for row in rows:
+        probe, cell = row.get("audits", {}).get("C1", {}), (row["model"], row["seed"], row["request"])
+        if probe.get("reference") is not None and cell in retrained:
+            gap, lost = probe["unlearned"] - probe["reference"], row["accuracies"]["retain"] - retrained[cell]
+            points.setdefault(row["method"], []).append((100 * gap, 100 * lost, row["share"]))
+    return points
+
+
+def frontier_drawn(points: dict[str, list[tuple[float, float, float]]]) -> "Figure":
+    """Retain accuracy against the gap of the probe, both against retraining; the area of a point is its cost."""
+    figure, ((ax,),) = new_figure(6.6, 4.2)
+    for (name, own), colour, marker in zip(points.items(), SERIES, MARKERS, strict=False):
+        across, up, shares = zip(*own, strict=True)
+        sizes = [12 + 160 * share for share in shares]
+        label = f"{name}: {mean(shares):.0%} of retraining"
+        ax.scatter(across, up, s=sizes, c=colour, marker=marker, alpha=0.75, linewidths=0, label=label)
+    for draw in (ax.axvline, ax.axhline):
+        draw(0, color="#999999", linewidth=0.8)
+    name_axes(ax, "probe above retrained at the worst depth, points", "retain accuracy against retrained, points")
+    ax.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    means = {name: [mean(values) for values in zip(*own, strict=True)] for name, own in points.items()}
+    told = "; ".join(f"{name} {gap:+.1f} and {lost:+.1f}" for name, (gap, lost, _) in means.items())
+    entitle(figure, f"Probe gap and retain accuracy against retraining, in points, on average: {told}")
+    return figure
