@@ -9,10 +9,11 @@ regrow; retrain; and regrow with every stage reset, which is retraining by regro
 stages are worth. Every choice was made on bird, deer and frog of seed 0 by validation images (benchmarks/regrow.py).
 
 Each cell (network, class, method) is made and judged once, and a cell that has a row is left alone: the order is that
-of the table, the process can be killed and started again, and several share the work. References are those of the
-manifest in --networks, that of the original's own seed first; C1 reads against the mean of two where there are two. A
-retrained model is judged by the others, so `retrain` has audits only where there is a second reference, and else
-accuracies and cost. Models and verdicts go to runs/erasing, one row each to benchmarks/results/erasing.json.
+of the table, the process can be killed and started again, and several share the work. References are the networks of
+the manifest that were retrained without the class for an original of any seed, at most three, that of the original's
+own seed first; one that is missing in --networks is trained before anything is judged. A retrained model is judged by
+the others, so `retrain` has audits only where there is a second reference, and else accuracies and cost. Models and
+verdicts go to runs/erasing, one row each to benchmarks/results/erasing.json.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,16 +22,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from manifest import DRAWN, REPORTED, SEEDS, benchmark_parser, open_network, original_name, reference_names
+from manifest import DRAWN, MANIFEST, REPORTED, SEEDS, benchmark_parser, open_network, original_name, reference_names
 from result_files import add_row, read_results
 
 from fedortho.audits.verdict import Verdict
 from fedortho.data.request import ForgetRequest
-from fedortho.errors import Busy
+from fedortho.errors import Busy, unknown
 from fedortho.requests.comparing import Row, compare
 from fedortho.requests.judging import JudgeOptions, judge_run
 from fedortho.requests.references import find_references, reference_cost
-from fedortho.storage.files import locked
+from fedortho.storage.files import locked, read_json
 from fedortho.storage.records import to_json
 
 HERE = Path(__file__).parent
@@ -94,7 +95,11 @@ def has_row(out: Path, cell: Cell) -> bool:
 def serve(cell: Cell, networks: Path, data_dir: str, out: Path) -> None:
     """Make a cell's model, judge it, and add its row."""
     original = open_network(networks, original_name(cell.model, cell.seed), data_dir)
-    for name in reference_names(original.path.name, cell.request):
+    originals = [original_name(cell.model, seed) for seed in SEEDS[cell.model]]
+    names = [name for other in originals for name in reference_names(other, cell.request)]
+    if not names:
+        raise unknown("reference", f"{original.path.name} without {cell.request}", read_json(MANIFEST))
+    for name in names:
         open_network(networks, name, data_dir)
     data = original.load_data(data_dir)
     name, chosen = METHODS[cell.method], {METHODS[cell.method]: cell.settings}
