@@ -69,10 +69,13 @@ def main(words: list[str] | None = None) -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--models", default=",".join(SEEDS))
     parser.add_argument("--seeds", default="0,1,2", help="seeds of the originals")
+    parser.add_argument("--requests", default=",".join(REQUESTS), help="to share the work; the order stays")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "erasing.json", help="result file")
     given = parser.parse_args(words)
     torch.set_num_threads(1)
     for cell in cells(given.models.split(","), given.seeds.split(",")):
+        if cell.request not in given.requests.split(","):
+            continue
         try:
             with locked(cell.place):
                 if not has_row(given.out, cell):
