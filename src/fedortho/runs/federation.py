@@ -1,4 +1,4 @@
-"""Settings of a federation: clients, rounds, partition of the images; which clients train in a round."""
+"""Settings of a federation: clients, rounds, partition of the images; who trains in a round, which rounds are kept."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -23,6 +23,9 @@ class Federation:
     clients: Annotated[int, "number of clients"] = 100
     rounds: Annotated[int, "rounds of federated averaging"] = 100
     fraction: Annotated[float, "share of the clients that train in a round, at least one client"] = 0.1
+    draw: Annotated[
+        int, "clients of a round: 2: the first present of a permutation of all; 1: a draw among those present"
+    ] = 2
     split: Annotated[str, "partition of the images: iid, dirichlet:BETA or shards:NUMBER"] = "iid"
     least_images: Annotated[int, "minimum number of images per client"] = 10
     norms: Annotated[
@@ -45,6 +48,8 @@ class Federation:
             raise BadSetting(f"quorum must be between 0 and 1, not {self.quorum}")
         if self.norms not in NORMS:
             raise unknown("norms", self.norms, NORMS)
+        if self.draw not in (1, 2):
+            raise BadSetting(f"draw must be 1 or 2, not {self.draw}")
         if not 0 < self.timeout < float("inf"):
             raise BadSetting(f"timeout must be a number of seconds above 0, not {self.timeout}")
 
@@ -66,16 +71,41 @@ def sample_clients(
 ) -> list[int]:
     """The clients that train in a round, in ascending order: those of `always`, and others drawn by seed and round.
 
-    Together they are the federation's share of its clients; at least one of the others is drawn.
+    Together they are the federation's share of its clients; at least one of the others is drawn. Seed and round give a
+    permutation of all clients, of which the first that are present train: the absence of a client that would not be
+    drawn changes nothing. The draw 1, of runs before there were two, is among those present and has no such property.
 
     >>> sample_clients(range(10), Federation(clients=10, fraction=0.3), seed=0, turn=0)
-    [0, 3, 7]
-    >>> sample_clients(range(10), Federation(clients=10, fraction=0.3), seed=0, turn=0, always=[8])
+    [2, 8, 9]
+    >>> sample_clients([0, 2, 3, 8, 9], Federation(clients=10, fraction=0.3), seed=0, turn=0)  # half of them are absent
+    [2, 8, 9]
+    >>> sample_clients(range(10), Federation(clients=10, fraction=0.3, draw=1), seed=0, turn=0, always=[8])
     [0, 3, 8]
     """
     if not present:
         raise FedOrthoError("no client is connected; start the nodes and try again")
     named, others = (sorted(c for c in present if (c in always) is wanted) for wanted in (True, False))
     number = min(max(round(federation.fraction * federation.clients) - len(named), 1), len(others))
-    random = np.random.default_rng([seed, turn, 77])
-    return sorted([*named, *random.choice(np.asarray(others, dtype=int), number, replace=False).tolist()])
+    if federation.draw == 1:
+        drawn = np.random.default_rng([seed, turn, 77]).choice(np.asarray(others, dtype=int), number, replace=False)
+    else:
+        order = np.random.default_rng([seed, turn, 78]).permutation(federation.clients)
+        drawn = order[np.isin(order, others)][:number]
+    return sorted([*named, *drawn.tolist()])
+
+
+def check_policy(policy: str) -> None:
+    """Refuse what says nothing about the rounds to keep."""
+    if policy not in ("", "all", "powers") and not (policy.isdecimal() and int(policy)):
+        raise BadSetting(f"keep-rounds is {policy!r}; expected all, powers or a number N to keep every N-th")
+
+
+def is_kept(policy: str, number: int) -> bool:
+    """Whether the model after `number` rounds is kept; before the first round it follows from the seed.
+
+    >>> [number for number in range(20) if is_kept("powers", number)], [n for n in range(20) if is_kept("6", n)]
+    ([1, 2, 4, 8, 16], [6, 12, 18])
+    """
+    if policy == "powers":
+        return number.bit_count() == 1
+    return bool(policy and number) and (policy == "all" or number % int(policy) == 0)

@@ -168,9 +168,10 @@ def open_run(path: "Run | Path | str", *, trust_code: bool = False) -> Run:
 
 
 def settings_of(record: TrainingRecord, path: Path) -> TrainSettings:
-    """The settings that a record holds: those of a federation if they name clients."""
-    kind = FederateSettings if "clients" in record.settings else TrainSettings
+    """The settings that a record holds: those of a federation if they name clients; early ones had another draw."""
+    is_federation = "clients" in record.settings
+    kind, before = (FederateSettings, {"draw": 1}) if is_federation else (TrainSettings, {})
     try:
-        return make_settings(kind, record.settings)
+        return make_settings(kind, before, record.settings)
     except (BadSetting, UnknownName) as error:
         raise BadRecord(f"{path / 'run.json'}: {error}") from error

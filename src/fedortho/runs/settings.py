@@ -8,7 +8,7 @@ from fedortho.data.request import ForgetRequest
 from fedortho.data.sources import DATASETS
 from fedortho.devices import DEVICES
 from fedortho.errors import BadSetting, unknown
-from fedortho.runs.federation import Federation
+from fedortho.runs.federation import Federation, check_policy
 from fedortho.training.recipe import Recipe
 
 S = TypeVar("S", bound="Subject")
@@ -90,8 +90,12 @@ class TrainSettings(Recipe, Subject):
             raise BadSetting(f"split-seed must be at least 0, or -1 for the seed, not {self.split_seed}")
         if self.valid_dir and self.valid_from_test:
             raise BadSetting("--valid-dir and --valid-from-test contradict each other; give one")
-        if self.without:
-            ForgetRequest.parse(self.without)
+        _ = self.excluded
+
+    @property
+    def excluded(self) -> ForgetRequest:
+        """The request whose images are left out; it may be empty."""
+        return ForgetRequest.parse(self.without) if self.without else ForgetRequest()
 
     @property
     def partition_seed(self) -> int:
@@ -115,12 +119,18 @@ class FederateSettings(TrainSettings, Federation):
 
     epochs: Annotated[int, "local epochs of a client in a round"] = 1
     keep_updates: Annotated[bool, "keep the update of every client in every round, which FedEraser needs"] = False
+    keep_rounds: Annotated[
+        str, "models of rounds to keep, for exact forgetting: all, powers (1, 2, 4, …) or every N-th"
+    ] = ""
     start: Annotated[str, "run whose model training starts from; its forgotten images stay excluded"] = ""
     threads: Annotated[int, "CPU threads of every client; 0: torch's own choice"] = 0
 
     def __post_init__(self) -> None:
         TrainSettings.__post_init__(self)
         Federation.__post_init__(self)
+        check_policy(self.keep_rounds)
+        if unknown := [client for client in self.excluded.clients if client >= self.clients]:
+            raise BadSetting(f"no client {unknown[0]}; clients run 0 to {self.clients - 1}")
         if self.valid_dir or self.valid_from_test:
             raise BadSetting(
                 "clients of a federation validate on their own images; leave out --valid-dir and --valid-from-test"
