@@ -19,6 +19,7 @@ from fedortho.models.sites import Finding
 from fedortho.requests.checking import ModelCheck
 from fedortho.requests.forgetting import ServedRequest
 from fedortho.requests.levels import ForgettingPlan
+from fedortho.runs.rounds import kept_rounds
 from fedortho.runs.run import Run
 from fedortho.training.loop import Epoch, Progress
 from fedortho.unlearning.trials import Trial
@@ -189,6 +190,8 @@ def print_run(run: Run) -> None:
     title = f"[bold]{escape(str(run.path))}[/]: {escape(run.settings.model)}"
     say(f"{title} ({about.weights:,} weights) on {escape(run.settings.data)}")
     say(f"  accuracy: {scores}{ortho}")
+    if kept := kept_rounds(run.path):
+        say(f"  rounds kept: {len(kept)}, {sum(kept.values()) / 1e6:,.1f} MB on disk")
     say(f"  model digest {about.digest[:16]}")
 
 

@@ -82,7 +82,10 @@ class ClientState:
         return self.store / "models" / f"{digest}.safetensors"
 
     def images(self, task: TaskInfo | None = None) -> ClientImages:
-        """The client's images with the labels of the task; without a task, of the one in its record."""
+        """The client's images with the labels of the task (without a task, of the one in its record).
+
+        Those that it has forgotten, or that the federation is trained without, are not among them.
+        """
         if self.own_data:
             task = task or self.record.task
             data = _own_dataset(replace(self.settings, data=self.own_data, data_dir=""))
@@ -95,7 +98,7 @@ class ClientState:
             rows = shares[self.client]
             train, valid = (part.subset(torch.isin(part.rows, rows)) for part in (data.train, data.valid))
         by_client = {self.client: rows}
-        for request in self.record.forgotten:
+        for request in (*self.record.forgotten, self.settings.excluded.on_client(self.client)):
             train, valid = (part.subset(~request.mask(part, by_client)) for part in (train, valid))
         return ClientImages(train, valid, by_client)
 

@@ -5,7 +5,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
@@ -26,6 +26,7 @@ from fedortho.federated.transport import ClientReply, Exchange, total_bytes
 from fedortho.federated.wire import BadReply, Tensors, below, prefixed
 from fedortho.models.norms import batch_norms, frozen_norms
 from fedortho.runs.federation import Federation, sample_clients
+from fedortho.runs.rounds import RoundRecord, StartRound, contacts_of
 from fedortho.statistics.observe import Observation
 from fedortho.storage.files import read_tensors, tensors_digest, write_tensors
 from fedortho.storage.records import from_json, to_json
@@ -62,16 +63,16 @@ class RoundProgress:
 class TrainingCheckpoint:
     """The record beside the weights in a checkpoint: how far a training is."""
 
-    schema: ClassVar[int] = 1
+    schema: ClassVar[int] = 2
 
     belongs_to: str  # identity of model, plan, recipe and federation
-    rounds: int  # finished
-    contacts: Mapping[int, int]  # client → rounds in which it trained
-    history: tuple[Epoch, ...]
+    history: tuple[Epoch, ...]  # of the finished rounds
+    log: tuple[RoundRecord, ...]
     exchanges: tuple[Exchange, ...]
 
 
 Watch = Callable[[RoundProgress], None]
+Keep = Callable[[int, Tensors], None]  # receives how many rounds have ended, and the model
 Progress = Callable[[int, int], None]  # receives how many of how many clients have answered
 
 
@@ -92,8 +93,8 @@ class FederatedEngine(Roster):
         super().__init__(grid, federation, task, left, common)
         self.build, self.local_epochs = build, local_epochs
         self._spent = Tally()
-        self.contacts = dict.fromkeys(range(federation.clients), 0)
         self.history: list[Epoch] = []  # of the last training
+        self.log: list[RoundRecord] = []
         self._taught: set[int] = set()  # clients that have the teachers of this training
 
     @property
@@ -121,30 +122,34 @@ class FederatedEngine(Roster):
         score: Callable[[nn.Module], float] | None = None,
         watch: Watch | None = None,
         updates: Path | None = None,
+        keep: Keep | None = None,
+        begin: StartRound | None = None,
     ) -> nn.Module:
         """A copy of the model after `recipe.epochs` rounds of federated averaging.
 
         The learning rate follows the recipe's schedule by rounds. A client's first rounds have no alignment. Running
         statistics are pooled after the last round if the federation's `norms` say so. With a checkpoint a killed
         training goes on after its last finished round, to the same bytes. `updates` is a directory that keeps every
-        client's model of every round, which only FedEraser needs.
+        client's model of every round, which only FedEraser needs. `keep` receives the model after each round. `begin`
+        is a state to begin with, for a caller who knows that this training would come to it.
         """
         current, plan = copy.deepcopy(model).cpu().eval(), as_training_plan(what)
         local_epochs = plan.options.local_epochs or self.local_epochs
         base = tensors_digest(base_tensors(model.state_dict()))
         job = TrainingJob(plan, recipe, trainable, local_epochs, base, updates, self.federation.norms)
         identity = _identity(model, job, self.federation)
-        self.contacts = dict.fromkeys(self.contacts, 0)  # alignment starts anew with each training
         self._taught.clear()
-        first, self.history = self._resume(checkpoint, identity, current)
+        self._resume(checkpoint, identity, current, begin)
         clients = [client for client in self.present() if job.may_train(client)]
-        for number in range(first, recipe.epochs):
+        for number in range(len(self.history), recipe.epochs):
             entry = self._round(current, job, number, clients, watch)
             if score is not None and self._is_evaluated(number, recipe.epochs):
                 entry = replace(entry, valid=score(current))
             self.history.append(entry)
+            if keep is not None:
+                keep(number + 1, current.state_dict())
             if checkpoint is not None:
-                self._save(checkpoint, identity, number + 1, current)
+                self._save(checkpoint, identity, current)
             self._report(watch, number + 1, recipe.epochs)
         if job.pools_norms:
             self._pool_norms(current, job, clients)
@@ -166,16 +171,19 @@ class FederatedEngine(Roster):
     ) -> Epoch:
         """One round, in place; if no sampled client has images for it, others are sampled."""
         started, remaining = time.monotonic(), list(clients)
+        results: dict[int, LocalResult | None] = {}
 
         def progress(answered: int, asked: int) -> None:
             self._report(watch, number, job.recipe.epochs, answered, asked)
 
         while remaining:
             sampled = sample_clients(remaining, self.federation, job.recipe.seed, number, self._named(job.plan))
-            results = self._average(current, job, number, sampled, progress)
-            if results:
-                return round_history(number, results, time.monotonic() - started)
+            results |= self._average(current, job, number, sampled, progress)
             remaining = [client for client in remaining if client not in sampled]
+            if trained := {client: result for client, result in results.items() if result is not None}:
+                drawn, digest = sorted(set(clients) - set(remaining)), tensors_digest(current.state_dict())
+                self.log.append(RoundRecord(tuple(drawn), tuple(results), tuple(trained), digest))
+                return round_history(number, list(trained.values()), time.monotonic() - started)
         raise FedOrthoError(f"round {number + 1}: none of the clients {first_few(clients)} has images to train on")
 
     def _named(self, plan: TrainingPlan) -> set[int]:
@@ -186,8 +194,10 @@ class FederatedEngine(Roster):
 
     def _average(
         self, current: nn.Module, job: TrainingJob, number: int, sampled: Sequence[int], progress: Progress
-    ) -> list[LocalResult]:
-        """Send the model, have clients train it, average what they send; results of the clients that had images.
+    ) -> dict[int, LocalResult | None]:
+        """Send the model, have clients train it, average what they send; the results of those that answer.
+
+        The result is None for a client without images, and for one whose answer does not count.
 
         Models are added in the order of client numbers. The mean grows in the tensors of the current model: beside it
         there is only the message that carries it.
@@ -197,10 +207,10 @@ class FederatedEngine(Roster):
         contents = self._train_contents(current, job, number, sampled)
         frozen = job.frozen_tensors(current)
         trained = {name: value for name, value in state.items() if name not in frozen}
-        mean, results = RunningMean(trained), []
+        mean, results = RunningMean(trained), dict[int, LocalResult | None]()
         self._taught -= set(sampled)  # a client that fails is sent the teachers again
         for reply in self.transport.ask(TrainLocal, TrainReply, contents, progress=progress):
-            self.contacts[reply.client] += 1
+            results[reply.client] = None
             self._taught.add(reply.client)
             result, sent = reply.message.result, below("model.", reply.tensors)
             if result is None:
@@ -215,7 +225,7 @@ class FederatedEngine(Roster):
             mean.add(sent, result.images)
             job.save(number, f"client-{reply.client}", sent, result.images)
             self._spend(result)
-            results.append(result)
+            results[reply.client] = result
         return results
 
     def _train_contents(
@@ -228,7 +238,7 @@ class FederatedEngine(Roster):
         teachers = {digest: wire.arrays_of(prefixed(f"teacher.{digest}.", t)) for digest, t in job.teachers.items()}
         given_shares = self._given_shares(job.plan, sampled)
         given_seed = step_seed(job.recipe.seed, number, self.federation.clients)  # of no client's training
-        contents = {}
+        contents, contacts = {}, contacts_of(self.log)
         for client in sampled:
             own_model = self.clients[client].model
             has_base = bool(frozen) and own_model == job.base
@@ -239,7 +249,7 @@ class FederatedEngine(Roster):
                 self._local_recipe(job, number, client),
                 plan,
                 job.teacher_digests,
-                align=self.contacts[client] >= self.federation.warmup_contacts,
+                align=contacts[client] >= self.federation.warmup_contacts,
                 frozen=frozen,
                 base=job.base if has_base else "",
                 num_clients=len(sampled),
@@ -274,22 +284,23 @@ class FederatedEngine(Roster):
         lr, seed = learning_rate(job.recipe, number), step_seed(job.recipe.seed, number, client)
         return replace(job.recipe, epochs=job.local_epochs, lr=lr, schedule="constant", warmup=0.0, seed=seed)
 
-    def _resume(self, path: Path | None, identity: str, current: nn.Module) -> tuple[int, list[Epoch]]:
-        """Load a checkpoint into the current model; returns the number of finished rounds and their history."""
-        if path is None or not path.exists():
-            return 0, []
-        tensors, note = read_tensors(path)
-        checkpoint = from_json(TrainingCheckpoint, note, path)
-        if checkpoint.belongs_to != identity:
-            raise BadCheckpoint(f"{path} belongs to other settings, clients or weights; remove it to start anew")
-        current.load_state_dict({name: value.clone() for name, value in tensors.items()})
-        self.contacts = dict(checkpoint.contacts)
-        self.transport.log += checkpoint.exchanges
-        return checkpoint.rounds, list(checkpoint.history)
+    def _resume(self, path: Path | None, identity: str, current: nn.Module, begin: StartRound | None) -> None:
+        """Load a checkpoint, or where training is to begin, into the current model, with the rounds before it."""
+        self.history, self.log = [], []
+        if path is not None and path.exists():
+            weights, note = read_tensors(path)
+            saved = from_json(TrainingCheckpoint, note, path)
+            if saved.belongs_to != identity:
+                raise BadCheckpoint(f"{path} belongs to other settings, clients or weights; remove it to start anew")
+            self.transport.log += saved.exchanges
+            begin = StartRound(path, weights, saved.history, saved.log)
+        if begin is not None:
+            current.load_state_dict({name: value.clone() for name, value in begin.weights.items()})
+            self.history, self.log = list(begin.history), list(begin.log)
 
-    def _save(self, path: Path, identity: str, rounds: int, current: nn.Module) -> None:
+    def _save(self, path: Path, identity: str, current: nn.Module) -> None:
         exchanges = tuple(exchange for exchange in self.transport.log if exchange.kind == TrainLocal.action)
-        checkpoint = TrainingCheckpoint(identity, rounds, self.contacts, tuple(self.history), exchanges)
+        checkpoint = TrainingCheckpoint(identity, tuple(self.history), tuple(self.log), exchanges)
         write_tensors(path, current.state_dict(), to_json(checkpoint))
 
     def _pool_norms(self, current: nn.Module, job: TrainingJob, clients: Sequence[int]) -> None:

@@ -26,10 +26,12 @@ from fedortho.models.predictions import accuracy
 from fedortho.models.zoo import build_model
 from fedortho.runs.derived import copy_patches
 from fedortho.runs.federation import held_rows
+from fedortho.runs.rounds import LOG_FILE, RoundLog, StartRound, copy_rounds, keep_round
 from fedortho.runs.run import Run, load_run_data, open_run
 from fedortho.runs.served import excluded_by, served_requests
 from fedortho.runs.settings import FederateSettings
 from fedortho.runs.training import train_run
+from fedortho.storage.records import write_record
 from fedortho.storage.settings import as_mapping
 from fedortho.training.loop import Epoch, Mask
 
@@ -63,8 +65,8 @@ def local_grid(
 def federated_engine(
     grid: "Grid", settings: FederateSettings, data: Dataset, requests: Sequence[ForgetRequest] = ()
 ) -> FederatedEngine:
-    """The engine of a federation, after greeting its clients; those that these requests forgot are not expected."""
-    train, left = data.train, [client for request in requests for client in request.clients]
+    """The engine of a federation, after greeting its clients; who left or is left out is not expected."""
+    train, left = data.train, [client for request in (*requests, settings.excluded) for client in request.clients]
     task = TaskInfo(train.names, train.shape, train.mean, train.std)
     build = partial(build_model, settings.model, num_classes=train.classes, channels=train.shape[0])
     engine = FederatedEngine(
@@ -89,32 +91,36 @@ def train_federation(
     updates: Path | None = None,
     workers: int = 1,
     data: Dataset | None = None,
+    begin: StartRound | None = None,
 ) -> Run:
     """The run of a federation trained into `path`; a killed training goes on after its last finished round.
 
     Without a grid, clients run in this process, or in `workers` processes, to the same bytes. `updates` is a directory
-    that keeps every client's model of every round, which FedEraser needs. `data` is as for `train_run`.
+    that keeps every client's model of every round, which FedEraser needs. `data` is as for `train_run`. `begin` is a
+    round of another run to go on from: `requests.rewind` sees that nothing before it differs.
     """
     start = _start_run(settings)
     data = data or (None if start is None else start.load_data())
     if grid is None:
         _check_settings(settings, data)
         with local_grid(settings, path / "clients", workers, run=path) as own_grid:
-            return train_federation(path, settings, own_grid, watch=watch, updates=updates, data=data)
+            return train_federation(path, settings, own_grid, watch=watch, updates=updates, data=data, begin=begin)
     updates = updates or (path / "updates" if settings.keep_updates else None)
 
     def trainer(model: nn.Module, data: Dataset, checkpoint: Path) -> tuple[nn.Module, Sequence[Epoch]]:
-        served = [] if start is None else served_requests(start)
-        engine = federated_engine(grid, settings, data, served)
-        without = union_of([ForgetRequest.parse(text) for text in [settings.without] if text])
-        if without is not None:
-            engine.check(without, None)
+        left = [] if start is None else [*served_requests(start), start.settings.excluded]
+        engine = federated_engine(grid, settings, data, left)
+        without = settings.excluded if settings.without else None
+        if without is not None and (images := replace(without, clients=())).kinds:
+            engine.check(images, None)
+        if begin is not None:
+            copy_rounds(begin.run, path, len(begin.log))
         trainable: Mask = {}
         if start is not None:
             model = start.load_model()
             trainable = trainable_masks(start, model)
             without = union_of([request for request in (excluded_by(start), without) if request is not None])
-            copy_patches(start, path, len(served))
+            copy_patches(start, path, len(start.record.requests))
         trained = engine.fit(
             model,
             Selection("train", None, without),
@@ -124,8 +130,11 @@ def train_federation(
             score=lambda net: accuracy(net, data.valid) if len(data.valid) else 0.0,
             watch=watch,
             updates=updates,
+            keep=partial(keep_round, path, settings),
+            begin=begin,
         )
-        engine.send_model(trained, forgotten=union_of(served))
+        write_record(path / LOG_FILE, RoundLog(tuple(engine.log), engine.common is None))
+        engine.send_model(trained, forgotten=without)
         append_wire_log(path / "wire.json", engine.transport.log)
         return trained, engine.history
 
@@ -145,7 +154,7 @@ def _check_settings(settings: FederateSettings, data: Dataset | None) -> None:
     data = data or load_run_data(settings)
     rows = held_rows(data, settings, settings.partition_seed)
     if settings.without:
-        ForgetRequest.parse(settings.without).split(data.train, rows, gone=data.gone)
+        settings.excluded.split(data.train, rows, gone=data.gone)
 
 
 def _start_run(settings: FederateSettings) -> Run | None:

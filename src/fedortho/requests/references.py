@@ -31,7 +31,8 @@ from fedortho.training.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 # settings that do not make another reference model
-IRRELEVANT = (*FREE, "data", "threads", "device", "evaluate-every", "keep-updates", "mean", "std", "transform")
+KEPT = ("keep-updates", "keep-rounds")
+IRRELEVANT = (*FREE, *KEPT, "data", "threads", "device", "evaluate-every", "mean", "std", "transform")
 # those that are not known of a model that was trained elsewhere
 UNKNOWN = (*(kebab(field.name) for field in fields(Recipe)), "valid", "valid-dir", "valid-from-test", "split-seed")
 
@@ -48,7 +49,7 @@ def reference_settings(
     forget = union_of([part for part in (excluded_by(run), request) if part is not None])
     assert forget is not None, "the request is one of them"
     if isinstance(settings, FederateSettings):
-        settings = replace(settings, start="", keep_updates=False)  # those weights knew the forget set
+        settings = replace(settings, start="", keep_updates=False, keep_rounds="")  # those weights knew the forget set
     return replace(
         settings,
         without=str(forget.settled(run.record.data.class_names)),

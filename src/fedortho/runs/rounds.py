@@ -1,0 +1,108 @@
+"""The rounds of a federation: who was drawn, which models are kept, and the round that a training goes on from."""
+
+import shutil
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from torch import Tensor
+
+from fedortho.errors import BadCheckpoint
+from fedortho.runs.federation import is_kept
+from fedortho.runs.run import Run
+from fedortho.runs.settings import FederateSettings
+from fedortho.storage.files import read_tensors, tensors_digest, write_tensors
+from fedortho.storage.records import read_record
+from fedortho.training.loop import Epoch
+
+LOG_FILE = "rounds.json"
+FOLDER = "rounds"
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """One round: the clients that were drawn, those that answered, and the model that it ended with."""
+
+    drawn: tuple[int, ...]
+    answered: tuple[int, ...]
+    averaged: tuple[int, ...]  # of those that answered: they had images, and their model is in the mean
+    model: str  # digest
+
+
+@dataclass(frozen=True)
+class RoundLog:
+    """rounds.json: all rounds of a training; a client that none of them names has taught the model nothing."""
+
+    schema: ClassVar[int] = 1
+
+    rounds: tuple[RoundRecord, ...]
+    own_images: bool  # clients have images that nobody else knows
+
+    def before_contact(self, clients: Collection[int]) -> int:
+        """How many rounds ended before one of these clients was drawn; all of them if that never happened."""
+        places = (place for place, each in enumerate(self.rounds) if not set(clients).isdisjoint(each.drawn))
+        return next(places, len(self.rounds))
+
+    def first_contact(self, clients: Collection[int]) -> int | None:
+        """The first round, counted from 1, that drew one of these clients; None: there is none."""
+        before = self.before_contact(clients)
+        return before + 1 if before < len(self.rounds) else None
+
+
+def contacts_of(rounds: Sequence[RoundRecord]) -> Counter[int]:
+    """How often each client has answered."""
+    return Counter(client for each in rounds for client in each.answered)
+
+
+def keep_round(run: Path, settings: FederateSettings, number: int, state: Mapping[str, Tensor]) -> None:
+    """Keep the model after `number` rounds if the settings say so; the last one only if statistics are pooled later."""
+    is_last = number == settings.rounds
+    if settings.keep_rounds and (settings.norms != "fedavg" if is_last else is_kept(settings.keep_rounds, number)):
+        write_tensors(round_file(run, number), state)
+
+
+def kept_rounds(run: Path) -> dict[int, int]:
+    """The bytes on disk of each kept round, by the number of rounds that it ends."""
+    return {int(file.stem): file.stat().st_size for file in sorted((run / FOLDER).glob("*.safetensors"))}
+
+
+def copy_rounds(run: Path, to: Path, most: int) -> None:
+    """Copy the kept rounds up to the one that ends `most` rounds."""
+    for number in [number for number in kept_rounds(run) if number <= most]:
+        round_file(to, number).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(round_file(run, number), round_file(to, number))
+
+
+def round_file(run: Path, number: int) -> Path:
+    """Where the model after `number` rounds is kept."""
+    return run / FOLDER / f"{number:05}.safetensors"
+
+
+@dataclass(frozen=True)
+class StartRound:
+    """The state after some rounds of a finished run, from which another training goes on."""
+
+    run: Path
+    weights: Mapping[str, Tensor]
+    history: tuple[Epoch, ...]
+    log: tuple[RoundRecord, ...]
+
+
+def read_log(run: Path) -> RoundLog | None:
+    """The log of a run's rounds; None: it has none, as runs of earlier versions and edited ones."""
+    return read_record(RoundLog, run / LOG_FILE) if (run / LOG_FILE).exists() else None
+
+
+def read_start(run: Run, number: int) -> StartRound:
+    """The state of a run after `number` of its rounds; a file that its log does not describe is refused."""
+    log, path = read_record(RoundLog, run.path / LOG_FILE).rounds, round_file(run.path, number)
+    if number == len(log) and not path.exists():
+        path = run.path / "model.safetensors"
+    weights, _ = read_tensors(path)
+    if tensors_digest(weights) != log[number - 1].model:
+        raise BadCheckpoint(
+            f"{path} is not the model that {LOG_FILE} describes; remove it to go on from an earlier one"
+        )
+    return StartRound(run.path, weights, tuple(run.history()[:number]), log[:number])
