@@ -1,8 +1,8 @@
 """FedOrtho: make trained convolutional networks forget a class, a client or samples, and measure how far they did.
 
 Models and data in memory: `load_images`, `build_model`, `fit`, `forget`, `judge`. Run directories, as the command line
-writes them: `train_run`, `federate_run`, `import_run`, `forget_run`, `judge_run`, `audit_run`, `compare`, `tune`,
-`write_report`, `make_bundle`, `undo_run`; each takes a `Run` or its path, and a `ForgetRequest` or its text.
+writes them: `train_run`, `federate_run`, `import_run`, `forget_run`, `rewind_run`, `judge_run`, `audit_run`, `compare`,
+`tune`, `write_report`, `make_bundle`, `undo_run`; each takes a `Run` or its path, and a `ForgetRequest` or its text.
 """
 
 from importlib.metadata import version
@@ -29,6 +29,7 @@ from fedortho.requests.federated_jobs import federate_run
 from fedortho.requests.forgetting import forget_run, undo_run
 from fedortho.requests.judging import JudgeOptions, audit_run, judge_run
 from fedortho.requests.qualifying import QualifyOptions, qualify_run
+from fedortho.requests.rewind import rewind_run
 from fedortho.requests.tuning import tune
 from fedortho.runs.purge import purge_run
 from fedortho.runs.run import Run, open_run
@@ -78,6 +79,7 @@ __all__ = [
     "plan",
     "purge_run",
     "qualify_run",
+    "rewind_run",
     "train_run",
     "tune",
     "undo_run",

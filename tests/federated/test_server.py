@@ -228,7 +228,7 @@ def test_a_job_comes_from_a_flat_configuration(run: Run, tmp_path: Path) -> None
     config = {"do": "forget", "run": str(run.path), "out": "", "request": "class:1", "forget": '{"ratio": 0.05}'}
     do_job(grid, config)
     for changes, message in (
-        ({"do": "dance"}, "no job 'dance'; choose from train, forget, sync"),
+        ({"do": "dance"}, "no job 'dance'; choose from train, forget, rewind, sync"),
         ({"do": "train"}, "no out"),
         ({"forget": "{"}, "JSON"),
         ({"forget": "[]"}, "JSON"),

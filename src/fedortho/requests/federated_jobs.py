@@ -15,6 +15,7 @@ from fedortho.federated.engine import Watch
 from fedortho.federated.launch import Scalar, need_flower, simulate, submit
 from fedortho.federated.server import copied_clients, sync, train_federation
 from fedortho.methods.method import Method
+from fedortho.requests.rewind import plan_rewind
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.settings import FederateSettings
 from fedortho.storage.settings import as_mapping
@@ -83,6 +84,18 @@ def forget_elsewhere(
     with copied_clients(run) as store:
         _do_elsewhere(config, settings, store, None, log)
     return open_run(out)
+
+
+def rewind_elsewhere(
+    run: Run, request: ForgetRequest, *, out: Path, deployment: Path | None, log: Log = logger.info
+) -> Run | None:
+    """Serve a request exactly on Ray or a SuperLink, as `rewind_run`; None if the new run is not on this machine."""
+    plan = plan_rewind(run, request)
+    log(str(plan))
+    where = {"do": "rewind", "run": str(run.path.absolute()), "out": str(out.absolute())}
+    config = app_config(plan.settings) | where | {"request": str(plan.request)}
+    _do_elsewhere(config, plan.settings, out / "clients", deployment, log)
+    return open_run(out) if (out / "run.json").exists() else None
 
 
 def sync_run(

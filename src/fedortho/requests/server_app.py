@@ -22,12 +22,13 @@ if TYPE_CHECKING:
 
 from fedortho.federated.server import sync, train_federation
 from fedortho.requests.forgetting import forget_federated_run
+from fedortho.requests.rewind import rewind_run
 
 remote = logging.getLogger("flwr")  # the log that a SuperLink hands to whoever submitted the job
 
 
 def server_app(config: Mapping[str, Any] | None = None) -> "ServerApp":
-    """The server app; `config`, or the run configuration, describes its job: `do` (train, forget, sync), `out`, …"""
+    """The server app; `config`, or the run configuration, describes its job: `do`, `out`, …"""
     from flwr.serverapp import ServerApp
 
     app = ServerApp()
@@ -47,12 +48,17 @@ def do_job(grid: "Grid", config: Mapping[str, Any]) -> None:
         if out is None:
             raise FedOrthoError("the job has no out; give the run directory to write")
         train_federation(out, federate_settings(config), grid, watch=_tell)
-    elif job in ("forget", "sync"):
+    elif job in ("forget", "rewind", "sync"):
         run = open_run(Path(str(config["run"])))
         if not isinstance(run.settings, FederateSettings):
             raise FedOrthoError(f"{run.path} was not trained by a federation")
         if job == "sync":
             remote.info("clients %s have the model of %s", sync(run, grid), run.path)
+            return
+        if job == "rewind":
+            if out is None:
+                raise FedOrthoError("the job has no out; give the run directory to write")
+            remote.info("%s", rewind_run(run, str(config["request"]), out, grid=grid, watch=_tell).plan)
             return
         method = _method(str(config.get("method") or "hide"), str(config.get("forget") or "{}"))
         request, store = ForgetRequest.parse(str(config["request"])), str(config.get("store") or "")
@@ -60,7 +66,7 @@ def do_job(grid: "Grid", config: Mapping[str, Any]) -> None:
         served = forget_federated_run(run, request, method, grid, out=out, store=where)
         remote.info("%s", json.dumps(to_json(served.record)))
     else:
-        raise FedOrthoError(f"no job {job!r}; choose from train, forget, sync")
+        raise FedOrthoError(f"no job {job!r}; choose from train, forget, rewind, sync")
 
 
 def _method(name: str, text: str) -> Method:
