@@ -144,8 +144,8 @@ def train_federation(
 def train_on(run: Run, rounds: int) -> Run:
     """The run after `rounds` more rounds, beside the original: a tenth of the learning rate, silenced weights fixed."""
     assert isinstance(run.settings, FederateSettings), "callers check this"
-    lr = run.settings.lr / 10
-    settings = replace(run.settings, start=str(run.path), rounds=rounds, without="", lr=lr, schedule="constant")
+    settings = replace(run.settings, start=str(run.path), rounds=rounds, without="", keep_rounds="")
+    settings = replace(settings, lr=settings.lr / 10, schedule="constant")
     return train_federation(run.path.with_name(f"{run.path.name}-after-{rounds}"), settings)
 
 
