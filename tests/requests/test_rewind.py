@@ -1,8 +1,11 @@
 """Exact forgetting: whatever was asked for, going back and on gives the bytes of a federation that never had it."""
 
+import json
 import os
 import random
 import shutil
+import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 from small import SETTINGS, write_images
 
+from fedortho.cli import app as cli
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import FedOrthoError
 from fedortho.federated.client import federate_settings
@@ -283,3 +287,20 @@ def test_the_server_app_goes_back_by_the_same_code(run: Run, tmp_path: Path, mon
     assert later.result.plan is not None, "the new run serves requests like any other"
     with pytest.raises(FedOrthoError, match=r"has left already|selects no"):
         forget_federated_run(wanted, ForgetRequest.parse(request), Paper(), out=None)
+
+
+def test_the_command_prints_the_plan_and_goes_back(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["forget", str(run.path), f"client:{order_of(run)[3]}", "--level", "exact", "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", ["fedortho", *words, "--dry-run"])
+    with suppress(SystemExit):
+        cli.main()
+    assert "back to the end of round 3: 1 of 4 rounds" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(sys, "argv", ["fedortho", *words, "--json"])
+    with suppress(SystemExit):
+        cli.main()
+    told = json.loads(capsys.readouterr().out)
+    assert told["rounds-saved"] == 3
+    assert told["model"] == open_run(tmp_path / "out").record.model.digest

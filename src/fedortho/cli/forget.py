@@ -10,7 +10,19 @@ import typer
 from rich.markup import escape
 
 from fedortho.audits.verdict import Verdict, read_verdict
-from fedortho.cli.console import bar, bars, err, frontier_table, print_plan, print_served, say, say_json, training_bar
+from fedortho.cli.console import (
+    bar,
+    bars,
+    err,
+    federation_bar,
+    frontier_table,
+    print_plan,
+    print_run,
+    print_served,
+    say,
+    say_json,
+    training_bar,
+)
 from fedortho.cli.flags import (
     AsJson,
     Backend,
@@ -36,12 +48,14 @@ from fedortho.methods.hide import Hide
 from fedortho.methods.method import Method
 from fedortho.methods.paper import Paper
 from fedortho.requests.climbing import LevelAttempt, forget_until_passed
-from fedortho.requests.federated_jobs import check_backend, forget_elsewhere
+from fedortho.requests.federated_jobs import check_backend, forget_elsewhere, rewind_elsewhere
 from fedortho.requests.forgetting import ServedRequest, forget_run, undo_run
 from fedortho.requests.judging import JudgeOptions, check_judge_options, judge_run
 from fedortho.requests.levels import ForgettingPlan, chosen_method, level_for_run, plan_climb, plan_request
+from fedortho.requests.rewind import CannotRewind, RewindPlan, plan_rewind, rewind_run
 from fedortho.requests.tickets import Ticket
 from fedortho.runs.run import Run, open_run
+from fedortho.runs.settings import FederateSettings
 from fedortho.storage.records import to_json
 from fedortho.storage.settings import read_toml
 from fedortho.unlearning.calibrate import Refused
@@ -55,7 +69,7 @@ def forget_command(
     ],
     out_path: Annotated[Path | None, typer.Option("--out", help="new run directory (default: RUN-REQUEST)")] = None,
     level: Annotated[
-        str, typer.Option(help="hide (at once), erase (default for classes) or exact (retraining, for now)")
+        str, typer.Option(help="hide (at once), erase (default for classes) or exact (a rewind or retraining)")
     ] = "",
     method_name: Annotated[
         str, typer.Option("--method", help="a method by name instead of a level: directions, paper, ssd, …")
@@ -99,6 +113,9 @@ def forget_command(
             help="remove the images from the cache of decoded images (default: if they are samples of your own data)",
         ),
     ] = None,
+    delete_before: Annotated[
+        bool, typer.Option("--delete-before", help="after a rewind delete what earlier runs have that met the data")
+    ] = False,
     hash_ids: Annotated[
         bool, typer.Option("--hash-ids", help="name samples by keyed hashes in all records; the key is beside RUN")
     ] = False,
@@ -127,6 +144,14 @@ def forget_command(
         here = {"until": until, "keep_undo": keep_undo, "data_dir": data_dir, "device": device != "auto"}
         here |= {"purge": purge, "id": ticket, "json": as_json}
         _refuse_with(f"--backend {backend}, which works elsewhere and does not judge", **here, **judging)
+    rewind = None if level != "exact" or method_name or until else _plan_rewind(run, asked, data_dir)
+    if rewind is None:
+        _refuse_with("a request that is not served by a rewind", delete_before=delete_before)
+    else:
+        unused = {"keep_undo": keep_undo, "id": ticket, "set": assignments, "hash_ids": hash_ids, "purge": purge}
+        _refuse_with("a rewind, which is checked by its digest", **unused, **judging)
+        _rewind(rewind, out, delete_before, dry_run, as_json, None if backend == "inprocess" else (deployment,))
+        return
     if until:
         _refuse_with("--until passed, which chooses level and method", level=level, method=method_name, set=assignments)
         plan = plan_climb(run, asked, out, until, keep_undo, options)
@@ -152,6 +177,44 @@ def forget_command(
     elif verdict is not None:
         print_verdict(verdict, whole=False)
         say(escape(f"all metrics: fedortho judge {out}; a page to read: fedortho report {out}"))
+
+
+def _plan_rewind(run: Run, request: ForgetRequest, data_dir: str) -> RewindPlan | None:
+    """How far back an exact request goes; None, with the reason, if its run kept no rounds that serve it."""
+    if not isinstance(run.settings, FederateSettings):
+        return None
+    try:
+        plan = plan_rewind(run, request, data_dir=data_dir)
+    except CannotRewind as error:
+        err.print(escape(f"no rewind: {error}"), highlight=False, soft_wrap=True)
+        return None
+    return plan if plan.begin or plan.settings.keep_rounds else None
+
+
+def _rewind(
+    plan: RewindPlan, out: Path, delete: bool, dry_run: bool, as_json: bool, elsewhere: tuple[Path | None] | None
+) -> None:
+    """Print the plan of a rewind, do it, and tell how to check it."""
+    if not as_json:
+        say(escape(str(plan)))
+    if elsewhere is not None and not dry_run:
+        _refuse_with("another --backend, whose runs are elsewhere", delete_before=delete)
+        print_elsewhere(rewind_elsewhere(plan.run, plan.request, out=out, deployment=elsewhere[0], log=log_line), out)
+        return
+    with bars() as shown:
+        rewound = rewind_run(
+            plan.run, plan.request, None if dry_run else out, purge=delete, watch=federation_bar(shown)
+        )
+    if as_json:
+        told = {"without": plan.settings.without, "first-contact": plan.contacts, "rounds-saved": plan.begin}
+        told |= {"expected-saved": plan.expected, "rounds": plan.settings.rounds}
+        after = None if rewound.run is None else rewound.run.record.model.digest
+        say_json(told | {"model": after, "deleted": list(map(str, rewound.deleted))})
+    elif rewound.run is not None:
+        print_run(rewound.run)
+        for path in rewound.deleted:
+            say(escape(f"deleted: {path}"))
+        say(escape(f"the same as federate --without {shlex.quote(plan.settings.without)}: docs/exact.md has the check"))
 
 
 def _chosen(

@@ -38,7 +38,7 @@ def method_of_level(
 ) -> Method:
     """The method that serves a level on this run.
 
-    `exact` is retraining by the run's recipe; a rewind, where rounds were kept, takes its place here (issue 19).
+    `exact` is retraining by the run's recipe; where a federation kept rounds, `rewind_run` comes to the same bytes.
     """
     return chosen_method(run, LEVELS[level], settings, changes)
 

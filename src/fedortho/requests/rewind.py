@@ -134,7 +134,8 @@ def rewind_run(
     journal, before = plan.run.path.absolute().parent, plan.run.record.model.digest
     append_entry(journal, "received", plan.run.path.name, str(plan.request), before=before)
     begin = read_start(plan.source, plan.begin) if plan.begin else None
-    new = train_federation(out, plan.settings, grid, watch=watch, workers=workers, begin=begin)
+    data = plan.run.load_data()
+    new = train_federation(out, plan.settings, grid, watch=watch, workers=workers, data=data, begin=begin)
     append_entry(
         journal,
         "executed",
