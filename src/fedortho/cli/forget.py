@@ -150,7 +150,7 @@ def forget_command(
     else:
         unused = {"keep_undo": keep_undo, "id": ticket, "set": assignments, "hash_ids": hash_ids, "purge": purge}
         _refuse_with("a rewind, which is checked by its digest", **unused, **judging)
-        _rewind(rewind, out, delete_before, dry_run, as_json, None if backend == "inprocess" else (deployment,))
+        _rewind(rewind, out, delete_before, as_json, backend=backend, deployment=deployment, dry_run=dry_run)
         return
     if until:
         _refuse_with("--until passed, which chooses level and method", level=level, method=method_name, set=assignments)
@@ -192,19 +192,19 @@ def _plan_rewind(run: Run, request: ForgetRequest, data_dir: str) -> RewindPlan 
 
 
 def _rewind(
-    plan: RewindPlan, out: Path, delete: bool, dry_run: bool, as_json: bool, elsewhere: tuple[Path | None] | None
+    plan: RewindPlan, out: Path, delete: bool, as_json: bool, *, backend: str, deployment: Path | None, dry_run: bool
 ) -> None:
     """Print the plan of a rewind, do it, and tell how to check it."""
+    if backend != "inprocess":
+        _refuse_with(f"--backend {backend}, whose runs are elsewhere", delete_before=delete, dry_run=dry_run)
+        new = rewind_elsewhere(plan.run, plan.request, out=out, deployment=deployment, log=log_line)
+        print_elsewhere(new, out)
+        return
     if not as_json:
         say(escape(str(plan)))
-    if elsewhere is not None and not dry_run:
-        _refuse_with("another --backend, whose runs are elsewhere", delete_before=delete)
-        print_elsewhere(rewind_elsewhere(plan.run, plan.request, out=out, deployment=elsewhere[0], log=log_line), out)
-        return
     with bars() as shown:
-        rewound = rewind_run(
-            plan.run, plan.request, None if dry_run else out, purge=delete, watch=federation_bar(shown)
-        )
+        new_run = None if dry_run else out
+        rewound = rewind_run(plan.run, plan.request, new_run, purge=delete, watch=federation_bar(shown))
     if as_json:
         told = {"without": plan.settings.without, "first-contact": plan.contacts, "rounds-saved": plan.begin}
         told |= {"expected-saved": plan.expected, "rounds": plan.settings.rounds}
