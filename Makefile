@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FEDERATION := --data fashion-mini --clients 10 --split dirichlet:0.3 --fraction 1 --rounds 6 --batch-size 32 --threads 1 --workers 2
+SAMPLED := --data fashion-mini --clients 20 --split dirichlet:0.3 --fraction 0.1 --rounds 10 --threads 1 --workers 2
 
 .PHONY: help demo test types pytest test-slow benchmark clean
 
@@ -34,8 +35,13 @@ demo: $(STAMP)  ## forget a class and prove it, then a class and a client in a f
 	@echo "5. Compare with a federation that never saw a Dress"
 	$(BIN)/fedortho federate $(FEDERATION) --without class:Dress --out runs/demo-federation-retrained
 	$(BIN)/fedortho judge runs/demo-federation-forgot --reference runs/demo-federation-retrained --audit none
-	@echo "6. A client leaves, and what it brought is forgotten"
-	$(BIN)/fedortho forget runs/demo-federation-forgot client:4 --level hide --max-retain-drop 0.03 --audit none --out runs/demo-federation-left
+	@echo "6. A client leaves exactly: a federation that kept its rounds goes back to before it met the client"
+	$(BIN)/fedortho federate $(SAMPLED) --keep-rounds all --out runs/demo-rounds
+	$(BIN)/fedortho forget runs/demo-rounds client:11 --level exact --out runs/demo-rounds-left
+	@echo "7. Compare with a federation that never had the client: every byte of the model and of the log of rounds"
+	$(BIN)/fedortho federate $(SAMPLED) --without client:11 --out runs/demo-rounds-never
+	cmp runs/demo-rounds-left/model.safetensors runs/demo-rounds-never/model.safetensors
+	cmp runs/demo-rounds-left/rounds.json runs/demo-rounds-never/rounds.json
 	@echo "All requests are in the journal: fedortho journal show runs. The report: runs/demo-forgot/report.html"
 
 test: $(STAMP)  ## format, lint, types, tests and doctests: all that CI runs
