@@ -17,20 +17,25 @@ verdicts go to runs/erasing, one row each to benchmarks/results/erasing.json.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from manifest import DRAWN, MANIFEST, REPORTED, SEEDS, benchmark_parser, open_network, original_name, reference_names
 from result_files import add_row, read_results
+from torch import nn
 
+from fedortho.audits.judge import judge_case
+from fedortho.audits.measurements import MeasurementCache
 from fedortho.audits.verdict import Verdict
+from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import Busy, unknown
+from fedortho.evaluation.case import REFERENCES
 from fedortho.requests.comparing import Row, compare
-from fedortho.requests.judging import JudgeOptions, judge_run
-from fedortho.requests.references import find_references, reference_cost
+from fedortho.requests.references import case_of, find_references, reference_cost
+from fedortho.runs.run import Run, open_run
 from fedortho.storage.files import locked, read_json
 from fedortho.storage.records import to_json
 
@@ -42,6 +47,8 @@ METHODS = {"retrain": "retrain", "hide": "hide", "directions": "directions", "re
 METHODS |= {"regrow-all": "regrow"}  # the name of a row, and the method that makes its model
 SUMMARISED = ("outcome", "value", "limit", "unlearned", "original", "reference")  # of each audit
 ORDER = ("model", "seed", "request", "method")
+SHARED: dict[str, nn.Module] = {}  # models by digest
+CACHES: dict[tuple[str, int, str], MeasurementCache] = {}  # measurements by network, seed and class
 WHAT = "erasing a class: full audits of methods on test images, against retrained models"
 
 
@@ -108,14 +115,23 @@ def serve(cell: Cell, networks: Path, data_dir: str, out: Path) -> None:
     name, chosen = METHODS[cell.method], {METHODS[cell.method]: cell.settings}
     (made,) = compare(original, cell.request, [name], out=cell.place, settings=chosen, references=networks, data=data)
     references = find_references(original, ForgetRequest.parse(cell.request), networks, data_dir)
-    verdict = None
-    if any(reference.record.model.digest != made.weights for reference in references):
-        options = JudgeOptions(audit="full", references=networks, data_dir=data_dir, device="cpu")
-        verdict = judge_run(cell.place / name, cell.request, options, original=original, data=data)
+    others = [reference for reference in references if reference.record.model.digest != made.weights][: len(REFERENCES)]
+    verdict = judged(cell, open_run(cell.place / name), original, others, data) if others else None
     retraining = reference_cost(references[0], data).flops
     command = "python benchmarks/erasing.py --data-dir ../shared/data"
     add_row(out, row_of(cell, made, verdict, retraining), ORDER, order, WHAT, command)
     print(cell, verdict.label if verdict else "no second reference", flush=True)
+
+
+def judged(cell: Cell, run: Run, original: Run, references: list[Run], data: Dataset) -> Verdict:
+    """The full audits; what was measured on the original and the references serves all cells of a class."""
+    case = case_of(run, ForgetRequest.parse(cell.request), data, original, references)
+    shared = [SHARED.setdefault(each.record.model.digest, each.load_model()) for each in (original, *references)]
+    digests = {"before": original.record.model.digest, "after": run.record.model.digest}
+    digests |= {role: each.record.model.digest for role, each in zip(REFERENCES, references, strict=False)}
+    cache = CACHES.setdefault((cell.model, cell.seed, cell.request), MeasurementCache())
+    case = replace(case, original=shared[0], references=tuple(shared[1:]))
+    return judge_case(case, "full", cache=cache, method=cell.method, digests=digests)
 
 
 def row_of(cell: Cell, made: Row, verdict: Verdict | None, retraining: float) -> dict[str, Any]:
