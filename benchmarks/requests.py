@@ -22,15 +22,15 @@ import torch
 from forgetting import ledger_of
 from manifest import benchmark_parser, open_network, original_name
 from result_files import add_row
-from torch import nn
+from torch import Tensor, nn
 
 from fedortho.data.images import Dataset, evaluation_batches, images_from_tensors
 from fedortho.data.request import ForgetRequest, union_of
 from fedortho.devices import FlopCounter
 from fedortho.engines.central import central_engine
 from fedortho.engines.cost import flops_per_image
+from fedortho.engines.engine import Engine
 from fedortho.engines.query import Query, Selection, Statistic
-from fedortho.evaluation.accuracies import accuracies_of
 from fedortho.federated.server import train_federation
 from fedortho.federated.wire import count_bytes, pack_json, pack_observations
 from fedortho.methods import unlearn
@@ -38,6 +38,7 @@ from fedortho.methods.hide import Hide
 from fedortho.methods.method import ForgetResult, Method
 from fedortho.methods.paper import Paper
 from fedortho.models.norms import norms_behind
+from fedortho.models.predictions import accuracy
 from fedortho.models.zoo import build_model
 from fedortho.requests.comparing import compare
 from fedortho.runs.run import Run
@@ -88,10 +89,12 @@ def place_of_row(row: Mapping[str, Any]) -> list[str]:
     return [str(row[name]) for name in KEY]
 
 
-def served(method: Method, *about: Any, **more: Any) -> tuple[ForgetResult, Row]:
+def served(
+    method: Method, model: nn.Module, engine: Engine, request: str, forgotten: ForgetRequest | None = None
+) -> tuple[ForgetResult, Row]:
     """The result of a request, and its cost with the CPU seconds of this process."""
     started = time.process_time()
-    result = unlearn(*about, method, **more)
+    result = unlearn(model, engine, request, method, forgotten=forgotten)
     computed = {"request-flops": result.cost.request_flops, "cpu-seconds": time.process_time() - started}
     return result, to_json(result.cost) | computed
 
@@ -127,7 +130,7 @@ def repeated(run: Run, data: Dataset) -> Iterator[Row]:
     for label in range(5):
         request, earlier = ForgetRequest.parse(f"class:{label}"), union_of(done)
         engine, method = central_engine(model, data, ledger), Hide(max_retain_drop=0.02)
-        result, cost = served(method, model, engine, request, forgotten=earlier)
+        result, cost = served(method, model, engine, str(request), forgotten=earlier)
         done.append(request)
         started = time.process_time()
         with FlopCounter() as counter:
@@ -135,7 +138,7 @@ def repeated(run: Run, data: Dataset) -> Iterator[Row]:
         model, all_done = result.model, union_of(done)
         assert all_done is not None
         ledger = forget_lines(moved, all_done.split(data.train)[1])
-        forgotten = {str(old): accuracies_of(model, data, old).forget for old in done}
+        forgotten = {str(old): accuracy(model, old.split(data.test)[0]) for old in done}
         yield {
             "network": "vgg-mini",
             "method": "hide",
@@ -179,7 +182,7 @@ def bytes_of_client(model: nn.Module, ledger: Observation) -> dict[str, int]:
     assert ledger.kept is not None
     sites = ledger.kept.structure.sites("deep", "channel", "stream")
     peaks = ledger.among([key_of(site, "stream") for site in sites]).collapsed()
-    moments = {}
+    moments: dict[str, Tensor] = {}
     for norm in norms_behind(model, sites, torch.rand(2, 3, 32, 32)):
         values = model.get_buffer(f"{norm}.running_var").double().unsqueeze(0)
         moments |= {f"0:{norm}:{kind}": 40 * values for kind in ("mean", "square")}  # of 400 images of ten clients

@@ -22,7 +22,7 @@ from fedortho.storage.files import read_tensors, tensors_digest
 from fedortho.storage.records import from_json
 
 logger = logging.getLogger(__name__)
-KEPT_TRAINING, KEPT_VALIDATION = 450, 1150  # images whose activations are kept
+KEPT_TRAINING, KEPT_VALIDATION = 512, 1200  # images whose activations are kept
 LEAST_KEPT = 8  # kept images of a label by which its sums are moved; with fewer it is all kept images
 
 
