@@ -77,7 +77,8 @@ def calibrate(
 
     First the smallest ratio that reaches the target, or the `largest` within the budget, searched from `start`
     outwards. If that misses the other of the two, smaller ratios in growing steps, each finished by the least scrub
-    that reaches the target; in the end a scrub of the unpruned network, which edits the classifier alone.
+    that reaches the target; then a scrub of the unpruned network, which edits the classifier alone; then the ratios
+    that the steps left out.
     """
     trials = _Trials(runner, edit)
     if runner.is_parallel and ratios and not largest:  # in a federation the first edit that does is taken
@@ -96,7 +97,8 @@ def calibrate(
             return trial, trials.all
     if may_scrub and runner.classifier is not None:
         places = [place - step for step in (0, 1, 2, 4, 8, 16) if place >= step]
-        for ratio in [*(ratios[each] for each in places), UNPRUNED.ratio]:
+        rest = [each for each in range(place - 1, -1, -1) if each not in places]  # before the request is refused
+        for ratio in [*(ratios[each] for each in places), UNPRUNED.ratio, *(ratios[each] for each in rest)]:
             scrubbed = _scrubbed(trials, ratio)
             if scrubbed is not None and scrubbed.keeps(least_retain):
                 return scrubbed, trials.all
