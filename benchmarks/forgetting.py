@@ -11,6 +11,7 @@ benchmarks/results/forgetting-DATASET.json after each class.
 import copy
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from torch import nn
 
 from fedortho.data.images import Dataset, evaluation_batches
 from fedortho.data.request import ForgetRequest, union_of
-from fedortho.engines.central import CentralEngine, central_engine
+from fedortho.engines.central import central_engine
+from fedortho.engines.cost import flops_per_image
 from fedortho.evaluation.accuracies import accuracies_of
 from fedortho.methods.hide import Hide
 from fedortho.methods.paper import Paper
@@ -32,13 +34,14 @@ from fedortho.models.predictions import accuracy
 from fedortho.models.sites import find_sites
 from fedortho.models.split import Split, entry_inputs, find_split, run_tail, tail_model
 from fedortho.runs.run import Run
-from fedortho.statistics.ledger import load_ledger, write_ledger
+from fedortho.statistics.ledger import forget_lines, keep_activations, load_ledger, rebind_ledger, write_ledger
 from fedortho.statistics.observe import Observation
 from fedortho.unlearning.calibrate import Refused
 from fedortho.unlearning.plan import ForgetPlan
 
 HERE = Path(__file__).parent
 PAPER_EDIT = Hide(edit="conv", tap="conv", spread="equal", alpha=0.5, repair=False, scrub=False)  # that of Paper, tried
+METHODS = ("original", "hide", "paper", "paper, best ratio")
 PAPER_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
 
 
@@ -57,7 +60,6 @@ def main(words: list[str] | None = None) -> None:
     saved = json.loads(out.read_text()) if out.exists() else {}
     rows: list[dict[str, Any]] = saved.get("rows", [])
     more: dict[str, list[dict[str, Any]]] = {key: saved.get(key, []) for key in ("timing", "sequence", "samples")}
-    done = {(row["model"], row["variant"], row["class"]) for row in rows}
 
     def name(model: str, variant: str) -> str:
         return original_name(model, arguments.seed, variant, arguments.dataset)
@@ -68,9 +70,10 @@ def main(words: list[str] | None = None) -> None:
         data = run.load_data(arguments.data_dir)
         ledger, test = ledger_of(run, data), CachedTest(run.load_model(), data)
         for label in map(int, arguments.classes.split(",")):
-            if (model, variant, label) not in done:
-                about = {"model": model, "variant": variant, "class": label}
-                rows += measure(run, data, ledger, test, arguments.max_retain_drop, about)
+            about = {"model": model, "variant": variant, "class": label}
+            known = {row["method"] for row in rows if about.items() <= row.items()}
+            if new := measure(run, data, ledger, test, arguments.max_retain_drop, about, known):
+                rows = sorted(rows + new, key=place_of_row)
                 save(out, arguments.dataset, rows, more)
     for model, variant in pairs:
         if variant == "none":
@@ -83,6 +86,10 @@ def main(words: list[str] | None = None) -> None:
                     {"model": model, "variant": variant} | row for row in measured(run, data, ledger_of(run, data))
                 ]
                 save(out, arguments.dataset, rows, more)
+
+
+def place_of_row(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["model"] != "vgg-mini", row["variant"] == "none", row["class"], METHODS.index(row["method"])
 
 
 def save(out: Path, dataset: str, rows: list[dict[str, Any]], more: dict[str, list[dict[str, Any]]]) -> None:
@@ -118,12 +125,15 @@ def sequence(run: Run, data: Dataset, ledger: Observation) -> list[dict[str, Any
     for label in range(5):
         request, before = ForgetRequest.parse(f"class:{label}"), union_of(done)
         try:
-            outcome = Hide(max_retain_drop=0.02).plan(model, CentralEngine(data), request, before)
+            outcome = Hide(max_retain_drop=0.02).plan(model, central_engine(model, data, ledger), request, before)
         except Refused as refusal:
             rows.append({"request": str(request), "refused": str(refusal)})
             break
         start = accuracies_of(model, data, request, forgotten=before)
-        model = outcome.patch.apply(model)
+        edited = outcome.patch.apply(model)
+        stays = (request if before is None else before + request).split(data.train)[1]
+        ledger = forget_lines(rebind_ledger(ledger, model, edited, data.train), stays)
+        model = edited
         end = accuracies_of(model, data, request, forgotten=before)
         done.append(request)
         forgotten = {str(old): accuracies_of(model, data, old).forget for old in done}
@@ -175,16 +185,20 @@ class CachedTest:
 def ledger_of(run: Run, data: Dataset) -> Observation:
     path, model = run.path / "ledger.safetensors", run.load_model()
     if not path.exists():
-        write_ledger(path, model, data.train)
+        write_ledger(path, model, data.train, valid=data.valid)
     ledger = load_ledger(path, model)
     assert ledger is not None, "these networks have deep layers"
+    if ledger.kept is None:  # written before activations were kept
+        kept = keep_activations(model, data.train, data.valid)
+        forward = flops_per_image(model, data.train.shape)[0]
+        ledger = replace(ledger, kept=replace(kept, flops=float(forward * (ledger.images + len(kept.rows)))))
     return ledger
 
 
 def measure(
-    run: Run, data: Dataset, ledger: Observation, test: CachedTest, drop: float, about: dict[str, Any]
+    run: Run, data: Dataset, ledger: Observation, test: CachedTest, drop: float, about: dict[str, Any], known: set[str]
 ) -> list[dict[str, Any]]:
-    """One row per method for one class; `drop` is the largest loss of retain accuracy."""
+    """One row per method that is not known, for one class; `drop` is the largest loss of retain accuracy."""
     model, request = run.load_model(), ForgetRequest.parse(f"class:{about['class']}")
 
     def attempt(settings: Hide | Paper) -> dict[str, Any]:
@@ -196,13 +210,18 @@ def measure(
         edited = outcome.patch.apply(model)
         return summary(outcome) | test.accuracies(edited, request) | attacked(edited, data, request)
 
-    original = test.accuracies(model, request) | {"before": run.record.model.digest}
-    rows = [about | {"method": "original"} | original]
-    rows.append(about | {"method": "hide"} | attempt(Hide(max_retain_drop=drop)))
-    rows.append(about | {"method": "paper"} | attempt(Paper()))
-    best = best_ratio(model, data, request, ledger, drop)
-    result = {"refused": "no ratio keeps the budget"} if best is None else attempt(replace(Paper(), ratio=best))
-    rows.append(about | {"method": "paper, best ratio", "ratio": best} | result)
+    def best_paper() -> dict[str, Any]:
+        best = best_ratio(model, data, request, ledger, drop)
+        result = {"refused": "no ratio keeps the budget"} if best is None else attempt(replace(Paper(), ratio=best))
+        return {"ratio": best} | result
+
+    steps: dict[str, Callable[[], dict[str, Any]]] = {
+        "original": lambda: test.accuracies(model, request) | {"before": run.record.model.digest},
+        "hide": lambda: attempt(Hide(max_retain_drop=drop)),
+        "paper": lambda: attempt(Paper()),
+        "paper, best ratio": best_paper,
+    }
+    rows = [about | {"method": name} | step() for name, step in steps.items() if name not in known]
     for row in rows:
         print(
             {key: row.get(key) for key in (*about, "method", "forget", "retain", "forget_bn", "retain_bn")}, flush=True

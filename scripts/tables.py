@@ -254,6 +254,36 @@ def published() -> str:
     return grid(header, rows) + origin(result)
 
 
+def requests() -> str:
+    """What a class request costs by each method, means over the classes that were measured."""
+    result, rows = read("requests"), []
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for row in result["rows"]:
+        request = row["request"] if row["part"] == "repeated" else ""
+        groups.setdefault((row["network"], f"{row['method']} {request}".strip(), row["part"]), []).append(row)
+    for (network, method, _), found in groups.items():
+        costs = [row["cost"] for row in found]
+
+        def cell(key: str, scale: float, digits: int, costs: list[dict[str, Any]] = costs) -> str:
+            return f"{mean(cost[key] for cost in costs) / scale:,.{digits}f}" if key in costs[0] else "–"
+
+        memory = f"{mean(row['memory'] for row in found):.2f}" if "memory" in found[0] else "–"
+        kept = f"{found[0]['ledger-flops'] / 1e9:,.1f}" if "ledger-flops" in found[0] else "–"
+        counted = [cell("flops", 1e9, 1), cell("request-flops", 1e9, 1), kept]
+        read_ = [cell("images-read", 1, 0), cell("bytes-up", 1e3, 1)]
+        seconds = "computed" if found[0].get("computed") else cell("cpu-seconds", 1, 1)
+        rows.append([network, method, seconds, *counted, *read_, memory])
+    header = [
+        "network",
+        "method",
+        "CPU seconds",
+        "GFLOPs, everything counted",
+        "kept by everybody",
+        "to keep the ledger",
+    ]
+    return grid([*header, "images read", "kB up", "memory / forward pass"], rows) + origin(result)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "orthogonality": orthogonality,
     "overhead": overhead,
@@ -268,6 +298,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "comparison-small": comparison_small,
     "searches": searches,
     "costs": costs,
+    "requests": requests,
     "cheaper": cheaper_sentences,
     "verdicts": verdicts,
     "verdicts-each": verdicts_each,

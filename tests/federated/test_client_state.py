@@ -169,7 +169,8 @@ def test_the_ledger_of_a_client_has_no_sums_of_forgotten_images(client: ClientSt
     send_patch(client, model, "class:dog")
     tensors, _ = read_tensors(client.ledger_path)
     assert tensors["counts"].tolist() == [0, len(client.images().train), 0, 0]
-    assert not any(bool(value[3].any()) for name, value in tensors.items() if name != "counts")
+    assert not any(bool(value[3].any()) for name, value in tensors.items() if name.startswith("sums."))
+    assert set(tensors["kept.labels"].tolist()) == {1}, "nor activations of them, for training or validation"
 
 
 def test_a_file_with_another_model_is_refused_and_a_lost_one_is_missed(client: ClientState) -> None:

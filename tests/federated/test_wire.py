@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,15 +12,20 @@ from fedortho.data.images import made_images
 from fedortho.data.request import ForgetRequest
 from fedortho.engines.query import Query, Selection, Statistic
 from fedortho.engines.training_plan import PlanPart, TrainingPlan
+from fedortho.errors import FedOrthoError
 from fedortho.federated.messages import ModelReply, Observe, TaskInfo, TrainLocal
 from fedortho.federated.wire import (
+    BITS,
+    BITS_OF,
     BadReply,
     count_bytes,
+    from_wire,
     pack,
     pack_json,
     pack_observations,
     pack_queries,
     pack_training_plan,
+    to_wire,
     unpack,
     unpack_json,
     unpack_observations,
@@ -109,6 +115,37 @@ def test_an_observation_of_no_images_has_no_tensors_and_is_told_from_a_missing_o
     assert found.images == 5
     with pytest.raises(BadReply, match="selection 0 has no counts"):
         unpack_observations(tensors, queries)
+
+
+@pytest.mark.parametrize("kind", ["peaks", "moments", "right"])
+def test_sums_of_clients_add_up_to_the_stated_precision_in_any_order(kind: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    clients = [torch.randn(1, 500, dtype=torch.float64, generator=generator) * 300 for _ in range(7)]
+    clients = [each.round() for each in clients] if kind == "right" else clients
+    queries = [Query((Selection(),), Statistic(kind))]
+
+    def total(order: Sequence[int]) -> torch.Tensor:
+        added = torch.zeros(1, 500, dtype=torch.float64)
+        for client in order:
+            seen = Observation({"0": clients[client]}, torch.tensor([5]))
+            sent, _ = pack_observations([[seen]], queries)
+            assert sent["0.0.sums.0"].dtype == torch.int32
+            ((found,),) = unpack_observations(sent, queries)
+            assert found is not None
+            added += found.sums["0"]
+        return added
+
+    assert torch.equal(total(range(7)), total([4, 2, 6, 0, 5, 1, 3])), "bit for bit"
+    error = (total(range(7)) - torch.stack(clients).sum(0)).abs().max()
+    assert float(error) <= 7 * 2.0 ** -(BITS_OF.get(kind, BITS) + 1)
+
+
+def test_large_sums_take_more_bytes_and_those_beyond_the_wire_are_refused() -> None:
+    assert to_wire(torch.tensor([1e5]), "peaks").dtype == torch.int64
+    with pytest.raises(FedOrthoError, match="beyond the range"):
+        to_wire(torch.tensor([float("inf")]), "peaks")
+    with pytest.raises(BadReply, match="no integers"):
+        from_wire(torch.tensor([1.0]), "peaks")
 
 
 def test_bytes_are_those_of_the_arrays_and_a_little_more() -> None:

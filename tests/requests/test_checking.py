@@ -14,7 +14,6 @@ from fedortho.methods.directions import Directions
 from fedortho.methods.hide import Hide
 from fedortho.methods.method import Method
 from fedortho.methods.paper import Paper
-from fedortho.unlearning.plan import Effect
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # torch's own
 FIXED: dict[str, Method] = {
@@ -76,7 +75,7 @@ def test_a_result_says_what_pruning_did_and_what_the_classifier_did(stripes: Dat
     model = fo.fit(SERVED["bf16"](), stripes.train, fo.Recipe(epochs=3, batch_size=8, crop=0, ortho=0.0))
     before = fo.evaluate(model, mine).accuracy
     pruned = fo.forget(model, stripes, "class:1", Hide(ratio=0.25, trial_images=0))
-    assert pruned.plan.effect == Effect(before, fo.evaluate(pruned.model, mine).accuracy, None)
+    assert pruned.plan.effect is None, "nothing is tried where the ratio is given"
     both = fo.forget(model, stripes, "class:1", Hide(target=0.0, trial_images=0, max_retain_drop=1.0))
     assert both.plan.effect.before == before
     last = both.plan.effect.pruned if both.plan.effect.scrubbed is None else both.plan.effect.scrubbed

@@ -2,10 +2,11 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from fedortho.data.images import Images, evaluation_batches
 from fedortho.devices import FlopCounter, sum_dtype
@@ -15,12 +16,13 @@ from fedortho.engines.query import Statistic
 from fedortho.models.capture import capture
 from fedortho.models.classifier import classifier_inputs
 from fedortho.models.norms import estimate_norms, norm_sums
-from fedortho.models.patch import edit_in_place
-from fedortho.models.sites import Site, find_sites
-from fedortho.models.split import Split, entry_inputs, find_split, run_tail, tail_model
+from fedortho.models.patch import Patch, edit_in_place
+from fedortho.models.sites import Site, trace_structure
+from fedortho.models.split import Split, find_split, image_activations, run_tail, tail_model
 from fedortho.statistics.gram import gram_sums
-from fedortho.statistics.observe import Observation, key_of, observe, weighted_difference
+from fedortho.statistics.observe import Kept, Observation, key_of, observe, steady_order, weighted_difference
 from fedortho.statistics.responses import response_sums
+from fedortho.storage.files import tensors_digest
 from fedortho.training.loop import fit
 from fedortho.training.objectives import LOSSES
 from fedortho.training.recipe import Recipe
@@ -31,10 +33,15 @@ class AnswerCache:
     """What was computed for one model and is used again."""
 
     ledger: Observation | None = None
-    tails: dict[tuple[object, ...], "CachedTail"] | None = None  # None: nothing is cached
-    observed: dict[tuple[object, ...], Observation] | None = None
+    tails: dict[tuple[object, ...], "CachedTail"] = field(default_factory=dict)
+    observed: dict[tuple[object, ...], Observation] = field(default_factory=dict)
     tally: Tally = field(default_factory=Tally)
     is_charged: bool = False  # whether the FLOPs that made the ledger are in the tally
+    features: dict[tuple[object, ...], Tensor] = field(default_factory=dict)  # inputs of the classifier
+
+    @property
+    def kept(self) -> Kept | None:
+        return None if self.ledger is None else self.ledger.kept
 
 
 @dataclass(frozen=True)
@@ -49,10 +56,16 @@ class QueryContext:
 
     def sites(self) -> list[Site]:
         """The sites that the statistic names."""
-        which = (self.statistic.layers, self.statistic.edit, self.statistic.tap)
-        return find_sites(self.model, self.train.shape, *which)
+        kept = self.cache.kept
+        structure = trace_structure(self.model, self.train.shape) if kept is None else kept.structure
+        return structure.sites(*self.which)
+
+    @property
+    def which(self) -> tuple[str, str, str]:
+        return self.statistic.layers, self.statistic.edit, self.statistic.tap
 
 
+DEEP = ("deep", "channel", "stream")  # the layers before which a ledger keeps activations
 AnswerFunction = Callable[[QueryContext, Images], Observation]
 
 
@@ -112,26 +125,28 @@ def _peaks(context: QueryContext, images: Images) -> Observation:
         return (*keys, images.rows.numpy().tobytes())
 
     def look(images: Images) -> Observation:
-        if observed is not None and key(images) in observed:
-            return observed[key(images)]
-        seen = observe(context.model, images, taps, classes=context.train.classes, device=context.device)
-        tally.images_read += len(images)
-        if observed is not None:
-            observed[key(images)] = seen
-        return seen
+        if key(images) not in observed:
+            classes, device = context.train.classes, context.device
+            observed[key(images)] = observe(context.model, images, taps, classes=classes, device=device)
+            tally.images_read += len(images)
+        return observed[key(images)]
 
     if not bool(torch.isin(images.rows, context.train.rows).all()):  # validation images are in no ledger
         return look(images)
     if ledger is None or any(key not in ledger.sums or key in ledger.stale for key in keys):
         counts = torch.bincount(context.train.labels, minlength=context.train.classes)
+        if context.statistic.sample:
+            images = images.subset(steady_order(images.rows, 0)[: context.statistic.sample].sort().values)
         left, _ = _left_to_observe(counts, context.train, images)
-        new = 0 if observed is not None and key(left) in observed else len(left)
+        new = 0 if key(left) in observed else len(left)
         with FlopCounter() as counter:
             seen = look(images)
         tally.kept_flops += counter.flops * (1 - new / max(len(images), 1))
         return seen
     if not context.cache.is_charged:
-        spent = float(flops_per_image(context.model, context.train.shape)[0] * ledger.images)
+        kept = context.cache.kept
+        per_image = 0 if kept else flops_per_image(context.model, context.train.shape)[0]
+        spent = kept.flops if kept else float(per_image * ledger.images)
         tally.flops, tally.kept_flops, context.cache.is_charged = tally.flops + spent, tally.kept_flops + spent, True
     return _from_ledger(ledger.among(keys), context.train, images, look)
 
@@ -164,17 +179,35 @@ def _from_ledger(
 
 
 def _tail(context: QueryContext, images: Images) -> CachedTail:
-    """The cached activations before the first layer that candidates edit."""
-    key = (context.statistic.layers, context.statistic.edit, context.statistic.tap, images.rows.numpy().tobytes())
-    if context.cache.tails is not None and key in context.cache.tails:
-        return context.cache.tails[key]
-    inputs = images.normalise(images.pixels[images.rows].to(context.device))
-    split = find_split(context.model, context.sites(), inputs[:2])
-    found = CachedTail(split, entry_inputs(context.model, split, inputs))
-    context.cache.tally.images_read += len(images)
-    if context.cache.tails is not None:
-        context.cache.tails[key] = found
-    return found
+    """The activations before the first layer that candidates edit: those kept with the ledger, the others computed."""
+    key = (*context.which, images.rows.numpy().tobytes())
+    if key not in context.cache.tails:
+        kept = context.cache.kept if context.which == DEEP else None
+        if kept is None:
+            example = images.normalise(images.pixels[images.rows[:2]].to(context.device))
+            found = find_split(context.model, context.sites(), example)
+            inputs = image_activations(context.model, found, images, context.device)
+            context.cache.tally.images_read += len(images)
+            context.cache.tails[key] = CachedTail(found, inputs)
+        else:
+            context.cache.tails[key] = CachedTail(kept.split, _kept_inputs(context, kept, images))
+    return context.cache.tails[key]
+
+
+def _kept_inputs(context: QueryContext, kept: Kept, images: Images) -> Tensor:
+    """Kept activations, and those computed of the other images."""
+    places = kept.places(images.rows)
+    missing = images.subset(places < 0)
+    if not len(missing):
+        return kept.inputs[places].to(context.device).float()
+    read = image_activations(context.model, kept.split, missing, context.device)
+    context.cache.tally.images_read += len(missing)
+    inputs = read.new_empty(len(images), *read.shape[1:])
+    inputs[(places < 0).nonzero().flatten().to(read.device)] = read
+    known = (places >= 0).nonzero().flatten()
+    if len(known):
+        inputs[known.to(read.device)] = kept.inputs[places[known]].to(read)
+    return inputs
 
 
 def _tried(context: QueryContext, images: Images) -> Iterator[tuple[int, nn.Module, CachedTail]]:
@@ -185,15 +218,49 @@ def _tried(context: QueryContext, images: Images) -> Iterator[tuple[int, nn.Modu
 
 
 def _right(context: QueryContext, images: Images) -> Observation:
-    """Correct predictions of each candidate, by label."""
-    nothing = torch.zeros(context.train.classes, 1, dtype=torch.float64)
-    sums = {f"{number}": nothing for number in range(len(context.statistic.patches))}
-    for number, twin, tail in _tried(context, images):
-        with torch.no_grad():
-            answers = run_tail(twin, tail.split, tail.inputs).argmax(1).cpu()
-        right = torch.bincount(images.labels[answers == images.labels], minlength=context.train.classes)
-        sums[f"{number}"] = right.double().unsqueeze(1)  # on the CPU
+    """Correct answers of each candidate, by label, and where their correctness differs from the first candidate's."""
+
+    def counted(which: Tensor) -> Tensor:
+        return torch.bincount(images.labels[which], minlength=context.train.classes).double().unsqueeze(1)  # on the CPU
+
+    sums: dict[str, Tensor] = {}
+    first = None
+    for number, patch in enumerate(context.statistic.patches):
+        right = _is_right(context, images, patch)
+        first = right if first is None else first
+        sums |= {f"{number}": counted(right), f"{number}:changed": counted(right != first)}
     return Observation(sums, torch.bincount(images.labels, minlength=context.train.classes))
+
+
+def _is_right(context: QueryContext, images: Images, patch: Patch) -> Tensor:
+    """Of each image whether a candidate's answer is right; what the unedited model answers is kept for some images."""
+    kept = context.cache.kept
+    if not len(images):
+        return torch.zeros(0, dtype=torch.bool)
+    if kept is not None and not patch.names() and bool(((places := kept.places(images.rows)) >= 0).all()):
+        return kept.right[places]
+    if not context.statistic.classifier:
+        tail = _tail(context, images)
+        with torch.no_grad():
+            outputs = run_tail(edit_in_place(tail_model(context.model, tail.split), patch), tail.split, tail.inputs)
+    else:
+        weight, bias = (f"{context.statistic.classifier}.{name}" for name in ("weight", "bias"))
+        body = replace(patch, replaced={name: t for name, t in patch.replaced.items() if name not in (weight, bias)})
+        state = {**context.model.state_dict(), **patch.replaced}
+        rows, shift = (state[name].float().cpu() if name in state else None for name in (weight, bias))
+        outputs = functional.linear(_features(context, images, body), rows, shift)  # type: ignore[arg-type]  # it has rows
+    return outputs.argmax(1).cpu() == images.labels
+
+
+def _features(context: QueryContext, images: Images, body: Patch) -> Tensor:
+    """The classifier's inputs, (n, features), behind a candidate that leaves the classifier as it is; computed once."""
+    key = (tensors_digest(body.packed()[0]), context.statistic.classifier, images.rows.numpy().tobytes())
+    if key not in context.cache.features:
+        tail = _tail(context, images)
+        twin = edit_in_place(tail_model(context.model, tail.split), body)
+        found = classifier_inputs(twin, tail.split, context.statistic.classifier, tail.inputs)
+        context.cache.features[key] = found
+    return context.cache.features[key]
 
 
 def _moments(context: QueryContext, images: Images) -> Observation:
@@ -236,8 +303,8 @@ def _classifier_inputs(context: QueryContext, images: Images) -> Observation:
     sums = {
         f"{number}:{kind}": nothing for number in range(len(context.statistic.patches)) for kind in ("sum", "square")
     }
-    for number, twin, tail in _tried(context, images):
-        given = classifier_inputs(twin, tail.split, context.statistic.classifier, tail.inputs)
+    for number, patch in enumerate(context.statistic.patches if len(images) else ()):
+        given = _features(context, images, patch).double()  # on the CPU
         sums[f"{number}:sum"] = given.sum(0, keepdim=True)
         sums[f"{number}:square"] = given.square().sum(0, keepdim=True)
     return Observation(sums, torch.tensor([len(images)]))

@@ -1,6 +1,6 @@
 """The engine with all images in one place."""
 
-import copy
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -15,6 +15,7 @@ from fedortho.engines.engine import EngineInfo, Tally
 from fedortho.engines.query import Query, Selection
 from fedortho.engines.training_plan import TrainingPlan, as_training_plan
 from fedortho.errors import BadData
+from fedortho.models.split import on_device
 from fedortho.models.zoo import reinitialised
 from fedortho.statistics.observe import Observation
 from fedortho.storage.files import tensors_digest
@@ -37,13 +38,19 @@ class CentralEngine:
     def __post_init__(self) -> None:
         self._digest, self._memory = "", AnswerCache()
         self._model: nn.Module | None = None
+        self._given: Callable[[], nn.Module | None] = lambda: None
+        self._written: tuple[tuple[int, int], ...] = ()
 
     @cached_property
     def info(self) -> EngineInfo:
         train = self.data.train
         rows = tensors_digest({"rows": train.rows, "labels": train.labels})
         digest = f"{self.data.digest}:{rows}:{train.input_digest}"
-        return EngineInfo(train.names, train.shape, digest, has_ledger=self.ledger is not None, build=self.build)
+        structure = self.ledger.kept.structure if self.ledger is not None and self.ledger.kept is not None else None
+        has_ledger = self.ledger is not None
+        return EngineInfo(
+            train.names, train.shape, digest, has_ledger=has_ledger, build=self.build, structure=structure
+        )
 
     def fit(
         self, model: nn.Module, what: Selection | TrainingPlan, recipe: Recipe, *, trainable: Mask | None = None
@@ -81,12 +88,18 @@ class CentralEngine:
         return group.select(getattr(self.data, group.split), self.clients)
 
     def _remembered(self, model: nn.Module) -> tuple[nn.Module, AnswerCache]:
-        """A copy of the model on the engine's device, and what is known of it from earlier asks."""
-        digest = tensors_digest(model.state_dict())
+        """The model on the engine's device, a copy if need be, and what is known of it from earlier asks."""
+        state = model.state_dict()
+        # the same model, whose tensors no operation has written to since, has the same digest
+        written = tuple((tensor.data_ptr(), tensor._version) for tensor in state.values())
+        if self._model is not None and self._given() is model and written == self._written:
+            return self._model, self._memory
+        digest = tensors_digest(state)
         if digest != self._digest or self._model is None:
             ledger = self.ledger if self.ledger is not None and self.ledger.model == digest else None
             self._digest, self._memory = digest, AnswerCache(ledger, {}, {}, self.tally)
-            self._model = copy.deepcopy(model).to(self.device).eval()
+            self._model = on_device(model, self.device)
+        self._given, self._written = weakref.ref(model), written
         return self._model, self._memory
 
 

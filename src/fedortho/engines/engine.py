@@ -10,6 +10,7 @@ from fedortho.data.request import ForgetRequest
 from fedortho.engines.query import Query, Selection
 from fedortho.engines.training_plan import TrainingPlan
 from fedortho.errors import FedOrthoError
+from fedortho.models.sites import Structure
 from fedortho.statistics.observe import Observation
 from fedortho.training.loop import Mask
 from fedortho.training.recipe import Recipe
@@ -43,6 +44,7 @@ class EngineInfo:
     has_ledger: bool = False  # sums over all training images are stored for the layers that it covers
     parallel_trials: int = 1  # how many candidates are best tried in one query
     build: Callable[[int], nn.Module] | None = None  # from a seed to a network with new weights
+    structure: Structure | None = None  # of the network, where it was kept with the ledger
 
 
 class Engine(Protocol):

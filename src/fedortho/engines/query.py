@@ -8,6 +8,7 @@ from fedortho.data.images import Images
 from fedortho.data.request import Clients, ForgetRequest
 from fedortho.errors import unknown
 from fedortho.models.patch import NOTHING, Patch
+from fedortho.statistics.observe import steady_order
 from fedortho.training.objectives import LOSSES
 
 
@@ -20,6 +21,8 @@ class Selection:
     exclude: ForgetRequest | None = None  # None: none
     limit: int = 0  # at most so many, drawn by the seed; 0: all
     seed: int = 0
+    skip: int = 0  # steady: less so many that are drawn first
+    steady: bool = False  # each row has its own place in the order of drawing, whatever else is selected
 
     def select(self, images: Images, clients: Clients | None = None) -> Images:
         """The selected images, among those of the split."""
@@ -28,7 +31,10 @@ class Selection:
         )
         if self.exclude is not None:
             chosen &= ~self.exclude.mask(images, clients)
-        return draw(images.subset(chosen), self.limit, self.seed)
+        selected = images.subset(chosen)
+        if not self.steady:
+            return draw(selected, self.limit, self.seed)
+        return selected.subset(steady_order(selected.rows, self.seed)[self.skip : self.limit or None].sort().values)
 
     def without(self, forgotten: ForgetRequest | None) -> "Selection":
         """The same images less those that earlier requests have removed."""
@@ -42,8 +48,8 @@ class Selection:
             None if request is None else request.on_client(client) for request in (self.include, self.exclude)
         )
         holders = (self.include and self.include.holders()) or share
-        limit = max(-(-self.limit // min(share, holders)), least) if self.limit else 0
-        return replace(self, include=include, exclude=exclude, limit=limit)
+        limit, skip = (max(-(-n // min(share, holders)), least) if n else 0 for n in (self.limit, self.skip))
+        return replace(self, include=include, exclude=exclude, limit=limit, skip=skip)
 
 
 def draw(images: Images, most: int, seed: int) -> Images:
@@ -70,7 +76,8 @@ class Statistic:
     tap: str = "stream"
     patches: tuple[Patch, ...] = (NOTHING,)  # candidates
     norms: tuple[str, ...] = ()  # moments: batch norms to estimate; layer: the one whose input is summed
-    classifier: str = ""  # inputs: the layer
+    classifier: str = ""  # inputs: the layer; right: the layer in which candidates of one body differ
+    sample: int = 0  # peaks: images of a selection that are read where no ledger has its sums; 0: all
     by_label: bool = False  # right, peaks, averages: a row for each label
     batch_size: int = 64  # fisher, gradient: images whose mean loss is derived; drift: images per step
     loss: str = "cross-entropy"  # fisher, gradient: one of LOSSES

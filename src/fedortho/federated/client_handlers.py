@@ -96,7 +96,7 @@ def keep_model(state: ClientState, tensors: Tensors, order: messages.KeepModel) 
     train = state.images().train
     if len(train) and order.write_ledger:
         device = choose_device(state.settings.device)
-        write_ledger(state.ledger_path, model.to(device), train, device=device)
+        write_ledger(state.ledger_path, model.to(device), train, valid=state.images().valid, device=device)
     return {}, messages.ModelReply(state.client, state.record.model)
 
 

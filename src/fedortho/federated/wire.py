@@ -24,8 +24,11 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound=WireMessage)
 Json = Mapping[str, Any]
 Tensors = Mapping[str, Tensor]
-# float32 suffices for these sums; moments are subtracted from one another and need float64
-FLOAT32 = ("peaks", "difference", "averages", "gram", "fisher", "fisher-abs", "gradient")
+# Sums travel as whole multiples of 2^-bits, so that their total does not depend on the order of clients.
+# Gradients range over too many magnitudes and stay float32.
+FLOAT32 = ("fisher", "fisher-abs", "gradient", "drift")
+BITS = 16  # of a sum's fraction, unless BITS_OF says otherwise
+BITS_OF = {"right": 0, "moments": 18, "layer": 18, "inputs": 18}  # moments are subtracted from one another
 NO_DIGESTS = PatchInfo("", "")  # of candidates
 
 
@@ -134,6 +137,30 @@ def unpack_training_plan(
     return replace(plan, parts=tuple(parts), teachers=teachers)
 
 
+def to_wire(sums: Tensor, kind: str) -> Tensor:
+    """Sums of a statistic as they travel: integers, the smallest type that holds them; see BITS.
+
+    >>> to_wire(torch.tensor([0.5, -2.0]), "peaks")
+    tensor([  32768, -131072], dtype=torch.int32)
+    """
+    if kind in FLOAT32:
+        return sums.float()
+    whole = (sums.double() * 2.0 ** BITS_OF.get(kind, BITS)).round()
+    if not bool((whole.abs() < 2**53).all()):
+        raise FedOrthoError(f"a sum of {kind} is not finite or beyond the range of the wire")
+    narrow = not whole.numel() or float(whole.abs().max()) < 2**31
+    return whole.to(torch.int32 if narrow else torch.int64)
+
+
+def from_wire(sums: Tensor, kind: str) -> Tensor:
+    """The sums that `to_wire` has made integers of, float64."""
+    if kind in FLOAT32:
+        return sums.double()
+    if sums.is_floating_point():
+        raise BadReply(f"its sums of {kind} are no integers")
+    return sums.double() / 2.0 ** BITS_OF.get(kind, BITS)
+
+
 def pack_observations(
     observed: Sequence[Sequence[Observation]], queries: Sequence[Query]
 ) -> tuple[dict[str, Tensor], tuple[tuple[int, int], ...]]:
@@ -141,13 +168,13 @@ def pack_observations(
     tensors: dict[str, Tensor] = {}
     empty = []
     for number, (observations, query) in enumerate(zip(observed, queries, strict=True)):
-        dtype = torch.float32 if query.statistic.kind in FLOAT32 else torch.float64
         for place, observation in enumerate(observations):
             if not observation.images:
                 empty.append((number, place))
                 continue
             start = f"{number}.{place}."
-            tensors |= prefixed(f"{start}sums.", {key: value.to(dtype) for key, value in observation.sums.items()})
+            sums = {key: to_wire(value, query.statistic.kind) for key, value in observation.sums.items()}
+            tensors |= prefixed(f"{start}sums.", sums)
             tensors[f"{start}counts"] = observation.counts
     return tensors, tuple(empty)
 
@@ -163,7 +190,8 @@ def unpack_observations(
         part = below(f"{number}.{place}.", tensors)
         if "counts" not in part:
             raise BadReply(f"query {number}, selection {place} has no counts")
-        sums = {key: value.double() for key, value in below("sums.", part).items()}
+        kind = queries[number].statistic.kind
+        sums = {key: from_wire(value, kind) for key, value in below("sums.", part).items()}
         is_finite = all(bool(torch.isfinite(value).all()) for value in sums.values())
         if not is_finite or bool((part["counts"] < 0).any()):
             raise BadReply(f"query {number}, selection {place} has a sum that is not finite or a negative count")

@@ -36,7 +36,7 @@ from fedortho.methods.scrub import SCRUB
 from fedortho.methods.ssd import SSD
 from fedortho.methods.subspace import Subspace
 from fedortho.methods.unsir import UNSIR
-from fedortho.models.patch import patch_between
+from fedortho.models.patch import edit_model, patch_between
 from fedortho.models.prepare import prepare_model, released
 from fedortho.models.zoo import check_output
 from fedortho.statistics.observe import Observation
@@ -136,7 +136,7 @@ def unlearn(
     if isinstance(method, PlanningMethod):
         with Meter(engine, forgotten) as meter:
             found = method.plan(model, meter, request, forgotten)
-        edited = found.patch.apply(model)
+        edited = edit_model(model, found.patch)  # the patch was bound to this model just now
         return ForgetResult(*about, edited, found.patch, meter.cost(), found)
     with Meter(engine, forgotten) as meter:
         edited = method(model, meter, request)

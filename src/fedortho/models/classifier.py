@@ -20,7 +20,7 @@ def find_classifier(model: nn.Module, classes: int, example: Tensor) -> str | No
 
 
 def classifier_inputs(twin: nn.Module, split: Split, classifier: str, cached: Tensor) -> Tensor:
-    """The inputs of the classifier, (n, features), float64 on the CPU."""
+    """The inputs of the classifier, (n, features), on the CPU."""
     with torch.no_grad(), capture(twin, [classifier], lambda given: given, inputs=True) as seen:
         run_tail(twin, split, cached)
-    return torch.cat(seen[classifier]).cpu().double()
+    return torch.cat(seen[classifier]).cpu()

@@ -1,6 +1,5 @@
 """Batch norms: which ones keep statistics, which ones an edit reaches, and estimating their statistics again."""
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fedortho.models.capture import capture
-from fedortho.models.sites import Site
+from fedortho.models.sites import Site, silent
 from fedortho.models.split import BATCH, Split, run_tail
 
 LEAST = 8  # images in a last, smaller batch; fewer are left out
@@ -16,12 +15,10 @@ LEAST = 8  # images in a last, smaller batch; fewer are left out
 
 def norms_behind(model: nn.Module, sites: Sequence[Site], example: Tensor) -> list[str]:
     """Batch norms whose input an edit of these sites can change, found by silencing them all."""
-    silent = copy.deepcopy(model)
-    for layer in (layer for site in sites for layer in site.layers):
-        for parameter in silent.get_submodule(layer.norm or layer.name).parameters(recurse=False):
-            nn.init.zeros_(parameter)
     norms = batch_norms(model)
-    before, after = (_inputs(network, norms, example) for network in (model, silent))
+    before = _inputs(model, norms, example)
+    with silent(model, (layer for site in sites for layer in site.layers)):
+        after = _inputs(model, norms, example)
     return [name for name, given in before.items() if not torch.equal(given, after[name])]
 
 

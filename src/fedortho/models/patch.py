@@ -109,7 +109,11 @@ def edit_model(model: nn.Module, patch: Patch) -> nn.Module:
 
 def edit_in_place(edited: nn.Module, patch: Patch) -> nn.Module:
     """The model itself, edited; for copies that nobody else has."""
-    state = edited.state_dict()  # shares memory with the model
+    _edit_tensors(edited.state_dict(), patch)  # shares memory with the model
+    return edited
+
+
+def _edit_tensors(state: Mapping[str, Tensor], patch: Patch) -> None:
     with torch.no_grad():
         for name, (channels, factors) in patch.scaled.items():
             tensor = state[name]
@@ -120,13 +124,16 @@ def edit_in_place(edited: nn.Module, patch: Patch) -> nn.Module:
             tensor[channels] = values.to(tensor).view(-1, *[1] * (tensor.dim() - 1)).expand_as(tensor[channels])
         for name, value in patch.replaced.items():
             state[name].copy_(value)
-    return edited
 
 
 def bind_patch(patch: Patch, model: nn.Module, **note: Any) -> Patch:
     """The patch with the digests of the model before and after it, and more of a note."""
-    after = tensors_digest(edit_model(model, patch).state_dict())
-    return replace(patch, before=tensors_digest(model.state_dict()), after=after, note={**patch.note, **note})
+    state = model.state_dict()
+    places = {state[name].data_ptr() for name in patch.names()}  # tied weights have one
+    clones = {tensor.data_ptr(): tensor.clone() for tensor in state.values() if tensor.data_ptr() in places}
+    edited = {name: clones.get(tensor.data_ptr(), tensor) for name, tensor in state.items()}
+    _edit_tensors(edited, patch)
+    return replace(patch, before=tensors_digest(state), after=tensors_digest(edited), note={**patch.note, **note})
 
 
 def patch_between(before: nn.Module, after: nn.Module, **note: Any) -> Patch:

@@ -1,7 +1,8 @@
 """Where a network can be edited: single layers, or all writers of one residual stream together; and where it cannot."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -41,7 +42,7 @@ class Structure:
     """All convolutions of a network with the edits that apply to them, traced once."""
 
     findings: tuple[Finding, ...]
-    streams: Mapping[tuple[str, ...], str]  # layers that write to one residual stream → the module at its end
+    streams: Mapping[str, str]  # layers that write to one residual stream, by commas → the module at its end
 
     def sites(self, which: Select, edit: str, tap: str) -> list[Site]:
         """What an edit of these layers acts on: none if `which` is a depth at which no layer can be edited.
@@ -66,7 +67,7 @@ class Structure:
         sites: dict[str, Site] = {}
         for layer in usable:
             if tap == "stream" and len(layer.writers) > 1:
-                name = self.streams[layer.writers]
+                name = self.streams[",".join(layer.writers)]
                 writers = tuple(other for other in layers if other.name in layer.writers)
                 sites[name] = Site(name, writers, layer.kernels, is_stream=True)
             else:
@@ -105,9 +106,11 @@ def is_depth(which: Select) -> bool:
 
 def _refuse_layer_norm(model: nn.Module, shape: tuple[int, int, int]) -> None:
     """Refuse networks that normalise all channels of a map or a token together, as transformers and ConvNeXt do."""
-    twin = copy.deepcopy(model).cpu().eval()
-    kinds = {name: " ".join(kind.__name__ for kind in type(module).mro()) for name, module in twin.named_modules()}
+    kinds = {name: " ".join(kind.__name__ for kind in type(module).mro()) for name, module in model.named_modules()}
     names = [name for name, kind in kinds.items() if "LayerNorm" in kind or "RMSNorm" in kind]  # people write their own
+    if not names:
+        return
+    twin = copy.deepcopy(model).cpu().eval()
     with torch.no_grad(), capture(twin, names, lambda given: given.dim(), inputs=True) as seen:
         twin(torch.zeros(1, *shape))
     if mixing := [name for name, dims in seen.items() if max(dims) > 2]:
@@ -117,14 +120,14 @@ def _refuse_layer_norm(model: nn.Module, shape: tuple[int, int, int]) -> None:
         )
 
 
-def _judge(model: nn.Module, layer: Layer, layers: Sequence[Layer], streams: dict[tuple[str, ...], str]) -> Finding:
+def _judge(model: nn.Module, layer: Layer, layers: Sequence[Layer], streams: dict[str, str]) -> Finding:
     problem = layer.problem or _shared(model, layer) or _depthwise(layer)
     channel = problem or _norm_problem(model, layer)
     group = None
     if len(layer.writers) > 1:
         others = [problem for x in layers if x.name in layer.writers and (problem := x.problem or _shared(model, x))]
         group = channel or (others[0] if others else None)
-        if group is None and layer.writers not in streams:
+        if group is None and ",".join(layer.writers) not in streams:
             group = "no module's output is its residual stream alone, as behind a shortcut without parameters"
     undone = layer.norm_kind in ("BatchNorm2d", "SyncBatchNorm") and not problem
     return Finding(layer, problem, channel, group, undone)
@@ -151,25 +154,26 @@ def _norm_problem(model: nn.Module, layer: Layer) -> str | None:
     return None
 
 
-def _find_streams(model: nn.Module, shape: tuple[int, int, int], layers: Sequence[Layer]) -> dict[tuple[str, ...], str]:
+def _find_streams(model: nn.Module, shape: tuple[int, int, int], layers: Sequence[Layer]) -> dict[str, str]:
     """For each residual group the module whose output is the stream at its end, found by trying.
 
     Silencing all writers must make that output 0, silencing only the last one must not.
     """
     found = {}
     groups = dict.fromkeys(layer.writers for layer in layers if len(layer.writers) > 1)
+    twin = copy.deepcopy(model).cpu().eval() if groups else model
     for group in groups:
         writers = [layer for layer in layers if layer.name in group]
         main = [layer for layer in writers if not layer.is_shortcut] or writers
         parts = main[-1].name.split(".")
         ancestors = [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
-        silent = _outputs(model, shape, writers, ancestors)
-        spared = _outputs(model, shape, [main[-1]], ancestors)
+        muted = _outputs(twin, shape, writers, ancestors)
+        spared = _outputs(twin, shape, [main[-1]], ancestors)
         for name in ancestors:
-            out = silent.get(name)
+            out = muted.get(name)
             is_map = out is not None and out.dim() == 4 and out.shape[1] == main[-1].kernels
             if out is not None and is_map and not out.any() and spared[name].any():
-                found[group] = name
+                found[",".join(group)] = name
                 break
     return found
 
@@ -177,11 +181,19 @@ def _find_streams(model: nn.Module, shape: tuple[int, int, int], layers: Sequenc
 def _outputs(
     model: nn.Module, shape: tuple[int, int, int], silenced: Sequence[Layer], names: Sequence[str]
 ) -> dict[str, Tensor]:
-    twin = copy.deepcopy(model).cpu().eval()
-    for layer in silenced:
-        module = twin.get_submodule(layer.norm or layer.name)
-        for parameter in module.parameters(recurse=False):
-            nn.init.zeros_(parameter)
-    with torch.no_grad(), capture(twin, names, lambda out: out) as seen:
-        twin(torch.rand(2, *shape, generator=torch.Generator().manual_seed(0)) + 0.1)
+    inputs = torch.rand(1, *shape, generator=torch.Generator().manual_seed(0)) + 0.1
+    with torch.no_grad(), silent(model, silenced), capture(model, names, lambda out: out) as seen:
+        model(inputs)
     return {name: outputs[-1] for name, outputs in seen.items() if isinstance(outputs[-1], Tensor)}
+
+
+@contextmanager
+def silent(model: nn.Module, layers: Iterable[Layer]) -> Iterator[None]:
+    """In the block, what leaves these layers, or the norms behind them, is 0."""
+    modules = [model.get_submodule(layer.norm or layer.name) for layer in layers]
+    handles = [module.register_forward_hook(lambda _, __, out: torch.zeros_like(out)) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedortho.data.images import Images, evaluation_batches
 from fedortho.models.capture import capture
 from fedortho.models.sites import Site
 
@@ -22,6 +23,15 @@ class Split:
 
     entry: str | None  # None: the network cannot be split and runs as a whole
     before: tuple[str, ...] = ()
+
+
+def on_device(model: nn.Module, device: torch.device | str) -> nn.Module:
+    """The model itself where it is on the device and in eval mode all through; otherwise a copy that is."""
+    kind = torch.device(device)
+    is_there = all(tensor.device.type == kind.type for tensor in model.state_dict().values())
+    if is_there and kind.index is None and not any(module.training for module in model.modules()):
+        return model
+    return copy.deepcopy(model).to(device).eval()
 
 
 def find_split(model: nn.Module, sites: Sequence[Site], example: Tensor) -> Split:
@@ -77,6 +87,12 @@ def entry_inputs(model: nn.Module, split: Split, inputs: Tensor) -> Tensor:
                 model(batch)
             parts.append(seen[split.entry][0])
     return torch.cat(parts)
+
+
+def image_activations(model: nn.Module, split: Split, images: Images, device: torch.device | str = "cpu") -> Tensor:
+    """What the entry receives for these images, read in batches."""
+    batches = evaluation_batches(images, BATCH, device)
+    return torch.cat([entry_inputs(model, split, inputs) for inputs, _ in batches])
 
 
 def tail_model(model: nn.Module, split: Split) -> nn.Module:

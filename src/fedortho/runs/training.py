@@ -221,7 +221,9 @@ def _finish(
         if len(part)
     }
     if has_ledger:
-        write_ledger(path / "ledger.safetensors", model, data.train, device=device, progress=observing)
+        write_ledger(
+            path / "ledger.safetensors", model, data.train, valid=data.valid, device=device, progress=observing
+        )
     state = model.cpu().state_dict()
     write_tensors(path / "model.safetensors", state)
     about = ModelRecord(

@@ -7,7 +7,9 @@ of disjoint images add up.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,8 +18,51 @@ from fedortho.data.loaders import ImageSource
 from fedortho.errors import BadData
 from fedortho.models.capture import capture
 from fedortho.models.layout import ordered_batches
-from fedortho.models.sites import Site
+from fedortho.models.sites import Site, Structure
+from fedortho.models.split import Split, run_tail, tail_model
 from fedortho.storage.files import tensors_digest, write_tensors
+from fedortho.storage.records import to_json
+
+
+def steady_order(rows: Tensor, seed: int) -> Tensor:
+    """Positions of the rows in an order that each row's own number decides: a part keeps the order of the whole.
+
+    >>> steady_order(torch.tensor([3, 5, 8]), 0).tolist(), steady_order(torch.tensor([3, 8]), 0).tolist()
+    ([0, 2, 1], [0, 1])
+    """
+    mixed = (rows.numpy().astype(np.uint64) + np.uint64(seed)) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+    return torch.from_numpy(np.argsort(mixed ^ (mixed >> np.uint64(32)), kind="stable"))
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a ledger keeps beside sums: how the network is built, and what enters its deep layers for some images."""
+
+    structure: Structure
+    split: Split  # before the deep layers
+    flops: float  # of making the ledger
+    rows: Tensor  # (n,), int64
+    labels: Tensor  # (n,), int64
+    training: Tensor  # (n,), bool: a training image, otherwise one for validation
+    inputs: Tensor  # (n, …), float16: activations at the split
+    right: Tensor  # (n,), bool: whether the model's answer is right
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: getattr(self, name) for name in ("rows", "labels", "training", "inputs", "right")}
+
+    def where(self, stay: Tensor) -> "Kept":
+        """What is kept of the images where a mask is true."""
+        parts: dict[str, Any] = {name: value[stay] for name, value in self.tensors().items()}
+        return replace(self, **parts)
+
+    def places(self, rows: Tensor) -> Tensor:
+        """Where each row is kept; −1: it is not."""
+        if not len(self.rows):
+            return torch.full_like(rows, -1)
+        ascending, order = self.rows.sort()
+        at = order[torch.searchsorted(ascending, rows).clamp_max(len(order) - 1)]
+        return torch.where(self.rows[at] == rows, at, -1)
 
 
 @dataclass(frozen=True)
@@ -31,6 +76,7 @@ class Observation:
     counts: Tensor  # (labels,), int64
     model: str = ""  # digest of the model that was observed
     stale: tuple[str, ...] = ()  # entries that an edit has made untrue
+    kept: Kept | None = None  # of a ledger
 
     def __add__(self, other: "Observation") -> "Observation":
         return self._combined(other, 1)
@@ -76,11 +122,27 @@ class Observation:
         """Of the sums and counts alone."""
         return tensors_digest(self._tensors())
 
-    def save(self, path: Path) -> None:
-        write_tensors(path, self._tensors(), {"model": self.model, "stale": list(self.stale)})
-
     def _tensors(self) -> dict[str, Tensor]:
         return {f"sums.{key}": value for key, value in self.sums.items()} | {"counts": self.counts}
+
+    def save(self, path: Path) -> None:
+        """Write it as a ledger."""
+        tensors, note = self._tensors(), dict[str, Any](model=self.model, stale=list(self.stale))
+        if (kept := self.kept) is not None:
+            tensors |= {f"kept.{name}": value for name, value in kept.tensors().items()}
+            note["kept"] = to_json(KeptRecord(kept.structure, kept.split, kept.flops))
+        write_tensors(path, tensors, note)
+
+
+@dataclass(frozen=True)
+class KeptRecord:
+    """The part of `Kept` that is written beside its tensors."""
+
+    schema: ClassVar[int] = 1
+
+    structure: Structure
+    split: Split
+    flops: float
 
 
 def weighted_difference(forget: Observation, retain: Observation) -> Observation:
@@ -110,13 +172,7 @@ def observe(
     progress: Callable[[int, int], None] | None = None,
 ) -> Observation:
     """Peaks of all kernels at each (site, tap), in one pass that ends behind the last tapped layer."""
-    wanted: dict[str, tuple[str, str, int]] = {}  # key → module, kind, kernels
-    for site, tap in taps:
-        key = key_of(site, tap)
-        kind, layer = key.partition(":")[0], site.layers[0]
-        at_norm = kind in ("bn", "relu") and layer.norm is not None
-        module = site.name if site.is_stream else (layer.norm or layer.name) if at_norm else layer.name
-        wanted[key] = (module, kind, site.kernels)
+    wanted = _modules(taps)
     sums = {key: torch.zeros(classes, kernels, dtype=torch.float64) for key, (_, _, kernels) in wanted.items()}
     counts = torch.zeros(classes, dtype=torch.int64)
     was_training = model.training
@@ -126,7 +182,9 @@ def observe(
             for inputs, labels in ordered_batches(model, images, device):
                 if len(labels) and int(labels.max()) >= classes:
                     raise BadData(f"label {int(labels.max())} but {classes} classes are known")
-                peaks = _peaks(model, inputs, wanted)
+                with capture(model, _names(wanted), _peak, stop=True) as seen:
+                    model(inputs)
+                peaks = _peaks({module: outputs[-1] for module, outputs in seen.items()}, wanted)
                 for key, peak in peaks.items():
                     sums[key].index_add_(0, labels.cpu(), peak.cpu().double())
                 counts += torch.bincount(labels.cpu(), minlength=classes)
@@ -137,9 +195,36 @@ def observe(
     return Observation(sums, counts, tensors_digest(model.state_dict()))
 
 
-def _peaks(model: nn.Module, inputs: Tensor, wanted: Mapping[str, tuple[str, str, int]]) -> dict[str, Tensor]:
-    modules = dict.fromkeys(module for module, _, _ in wanted.values())
-    with capture(model, modules, lambda out: out.amax((2, 3)), stop=True) as seen:
-        model(inputs)
-    peaks = {key: (seen[module][-1], kind) for key, (module, kind, _) in wanted.items()}
+def tail_peaks(
+    model: nn.Module, split: Split, inputs: Tensor, taps: Sequence[tuple[Site, str]]
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Peaks at each tap, (images, kernels), and the outputs, of a network's tail for activations at the split."""
+    wanted, tail = _modules(taps), tail_model(model, split)
+    with torch.no_grad(), capture(tail, _names(wanted), _peak) as seen:
+        outputs = run_tail(tail, split, inputs)
+    return _peaks({module: torch.cat(parts) for module, parts in seen.items()}, wanted), outputs
+
+
+def _peak(out: Tensor) -> Tensor:
+    return out.amax((2, 3))
+
+
+def _modules(taps: Sequence[tuple[Site, str]]) -> dict[str, tuple[str, str, int]]:
+    """Of each key the module whose output is read, the kind of tap, and the number of kernels."""
+    wanted: dict[str, tuple[str, str, int]] = {}  # key → module, kind, kernels
+    for site, tap in taps:
+        key = key_of(site, tap)
+        kind, layer = key.partition(":")[0], site.layers[0]
+        at_norm = kind in ("bn", "relu") and layer.norm is not None
+        module = site.name if site.is_stream else (layer.norm or layer.name) if at_norm else layer.name
+        wanted[key] = (module, kind, site.kernels)
+    return wanted
+
+
+def _names(wanted: Mapping[str, tuple[str, str, int]]) -> list[str]:
+    return list(dict.fromkeys(module for module, _, _ in wanted.values()))
+
+
+def _peaks(seen: Mapping[str, Tensor], wanted: Mapping[str, tuple[str, str, int]]) -> dict[str, Tensor]:
+    peaks = {key: (seen[module], kind) for key, (module, kind, _) in wanted.items()}
     return {key: peak.clamp_min(0) if kind == "relu" else peak for key, (peak, kind) in peaks.items()}

@@ -1,7 +1,6 @@
 """From a target and a retain budget to the smallest edit that meets both, or a refusal with its frontier."""
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 from fedortho.errors import FedOrthoError
 from fedortho.models.patch import Patch
@@ -18,11 +17,10 @@ from fedortho.unlearning.trials import (
     read_baseline,
 )
 
-T = TypeVar("T")
 RATIOS = (0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.125, 0.15, 0.175, 0.2, 0.25, 0.3, 0.4, 0.5, 0.65, 0.8)
 STRENGTHS = tuple(step / 16 for step in range(1, 17))
 UNPRUNED = Candidate(Patch("", "", note={"edit": "classifier", "sites": {}}), 0.0)
-SCRUBBED_RATIOS = 6  # how many ratios within the budget are tried with scrub before giving up
+HOPELESS = 0.03  # retain accuracy beyond the budget, at which no larger edit is tried
 
 
 class Refused(FedOrthoError):
@@ -44,20 +42,22 @@ def find_edit(
     repair: bool = True,
 ) -> ForgetPlan:
     """The edit at the given ratio, or at the one that meets target and budget; repaired, and scrubbed where needed."""
-    if settings.ratio and not repair:
-        return ForgetPlan(edit(settings.ratio), settings.ratio)
     if settings.ratio:
-        before, trial = make_runner(task, settings, None, repair=repair).attempt(
-            [UNPRUNED, Candidate(edit(settings.ratio), settings.ratio)]
-        )
-        return ForgetPlan(trial.patch, trial.ratio, (trial,), trial, effect=Effect(before.forget, trial.forget, None))
+        patch = edit(settings.ratio)
+        if repair or task.forgotten is not None:
+            given = [Candidate(patch, settings.ratio)]
+            (patch,) = make_runner(task, settings, None, repair=repair).repaired(given)
+        return ForgetPlan(patch, settings.ratio)
     if baseline is None:
         measured = task.engine.measure(task.model, baseline_queries(task, settings))
         baseline = read_baseline(task, settings, measured)
     runner = make_runner(task, settings, baseline, repair=repair)
-    least = baseline.retain - settings.max_retain_drop
+    runner.decide_all = largest
     ratios = ratios if task.sites else ()
-    chosen, trials = calibrate(runner, edit, least, ratios, largest, may_scrub=settings.scrub)
+    # a class has its share of the kernels
+    start = sum(ratio < 1 / len(task.engine.info.class_names) for ratio in ratios) - 1 if task.request.classes else 0
+    least = baseline.retain - settings.max_retain_drop
+    chosen, trials = calibrate(runner, edit, least, ratios, max(start, 0), largest=largest, may_scrub=settings.scrub)
     pruned = next((trial.forget for trial in trials if trial.ratio == chosen.ratio and not trial.scrub), None)
     effect = Effect(baseline.forget, pruned, chosen.forget if chosen.scrub else None)
     return ForgetPlan(chosen.patch, chosen.ratio, tuple(trials), chosen, baseline.retain, effect)
@@ -68,34 +68,43 @@ def calibrate(
     edit: Callable[[float], Patch],
     least_retain: float,
     ratios: Sequence[float] = RATIOS,
-    largest: bool = False,
+    start: int = 5,
     *,
+    largest: bool = False,
     may_scrub: bool,
 ) -> tuple[Trial, list[Trial]]:
     """The chosen trial and all that were made; `Refused` if target and budget cannot both hold.
 
-    First the smallest ratio that reaches the target, or the `largest` that reaches it within the budget. If that
-    costs too much, the largest ratio within the budget, finished by the least scrub that reaches the target; then
-    smaller ratios; then a scrub of the unpruned network, which edits the classifier alone.
+    First the smallest ratio that reaches the target, or the `largest` within the budget, searched from `start`
+    outwards. If that misses the other of the two, smaller ratios in growing steps, each finished by the least scrub
+    that reaches the target; then a scrub of the unpruned network, which edits the classifier alone; then the ratios
+    that the steps left out.
     """
     trials = _Trials(runner, edit)
-    ratios = thinned(ratios, runner.parallel_trials)
-    unscrubbed = [(ratio, 0.0) for ratio in ratios]
-    enough = trials.first(unscrubbed, lambda trial: trial.reaches)
-    if enough is not None and not largest and enough.retain >= least_retain:
-        return enough, trials.all
-    too_much = trials.first(unscrubbed, lambda trial: trial.retain < least_retain)
-    affordable = [ratio for ratio in ratios if too_much is None or ratio < too_much.ratio]
-    if largest and affordable and trials[affordable[-1], 0.0].reaches:
-        return trials[affordable[-1], 0.0], trials.all
+    if runner.is_parallel and ratios and not largest:  # in a federation the first edit that does is taken
+        trial = trials[ratios[start], 0.0]
+        if trial.reaches and trial.keeps(least_retain):
+            return trial, trials.all
+    if largest:
+        found = trials.first(ratios, start, lambda trial: not trial.keeps(least_retain))
+        place = len(ratios) - 1 if found is None else found - 1
+    else:
+        found = trials.first(ratios, start, lambda trial: trial.reaches or trial.retain < least_retain - HOPELESS)
+        place = len(ratios) - 1 if found is None else found
+    if place >= 0:
+        trial = trials[ratios[place], 0.0]
+        if trial.reaches and trial.keeps(least_retain):
+            return trial, trials.all
     if may_scrub and runner.classifier is not None:
-        chosen = _scrubbed(trials, affordable[::-1][:SCRUBBED_RATIOS], least_retain)
-        if chosen is not None:
-            _ = trials[chosen.ratio, 0.0]  # for the record: what pruning does alone
-            return chosen, trials.all
-        chosen = _scrubbed(trials, [UNPRUNED.ratio], least_retain)
-        if chosen is not None:
-            return chosen, trials.all
+        places = [place - step for step in (0, 1, 2, 4, 8, 16) if place >= step]
+        rest = [each for each in range(place - 1, -1, -1) if each not in places]  # before the request is refused
+        for ratio in [*(ratios[each] for each in places), UNPRUNED.ratio, *(ratios[each] for each in rest)]:
+            scrubbed = _scrubbed(trials, ratio)
+            if scrubbed is not None and scrubbed.keeps(least_retain):
+                return scrubbed, trials.all
+    just = [trial for trial in trials.all if trial.forget <= trial.limit and trial.retain >= least_retain]
+    if just:  # by the estimates, with nothing to spare
+        return max(just, key=lambda trial: trial.retain), trials.all
     raise _refusal(trials.all, least_retain)
 
 
@@ -121,25 +130,17 @@ class _Trials:
             self.made.update(zip(new, found, strict=True))
         return [self.made[key] for key in keys]
 
-    def first(self, keys: Sequence[tuple[float, float]], holds: Callable[[Trial], bool]) -> Trial | None:
-        """The first trial for which a monotone condition holds."""
-        key = smallest(keys, lambda tried: list(map(holds, self.several(tried))), self.runner.parallel_trials)
-        return None if key is None else self[key]
+    def first(self, ratios: Sequence[float], start: int, holds: Callable[[Trial], bool]) -> int | None:
+        """The place of the first ratio for which a monotone condition holds; None: it holds for none."""
+        return first_place(len(ratios), start, lambda place: holds(self[ratios[place], 0.0]))
 
 
-def _scrubbed(trials: _Trials, largest_first: Sequence[float], least_retain: float) -> Trial | None:
-    """For each ratio in turn, the weakest scrub that reaches the target; the first such trial within the budget."""
-    parallel_trials = trials.runner.parallel_trials
-    strengths = STRENGTHS if parallel_trials == 1 else STRENGTHS[3::4]
-    together = max(parallel_trials // len(strengths), 1)
-    for place, ratio in enumerate(largest_first):
-        if parallel_trials > 1 and place % together == 0:  # in a federation: several ratios in one exchange
-            batch = largest_first[place : place + together]
-            trials.several([(each, strength) for each in batch for strength in strengths])
-        enough = trials.first([(ratio, strength) for strength in strengths], lambda trial: trial.reaches)
-        if enough is not None and enough.retain >= least_retain:
-            return enough
-    return None
+def _scrubbed(trials: _Trials, ratio: float) -> Trial | None:
+    """The trial of the weakest scrub at this ratio that reaches the target; None if no strength does."""
+    strengths = STRENGTHS[3::4] if trials.runner.is_parallel else STRENGTHS
+    bare = [(ratio, 0.0)] if ratio else []  # for the record: what pruning does alone
+    made = trials.several([*bare, *((ratio, strength) for strength in strengths)])
+    return next((trial for trial in made if trial.scrub and trial.reaches), None)
 
 
 def _refusal(made: Sequence[Trial], least_retain: float) -> Refused:
@@ -155,32 +156,23 @@ def _refusal(made: Sequence[Trial], least_retain: float) -> Refused:
     )
 
 
-def smallest(values: Sequence[T], holds: Callable[[Sequence[T]], Sequence[bool]], parallel_trials: int = 1) -> T | None:
-    """The first of ascending values for which a monotone condition holds; None if none does.
+def first_place(number: int, start: int, holds: Callable[[int], bool]) -> int | None:
+    """The first of so many places for which a monotone condition holds; None if none does.
 
-    `holds` gets `parallel_trials` values per call: 1 is bisection, all values at once is a single call.
+    From `start` in steps that double, then by bisection.
 
-    >>> smallest([1, 2, 3, 4], lambda tried: [value * value > 8 for value in tried])
-    3
+    >>> first_place(9, 2, lambda place: place * place > 30)
+    6
     """
-    low, high = 0, len(values)
+    low, high, at, step = 0, number, min(start, number - 1), 1
     while low < high:
-        number = min(parallel_trials, high - low)
-        places = [low + (high - low) * (place + 1) // (number + 1) for place in range(number)]
-        for place, yes in zip(places, holds([values[place] for place in places]), strict=True):
-            if yes:
-                high = place
-                break
-            low = place + 1
-    return values[low] if low < len(values) else None
-
-
-def thinned(values: Sequence[float], limit: int) -> list[float]:
-    """At most `limit` values, evenly spaced, with the first and the last; a limit of 1 (no parallel trials) keeps all.
-
-    >>> thinned([1, 2, 3, 4, 5], 3)
-    [1, 3, 5]
-    """
-    if limit == 1 or len(values) <= limit:
-        return list(values)
-    return [values[round(place * (len(values) - 1) / (limit - 1))] for place in range(limit)]
+        if holds(at):
+            high = at
+        else:
+            low = at + 1
+        if high == number:
+            at = min(low - 1 + step, number - 1)
+        else:
+            at = max(high - step, 0) if low == 0 else (low + high) // 2
+        step *= 2
+    return low if low < number else None

@@ -21,6 +21,7 @@ from fedortho.unlearning.task import Task, start_task
 from fedortho.unlearning.trials import measure_statistics
 
 logger = logging.getLogger(__name__)
+SAMPLE = 384  # images of each group that a calibrated edit is ranked on where no sums are kept
 
 
 def plan_kernels(
@@ -40,6 +41,8 @@ def plan_kernels(
     calibration = method if isinstance(method, CalibrationSettings) else None
     _check(task, method, calibration)
     weighting = choose_weighting(task, method)
+    if calibration is not None and not (method.ratio or method.statistics_images):  # trials tell whether they suffice
+        task = replace(task, statistic=replace(task.statistic, sample=SAMPLE))
     queries = peak_queries(task, weighting, method.statistics_images)
     peaks, baseline = measure_statistics(task, queries, calibration)
     rankings = rank_parts(task, peaks, weighting, method.contrast)

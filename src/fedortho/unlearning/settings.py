@@ -82,10 +82,10 @@ class CalibrationSettings(EditSettings):
 
     spread: Annotated[str, "how the ratio is spread over layers: equal, or rising towards the last"] = "rising"
     repair_by: Annotated[str, "pooled moments of local batches (one exchange) or exact layers (one each)"] = "batches"
-    repair_images: Annotated[int, "retained images for the repair"] = 1024
+    repair_images: Annotated[int, "retained images for the repair"] = 400
     scrub: Annotated[bool, "finish a class request in the classifier where the edit within the budget falls short"] = (
         True
     )
     target: Annotated[float, "forget accuracy to reach, class requests"] = 0.01
     max_retain_drop: Annotated[float, "retain accuracy that may be lost"] = 0.01
-    trial_images: Annotated[int, "retained images for trials, and a quarter as many of the forget set; 0: all"] = 4000
+    trial_images: Annotated[int, "retained images for trials, at most; a quarter of the forget set; 0: all"] = 1024

@@ -1,6 +1,5 @@
 """One request on one model: the layers to edit, and the images that the edit is decided on."""
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,15 +13,16 @@ from fedortho.errors import BadSetting
 from fedortho.models.classifier import find_classifier
 from fedortho.models.graph import select_layers
 from fedortho.models.sites import Site, trace_structure
+from fedortho.models.split import on_device
 from fedortho.statistics.observe import Observation
 from fedortho.unlearning.settings import CalibrationSettings, EditSettings
 
 
 @dataclass(frozen=True)
 class Task:
-    """A request that was checked, on a copy of the model."""
+    """A request that was checked."""
 
-    model: nn.Module  # on the CPU, in eval mode
+    model: nn.Module  # on the CPU, in eval mode; it is not changed
     engine: Engine
     request: ForgetRequest
     forgotten: ForgetRequest | None  # removed by earlier requests: no part of the retain set
@@ -41,12 +41,12 @@ class Task:
         """All that is no part of the retain set: this request and the earlier ones."""
         return self.request if self.forgotten is None else self.forgotten + self.request
 
-    def forget_sets(self, limit: int = 0) -> list[Selection]:
+    def forget_sets(self, limit: int = 0, skip: int = 0, *, steady: bool = False) -> list[Selection]:
         """Training images of each part, at most `limit` of them (0: all)."""
-        return [Selection("train", part, self.forgotten, limit, self.seed) for part in self.parts]
+        return [Selection("train", part, self.forgotten, limit, self.seed, skip, steady) for part in self.parts]
 
-    def retain_set(self, limit: int = 0, split: str = "train") -> Selection:
-        return Selection(split, None, self.removed, limit, self.seed)
+    def retain_set(self, limit: int = 0, split: str = "train", skip: int = 0, *, steady: bool = False) -> Selection:
+        return Selection(split, None, self.removed, limit, self.seed, skip, steady)
 
     @property
     def example(self) -> Tensor:
@@ -79,9 +79,9 @@ def start_task(
 ) -> Task:
     """The task of a request that the engine can serve."""
     engine.check(request, forgotten)
-    model = copy.deepcopy(model).cpu().eval()
+    model = on_device(model, "cpu")
     layers, edit, tap = settings.layers, settings.edit, settings.tap
-    structure = trace_structure(model, engine.info.image_shape)
+    structure = engine.info.structure or trace_structure(model, engine.info.image_shape)
     sites, problems = structure.sites(layers, edit, tap), structure.problems(edit, tap)
     chosen = select_layers([finding.layer for finding in structure.findings], layers)
     left_out = {layer.name: problems[layer.name] for layer in chosen if layer.name in problems}

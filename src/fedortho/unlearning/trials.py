@@ -1,27 +1,33 @@
-"""Trials: an edit is repaired, scrubbed and measured; test images are not used.
+"""Trials: an edit is repaired, scrubbed and measured until it is decided; test images are not used.
 
-Forget accuracy is measured on training images, retain accuracy on validation images.
-
-A central engine tries one candidate after the other; a federation tries many in one exchange.
+Forget accuracy is measured on training images, retain accuracy on validation images, where the original answers the
+same images. A candidate is looked at on an eighth of the images first, and on the others only if it is still open
+whether target and budget hold: each of the two is decided early with an error of at most 5 % (an exact binomial tail
+for the target, a normal one for the difference of two answers to the same images), and by the estimate in the end.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import add
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedortho.engines.engine import withheld_hint
 from fedortho.engines.query import Query, Selection
 from fedortho.errors import BadData
 from fedortho.models.classifier import find_classifier
 from fedortho.models.norms import norms_behind
-from fedortho.models.patch import Patch
+from fedortho.models.patch import NOTHING, Patch
 from fedortho.statistics.observe import Observation
 from fedortho.unlearning.repair import repaired
 from fedortho.unlearning.scrub import scrubbed
 from fedortho.unlearning.settings import CalibrationSettings
 from fedortho.unlearning.task import Task
+
+ERROR, DEVIATIONS = 0.05, 1.645  # of an early decision: the probability of a wrong one, and its normal quantile
 
 
 @dataclass(frozen=True)
@@ -41,12 +47,17 @@ class Trial:
     scrub: float  # strength, 0: none
     forget: float  # accuracy on the forget set; of several parts the one furthest above its limit
     limit: float  # the highest accuracy that counts as forgotten
-    retain: float
+    retain: float  # that of the original, less what was lost on the images that were looked at
     patch: Patch
+    spare: float = 0.0  # by which the forget accuracy must be below the limit, because few images were counted
+    doubt: float = 0.0  # and by which the retain accuracy must be above its limit
 
     @property
     def reaches(self) -> bool:
-        return self.forget <= self.limit
+        return self.forget + self.spare <= self.limit
+
+    def keeps(self, least_retain: float) -> bool:
+        return self.retain - self.doubt >= least_retain
 
 
 @dataclass(frozen=True)
@@ -58,17 +69,125 @@ class Baseline:
     forget: float  # of several parts the one furthest above its limit
 
 
-def trial_sets(task: Task, images: int) -> tuple[list[Selection], Selection]:
-    """Training images of each part, and validation images of the retain set, four times as many."""
-    return task.forget_sets(max(images // 4, 1) if images else 0), task.retain_set(images, "valid")
+@dataclass(frozen=True)
+class Look:
+    """Images that candidates are measured on: training images of each part, and validation images of the retain set."""
+
+    forget: tuple[Selection, ...]
+    retain: Selection
+
+
+def looks(task: Task, images: int) -> list[Look]:
+    """An eighth of the images, then the others; of each part of the request a quarter as many."""
+    ranges = [(0, images // 8), (images // 8, images)] if images >= 32 else [(0, images)]
+    return [
+        Look(
+            tuple(task.forget_sets(to // 4, since // 4, steady=True)), task.retain_set(to, "valid", since, steady=True)
+        )
+        for since, to in ranges
+    ]
+
+
+@dataclass
+class Score:
+    """Right answers of one candidate that were counted so far."""
+
+    limits: Sequence[float]  # of each part
+    budget: float
+    parts: list[tuple[int, int]] = field(default_factory=list)  # right answers and images of each part
+    images: int = 0  # of the retain set
+    lost: int = 0  # right answers of the original less those of the candidate
+    changed: int = 0  # answers that only one of the two has right
+
+    def add_forget(self, counted: Sequence[Observation], key: str) -> None:
+        new = [(int(part.sums[key].sum()), part.images) for part in counted]
+        self.parts = [(a + c, b + d) for (a, b), (c, d) in zip(self.parts, new, strict=True)] if self.parts else new
+
+    def add_retain(self, counted: Observation, key: str) -> None:
+        before, right, changed = (int(counted.sums[name].sum()) for name in ("0", key, f"{key}:changed"))
+        self.images, self.lost, self.changed = (
+            self.images + counted.images,
+            self.lost + before - right,
+            self.changed + changed,
+        )
+
+    @property
+    def worst(self) -> tuple[float, float]:
+        """Accuracy and limit of the part that is furthest above its limit."""
+        if not all(images for _, images in self.parts):
+            raise BadData("no image of the forget set is left to measure trials on; give --ratio")
+        shares = [right / images for right, images in self.parts]
+        return max(zip(shares, self.limits, strict=True), key=lambda pair: pair[0] - pair[1])
+
+    @property
+    def spare(self) -> float:
+        """What one more right answer would add, at most half the limit: the target is reached with it to spare."""
+        return min(1 / min(images for _, images in self.parts), self.worst[1] / 2)
+
+    @property
+    def loss(self) -> float:
+        return self.lost / max(self.images, 1)
+
+    @property
+    def doubt(self) -> float:
+        """Half a standard deviation of the loss, at most half the budget."""
+        return min(math.sqrt(self.changed) / max(self.images, 1), self.budget) / 2
+
+    def reaches(self) -> bool | None:
+        """Whether every part is forgotten; None: it is not decided."""
+        verdicts = [is_at_most(limit, *part) for part, limit in zip(self.parts, self.limits, strict=True)]
+        return False if False in verdicts else None if None in verdicts else True
+
+    def is_within(self) -> bool | None:
+        return is_within(self.budget, self.lost, self.changed, max(self.images, 1))
+
+
+def is_at_most(limit: float, right: int, images: int) -> bool | None:
+    """Whether the accuracy that these counts come from is at most `limit`; None: it could be either.
+
+    >>> is_at_most(0.01, 0, 300), is_at_most(0.01, 3, 50), is_at_most(0.01, 0, 50)
+    (True, False, None)
+    """
+    if limit >= 1:
+        return True
+    if limit <= 0:
+        return False if right else None
+    whole = math.lgamma(images + 1)
+    chances = [
+        math.exp(
+            whole
+            - math.lgamma(k + 1)
+            - math.lgamma(images - k + 1)
+            + k * math.log(limit)
+            + (images - k) * math.log1p(-limit)
+        )
+        for k in range(right + 1)
+    ]
+    if sum(chances) <= ERROR:
+        return True
+    return False if 1 - sum(chances[:-1]) <= ERROR else None
+
+
+def is_within(budget: float, lost: int, changed: int, images: int) -> bool | None:
+    """Whether a loss of right answers, of answers that `changed`, is within the budget; None: it could be either.
+
+    >>> is_within(0.01, -20, 40, 1000), is_within(0.01, 30, 40, 1000), is_within(0.01, 8, 40, 1000)
+    (True, False, None)
+    """
+    loss, deviation = lost / images, math.sqrt(max(changed, 1)) / images
+    if loss + DEVIATIONS * deviation <= budget:
+        return True
+    return False if loss - DEVIATIONS * deviation > budget else None
 
 
 def baseline_queries(task: Task, settings: CalibrationSettings) -> list[Query]:
-    """How many predictions are right before any edit; by label too where the limit is that of unseen images."""
-    forget, retain = trial_sets(task, settings.trial_images)
-    sets, statistic = (*forget, retain), replace(task.statistic, kind="right")
-    by_label = any(part.clients or part.samples for part in task.parts)
-    return [Query(sets, statistic), *([Query(sets, replace(statistic, by_label=True))] if by_label else [])]
+    """How many answers are right before any edit; by label too where the limit is that of unseen images."""
+    statistic = replace(task.statistic, kind="right")
+    if all(part.classes for part in task.parts):
+        first = looks(task, settings.trial_images)[0]
+        return [Query((*first.forget, first.retain), statistic)]
+    sets = (*task.forget_sets(settings.trial_images, steady=True), task.retain_set(settings.trial_images, "valid"))
+    return [Query(sets, statistic), Query(sets, replace(statistic, by_label=True))]
 
 
 def read_baseline(task: Task, settings: CalibrationSettings, measured: Sequence[Sequence[Observation]]) -> Baseline:
@@ -84,8 +203,8 @@ def read_baseline(task: Task, settings: CalibrationSettings, measured: Sequence[
         settings.target if part.classes else _unseen_accuracy(by_label[place], by_label[-1], overall)
         for place, part in enumerate(task.parts)
     ]
-    seen = [(part, limit) for part, limit in zip(forget, limits, strict=True) if part.images]
-    return Baseline(overall, tuple(limits), _worst(seen, "0")[0] if seen else 0.0)
+    seen = [(float(part.mean("0")), limit) for part, limit in zip(forget, limits, strict=True) if part.images]
+    return Baseline(overall, tuple(limits), max(seen, key=lambda pair: pair[0] - pair[1])[0] if seen else 0.0)
 
 
 def _unseen_accuracy(part: Observation, retain: Observation, overall: float) -> float:
@@ -108,46 +227,61 @@ def measure_statistics(
     return measured[:number], read_baseline(task, settings, measured[number:])
 
 
-def _worst(parts: Sequence[tuple[Observation, float]], key: str) -> tuple[float, float]:
-    """Accuracy and limit of the part that is furthest above its limit."""
-    return max(((float(part.mean(key)), limit) for part, limit in parts), key=lambda pair: pair[0] - pair[1])
-
-
 @dataclass
 class TrialRunner:
     """Repairs, scrubs and measures candidates."""
 
     task: Task
-    forget: Sequence[tuple[Selection, float]]  # each part, and the accuracy that counts as forgotten
-    retain: Selection
+    looks: Sequence[Look]
+    baseline: Baseline
+    budget: float  # retain accuracy that may be lost
     repair: Selection  # images for the repair
     norms: Sequence[str] = ()  # batch norms to repair; none: no repair
     layerwise: bool = False
     classifier: str | None = None
+    decide_all: bool = False  # also whether candidates that miss the target are within the budget
     _repaired: dict[float, Patch] = field(default_factory=dict)  # by ratio
 
     @property
-    def parallel_trials(self) -> int:
-        return self.task.engine.info.parallel_trials
+    def is_parallel(self) -> bool:
+        """Whether several candidates are best tried in one query."""
+        return self.task.engine.info.parallel_trials > 1
 
     def attempt(self, candidates: Sequence[Candidate]) -> list[Trial]:
-        """Repair where there are norms, scrub where a strength is given, measure."""
-        patches = self._scrub(candidates, self._repair(candidates))
-        (*forget, retain) = self._measured("right", patches)
-        parts = [(part, limit) for part, (_, limit) in zip(forget, self.forget, strict=True)]
-        trials = []
-        for number, (candidate, patch) in enumerate(zip(candidates, patches, strict=True)):
-            worst = _worst(parts, f"{number}")
-            trials.append(Trial(candidate.ratio, candidate.scrub, *worst, float(retain.mean(f"{number}")), patch))
-        return trials
+        """Repair where there are norms, scrub where a strength is given, measure until each is decided."""
+        patches = self._scrub(candidates, self.repaired(candidates))
+        scores = [Score(self.baseline.limits, self.budget) for _ in candidates]
+        first, *later = self.looks
+        everyone = list(range(len(candidates)))
+        self._count(first, scores, patches, everyone, everyone)
+        for look in later:
+            waiting = [n for n in everyone if scores[n].is_within() is not False and scores[n].reaches() is not False]
+            self._count(look, scores, patches, [n for n in waiting if scores[n].reaches() is None], [])
+            waiting = everyone if self.decide_all else [n for n in waiting if scores[n].worst[0] <= scores[n].worst[1]]
+            self._count(look, scores, patches, [], [n for n in waiting if scores[n].is_within() is None])
+        return [
+            Trial(c.ratio, c.scrub, *score.worst, self.baseline.retain - score.loss, patch, score.spare, score.doubt)
+            for c, patch, score in zip(candidates, patches, scores, strict=True)
+        ]
 
-    def _measured(self, kind: str, patches: Sequence[Patch], classifier: str = "") -> list[Observation]:
-        sets = (*(part for part, _ in self.forget), self.retain)
-        statistic = replace(self.task.statistic, kind=kind, patches=tuple(patches), classifier=classifier)
-        (found,) = self.task.engine.measure(self.task.model, [Query(sets, statistic)])
-        return found
+    def _count(
+        self, look: Look, scores: "list[Score]", patches: Sequence[Patch], forget: Sequence[int], retain: Sequence[int]
+    ) -> None:
+        """Add the right answers of some candidates on the forget set, and of some on the retain set; one exchange."""
+        statistic = replace(self.task.statistic, kind="right", classifier=self.classifier or "")
+        queries = []
+        if forget:
+            queries.append(Query(look.forget, replace(statistic, patches=tuple(patches[n] for n in forget))))
+        if retain:
+            beside = (NOTHING, *(patches[n] for n in retain))  # the original, for the same images
+            queries.append(Query((look.retain,), replace(statistic, patches=beside)))
+        found = self.task.engine.measure(self.task.model, queries) if queries else []
+        for place, number in enumerate(forget):
+            scores[number].add_forget(found[0], f"{place}")
+        for place, number in enumerate(retain, 1):
+            scores[number].add_retain(found[-1][0], f"{place}")
 
-    def _repair(self, candidates: Sequence[Candidate]) -> list[Patch]:
+    def repaired(self, candidates: Sequence[Candidate]) -> list[Patch]:
         """The candidates with re-estimated batch norms; a ratio is repaired once, whatever scrub follows."""
         new = {c.ratio: c.patch for c in candidates if c.ratio and c.ratio not in self._repaired}
         if new and self.norms:
@@ -156,13 +290,32 @@ class TrialRunner:
             for norms in turns:  # layerwise: each norm sees those before it repaired
                 patches = self._repair_norms(patches, norms)
             self._repaired |= dict(zip(new, patches, strict=True))
-        return [self._repaired.get(c.ratio, c.patch) for c in candidates]
+        held = self._held()
+        patches = [self._repaired.get(c.ratio, c.patch) for c in candidates]
+        return [replace(patch, replaced={**patch.replaced, **held}) for patch in patches] if held else patches
 
     def _repair_norms(self, patches: Sequence[Patch], norms: tuple[str, ...]) -> list[Patch]:
         kind = "layer" if self.layerwise else "moments"
         statistic = replace(self.task.statistic, kind=kind, patches=tuple(patches), norms=norms)
         ((pooled,),) = self.task.engine.measure(self.task.model, [Query((self.repair,), statistic)])
         return [repaired(patch, pooled, number, norms) for number, patch in enumerate(patches)]
+
+    def _held(self) -> dict[str, Tensor]:
+        """The classifier with the rows of classes that earlier requests removed set to the mean of the other rows.
+
+        Such a logit is never the largest, and its row tells nothing of the class; an edit for another class or its
+        repair cannot bring the class back.
+        """
+        task, names = self.task, self.task.engine.info.class_names
+        gone = [] if task.forgotten is None else task.forgotten.labels(names)
+        if not gone or self.classifier is None:
+            return {}
+        linear = task.model.get_submodule(self.classifier)
+        stays = [label for label in range(len(names)) if label not in task.removed.labels(names)]
+        held = {f"{self.classifier}.{name}": t.detach().clone() for name, t in linear.named_parameters()}
+        for rows in held.values():
+            rows[list(gone)] = rows[stays].mean(0)
+        return held
 
     def _scrub(self, candidates: Sequence[Candidate], patches: list[Patch]) -> list[Patch]:
         """The candidates with a scrubbed classifier; its inputs are measured once for each ratio."""
@@ -171,29 +324,42 @@ class TrialRunner:
             return patches
         ratios = list(dict.fromkeys(candidates[number].ratio for number in wanted))
         bare = [next(p for c, p in zip(candidates, patches, strict=True) if c.ratio == ratio) for ratio in ratios]
-        *forget, retain = self._measured("inputs", bare, self.classifier)
+        *forget, retain = self._classifier_inputs(bare)
         linear = self.task.model.get_submodule(self.classifier)
         assert isinstance(linear, nn.Linear)
+        weight, bias = f"{self.classifier}.weight", f"{self.classifier}.bias"
+        patches = list(patches)
         for number in wanted:
-            place = ratios.index(candidates[number].ratio)
-            rows = scrubbed(linear.weight, linear.bias, forget, retain, place, candidates[number].scrub)
+            place, own = ratios.index(candidates[number].ratio), patches[number].replaced
+            tensors = own.get(weight, linear.weight), own.get(bias, linear.bias)
+            rows = scrubbed(*tensors, forget, retain, place, candidates[number].scrub)
             named = {f"{self.classifier}.{name}": value for name, value in rows.items()}
-            patches[number] = replace(patches[number], replaced={**patches[number].replaced, **named})
+            patches[number] = replace(patches[number], replaced={**own, **named})
         return patches
+
+    def _classifier_inputs(self, patches: Sequence[Patch]) -> list[Observation]:
+        statistic = replace(self.task.statistic, kind="inputs", classifier=self.classifier or "")
+        own = f"{self.classifier}."
+        bodies = tuple(
+            replace(patch, replaced={name: t for name, t in patch.replaced.items() if not name.startswith(own)})
+            for patch in patches
+        )
+        sets = [Query((*look.forget, look.retain), replace(statistic, patches=bodies)) for look in self.looks]
+        return [reduce(add, several) for several in zip(*self.task.engine.measure(self.task.model, sets), strict=True)]
 
 
 def make_runner(
     task: Task, settings: CalibrationSettings, baseline: Baseline | None, *, repair: bool = True
 ) -> TrialRunner:
     """A runner for this task; without a baseline (a fixed ratio) any accuracy counts as forgotten."""
-    forget, retain = trial_sets(task, settings.trial_images)
-    limits = (1.0,) * len(forget) if baseline is None else baseline.limits
+    any_accuracy = Baseline(1.0, (1.0,) * len(task.parts), 1.0)
     classes, example = len(task.engine.info.class_names), task.example
     return TrialRunner(
         task,
-        forget=list(zip(forget, limits, strict=True)),
-        retain=retain,
-        repair=task.retain_set(settings.repair_images),
+        looks=looks(task, settings.trial_images),
+        baseline=baseline or any_accuracy,
+        budget=settings.max_retain_drop if baseline else 1.0,
+        repair=replace(task.retain_set(settings.repair_images), steady=True),
         norms=norms_behind(task.model, task.sites, example) if repair else [],
         layerwise=settings.repair_by == "layers",
         classifier=find_classifier(task.model, classes, example) if task.request.kind == "class" else None,
