@@ -1,9 +1,10 @@
 """Trials: an edit is repaired, scrubbed and measured until it is decided; test images are not used.
 
 Forget accuracy is measured on training images, retain accuracy on validation images, where the original answers the
-same images. A candidate is looked at on an eighth of the images first, and on the others only if it is still open
-whether target and budget hold: each of the two is decided early with an error of at most 5 % (an exact binomial tail
-for the target, a normal one for the difference of two answers to the same images), and by the estimate in the end.
+same images. A candidate is looked at on an eighth of the images first, and on the others unless it misses the target or
+the budget already, each with an error of at most 5 % (an exact binomial tail for the target, a normal one for the
+difference of two answers to the same images). The target can be reached early too, the budget cannot: of several
+candidates the one that keeps it on few images is too often one that does not.
 """
 
 import math
@@ -258,7 +259,7 @@ class TrialRunner:
             waiting = [n for n in everyone if scores[n].is_within() is not False and scores[n].reaches() is not False]
             self._count(look, scores, patches, [n for n in waiting if scores[n].reaches() is None], [])
             waiting = everyone if self.decide_all else [n for n in waiting if scores[n].worst[0] <= scores[n].worst[1]]
-            self._count(look, scores, patches, [], [n for n in waiting if scores[n].is_within() is None])
+            self._count(look, scores, patches, [], [n for n in waiting if scores[n].is_within() is not False])
         return [
             Trial(c.ratio, c.scrub, *score.worst, self.baseline.retain - score.loss, patch, score.spare, score.doubt)
             for c, patch, score in zip(candidates, patches, scores, strict=True)
