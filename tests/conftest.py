@@ -1,5 +1,6 @@
 """Toy images and small trained networks that tests share; decoded images are cached per session."""
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +26,14 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patched.setenv("FEDORTHO_STATE", str(place.with_name("state")))
         patched.setenv("FEDORTHO_TRUST_CODE", "all")  # networks of the tests; tests of trust remove it
         yield place
+
+
+@pytest.fixture(autouse=True)
+def heard() -> None:
+    """Loggers of the package that Flower's database has switched off: its alembic disables all that exist."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("fedortho") and isinstance(logger, logging.Logger):
+            logger.disabled = False
 
 
 # Files with the most seconds, longest first, and then the others: so the workers of `make test` end together.

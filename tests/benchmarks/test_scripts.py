@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from fedortho.audits.judge import judge_case
 from fedortho.errors import BadCheckpoint, UnknownName
-from fedortho.requests.judging import judge_run
 from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
 from fedortho.storage.files import locked
@@ -156,13 +156,13 @@ def test_a_cell_of_the_final_protocol_is_made_and_judged_once(tmp_path: Path, mo
     train_run(networks / "without", replace(SMALL, without="class:1"))
     judged: list[str] = []
 
-    def judge(path: Path, request: str, options: Any, **given: Any) -> Any:
-        assert (options.audit, options.references) == ("full", networks)
-        judged.append(path.name)
-        return judge_run(path, request, replace(options, only=("C1",)), **given)
+    def judge(case: Any, audit: str, **given: Any) -> Any:
+        assert audit == "full"
+        judged.append(given["method"])
+        return judge_case(case, audit, **given, only=("C1",))
 
     methods = {name: module.METHODS[name] for name in ("retrain", "regrow", "regrow-all")}
-    small = {"original_name": lambda *_: "small", "reference_names": lambda *_: ["without"], "judge_run": judge}
+    small = {"original_name": lambda *_: "small", "reference_names": lambda *_: ["without"], "judge_case": judge}
     small |= {"REQUESTS": ("class:1",), "SEEDS": {"vgg-mini": (0,)}, "METHODS": methods, "MODELS": tmp_path / "models"}
     for name, value in small.items():
         monkeypatch.setattr(module, name, value)
@@ -170,7 +170,7 @@ def test_a_cell_of_the_final_protocol_is_made_and_judged_once(tmp_path: Path, mo
     module.main(flags)
     rows = json.loads(out.read_text())["rows"]
     assert [row["method"] for row in rows] == ["retrain", "regrow", "regrow-all"]
-    assert judged == ["regrow", "regrow"], "the only reference cannot be judged by itself"
+    assert judged == ["regrow", "regrow-all"], "the only reference cannot be judged by itself"
     assert rows[0]["share"] == 1.0
     assert rows[2]["settings"]["stages"] == 99
     assert rows[1]["audits"]["C1"]["reference"] is not None

@@ -67,7 +67,7 @@ class Spoiled(LocalGrid):
         if how == "shapes":
             tensors = {name: value.reshape(-1)[:1] for name, value in tensors.items()}
         elif how == "nan":
-            tensors = {n: value * float("nan") if value.is_floating_point() else value for n, value in tensors.items()}
+            tensors = {name: value.double() * float("nan") for name, value in tensors.items()}  # sums are integers
         elif how == "other":
             value["client"] = client + 1
         elif how == "layers":

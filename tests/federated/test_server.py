@@ -75,7 +75,7 @@ def test_a_class_is_forgotten_the_old_run_stays_and_all_clients_have_the_new_mod
     assert {info.model for info in engine_of(forgot, digits).clients.values()} == {forgot.record.model.digest}
     (entry,) = forgot.record.requests
     assert entry.cost is not None
-    assert entry.cost.exchanges in (3, 5), "observe, repair, trial; two more if scrub had to finish"
+    assert entry.cost.exchanges <= 24, "observe; for each ratio that is tried a repair and at most three looks"
     assert sync(forgot) == [0, 1, 2, 3]
 
 

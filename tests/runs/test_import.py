@@ -132,7 +132,7 @@ def test_validation_images_may_come_from_a_directory(weights: Path, tmp_path: Pa
     assert run.record.data.valid_source == f"images of {place}"
     assert accuracy(run.load_model(), data.valid) == run.record.result.valid_accuracy > 0.8
     Image.new("L", (8, 8), 7).save(next(place.glob("*/0.png")))
-    with pytest.raises(BadData, match="are not those that"):
+    with pytest.raises(BadData, match="is not the data that"):
         run.load_data()
     (place / "eleven").mkdir()
     Image.new("L", (8, 8), 7).save(place / "eleven" / "x.png")
