@@ -144,7 +144,8 @@ def gaps(mine: Measured, theirs: Measured) -> dict[str, float | None]:
         for k in found
         if entry in others
     ]
-    steps = [speed_up(one, theirs["relearning"][k]) for k, one in mine.get("relearning", {}).items()]
+    relearned = theirs.get("relearning", {})
+    steps = [speed_up(one, relearned[k]) for k, one in mine.get("relearning", {}).items() if k in relearned]
     return values | {
         "norms": max(mine["norms"][name] - theirs["norms"][name] for name in mine["norms"]),
         "prototype": mine["prototype"] - theirs["prototype"],
