@@ -10,7 +10,7 @@ from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadSetting
 from fedortho.methods import LEVELS, MEANINGS, find_method, level_of, make_method
 from fedortho.methods.hyperparameters import read_settings
-from fedortho.methods.method import Method, PlanningMethod
+from fedortho.methods.method import Method
 from fedortho.requests.judging import JudgeOptions
 from fedortho.requests.references import find_references
 from fedortho.requests.run_context import method_for_run
@@ -18,7 +18,8 @@ from fedortho.runs.run import Run
 from fedortho.runs.settings import FederateSettings
 from fedortho.storage.settings import as_mapping
 
-FORWARD = 1 / 3  # of the FLOPs of a training step: the backward pass takes about twice as many
+# passes over the training images, in FLOPs of training steps, of methods that do not train; a forward pass is a third
+PASSES = {"hide": 0.03, "paper": 1 / 3, "directions": 1 / 3}
 
 
 def level_for_run(run: Run, request: ForgetRequest, level: str = "", method: Method | str = "") -> str:
@@ -83,7 +84,11 @@ class PlannedStep:
     def __str__(self) -> str:
         name = self.method.name
         what = f"{self.level}, by {name} ({MEANINGS[self.level]})" if self.level else f"by {name}"
-        cost = "cost not known" if self.share is None else f"about {self.share:.0%} of the training's computation"
+        cost = (
+            "cost not known"
+            if self.share is None
+            else f"about {self.share:.{0 if self.share > 0.05 else 1}%} of the training's computation"
+        )
         time = "" if self.seconds is None else f" ({spoken_time(self.seconds)})"
         return f"{what}: {cost}{time}; writes {self.out}"
 
@@ -184,7 +189,7 @@ def _planned(run: Run, level: str, method: Method, out: Path) -> PlannedStep:
     """A step with its estimated cost: passes over the training images relative to those of the run's training."""
     settings = run.settings
     passes = settings.rounds if isinstance(settings, FederateSettings) else settings.epochs
-    epochs = FORWARD if isinstance(method, PlanningMethod) else getattr(method, "epochs", None)
+    epochs = PASSES.get(method.name, getattr(method, "epochs", None))
     share = epochs / passes if passes and epochs is not None else None
     seconds = training_seconds(run)
     return PlannedStep(level, method, out, share, share * seconds if share is not None and seconds else None)
