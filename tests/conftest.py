@@ -1,6 +1,6 @@
 """Toy images and small trained networks that tests share; decoded images are cached per session."""
 
-import logging
+import logging.config
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,12 +28,13 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield place
 
 
-@pytest.fixture(autouse=True)
-def heard() -> None:
-    """Loggers of the package that Flower's database has switched off: its alembic disables all that exist."""
-    for name, logger in logging.root.manager.loggerDict.items():
-        if name.startswith("fedortho") and isinstance(logger, logging.Logger):
-            logger.disabled = False
+@pytest.fixture(autouse=True, scope="session")
+def heard() -> Iterator[None]:
+    """Nobody configures logging anew: Flower's database does, and takes away the handlers of whichever test runs."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(logging.config, "fileConfig", lambda *_, **__: None)
+        patched.setattr(logging.config, "dictConfig", lambda *_, **__: None)
+        yield
 
 
 # Files with the most seconds, longest first, and then the others: so the workers of `make test` end together.

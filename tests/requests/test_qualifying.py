@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from fedortho.audits import relearn, reset_tail
 from fedortho.audits.qualification import QUALIFICATION, ClassTrial, MethodTrial, Qualification, read_qualification
 from fedortho.errors import BadSetting, FedOrthoError
 from fedortho.methods import make_method
@@ -19,6 +20,13 @@ from fedortho.storage.records import write_record
 from fedortho.storage.settings import as_mapping
 
 SETTINGS = TrainSettings(data="digits", model="small:SmallNet", epochs=4, crop=0, flip=0.0, threads=1, device="cpu")
+
+
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relearning and reset tails as short as they can be: what they find is not tested here."""
+    monkeypatch.setattr(relearn, "STEPS", 2)
+    monkeypatch.setattr(reset_tail, "MOST_STEPS", reset_tail.STEPS)
 
 
 @pytest.fixture(scope="module")
