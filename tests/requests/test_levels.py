@@ -191,7 +191,7 @@ def test_the_plan_tells_steps_costs_and_references(run: Run, reference: Path, tm
     assert [(step["level"], step["method"]) for step in plan["steps"]] == [("hide", "hide"), ("erase", "regrow")]
     assert [Path(step["out"]).name for step in plan["steps"]] == ["run-class-3-hidden", "run-class-3"]
     hide, erase = (step["share-of-training"] for step in plan["steps"])
-    assert hide == pytest.approx(1 / 3 / SETTINGS.epochs)
+    assert hide == pytest.approx(0.03 / SETTINGS.epochs)
     assert erase == pytest.approx(1 / SETTINGS.epochs)
     assert plan["steps"][1]["seconds"] == pytest.approx(erase * sum(entry.seconds for entry in run.history()))
     assert (plan["references"], plan["undo"]) == ([], str(tmp_path / "undo"))
