@@ -114,7 +114,7 @@ def test_heavy_libraries_load_only_when_used_and_unsafe_ones_never() -> None:
 
 
 def test_what_is_printed_passes_through_one_function() -> None:
-    """`say` and `warn` print any text, foreign too, as one line without markup: nothing is escaped, nothing slips by."""
+    """`say` and `warn` print any text, foreign too, as one line without markup: nothing needs escaping."""
     for module, path in MODULES.items():
         assert "rich.markup" not in imports(tree_of(path)), f"{module}: say() takes plain text; give a style as a pair"
         calls = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)]
