@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 from rich.progress import Progress as Bars
 
 from fedortho.cli.console import bar, bars, federation_bar, say, say_json, training_bar
@@ -69,7 +68,7 @@ def reproduce_command(
         say_json(to_json(results))
         return
     _print(experiment, results)
-    say(escape(f"all numbers: {place / f'{name}-{scale}.json'}; networks and models: {place}"))
+    say(f"all numbers: {place / f'{name}-{scale}.json'}; networks and models: {place}")
 
 
 def _hooks(shown: Bars, name: str) -> ProgressHooks:
@@ -104,10 +103,10 @@ def _print(experiment: Experiment, results: ExperimentResults) -> None:
         shares = ", ".join(f"{request} {share:.1%}" for request, share in row.forgotten.items())
         say(f"forget accuracy in the end: {row.key['method']}, {row.key['split']}, seed {row.seed}: {shares}")
     for why in dict.fromkeys(f"{row.key['method']}: {row.refused}" for row in results.rows if row.refused):
-        say(escape(why))
+        say(why)
     say("claims of the paper's table, and what was measured here:")
     for claim in results.claims:
-        say(escape(f"  {_claim_words(claim)}"))
+        say(f"  {_claim_words(claim)}")
     say(SETTING[experiment.scale == "paper"])
 
 

@@ -4,9 +4,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 
-from fedortho.cli.console import bar, bars, err, federation_bar, print_run, say, training_bar
+from fedortho.cli.console import bar, bars, federation_bar, print_run, say, training_bar, warn
 from fedortho.cli.flags import (
     Backend,
     Config,
@@ -70,15 +69,11 @@ def federate_command(
     """Train a federation of clients; an interrupted one continues after its last complete round."""
     settings = make_settings(FederateSettings, read_toml(config) if config else {}, given)
     if backend != "inprocess":
-        run = federate_run(out_path, settings, backend=backend, deployment=deployment, workers=workers, log=log_line)
+        run = federate_run(out_path, settings, backend=backend, deployment=deployment, workers=workers, log=warn)
     else:
         with bars() as shown:
             run = federate_run(out_path, settings, workers=workers, deployment=deployment, watch=federation_bar(shown))
     print_elsewhere(run, out_path)
-
-
-def log_line(text: str) -> None:
-    err.print(text, highlight=False, soft_wrap=True, markup=False)
 
 
 def print_elsewhere(run: Run | None, path: Path) -> None:
@@ -86,7 +81,7 @@ def print_elsewhere(run: Run | None, path: Path) -> None:
     if run is not None:
         print_run(run)
     else:
-        say(f"written to {escape(str(path.absolute()))} on the SuperLink's machine")
+        say(f"written to {path.absolute()} on the SuperLink's machine")
 
 
 def sync_command(
@@ -94,7 +89,7 @@ def sync_command(
 ) -> None:
     """Send clients the patches that they missed, in a simulation or a deployment."""
     run = open_run(run_path)
-    clients = sync_run(run, deployment=deployment, data_dir=data_dir, device=device, log=log_line)
+    clients = sync_run(run, deployment=deployment, data_dir=data_dir, device=device, log=warn)
     if deployment is None and isinstance(run.settings, FederateSettings):
         say(f"{len(clients)} of {run.settings.clients} clients have the model {run.record.model.digest[:16]}")
 
@@ -117,4 +112,4 @@ def deploy_command(
         raise FedOrthoError(f"--clients is {given['clients']} and --nodes {nodes}; expected one node per client")
     config = app_config(make_settings(FederateSettings, given, {"clients": nodes}))
     write_deployment(out_path, nodes=nodes, address=address, port=port, insecure=insecure, config=config)
-    say(f"written to {escape(str(out_path))}; {escape(str(out_path / 'README.txt'))} says what goes where")
+    say(f"written to {out_path}; {out_path / 'README.txt'} says what goes where")
