@@ -1,7 +1,9 @@
 """What a client does for each message of the server: plain values in and out, nothing of Flower."""
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +39,12 @@ def hello(state: ClientState, tensors: Tensors, order: messages.Hello) -> tuple[
     record = state.record
     model = record.model if state.model_path(record.model).exists() else ""
     reply = messages.HelloReply(state.client, 0, bool(state.own_data), model, record.has_left, record.forgotten)
+    reply = replace(reply, identity=state.identify(), version=version("fedortho"))
     if not record.has_left:
         images = state.images(order.task)
-        reply = replace(reply, images=len(images.train), valid=len(images.valid))
+        data = f"{reply.identity}{images.digest}".encode() + images.rows[state.client].numpy().tobytes()
+        sizes = {"images": len(images.train), "valid": len(images.valid)}
+        reply = replace(reply, **sizes, data=hashlib.sha256(data).hexdigest())
     return {}, reply
 
 

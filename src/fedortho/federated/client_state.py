@@ -4,6 +4,7 @@ A client keeps under its store: models/DIGEST.safetensors (clients of a simulati
 client-N/state.json, client-N/ledger.safetensors and, for the time of a training, client-N/teachers.
 """
 
+import secrets
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -42,6 +43,7 @@ class ClientRecord:
     has_left: bool = False
     patched_away: tuple[str, ...] = ()  # digests of models that a patch has replaced; they are not taken back
     task: TaskInfo | None = None  # as it was when the model came
+    identity: str = ""  # of the store; random, so that the server knows it again
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class ClientImages:
     train: Images
     valid: Images
     rows: dict[int, Tensor]  # its number → the rows that it was given, the forgotten ones included
+    digest: str  # of the dataset that they are from
 
     def select(self, selection: Selection, num_clients: int = 1, least: int = 1) -> Images:
         """The client's images of a selection whose limit `num_clients` clients share."""
@@ -100,7 +103,13 @@ class ClientState:
         by_client = {self.client: rows}
         for request in (*self.record.forgotten, self.settings.excluded.on_client(self.client)):
             train, valid = (part.subset(~request.mask(part, by_client)) for part in (train, valid))
-        return ClientImages(train, valid, by_client)
+        return ClientImages(train, valid, by_client, data.digest)
+
+    def identify(self) -> str:
+        """The identity of this client's store, drawn now if it has none."""
+        if not self.record.identity:
+            self._write(identity=secrets.token_hex(16))
+        return self.record.identity
 
     def load_model(self, digest: str) -> nn.Module:
         """The model with this digest from the store; a file with other weights is refused."""

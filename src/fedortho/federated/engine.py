@@ -5,7 +5,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
@@ -21,7 +21,7 @@ from fedortho.errors import BadCheckpoint, FedOrthoError, first_line
 from fedortho.federated import aggregation, wire
 from fedortho.federated.aggregation import RunningMean, TrainingJob, check_state, round_history
 from fedortho.federated.messages import LocalResult, Observe, ObserveReply, TaskInfo, TrainLocal, TrainReply
-from fedortho.federated.roster import Common, Roster, first_few
+from fedortho.federated.roster import Binding, Common, Roster, first_few
 from fedortho.federated.transport import ClientReply, Exchange, total_bytes
 from fedortho.federated.wire import BadReply, Tensors, below, prefixed
 from fedortho.models.norms import batch_norms, frozen_norms
@@ -89,8 +89,9 @@ class FederatedEngine(Roster):
         build: Callable[[int], nn.Module] | None = None,
         local_epochs: int = 1,
         common: Common | None = None,
+        known: Mapping[int, Binding] | None = None,
     ) -> None:
-        super().__init__(grid, federation, task, left, common)
+        super().__init__(grid, federation, task, left, common, known)
         self.build, self.local_epochs = build, local_epochs
         self._spent = Tally()
         self.history: list[Epoch] = []  # of the last training
@@ -142,6 +143,8 @@ class FederatedEngine(Roster):
         self._resume(checkpoint, identity, current, begin)
         clients = [client for client in self.present() if job.may_train(client)]
         for number in range(len(self.history), recipe.epochs):
+            if returned := self.welcome():
+                clients = sorted({*clients, *(client for client in returned if job.may_train(client))})
             entry = self._round(current, job, number, clients, watch)
             if score is not None and self._is_evaluated(number, recipe.epochs):
                 entry = replace(entry, valid=score(current))
@@ -217,8 +220,7 @@ class FederatedEngine(Roster):
                 continue
             try:
                 check_state(sent, trained)
-                if result.images < 1:
-                    raise BadReply(f"it trained on {result.images} images")
+                self._check_images(reply.client, result.images, job.plan)
             except BadReply as error:
                 self.transport.log[-1].reject(reply.client, f"its reply does not match ({error})")
                 continue
@@ -227,6 +229,13 @@ class FederatedEngine(Roster):
             self._spend(result)
             results[reply.client] = result
         return results
+
+    def _check_images(self, client: int, images: int, plan: TrainingPlan) -> None:
+        """Refuse a weight in the average that the images which the client said it holds do not give."""
+        parts = sum(part.given is None for part in plan.parts)
+        most = parts * (self.clients[client].images + self.clients[client].valid)
+        if not 1 <= images <= most:
+            raise BadReply(f"result.images is {images}; expected 1 to {most}, by what it said it holds")
 
     def _train_contents(
         self, current: nn.Module, job: TrainingJob, number: int, sampled: Sequence[int]
@@ -347,7 +356,8 @@ class FederatedEngine(Roster):
             exchange.reject(reply.client, "has left" if message.status == "left" else "has another model")
             return total
         try:
-            total = aggregation.add_observations(total, wire.unpack_observations(reply.tensors, queries, message.empty))
+            found = wire.unpack_observations(reply.tensors, queries, message.empty, self._holds(reply.client))
+            total = aggregation.add_observations(total, found)
         except (FedOrthoError, KeyError, TypeError, ValueError, RuntimeError) as error:
             exchange.reject(reply.client, f"its sums do not match ({first_line(error)})")
             return total
@@ -355,6 +365,11 @@ class FederatedEngine(Roster):
         self._spent.kept_flops += message.kept_flops
         self._spend(message)
         return total
+
+    def _holds(self, client: int) -> dict[str, int]:
+        """The images of each split that a client said it has, and the most values of an image in one channel."""
+        info, (_, height, width) = self.clients[client], self.task.shape
+        return {"train": info.images, "valid": info.valid, "values": 4 * height * width}
 
     def _spend(self, cost: LocalResult | ObserveReply) -> None:
         self._spent.flops += cost.flops

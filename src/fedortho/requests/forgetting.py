@@ -19,7 +19,7 @@ from fedortho.engines.central import CentralEngine
 from fedortho.engines.engine import Engine
 from fedortho.errors import FedOrthoError
 from fedortho.federated.engine import FederatedEngine
-from fedortho.federated.roster import ranges
+from fedortho.federated.roster import NODES, NodesRecord, ranges
 from fedortho.federated.server import (
     Confirmed,
     confirmed_by,
@@ -48,6 +48,7 @@ from fedortho.runs.settings import FederateSettings
 from fedortho.statistics.ledger import forget_lines, load_ledger, rebind_ledger
 from fedortho.storage.files import tensors_digest
 from fedortho.storage.journal import append_entry
+from fedortho.storage.records import write_record
 from fedortho.unlearning.calibrate import Refused
 
 if TYPE_CHECKING:
@@ -251,7 +252,7 @@ def forget_federated_run(
             store = stack.enter_context(copied_clients(run, None if writing is None else writing.place.path))
             grid = stack.enter_context(local_grid(settings, store, run=run.path))
         data = data or run.load_data()
-        engine = federated_engine(grid, settings, data, served_requests(run))
+        engine = federated_engine(grid, settings, data, served_requests(run), run.path)
         engine.bring_up_to_date(run.load_model(), patches_of(run), excluded_by(run))
         is_remote = any(info.has_own_images for info in engine.clients.values())
         clients = None if is_remote else held_rows(data, settings, settings.partition_seed)
@@ -286,6 +287,7 @@ def _send_patch(engine: FederatedEngine, served: ServedRequest, writing: Transac
         reason = str(error)
     told, exchange, out = confirmed_by(engine, patch.after), engine.transport.log[-1], writing.place.out
     append_wire_log(directory / "wire.json", engine.transport.log)
+    write_record(directory / NODES, NodesRecord(engine.bindings()))
     told.write(directory)
     if not told.confirmed and exchange.bytes_up.keys() == set(asked):
         if directory == out:
