@@ -43,8 +43,8 @@ def hello(state: ClientState, tensors: Tensors, order: messages.Hello) -> tuple[
     if not record.has_left:
         images = state.images(order.task)
         data = f"{reply.identity}{images.digest}".encode() + images.rows[state.client].numpy().tobytes()
-        sizes = {"images": len(images.train), "valid": len(images.valid)}
-        reply = replace(reply, **sizes, data=hashlib.sha256(data).hexdigest())
+        digest = hashlib.sha256(data).hexdigest()
+        reply = replace(reply, images=len(images.train), valid=len(images.valid), data=digest)
     return {}, reply
 
 

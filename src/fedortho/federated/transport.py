@@ -134,7 +134,7 @@ class Transport:
                 counted[client] = counted.pop(place)
         for by_client in (exchange.bytes_up, exchange.bytes_down, exchange.failed):  # of nobody whose number is known
             for place in unnamed:
-                by_client.pop(place, None)  # type: ignore[attr-defined]  # of three dicts by client
+                by_client.pop(place, None)
         self.log.append(exchange)
         self.nodes = dict(sorted(self.nodes.items()))
         return found
