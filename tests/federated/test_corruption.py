@@ -162,7 +162,7 @@ def expected(honest: FederatedEngine, tiny_digits: nn.Module) -> dict[str, tuple
 
 @pytest.mark.parametrize("action", ACTIONS)
 @settings(
-    max_examples=8,
+    max_examples=5,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     derandomize=True,

@@ -10,6 +10,7 @@ from fedortho.errors import FedOrthoError
 from fedortho.federated.client_handlers import HANDLERS, handle
 from fedortho.federated.client_state import ClientState, open_client
 from fedortho.federated.messages import Reply
+from fedortho.federated.node_policy import read_policy
 from fedortho.federated.wire import Json, Tensors, pack, unpack_json
 from fedortho.runs.settings import FederateSettings
 from fedortho.storage.settings import field_types, make_settings
@@ -75,7 +76,8 @@ def find_client(node: Config, config: Config) -> ClientState:
     state = open_client(
         int(node["partition-id"]), federate_settings(config), Path(str(store)), str(node.get("data", ""))
     )
-    return replace(state, run=str(run or ""))
+    is_simulated = bool(config.get("store")) or "run" in node
+    return replace(state, run=str(run or ""), policy=read_policy(node, is_simulated=is_simulated))
 
 
 def federate_settings(config: Config) -> FederateSettings:

@@ -1,7 +1,8 @@
 """What a client holds: its images, its model, its ledger, and the record of what it has forgotten.
 
 A client keeps under its store: models/DIGEST.safetensors (clients of a simulation share them), and for itself
-client-N/state.json, client-N/ledger.safetensors and, for the time of a training, client-N/teachers.
+client-N/state.json, client-N/ledger.safetensors, client-N/answered.json (the groups of images that it has sent sums of)
+and, for the time of a training, client-N/teachers.
 """
 
 import secrets
@@ -20,6 +21,7 @@ from fedortho.data.request import ForgetRequest, union_of
 from fedortho.engines.query import Selection
 from fedortho.errors import BadCheckpoint, BadData, BadRecord, FedOrthoError
 from fedortho.federated.messages import TaskInfo
+from fedortho.federated.node_policy import NodePolicy, QueryGuard
 from fedortho.models.patch import Patch
 from fedortho.models.zoo import build_model
 from fedortho.runs.federation import held_rows
@@ -72,6 +74,7 @@ class ClientState:
     own_data: str = ""
     run: str = ""  # of a simulation: the directory of the run that was trained on its images
     record: ClientRecord = field(default_factory=ClientRecord)
+    policy: NodePolicy = field(default_factory=NodePolicy)
 
     @property
     def folder(self) -> Path:
@@ -110,6 +113,10 @@ class ClientState:
         if not self.record.identity:
             self._write(identity=secrets.token_hex(16))
         return self.record.identity
+
+    def guard(self, images: ClientImages, least_group: int) -> QueryGuard:
+        """Decides what of these images may be told, with the server's smallest group."""
+        return QueryGuard(self.policy, self.folder / "answered.json", images.rows[self.client], least_group)
 
     def load_model(self, digest: str) -> nn.Module:
         """The model with this digest from the store; a file with other weights is refused."""

@@ -353,7 +353,8 @@ class FederatedEngine(Roster):
         """The sums with those of one reply; as they were if the reply is rejected."""
         message, exchange = reply.message, self.transport.log[-1]
         if message.status != "done":
-            exchange.reject(reply.client, "has left" if message.status == "left" else "has another model")
+            reasons = {"left": "has left", "refused": "refuses: its node's settings do not allow it"}
+            exchange.reject(reply.client, reasons.get(message.status, "has another model"))
             return total
         try:
             found = wire.unpack_observations(reply.tensors, queries, message.empty, self._holds(reply.client))

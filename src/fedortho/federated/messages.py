@@ -184,7 +184,7 @@ class Observe(Order):
     queries: tuple[Query, ...]
     candidates: tuple[int, ...]  # of each query how many candidate patches travel as tensors
     num_clients: int  # clients asked; they share the limits of selections
-    least_group: int  # sums over fewer images are withheld
+    least_group: int  # sums over fewer images are withheld; a node may have a larger minimum
 
 
 @dataclass(frozen=True)
@@ -193,9 +193,9 @@ class ObserveReply(Reply):
 
     carries_tensors: ClassVar[bool] = True
 
-    status: Literal["done", "left", "other-model"]
+    status: Literal["done", "left", "other-model", "refused"]
     empty: tuple[tuple[int, int], ...]  # query and place of sums over no images; they are not sent
-    withheld: int  # selections with fewer than `least_group` images
+    withheld: int  # selections with too few images, or too few others than an earlier one
     images_read: int
     images_trained: int
     flops: float  # of which what made the client's ledger, if it was used
