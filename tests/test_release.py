@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 import fedortho as fo
-from fedortho.cli.tensorboard import tensorboard_watch
 from fedortho.errors import FedOrthoError
 from fedortho.evidence.signature import make_key
 from fedortho.reports.figures.style import new_figure
@@ -33,10 +32,6 @@ EXTRAS: dict[str, tuple[str, Callable[[], object]]] = {  # the library that is m
     "federated": ("flwr", lambda: fo.federate_run(Path("run"), SETTINGS)),
     "simulation": ("ray", lambda: fo.federate_run(Path("run"), SETTINGS, backend="ray")),
     "figures": ("matplotlib", lambda: new_figure(1, 1)),
-    "tensorboard": (
-        "torch.utils.tensorboard",
-        lambda: tensorboard_watch(Path("board"), Path("run"), SETTINGS, print).__enter__(),
-    ),
 }
 
 
