@@ -37,7 +37,7 @@ EXTRAS: dict[str, tuple[str, Callable[[], object]]] = {  # the library that is m
 
 @pytest.fixture(scope="module")
 def archives(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the wheel and the sdist, built from a copy of the tracked kinds of files, without the network."""
+    """A directory with the wheel and the sdist, built from a copy of the sources, without the network."""
     place = tmp_path_factory.mktemp("release")
     copy, dist = place / "copy", place / "dist"
     left_out = shutil.ignore_patterns("__pycache__", "*.egg-info")
@@ -74,7 +74,8 @@ def test_the_wheel_has_every_file_that_the_package_reads_and_no_other(archives: 
     assert "License-Expression: Apache-2.0" in told
     assert "Programming Language :: Python :: 3.13" in told
     (source,) = archives.glob("*.tar.gz")
-    inside = {name.partition("/")[2] for name in tarfile.open(source).getnames()}
+    with tarfile.open(source) as opened:
+        inside = {name.partition("/")[2] for name in opened.getnames()}
     assert {f"src/{name}" for name in names} <= inside
     assert {"LICENSE", "NOTICE", "README.md", "pyproject.toml"} <= inside
 
