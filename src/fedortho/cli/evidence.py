@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from fedortho.cli.console import out, say, say_json, words_table
 from fedortho.cli.flags import AsJson, DataDir
@@ -32,7 +31,7 @@ def journal_head(
     """Publish the end of the journal: a file to commit or to keep on another machine, for check --head."""
     head = publish_head(_journal_place(place), out_path, sign)
     signed = f"signed by the key {head.signer}" if head.signer else "not signed: whoever can write it can replace it"
-    say(escape(f"{out_path}: entry {head.number} {head.hash}, {signed}"))
+    say(f"{out_path}: entry {head.number} {head.hash}, {signed}")
     say("keep it where those who can write the journal cannot write")
 
 
@@ -44,15 +43,13 @@ def journal_check(
     """Check that no entry was changed, removed, inserted or reordered; prints the hash of the last one."""
     directory, noted = _journal_place(place), _noted(head, public)
     journal = check_journal(directory, noted if isinstance(noted, str) else noted.head)
-    say(escape(f"{directory / 'journal.jsonl'}: {len(journal.entries)} entries, each following from the one before"))
+    say(f"{directory / 'journal.jsonl'}: {len(journal.entries)} entries, each following from the one before")
     if journal.torn:
         say(
             "there is an incomplete line after the last entry, left by a crash; the next entry moves it to journal.torn"
         )
     for entry in journal.backward:
-        say(
-            f"the clock ran backwards: entry {entry.number} is of {escape(entry.time)}, before entry {entry.number - 1}"
-        )
+        say(f"the clock ran backwards: entry {entry.number} is of {entry.time}, before entry {entry.number - 1}")
     if isinstance(noted, PublishedHead):
         signed = f"signed by the key {noted.signer}" if noted.signer else "not signed"
         say(
@@ -105,11 +102,11 @@ def bundle_make(
 ) -> None:
     """Write the evidence of a served request into one file, without images and without removed weights."""
     bundle = make_bundle(run_path, request, out_path, sign=sign, journal=journal)
-    say(escape(f"{out_path}: {bundle.request.request}, {len(bundle.files)} files"))
+    say(f"{out_path}: {bundle.request.request}, {len(bundle.files)} files")
     for name, command in (("journal.jsonl", ""), ("verdict.json", "judge"), ("report.html", "report")):
         if name not in bundle.files:
             fix = f"fedortho {command} {run_path} writes one" if command else "--journal DIR names its directory"
-            say(escape(f"without {name}: there is none for this request; {fix}"))
+            say(f"without {name}: there is none for this request; {fix}")
     if bundle.manifest.signer:
         say(f"signed by the key {bundle.manifest.signer}; a signature proves who made it, not that it is true")
     say(f"SHA-256 of the file: {file_digest(out_path)}")
@@ -130,14 +127,14 @@ def bundle_check(
 ) -> None:
     """Check a bundle without the data or, with --model and --run, repeat its steps; exit code 2 if it was changed."""
     bundle = check_bundle(file, model=model, run=run_path, data_dir=data_dir, public=public, digest=digest)
-    say(escape(f"{file}: {bundle.request.request}, run {bundle.request.run}"))
+    say(f"{file}: {bundle.request.request}, run {bundle.request.run}")
     say(f"model before {bundle.patch.before}")
     say(f"model after  {bundle.patch.after}")
     say(f"checked: every digest of {len(bundle.files)} files, every byte of the archive, and that the files agree")
     _tell(digest, "the digest is the given one", f"--digest, compare {bundle.manifest.digest} with what its maker says")
     if bundle.manifest.signer:
         whose = "the one given" if public else f"{bundle.manifest.signer}; --public compares it with one you know"
-        say(escape(f"checked: signed, which proves who made it and not that it is true: {whose}"))
+        say(f"checked: signed, which proves who made it and not that it is true: {whose}")
     else:
         say("not signed")
     _tell(
@@ -153,7 +150,7 @@ def bundle_check(
 
 
 def _tell(given: object, done: str, missing: str) -> None:
-    say(escape(f"checked: {done}" if given else f"not checked: {missing}"))
+    say(f"checked: {done}" if given else f"not checked: {missing}")
 
 
 def bundle_key(
@@ -161,7 +158,7 @@ def bundle_key(
 ) -> None:
     """Make an Ed25519 key pair for signing bundles; keep the private one, hand out the public one."""
     public, text = make_key(out_path)
-    say(escape(f"{out_path}: private, readable by you only; {public}: to hand out"))
+    say(f"{out_path}: private, readable by you only; {public}: to hand out")
     say(f"key {text}")
 
 
