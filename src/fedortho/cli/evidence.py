@@ -52,11 +52,7 @@ def journal_check(
         say(f"the clock ran backwards: entry {entry.number} is of {entry.time}, before entry {entry.number - 1}")
     if isinstance(noted, PublishedHead):
         signed = f"signed by the key {noted.signer}" if noted.signer else "not signed"
-        say(
-            escape(
-                f"entry {noted.number}, published at {noted.time}, is in it ({signed}): nothing before it was changed"
-            )
-        )
+        say(f"entry {noted.number}, published at {noted.time}, is in it ({signed}): nothing before it was changed")
     elif noted:
         say(f"the entry {noted[:16]} is in it: nothing up to there was changed since it was noted")
     else:
