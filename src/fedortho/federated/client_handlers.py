@@ -17,7 +17,6 @@ from fedortho.errors import FedOrthoError
 from fedortho.federated import messages, wire
 from fedortho.federated.client_state import ClientImages, ClientState
 from fedortho.federated.wire import Json, Tensors, below, prefixed
-from fedortho.models.zoo import build_model
 from fedortho.statistics.ledger import load_ledger, write_ledger
 from fedortho.statistics.observe import Observation
 from fedortho.storage.checkpoints import load_weights
@@ -34,9 +33,13 @@ def hello(state: ClientState, tensors: Tensors, order: messages.Hello) -> tuple[
     """Tell who the client is and which model it has, after finishing what a crash interrupted."""
     state.clean_up()
     record = state.record
-    images = 0 if record.has_left else len(state.images(order.task).train)
+    train = None if record.has_left else state.images(order.task).train
+    task = None
+    if order.task is None and train is not None:
+        task = messages.TaskInfo(train.names, train.shape, train.mean, train.std)
     model = record.model if state.model_path(record.model).exists() else ""
-    return {}, messages.HelloReply(state.client, images, bool(state.own_data), model, record.has_left)
+    images = 0 if train is None else len(train)
+    return {}, messages.HelloReply(state.client, images, state.has_own_images, model, record.has_left, task)
 
 
 def train_local(
@@ -167,7 +170,7 @@ def handle(state: ClientState, action: str, tensors: Tensors, value: Json) -> tu
 
 def _build(state: ClientState, task: messages.TaskInfo, tensors: Tensors) -> nn.Module:
     """The federation's network with weights that were sent."""
-    model = build_model(state.settings.model, num_classes=len(task.names), channels=task.shape[0])
+    model = state.new_model(len(task.names), task.shape[0])
     load_weights(model, dict(tensors), SERVER)
     return model
 

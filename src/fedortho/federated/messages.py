@@ -49,11 +49,11 @@ class TaskInfo:
 
 @dataclass(frozen=True)
 class Hello(Order):
-    """Asks a client who it is."""
+    """Asks a client who it is; None: the clients say what the task is."""
 
     action: ClassVar[str] = "query.hello"
 
-    task: TaskInfo
+    task: TaskInfo | None
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ class HelloReply(Reply):
     has_own_images: bool  # not a share of the common dataset
     model: str  # digest; "": none
     has_left: bool
+    task: TaskInfo | None = None  # of its images, if the server named none
 
 
 @dataclass(frozen=True)

@@ -137,12 +137,16 @@ class Roster:
                 self.transport.log[-1].reject(reply.client, _refusal(reply.message, digest))
         return done
 
-    def bring_up_to_date(self, model: nn.Module, patches: Sequence[tuple[Patch, ForgetRequest | None]]) -> None:
-        """Send clients with an older model the patches that they missed, and all others the model itself."""
+    def bring_up_to_date(self, model: nn.Module, patches: Sequence[tuple[Patch | None, ForgetRequest | None]]) -> None:
+        """Send clients with an older model the patches that they missed, and all others the model itself.
+
+        No patch of a request: the model was trained further since, and clients with older ones get the model.
+        """
         digest = tensors_digest(model.state_dict())
         for patch, request in patches:
-            late = [client for client, info in self.clients.items() if info.model == patch.before and not info.has_left]
-            if late:
+            before = "" if patch is None else patch.before
+            late = [client for client, info in self.clients.items() if info.model == before and not info.has_left]
+            if patch is not None and late:
                 logger.warning("clients %s missed a patch: it is sent again", first_few(late))
                 self.send_patch(patch, request, late)
         outdated = [client for client in self.present() if self.clients[client].model != digest]
