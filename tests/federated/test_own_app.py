@@ -151,7 +151,7 @@ def test_a_partitioner_of_flwr_datasets_and_a_loader_are_images(
 
 
 def told(names: tuple[str, ...], shape: tuple[int, int, int] = (1, 8, 8)) -> HelloReply:
-    return HelloReply(0, 9, True, "", False, TaskInfo(names, shape, (0.0,), (1.0,)))
+    return HelloReply(0, 9, True, "", False, task=TaskInfo(names, shape, (0.0,), (1.0,)))
 
 
 NUMBERS = tuple(map(str, range(10)))

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from fedortho.cli.console import out, say, say_json, words_table
 from fedortho.cli.flags import AsJson, DataDir
@@ -28,7 +27,7 @@ def journal_check(
     """Check that no entry was changed, removed, inserted or reordered; prints the hash of the last one."""
     directory = _journal_place(place)
     journal = check_journal(directory, head.strip().lower())
-    say(escape(f"{directory / 'journal.jsonl'}: {len(journal.entries)} entries, each following from the one before"))
+    say(f"{directory / 'journal.jsonl'}: {len(journal.entries)} entries, each following from the one before")
     if journal.torn:
         say(
             "there is an incomplete line after the last entry, left by a crash; the next entry moves it to journal.torn"
@@ -69,11 +68,11 @@ def bundle_make(
 ) -> None:
     """Write the evidence of a served request into one file, without images and without removed weights."""
     bundle = make_bundle(run_path, request, out_path, sign=sign, journal=journal)
-    say(escape(f"{out_path}: {bundle.request.request}, {len(bundle.files)} files"))
+    say(f"{out_path}: {bundle.request.request}, {len(bundle.files)} files")
     for name, command in (("journal.jsonl", ""), ("verdict.json", "judge"), ("report.html", "report")):
         if name not in bundle.files:
             fix = f"fedortho {command} {run_path} writes one" if command else "--journal DIR names its directory"
-            say(escape(f"without {name}: there is none for this request; {fix}"))
+            say(f"without {name}: there is none for this request; {fix}")
     if bundle.manifest.signer:
         say(f"signed by the key {bundle.manifest.signer}; a signature proves who made it, not that it is true")
     say(f"SHA-256 of the file: {file_digest(out_path)}")
@@ -94,14 +93,14 @@ def bundle_check(
 ) -> None:
     """Check a bundle without the data or, with --model and --run, repeat its steps; exit code 2 if it was changed."""
     bundle = check_bundle(file, model=model, run=run_path, data_dir=data_dir, public=public, digest=digest)
-    say(escape(f"{file}: {bundle.request.request}, run {bundle.request.run}"))
+    say(f"{file}: {bundle.request.request}, run {bundle.request.run}")
     say(f"model before {bundle.patch.before}")
     say(f"model after  {bundle.patch.after}")
     say(f"checked: every digest of {len(bundle.files)} files, every byte of the archive, and that the files agree")
     _tell(digest, "the digest is the given one", f"--digest, compare {bundle.manifest.digest} with what its maker says")
     if bundle.manifest.signer:
         whose = "the one given" if public else f"{bundle.manifest.signer}; --public compares it with one you know"
-        say(escape(f"checked: signed, which proves who made it and not that it is true: {whose}"))
+        say(f"checked: signed, which proves who made it and not that it is true: {whose}")
     else:
         say("not signed")
     _tell(
@@ -117,7 +116,7 @@ def bundle_check(
 
 
 def _tell(given: object, done: str, missing: str) -> None:
-    say(escape(f"checked: {done}" if given else f"not checked: {missing}"))
+    say(f"checked: {done}" if given else f"not checked: {missing}")
 
 
 def bundle_key(
@@ -125,7 +124,7 @@ def bundle_key(
 ) -> None:
     """Make an Ed25519 key pair for signing bundles; keep the private one, hand out the public one."""
     public, text = make_key(out_path)
-    say(escape(f"{out_path}: private, readable by you only; {public}: to hand out"))
+    say(f"{out_path}: private, readable by you only; {public}: to hand out")
     say(f"key {text}")
 
 

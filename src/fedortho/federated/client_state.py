@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fedortho.data.images import Dataset, Images
-from fedortho.data.request import ForgetRequest
+from fedortho.data.request import ForgetRequest, union_of
 from fedortho.engines.query import Selection
 from fedortho.errors import BadCheckpoint, BadData, BadRecord, FedOrthoError
 from fedortho.federated.messages import TaskInfo
@@ -162,9 +162,12 @@ class ClientState:
         self._remove_unused(old)
 
     def apply_patch(self, patch: Patch, request: ForgetRequest | None) -> None:
-        """Replace the client's model by the edited one; its ledger and its images lose the forgotten ones."""
-        model = self.load_model(patch.before)
-        edited = patch.apply(model)
+        """Replace the client's model by the edited one; its ledger and its images lose the forgotten ones.
+
+        A client that has the edited model already, because another request led to it, stops using the images.
+        """
+        model = self.load_model(self.record.model)
+        edited = patch.apply(model) if self.record.model == patch.before else model
         images, ledger = self.images(), load_ledger(self.ledger_path, model)
         if ledger is not None:
             ledger = rebind_ledger(ledger, model, edited, images.train) if len(images.train) else None
@@ -182,6 +185,19 @@ class ClientState:
         local = ForgetRequest() if request is None else request.on_client(self.client)
         forgotten = self.record.forgotten
         return forgotten if local == ForgetRequest() or local in forgotten else (*forgotten, local)
+
+    def is_covered_by(self, declared: ForgetRequest | None, images: ClientImages) -> bool:
+        """Whether a model that has forgotten what is declared has forgotten all that this client has."""
+        own, known = union_of(self.record.forgotten), (declared or ForgetRequest()).on_client(self.client)
+        if own is None:
+            return True
+        names, whole = images.train.names, replace(images.train, rows=images.rows[self.client])
+        if not set(own.labels(names)) <= set(known.labels(names)):
+            return False
+        others = ForgetRequest(samples=tuple(word for word in own.samples if word not in known.samples))
+        if any(word.startswith("hmac:") for word in (*others.samples, *known.samples)):
+            return not others.samples  # nobody here can tell which rows they are
+        return not bool((others.mask(whole, images.rows) & ~known.mask(whole, images.rows)).any())
 
     def clean_up(self) -> None:
         """Finish what a crash interrupted: leaving, or the removal of models that a patch has replaced."""

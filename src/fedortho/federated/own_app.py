@@ -187,7 +187,8 @@ class Unlearner:
         left = [client for _, request in self._served for client in request.clients]
         engine = FederatedEngine(self._grid, federation, task, left=left, build=lambda s: reinitialised(known, s))
         engine.transport, engine.clients = transport, clients
-        engine.bring_up_to_date(known, self._served)
+        patches = [(patch, request) for patch, request in self._served if patch is not None]
+        engine.bring_up_to_date(known, patches, self.forgotten)
         digest = tensors_digest(known.state_dict())
         self.confirmed = tuple(client for client in engine.present() if engine.clients[client].model == digest)
         return engine, known

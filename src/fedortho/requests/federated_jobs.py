@@ -91,7 +91,8 @@ def rewind_elsewhere(
 ) -> Run | None:
     """Serve a request exactly on Ray or a SuperLink, as `rewind_run`; None if the new run is not on this machine."""
     plan = plan_rewind(run, request)
-    log(str(plan))
+    for line in plan.lines():
+        log(line)
     where = {"do": "rewind", "run": str(run.path.absolute()), "out": str(out.absolute())}
     config = app_config(plan.settings) | where | {"request": str(plan.request)}
     _do_elsewhere(config, plan.settings, out / "clients", deployment, log)

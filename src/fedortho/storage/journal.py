@@ -36,6 +36,7 @@ EVENTS = {
     "received": "the request arrived; details have the directory that the new run will take",
     "hidden": "a run that no longer predicts the forget set was written, for use until the request is executed",
     "executed": "a run that has forgotten was written",
+    "unconfirmed": "a run that has forgotten was written, but too few clients took it; details have the reason",
     "judged": "the run was judged; details have the outcome of the audits",
     "verified": "the run was judged, and every audit was run against a reference model and passed",
     "refused": "nothing was done; details have the reason",
