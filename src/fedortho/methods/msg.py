@@ -66,7 +66,7 @@ class MaskedSmallGradients(Schedule):
         return engine.fit(renewed(model, mask, self.seed), plan, self.recipe, trainable=mask)
 
 
-def kernels_of(model: nn.Module) -> dict[str, nn.Parameter]:
+def kernels_of(model: nn.Module) -> dict[str, Tensor]:
     """The weights of all convolutions, by the names of their parameters."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Conv2d)}
     return {f"{name}.weight": module.weight for name, module in layers.items()}
