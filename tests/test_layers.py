@@ -44,7 +44,6 @@ HEAVY = {
     "cryptography",
     "captum",
     "selenium",
-    "tensorboard",
 }
 
 

@@ -14,11 +14,13 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
 
+from fedortho.federated.roster import ranges
 from fedortho.models.predictions import Evaluation
 from fedortho.models.sites import Finding
 from fedortho.requests.checking import ModelCheck
 from fedortho.requests.forgetting import ServedRequest
 from fedortho.requests.levels import ForgettingPlan
+from fedortho.runs.record import ServedRecord
 from fedortho.runs.rounds import kept_rounds
 from fedortho.runs.run import Run
 from fedortho.training.loop import Epoch, Progress
@@ -214,6 +216,15 @@ def print_run(run: Run) -> None:
     if kept := kept_rounds(run.path):
         say(f"  rounds kept: {len(kept)}, {sum(kept.values()) / 1e6:,.1f} MB on disk")
     say(f"  model digest {about.digest[:16]}")
+    if run.record.requests and (told := clients_line(run.record.requests[-1])):
+        say(f"  {told}")
+
+
+def clients_line(served: ServedRecord) -> str:
+    """Who answered and who confirmed the patch of a federated request; empty if that is not recorded."""
+    if served.answered is None or served.confirmed is None:
+        return ""
+    return f"clients that answered: {ranges(served.answered)}; that confirmed the patch: {ranges(served.confirmed)}"
 
 
 class PlainColumn(TextColumn):
@@ -296,4 +307,5 @@ def wire_line(served: ServedRequest) -> str:
     up, down = cost.bytes_up / 1000, cost.bytes_down / 1000
     exchanges = f"{cost.exchanges} exchange{'s' * (cost.exchanges > 1)} with clients"
     small = f"; {withheld} groups of few images were withheld" if withheld else ""
-    return f"{exchanges}, {down:,.0f} KB down and {up:,.0f} KB up in all, then the patch{small}"
+    told = clients_line(served.record)
+    return f"{exchanges}, {down:,.0f} KB down and {up:,.0f} KB up in all, then the patch{small}{told and f'; {told}'}"

@@ -3,7 +3,8 @@
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -24,15 +25,23 @@ SETTING = {
 }
 
 
-def _once() -> Callable[[logging.LogRecord], bool]:
-    """A filter that passes each message once: every row of a table would repeat the same warning."""
+@contextmanager
+def _each_message_once() -> Iterator[None]:
+    """Every row of a table would repeat the same warning; afterwards messages are repeated again."""
     seen: Counter[str] = Counter()
 
     def is_new(record: logging.LogRecord) -> bool:
         seen[record.getMessage()] += 1
         return seen[record.getMessage()] == 1
 
-    return is_new
+    handlers = list(logging.getLogger().handlers)
+    for handler in handlers:
+        handler.addFilter(is_new)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(is_new)
 
 
 def reproduce_command(
@@ -53,9 +62,7 @@ def reproduce_command(
         typer.echo(json.dumps(subjects, indent=2) if as_json else "\n".join(lines))
         return
     experiment = load_experiment(name, scale, seeds=seeds, methods=methods, rows=rows)
-    for handler in logging.getLogger().handlers:
-        handler.addFilter(_once())
-    with bars() as shown:
+    with _each_message_once(), bars() as shown:
         results = reproduce(experiment, place, data_dir=data_dir, device=device, hooks=_hooks(shown, name))
     if as_json:
         say_json(to_json(results))

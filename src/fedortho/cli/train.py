@@ -15,11 +15,9 @@ from fedortho.cli.flags import (
     OutPath,
     RecipeFile,
     RunPath,
-    TensorBoard,
     read_recipe,
     takes_settings,
 )
-from fedortho.cli.tensorboard import tensorboard_watch
 from fedortho.errors import FedOrthoError
 from fedortho.requests.federated_jobs import federate_run, sync_run
 from fedortho.runs.run import Run, open_run
@@ -29,14 +27,15 @@ from fedortho.storage.settings import make_settings, read_toml
 
 
 @takes_settings(TrainSettings)
-def train_command(
-    out_path: OutPath, config: Config = None, tensorboard: TensorBoard = None, *, given: dict[str, Any]
-) -> None:
+def train_command(out_path: OutPath, config: Config = None, *, given: dict[str, Any]) -> None:
     """Train a model with orthogonal kernels; an interrupted training continues where it stopped."""
     settings = make_settings(TrainSettings, read_toml(config) if config else {}, given)
-    with bars() as shown, tensorboard_watch(tensorboard, out_path, settings, training_bar(shown)) as watch:
-        observing = bar(shown, "writing the ledger")
-        decoding = bar(shown, "decoding images")
+    with bars() as shown:
+        watch, observing, decoding = (
+            training_bar(shown),
+            bar(shown, "writing the ledger"),
+            bar(shown, "decoding images"),
+        )
         run = train_run(out_path, settings, watch=watch, progress=decoding, observing=observing)
     print_run(run)
 
@@ -61,7 +60,6 @@ def import_command(
 def federate_command(
     out_path: OutPath,
     config: Config = None,
-    tensorboard: TensorBoard = None,
     backend: Backend = "inprocess",
     workers: Annotated[int, typer.Option(help="processes in which clients run at the same time, inprocess only")] = 1,
     deployment: Deployment = None,
@@ -71,14 +69,10 @@ def federate_command(
     """Train a federation of clients; an interrupted one continues after its last complete round."""
     settings = make_settings(FederateSettings, read_toml(config) if config else {}, given)
     if backend != "inprocess":
-        if tensorboard is not None:
-            raise FedOrthoError(
-                f"--tensorboard is given with --backend {backend}; expected inprocess, which has rounds here"
-            )
         run = federate_run(out_path, settings, backend=backend, deployment=deployment, workers=workers, log=warn)
     else:
-        with bars() as shown, tensorboard_watch(tensorboard, out_path, settings, federation_bar(shown)) as watch:
-            run = federate_run(out_path, settings, deployment=deployment, workers=workers, watch=watch)
+        with bars() as shown:
+            run = federate_run(out_path, settings, workers=workers, deployment=deployment, watch=federation_bar(shown))
     print_elsewhere(run, out_path)
 
 

@@ -5,6 +5,7 @@ its `migrations` lead up from: `{1: from_1_to_2}` maps an older number to a func
 """
 
 import dataclasses
+import re
 import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -46,6 +47,15 @@ def read_record(kind: type[R], path: Path) -> R:
 def write_record(path: Path, record: Any) -> None:
     """Write a record as a JSON file, atomically."""
     write_json(path, to_json(record))
+
+
+def is_digest(text: object) -> bool:
+    """Whether a text is a SHA-256 as it is written here: 64 digits of lower-case hex.
+
+    >>> is_digest("0" * 64), is_digest("A" * 64), is_digest("0" * 63)
+    (True, False, False)
+    """
+    return isinstance(text, str) and re.fullmatch("[0-9a-f]{64}", text) is not None
 
 
 def _plain(value: Any) -> Any:
