@@ -1,19 +1,16 @@
-"""The README is short and true: its code and its commands run, its numbers come from files."""
+"""The README is short and true: its code runs, its numbers come from files; `test_tutorials.py` runs its commands."""
 
 import re
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
-from commands import told
-from printed import ROOT, commands
+from printed import ROOT
 
 import fedortho
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-SMALL = {"train": ["--epochs", "1", "--image-size", "8", "--threads", "1"]}
 
 
 def test_it_fits_on_a_screen_and_a_half() -> None:
@@ -41,11 +38,3 @@ def test_the_five_lines_run(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 def test_every_make_target_that_it_names_exists() -> None:
     targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert {"demo", "test", "docs"} <= set(re.findall(r"\bmake ([a-z-]+)", README)) <= targets
-
-
-def test_its_commands_run_as_printed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In order, with one epoch on small images."""
-    monkeypatch.chdir(tmp_path)
-    for words in commands(README):
-        told(*words, *SMALL.get(words[0], []))
-    assert (tmp_path / "runs" / "first-class-Dress" / "report.html").exists()

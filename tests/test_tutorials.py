@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from printed import DOCS, ROOT, Block, blocks
+from commands import told
+from printed import DOCS, ROOT, Block, blocks, commands
 from typer.testing import CliRunner
 
 from fedortho.cli.app import app
@@ -38,13 +39,13 @@ class Reader:
         for block in parts:
             if block.file_name:
                 Path(block.file_name).write_text(block.text)
-        told = []
+        printed = []
         for block, after in zip(parts, [*parts[1:], Block("", "")], strict=True):
             lines = [line for line in block.lines if block.is_commands and line.split()[0] not in ("pip", "make", ".")]
             for line in lines:
                 fails = line == lines[-1] and not after.is_commands and "error: " in after.text
-                told += [self.type(part, fails=fails) for part in line.split(" && ")]
-        return "\n".join(told)
+                printed += [self.type(part, fails=fails) for part in line.split(" && ")]
+        return "\n".join(printed)
 
     def type(self, line: str, *, fails: bool) -> str:
         """What one line prints."""
@@ -78,9 +79,17 @@ def reader(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_a_tutorial_works_as_printed(name: str, reader: Reader) -> None:
-    told = reader.read(DOCS / name)
+    printed = reader.read(DOCS / name)
     for words in (FAST | SLOW)[name]:
-        assert words in told, f"{name}: no line prints {words!r}"
+        assert words in printed, f"{name}: no line prints {words!r}"
+
+
+def test_the_commands_of_the_readme_run_as_printed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In order, with one epoch on small images."""
+    monkeypatch.chdir(tmp_path)
+    for words in commands((ROOT / "README.md").read_text(encoding="utf-8")):
+        told(*words, *(["--epochs", 1, "--image-size", 8, "--threads", 1] if words[0] == "train" else []))
+    assert (tmp_path / "runs" / "first-class-Dress" / "report.html").exists()
 
 
 @pytest.mark.slow
