@@ -22,7 +22,6 @@ from fedortho.federated import messages, wire
 from fedortho.federated.client_state import ClientImages, ClientState
 from fedortho.federated.node_policy import TRAIN, QueryGuard
 from fedortho.federated.wire import Json, Tensors, below, prefixed
-from fedortho.models.zoo import build_model
 from fedortho.statistics.ledger import load_ledger, write_ledger
 from fedortho.storage.checkpoints import load_weights
 from fedortho.storage.files import read_tensors, tensors_digest
@@ -40,13 +39,15 @@ def hello(state: ClientState, tensors: Tensors, order: messages.Hello) -> tuple[
     state.clean_up()
     record = state.record
     model = record.model if state.model_path(record.model).exists() else ""
-    reply = messages.HelloReply(state.client, 0, bool(state.own_data), model, record.has_left, record.forgotten)
+    reply = messages.HelloReply(state.client, 0, state.has_own_images, model, record.has_left, record.forgotten)
     reply = replace(reply, identity=state.identify(), version=version("fedortho"))
     if not record.has_left:
         images = state.images(order.task)
+        train = images.train
+        task = messages.TaskInfo(train.names, train.shape, train.mean, train.std) if order.task is None else None
         data = f"{reply.identity}{images.digest}".encode() + images.rows[state.client].numpy().tobytes()
         digest = hashlib.sha256(data).hexdigest()
-        reply = replace(reply, images=len(images.train), valid=len(images.valid), data=digest)
+        reply = replace(reply, images=len(train), valid=len(images.valid), data=digest, task=task)
     return {}, reply
 
 
@@ -189,7 +190,7 @@ def handle(state: ClientState, action: str, tensors: Tensors, value: Json) -> tu
 
 def _build(state: ClientState, task: messages.TaskInfo, tensors: Tensors) -> nn.Module:
     """The federation's network with weights that were sent."""
-    model = build_model(state.settings.model, num_classes=len(task.names), channels=task.shape[0])
+    model = state.new_model(len(task.names), task.shape[0])
     load_weights(model, dict(tensors), SERVER)
     return model
 

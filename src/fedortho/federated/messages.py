@@ -69,11 +69,11 @@ class TaskInfo:
 
 @dataclass(frozen=True)
 class Hello(Order):
-    """Asks a client who it is."""
+    """Asks a client who it is; None: the clients say what the task is."""
 
     action: ClassVar[str] = "query.hello"
 
-    task: TaskInfo
+    task: TaskInfo | None
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,7 @@ class HelloReply(Reply):
     identity: str = ""  # of its store, drawn at random when it was first greeted
     data: str = ""  # digest of its images, keyed by the identity: it tells whether they are others than before
     version: str = ""  # of fedortho
+    task: TaskInfo | None = None  # of its images, if the server named none
 
 
 @dataclass(frozen=True)
