@@ -21,6 +21,7 @@ from fedortho.errors import BadCheckpoint, FedOrthoError, first_line
 from fedortho.federated import aggregation, wire
 from fedortho.federated.aggregation import RunningMean, TrainingJob, check_state, round_history
 from fedortho.federated.messages import LocalResult, Observe, ObserveReply, TaskInfo, TrainLocal, TrainReply
+from fedortho.federated.pooling import Pool
 from fedortho.federated.roster import Binding, Common, Roster, first_few
 from fedortho.federated.transport import ClientReply, Exchange, total_bytes
 from fedortho.federated.wire import BadReply, Tensors, below, prefixed
@@ -96,6 +97,7 @@ class FederatedEngine(Roster):
         self._spent = Tally()
         self.history: list[Epoch] = []  # of the last training
         self.log: list[RoundRecord] = []
+        self.apart: dict[int, float] = {}  # client → how far its statistics stood apart, at most so far
         self._taught: set[int] = set()  # clients that have the teachers of this training
 
     @property
@@ -340,32 +342,32 @@ class FederatedEngine(Roster):
         tensors, stripped, candidates = wire.pack_queries(queries)
         order = Observe(self.task, digest, stripped, candidates, max(len(clients), 1), self.federation.least_group)
         contents = dict.fromkeys(clients, wire.pack({**tensors, **sent}, order))
-        blank = total = aggregation.blank_observations(model, self.task.shape, self.task.names, queries)
+        blank = aggregation.blank_observations(model, self.task.shape, self.task.names, queries)
+        pool = Pool(self.federation.pooling, blank, queries, model, self.task)
         for reply in self.transport.ask(Observe, ObserveReply, contents):
-            total = self._add(total, reply, queries)
-        if total is blank:  # no reply was added
+            self._add(pool, reply, queries)
+        if not pool.clients:
             raise FedOrthoError(f"no client has the model {digest[:12]}; send it with fedortho federate")
+        total = pool.total()
+        self.apart = {c: max(pool.apart.get(c, 0.0), self.apart.get(c, 0.0)) for c in {*pool.apart, *self.apart}}
         return total
 
-    def _add(
-        self, total: list[list[Observation]], reply: ClientReply[ObserveReply], queries: Sequence[Query]
-    ) -> list[list[Observation]]:
-        """The sums with those of one reply; as they were if the reply is rejected."""
+    def _add(self, pool: Pool, reply: ClientReply[ObserveReply], queries: Sequence[Query]) -> None:
+        """Add the sums of one reply, unless it is rejected."""
         message, exchange = reply.message, self.transport.log[-1]
         if message.status != "done":
             reasons = {"left": "has left", "refused": "refuses: its node's settings do not allow it"}
             exchange.reject(reply.client, reasons.get(message.status, "has another model"))
-            return total
+            return
         try:
             found = wire.unpack_observations(reply.tensors, queries, message.empty, self._holds(reply.client))
-            total = aggregation.add_observations(total, found)
+            pool.add(reply.client, found)
         except (FedOrthoError, KeyError, TypeError, ValueError, RuntimeError) as error:
             exchange.reject(reply.client, f"its sums do not match ({first_line(error)})")
-            return total
+            return
         self._spent.withheld += message.withheld
         self._spent.kept_flops += message.kept_flops
         self._spend(message)
-        return total
 
     def _holds(self, client: int) -> dict[str, int]:
         """The images of each split that a client said it has, and the most values of an image in one channel."""
@@ -380,7 +382,7 @@ class FederatedEngine(Roster):
 
 def _identity(model: nn.Module, job: TrainingJob, federation: Federation) -> str:
     """What a checkpoint belongs to: model, plan, recipe and the lasting settings of the federation."""
-    lasting = replace(federation, timeout=1.0, evaluate_every=0, quorum=0.0)
+    lasting = replace(federation, timeout=1.0, evaluate_every=0, quorum=0.0, pooling="bounded")
     tensors, plan = wire.pack_training_plan(job.plan)
     values = (plan, job.teacher_digests, job.recipe, lasting, job.local_epochs)
     parts = [tensors_digest(model.state_dict()), *map(str, values)]
