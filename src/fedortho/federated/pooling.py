@@ -130,7 +130,7 @@ class Pool:
         given = [each for found in self._held.values() if (each := found[number][place]) is not None]
         if not given:
             return blank
-        counts = torch.stack([each.counts for each in given]).double()  # (clients, labels)
+        counts = torch.stack([each.counts for each in given]).double()  # on the CPU; (clients, labels)
         counts = torch.minimum(counts, HEAVIEST * _positive_median(counts))
         sums = {}
         for key in blank.sums:
