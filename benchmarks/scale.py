@@ -1,0 +1,130 @@
+"""One request to a federation in this process, for a growing number of clients: CPU seconds, peak memory and bytes.
+
+    python benchmarks/scale.py [--clients 100,1000,10000]
+
+Every client has an app of its own with 20 images of two classes of digits, drawn by its number. The request is class:3
+at the level hide, on vgg-mini. Each size runs in a process of its own, whose peak memory is that of the row. CPU seconds
+are those of the server and of all clients together, because all are in one process.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from result_files import write_results
+
+import fedortho as fo
+from fedortho.federated import switch_off
+
+HERE = Path(__file__).parent
+IMAGES, EPOCHS = 20, 4  # images of a client; epochs in which the model is trained in one place
+METHOD = fo.make_method("hide", {"max_retain_drop": 0.05})
+
+
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--clients", default="100,1000,10000")
+    parser.add_argument("--one", type=int, default=0, help="measure this number of clients here, and print the row")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "scale.json")
+    given = parser.parse_args(words)
+    if given.one:
+        print(json.dumps(measure(given.one)))
+        return
+    rows: list[dict[str, Any]] = []
+    for clients in map(int, given.clients.split(",")):
+        command = [sys.executable, __file__, "--one", str(clients)]
+        printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        rows.append(json.loads(printed.splitlines()[-1]))
+        what = "one request (class:3, hide, vgg-mini, digits, 20 images per client) to a federation in one process"
+        write_results(given.out, what, f"python benchmarks/scale.py --clients {given.clients}", rows)
+        print(rows[-1], flush=True)
+
+
+def measure(clients: int) -> dict[str, Any]:
+    """The row of one size: what the request costs, and how much of it is the first distribution of the model."""
+    switch_off(__import__("os").environ)
+    from flwr.clientapp import ClientApp
+
+    from fedortho.federated.local_grid import LocalGrid
+
+    torch.set_num_threads(1)
+    model = trained()
+    app = fo.unlearning(ClientApp(), images=images_of, model=network, threads=1, device="cpu")
+    with tempfile.TemporaryDirectory(prefix="fedortho-scale-") as store:
+        grid = LocalGrid(app, clients, {"store": store})
+        before = peak_mb()
+        unlearner = fo.Unlearner(grid, model, timeout=86400.0)
+        started, cpu = time.monotonic(), time.process_time()
+        unlearner.sync()
+        sent, sent_peak = time.process_time() - cpu, peak_mb()
+        result = unlearner.forget("class:3", METHOD)
+        seconds, cpu = time.monotonic() - started, time.process_time() - cpu
+        disk = sum(path.stat().st_size for path in Path(store).rglob("*") if path.is_file())
+    assert len(unlearner.confirmed) == clients
+    return {
+        "clients": clients,
+        "cpu_seconds": round(cpu, 1),
+        "cpu_seconds_model": round(sent, 1),  # greeting all, and the model with its ledgers
+        "seconds": round(seconds, 1),
+        "peak_mb_before": round(before),
+        "peak_mb_model": round(sent_peak),
+        "peak_mb": round(peak_mb()),
+        "disk_mb": round(disk / 1e6, 1),
+        "exchanges": result.cost.exchanges,
+        "bytes_up": result.cost.bytes_up,
+        "bytes_down": result.cost.bytes_down,
+        "forget": accuracy(result.model, 3),
+        "digest": result.patch.after,
+    }
+
+
+def peak_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+@lru_cache(maxsize=1)
+def digits() -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and labels of the training images."""
+    train = fo.load_images("digits").train
+    return train.normalise(train.pixels[train.rows]), train.labels
+
+
+def network() -> torch.nn.Module:
+    return fo.build_model("vgg-mini", num_classes=10, channels=1)
+
+
+def trained() -> torch.nn.Module:
+    recipe = fo.Recipe(epochs=EPOCHS, batch_size=64, flip=0.0, crop=1)
+    return fo.fit(network(), fo.load_images("digits").train, recipe)
+
+
+def images_of(context: Any) -> tuple[torch.utils.data.TensorDataset, torch.utils.data.TensorDataset]:
+    """Training and validation images of a node: of two classes each, the first given by its number."""
+    inputs, labels = digits()
+    client = int(context.node_config["partition-id"])
+    random = torch.Generator().manual_seed(client)
+    rows = []
+    for label in (client % 10, (client + 1 + client // 10 % 9) % 10):
+        own = (labels == label).nonzero().flatten()
+        rows.append(own[torch.randint(len(own), (IMAGES // 2,), generator=random)])
+    train, valid = (torch.cat([part[start:end] for part in rows]) for start, end in ((0, 7), (7, 10)))
+    return tuple(torch.utils.data.TensorDataset(inputs[part], labels[part]) for part in (train, valid))  # type: ignore[return-value]  # a pair
+
+
+def accuracy(model: torch.nn.Module, label: int) -> float:
+    inputs, labels = digits()
+    with torch.no_grad():
+        right = model.eval()(inputs).argmax(1) == labels
+    return round(float(right[labels == label].float().mean()), 4)
+
+
+if __name__ == "__main__":
+    main()
