@@ -24,6 +24,9 @@ ROOT = Path(__file__).parent.parent
 COMMANDS, INCLUDE = "<!-- commands -->", re.compile(r"<!-- include: \.\./(\S+) -->\n?")
 OUTSIDE = re.compile(r"\]\(\.\./([\w./-]+)\)")
 SHOWN_AS_PAGE = {".py": "python", ".toml": "toml", ".txt": "text", ".yml": "yaml", "": "text"}
+NAME_IN_TABLE = re.compile(r"(?<=<code>)[\w.]+\.[\w.]+(?=</code>)")
+PAGE_BY_FILE = re.compile(r"\[([\w-]+\.md)\]\((\1)(?=[)#])")
+DEFAULT = re.compile(r" *\(default: (.*)\)$")
 MATH = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 
 
@@ -77,10 +80,9 @@ def options_table(command: click.Command, name: str) -> str:
         about = (getattr(param, "help", None) or "").strip()
         if not about:
             raise ValueError(f"{name}: {param.name} has no help")
-        value = param.get_default(context)
-        is_told = value not in (None, "", (), []) and not callable(value)
-        default = f"`{spelled(param, value)}`" if is_told else "required" if param.required else ""
-        rows.append(f"| `{written(param, context)}` | {cell(about)} | {default} |")
+        told = DEFAULT.search(about)
+        default = cell(told[1]) if told else "required" if param.required else spelled(param.get_default(context))
+        rows.append(f"| `{written(param, context)}` | {cell(DEFAULT.sub('', about))} | {default} |")
     return "\n".join(rows)
 
 
@@ -93,10 +95,11 @@ def written(param: click.Parameter, context: click.Context) -> str:
     return flags if is_flag else f"{flags} {param.make_metavar(context)}"
 
 
-def spelled(param: click.Parameter, value: Any) -> str:
-    if isinstance(value, bool):
-        return param.opts[0] if value else (param.secondary_opts or ["off"])[0]
-    return str(getattr(value, "value", value))
+def spelled(value: Any) -> str:
+    """A default as a reader would give it; flags that are off, and what is empty, need no words."""
+    if value in (None, "", (), [], False) or callable(value):
+        return ""
+    return "on" if value is True else cell(str(getattr(value, "value", value)))
 
 
 def cell(text: str) -> str:
@@ -166,16 +169,27 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Generated parts in their places, and links to files outside docs/."""
-    return OUTSIDE.sub(lambda found: f"]({place_of(found[1].rstrip('/'))})", expanded(markdown))
+    """Generated parts in their places, links to files outside docs/, and pages by their titles, not their files."""
+    text = OUTSIDE.sub(lambda found: f"]({place_of(found[1].rstrip('/'))})", expanded(markdown))
+    titles = dict(titled(config["nav"]))
+    return PAGE_BY_FILE.sub(lambda found: f"[{titles.get(found[1], found[1])}]({found[2]}", text)
+
+
+def titled(nav: Any) -> Iterator[tuple[str, str]]:
+    """Every page of the navigation that has a title there, with it."""
+    for entry in nav:
+        for title, value in entry.items() if isinstance(entry, dict) else ():
+            yield from [(value, title)] if isinstance(value, str) else titled(value)
 
 
 def on_page_content(output: str, page: Any, config: Any, files: Any) -> str:
-    """Equations as MathML."""
+    """Equations as MathML; long names in tables may break behind their dots."""
+    output = NAME_IN_TABLE.sub(lambda found: found[0].replace(".", ".<wbr>"), output)
     return MATH.sub(lambda found: mathml(found[2], "block" if found[1] == "div" else "inline"), output)
 
 
 def mathml(equation: str, display: str) -> str:
     from latex2mathml.converter import convert
 
-    return str(convert(html.unescape(equation), display=display))
+    text: str = convert(html.unescape(equation), display=display)
+    return text.replace("<mo>&#x02016;</mo>", '<mo stretchy="false">&#x02016;</mo>')  # bars of a norm stay equal
