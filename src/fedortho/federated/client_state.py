@@ -264,7 +264,7 @@ def _shares(settings: FederateSettings, run: str, modified: int) -> tuple[Datase
 def _by_owner(owner: Tensor, rows: Tensor, clients: int) -> tuple[Tensor, ...]:
     """The places among these rows that each client owns, ascending."""
     owners = owner[rows]
-    return owners.argsort(stable=True).split(owners.bincount(minlength=clients + 1).tolist())
+    return tuple(owners.argsort(stable=True).split(owners.bincount(minlength=clients + 1).tolist()))
 
 
 def _modified(run: str) -> int:
