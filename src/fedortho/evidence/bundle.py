@@ -22,7 +22,7 @@ from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadRecord, FedOrthoError
 from fedortho.evidence import contents
 from fedortho.evidence.agreement import check_agreement
-from fedortho.evidence.canonical_zip import LARGEST, BadArchive, pack_files, unpack_files
+from fedortho.evidence.canonical_zip import LARGEST, pack_files, unpack_files
 from fedortho.evidence.chain import chain_lines, read_chain
 from fedortho.evidence.contents import MANIFEST, SIGNATURE, BadBundle, Bundle, FileRecord, JournalEnd, Manifest
 from fedortho.evidence.signature import BadSignature, check_signature, load_key, load_public, public_half
@@ -31,7 +31,7 @@ from fedortho.reports.redaction import without_images
 from fedortho.runs.record import ServedRecord
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.served import index_of_request
-from fedortho.storage.files import canonical_json, file_digest, replacing
+from fedortho.storage.files import canonical_json, file_digest, read_limited, replacing
 from fedortho.storage.journal import JournalEntry, read_journal
 from fedortho.storage.provenance import environment
 from fedortho.storage.records import from_json, to_json
@@ -79,13 +79,7 @@ def open_bundle(path: Path, *, digest: str = "", public: Path | None = None) -> 
 
     `digest` is the manifest's digest as received by another channel; `public` the key that must have signed it.
     """
-    try:
-        if path.stat().st_size > LARGEST:
-            raise BadArchive(f"{path} is larger than {LARGEST >> 20} MB: it is not a bundle")
-        archive = path.read_bytes()
-    except OSError as error:
-        raise BadBundle(f"{path} cannot be read: {error.strerror}") from error
-    bundle = read_bundle(archive, str(path))
+    bundle = read_bundle(read_limited(path, LARGEST, BadBundle), str(path))
     manifest = bundle.manifest
     if digest and digest != manifest.digest:
         raise BadBundle(f"{path}: {MANIFEST} has the digest {manifest.digest}, not {digest}: it is another bundle")

@@ -19,6 +19,7 @@ from fedortho.errors import Busy, FedOrthoError
 from fedortho.federated import switch_off
 from fedortho.federated.client import client_app
 from fedortho.federated.engine import FederatedEngine, Watch
+from fedortho.federated.launch import need_flower
 from fedortho.federated.messages import TaskInfo
 from fedortho.federated.roster import ranges
 from fedortho.federated.transport import append_wire_log
@@ -55,6 +56,7 @@ def local_grid(
 
     Their images are those that the run at `run` was trained on; without one, all that the settings name.
     """
+    need_flower()
     switch_off(os.environ)
     from fedortho.federated.local_grid import LocalGrid, WorkerGrid
 
