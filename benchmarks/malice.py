@@ -30,7 +30,7 @@ from fedortho.federated.wire import pack_json, unpack_json
 from fedortho.methods import unlearn
 from fedortho.methods.hide import Hide
 from fedortho.requests.forgetting import APART, ServedRequest, check_retention
-from fedortho.runs.run import Run
+from fedortho.runs.run import Run, open_run
 from fedortho.runs.settings import FederateSettings
 from fedortho.unlearning.calibrate import Refused
 
@@ -122,16 +122,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--run", type=Path, help="where the federation is, or will be, trained")
+    parser.add_argument("--liars", type=int, nargs="*", default=[1, 2], help="numbers of hostile clients")
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("fedortho").setLevel(logging.ERROR)
     key = ("attack", "liars", "pooling")
     known = {tuple(row[k] for k in key) for row in read_results(options.out).rows} if options.out.exists() else set()
     with tempfile.TemporaryDirectory(prefix="fedortho-malice-") as place:
-        run = train_federation(options.run or Path(place) / "run", SETTINGS)
+        path = options.run or Path(place) / "run"
+        run = open_run(path) if (path / "model.safetensors").exists() else train_federation(path, SETTINGS)
         data = run.load_data()
         cases = [("none", 0, pooling) for pooling in POOLINGS]
-        cases += [(attack, liars, pooling) for liars in (1, 2) for attack in ATTACKS for pooling in POOLINGS]
+        cases += [(attack, liars, pooling) for liars in options.liars for attack in ATTACKS for pooling in POOLINGS]
         for case in cases:
             if case not in known:
                 row = attacked(run, data, *case)
