@@ -59,6 +59,11 @@ MEANINGS = {
 }
 
 
+def level_of_method(name: str) -> str:
+    """The level that a method serves; empty if it is none of them."""
+    return next((level for level, method in LEVELS.items() if method == name), "")
+
+
 def level_of(
     request: ForgetRequest, level: str = "", method: Method | str = "", costs: Sequence[str] = ("", "")
 ) -> str:
