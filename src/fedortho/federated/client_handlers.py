@@ -18,7 +18,6 @@ from fedortho.errors import FedOrthoError
 from fedortho.federated import messages, wire
 from fedortho.federated.client_state import ClientImages, ClientState
 from fedortho.federated.wire import Json, Tensors, below, prefixed
-from fedortho.models.zoo import build_model
 from fedortho.statistics.ledger import load_ledger, write_ledger
 from fedortho.statistics.observe import Observation
 from fedortho.storage.checkpoints import load_weights
@@ -36,10 +35,12 @@ def hello(state: ClientState, tensors: Tensors, order: messages.Hello) -> tuple[
     state.clean_up()
     record = state.record
     model = record.model if state.model_path(record.model).exists() else ""
-    reply = messages.HelloReply(state.client, 0, bool(state.own_data), model, record.has_left, record.forgotten)
+    reply = messages.HelloReply(state.client, 0, state.has_own_images, model, record.has_left, record.forgotten)
     if not record.has_left:
         images = state.images(order.task)
-        reply = replace(reply, images=len(images.train), valid=len(images.valid))
+        train = images.train
+        task = messages.TaskInfo(train.names, train.shape, train.mean, train.std) if order.task is None else None
+        reply = replace(reply, images=len(train), valid=len(images.valid), task=task)
     return {}, reply
 
 
@@ -173,7 +174,7 @@ def handle(state: ClientState, action: str, tensors: Tensors, value: Json) -> tu
 
 def _build(state: ClientState, task: messages.TaskInfo, tensors: Tensors) -> nn.Module:
     """The federation's network with weights that were sent."""
-    model = build_model(state.settings.model, num_classes=len(task.names), channels=task.shape[0])
+    model = state.new_model(len(task.names), task.shape[0])
     load_weights(model, dict(tensors), SERVER)
     return model
 

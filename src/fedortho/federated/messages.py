@@ -49,11 +49,11 @@ class TaskInfo:
 
 @dataclass(frozen=True)
 class Hello(Order):
-    """Asks a client who it is."""
+    """Asks a client who it is; None: the clients say what the task is."""
 
     action: ClassVar[str] = "query.hello"
 
-    task: TaskInfo
+    task: TaskInfo | None
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ class HelloReply(Reply):
     has_left: bool
     forgotten: tuple[ForgetRequest, ...] = ()
     valid: int = 0  # its images for validation
+    task: TaskInfo | None = None  # of its images, if the server named none
 
 
 @dataclass(frozen=True)

@@ -295,9 +295,7 @@ def _compare(path: Path, entries: list[JournalEntry], head: Head) -> None:
 
 
 def _recover(directory: Path, journal: Journal) -> Journal:
-    """Move an incomplete last line to journal.torn, so that the next entry begins a new line; remove partial heads."""
-    for left in directory.glob(".journal.head.*"):
-        left.unlink()
+    """Move an incomplete last line to journal.torn, so that the next entry begins a new line."""
     if journal.torn:
         path = directory / "journal.jsonl"
         _append(directory / "journal.torn", journal.torn.rstrip(b"\n") + b"\n")

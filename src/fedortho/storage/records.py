@@ -117,6 +117,8 @@ def _current(kind: type[Any], value: dict[str, Any], place: str) -> dict[str, An
 def _value(wanted: Any, value: Any, source: str, at: str) -> Any:
     """The value as the wanted type, or an error that names the key."""
     origin, inner = get_origin(wanted), get_args(wanted)
+    if type(value) is int and abs(value) >= 2**63:
+        raise BadRecord(f"{source}: {at} must be below 2**63, and it is not")
     if wanted is Any or (wanted in (bool, int, float, str) and type(value) is wanted):
         return value
     if wanted is float and type(value) is int:
@@ -140,7 +142,7 @@ def _value(wanted: Any, value: Any, source: str, at: str) -> Any:
 
 def _key(wanted: Any, key: str, source: str, at: str) -> Any:
     if wanted is int:
-        if not key.isdecimal():
+        if not key.isdecimal() or len(key) > 18:
             raise BadRecord(f"{source}: {at} has the key {key[:40]!r}; expected whole numbers")
         return int(key)
     return key
@@ -151,7 +153,7 @@ def _one_of(kinds: Sequence[Any], value: Any, source: str, at: str) -> Any:
     if value is None and type(None) in kinds:
         return None
     if type(value) in kinds:
-        return value
+        return _value(type(value), value, source, at)
     others = [kind for kind in kinds if kind is not type(None)]
     for kind in others[:-1]:
         try:
