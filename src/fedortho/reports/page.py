@@ -204,7 +204,7 @@ def _settings(report: Report) -> list[tables.Table]:
     before = (served.model_before if served else None) or record.parent
     effect = served.effect if served is not None else None
     about = {
-        "run": str(report.run.path),
+        "run": report.run.path.name,
         "request": str(report.request),
         "method": judged.method if judged is not None else "–",
         "model digest": record.model.digest,
@@ -212,11 +212,12 @@ def _settings(report: Report) -> list[tables.Table]:
         "data digest": record.data.digest,
         "validation images": record.data.valid_source or "part of the training split",
         "all requests served": "; ".join(other.request for other in record.requests) or "–",
-        "head of the journal": report.entries[-1].hash if report.entries else "–",
+        "head of the journal": summary.last_entry(report).hash or "–",
+        "verdict": verdict.sentence if verdict is not None else "–",
         "outcome of the audits": verdict.label if verdict is not None else "–",
         "effect of pruning and classifier edit": str(effect) if effect is not None else "–",
         "advice with flags": verdict.advice if verdict is not None else "–",
-        "this page again": f"fedortho report {report.run.path}",
+        "this page again": f"fedortho report {report.run.path.name}",
     }
     groups = {
         "Run and request": about,

@@ -29,7 +29,7 @@ class Report:
     verdict: Verdict | None
     gallery: Gallery = field(default_factory=Gallery)
     audit_pictures: tuple[Picture, ...] = ()
-    entries: tuple[JournalEntry, ...] = ()  # of the journal beside the run
+    entries: tuple[JournalEntry, ...] = ()  # of the journal beside the run; those about its model are shown
     refusal: JournalEntry | None = None  # the request was refused: there is nothing else to show
 
     @property
@@ -113,20 +113,26 @@ def source_of(run: Run) -> str:
 def facts_of(report: Report) -> dict[str, str]:
     """Which model forgot what, when, and where that is recorded."""
     record, served, data = report.run.record, report.served, report.run.record.data
-    own = [entry for entry in report.entries if entry.after == record.model.digest]
-    mine = [report.refusal] if report.refusal else own
+    last, own = last_entry(report), report.run.record.model.digest
+    mine = [report.refusal] if report.refusal else [entry for entry in report.entries if entry.after == own]
     dates = {EVENTS[entry.event]: f"{entry.time[:16].replace('T', ' ')} UTC" for entry in mine if entry.event in EVENTS}
     level = level_of_method(served.method) if served is not None else ""
     how = f" at level {level}: {MEANINGS[level]}" if level else f" by {served.method}" if served is not None else ""
-    last = report.entries[-1] if report.entries else None
     return {
         "Request": f"{report.request}{how}",
         "Model and data": f"{source_of(report.run)}; run {report.run.path.name}",
         "Size": f"{record.model.weights:,} weights, {data.train:,} training and {data.test:,} test images",
         "Date": ", ".join(f"{event} {time}" for event, time in dates.items()) or "not recorded",
-        "Journal": "none beside the run" if last is None else f"{last.number} entries, head {last.hash[:16]}",
+        "Journal": f"entry {last.number}, head {last.hash[:16]}" if last.hash else "no entry beside the run",
         "Signed": "not here: a bundle of this request is what can be signed",
     }
+
+
+def last_entry(report: Report) -> JournalEntry:
+    """The last entry about this model or refusal, whatever came later in the journal; else one without a hash."""
+    about = [entry for entry in report.entries if entry.after == report.run.record.model.digest]
+    none = JournalEntry(0, "", "", "", "", None, None, {}, "")
+    return report.refusal or next(reversed(about), none)
 
 
 def tiles_of(report: Report) -> list[Tile]:
