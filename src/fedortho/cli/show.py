@@ -128,7 +128,5 @@ def results_command(
         if directory:
             say(f"{directory}:")
         table = words_table(COLUMNS, [row.words() for row in inside])
-        for number, column in enumerate(table.columns):  # a narrow terminal folds names and keeps numbers whole
-            column.no_wrap, column.overflow = number > 1, "fold"
         console.print(table)
     say("forget, retain, test: accuracy; probe: recall of a linear probe; failed: audits; – not measured")

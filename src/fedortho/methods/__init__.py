@@ -159,6 +159,8 @@ def _checked(request: ForgetRequest | str, method: Method | str) -> tuple[Forget
     if not serves(method, request):
         able = [name for name in known_methods() if serves(find_method(name), request)]
         raise refusal(method, request, able)
+    if getattr(method, "epochs", 1) < 1:
+        raise BadSetting(f"epochs of {method.name} is 0; expected at least 1: nothing would be trained")
     return request, method
 
 
