@@ -11,10 +11,10 @@ from fedortho.audits.verdict import Verdict, read_verdict
 from fedortho.data.request import ForgetRequest
 from fedortho.devices import choose_device
 from fedortho.errors import BadCheckpoint, BadData, FedOrthoError
-from fedortho.evidence.redaction import IMAGES_END, IMAGES_START, LEFT_OUT, MARKED
 from fedortho.reports import summary, tables
 from fedortho.reports.gallery import audit_pictures, draw_gallery
 from fedortho.reports.pictures import Gallery
+from fedortho.reports.redaction import IMAGES_END, IMAGES_START, LEFT_OUT, MARKED
 from fedortho.reports.summary import Report, find_refusal
 from fedortho.requests.references import check_reference, find_original, find_references
 from fedortho.runs.run import Run, open_run
@@ -212,7 +212,7 @@ def _settings(report: Report) -> list[tables.Table]:
         "data digest": record.data.digest,
         "validation images": record.data.valid_source or "part of the training split",
         "all requests served": "; ".join(other.request for other in record.requests) or "–",
-        "head of the journal": summary.last_entry(report).hash or "–",
+        "entries of the journal": ", ".join(entry.hash for entry in summary.dated_entries(report).values()) or "–",
         "verdict": verdict.sentence if verdict is not None else "–",
         "outcome of the audits": verdict.label if verdict is not None else "–",
         "effect of pruning and classifier edit": str(effect) if effect is not None else "–",

@@ -113,26 +113,28 @@ def source_of(run: Run) -> str:
 def facts_of(report: Report) -> dict[str, str]:
     """Which model forgot what, when, and where that is recorded."""
     record, served, data = report.run.record, report.served, report.run.record.data
-    last, own = last_entry(report), report.run.record.model.digest
-    mine = [report.refusal] if report.refusal else [entry for entry in report.entries if entry.after == own]
-    dates = {EVENTS[entry.event]: f"{entry.time[:16].replace('T', ' ')} UTC" for entry in mine if entry.event in EVENTS}
+    entries = dated_entries(report)
+    dates = [f"{event} {entry.time[:16].replace('T', ' ')} UTC" for event, entry in entries.items()]
+    last = next(reversed(entries.values()), None)
     level = level_of_method(served.method) if served is not None else ""
     how = f" at level {level}: {MEANINGS[level]}" if level else f" by {served.method}" if served is not None else ""
     return {
         "Request": f"{report.request}{how}",
         "Model and data": f"{source_of(report.run)}; run {report.run.path.name}",
         "Size": f"{record.model.weights:,} weights, {data.train:,} training and {data.test:,} test images",
-        "Date": ", ".join(f"{event} {time}" for event, time in dates.items()) or "not recorded",
-        "Journal": f"entry {last.number}, head {last.hash[:16]}" if last.hash else "no entry beside the run",
+        "Date": ", ".join(dates) or "not recorded",
+        "Journal": f"entry {last.number}, head {last.hash[:16]}" if last else "no entry beside the run",
         "Signed": "not here: a bundle of this request is what can be signed",
     }
 
 
-def last_entry(report: Report) -> JournalEntry:
-    """The last entry about this model or refusal, whatever came later in the journal; else one without a hash."""
-    about = [entry for entry in report.entries if entry.after == report.run.record.model.digest]
-    none = JournalEntry(0, "", "", "", "", None, None, {}, "")
-    return report.refusal or next(reversed(about), none)
+def dated_entries(report: Report) -> dict[str, JournalEntry]:
+    """The first entries about forgetting and judging this model, or the refusal; later ones change no page."""
+    found: dict[str, JournalEntry] = {}
+    for entry in (report.refusal,) if report.refusal else report.entries:
+        if entry.event in EVENTS and (report.refusal or entry.after == report.run.record.model.digest):
+            found.setdefault(EVENTS[entry.event], entry)
+    return found
 
 
 def tiles_of(report: Report) -> list[Tile]:

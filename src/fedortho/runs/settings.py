@@ -110,6 +110,7 @@ class TrainSettings(Recipe, Subject):
 
     @property
     def recipe(self) -> Recipe:
+        """The part of the settings that is about training."""
         return Recipe(**{field.name: getattr(self, field.name) for field in fields(Recipe)})
 
 
@@ -138,6 +139,7 @@ class FederateSettings(TrainSettings, Federation):
 
     @property
     def federation(self) -> Federation:
+        """The part of the settings that only a federation has."""
         return Federation(**{field.name: getattr(self, field.name) for field in fields(Federation)})
 
 
