@@ -14,8 +14,9 @@ from verdicts import EVIL, RECORD
 
 from fedortho.data.request import ForgetRequest
 from fedortho.reports.gallery import audit_pictures
-from fedortho.reports.page import Report, render
+from fedortho.reports.page import render
 from fedortho.reports.pictures import Example, Gallery
+from fedortho.reports.summary import Report
 from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
 

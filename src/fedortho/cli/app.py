@@ -89,7 +89,7 @@ def _refuse(error: Exception) -> NoReturn:
     """Print an error as one line and exit: with 2 if the user can mend it, with 1 if it is a defect of fedortho."""
     message, code = str(error), 2
     if isinstance(error, USAGE_ERROR):
-        message = error.format_message()
+        message = error.format_message()  # type: ignore[attr-defined]  # an error of click
     elif isinstance(error, MemoryError):
         message = "there is not enough memory; use a machine with more, or smaller data"
     elif isinstance(error, OSError):

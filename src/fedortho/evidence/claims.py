@@ -27,8 +27,9 @@ from fedortho.evidence.bundle import lines_about
 from fedortho.evidence.contents import Bundle
 from fedortho.evidence.findings import Findings
 from fedortho.reports.gallery import NO_ORIGINAL, NO_REFERENCE, audit_pictures, draw_gallery
-from fedortho.reports.page import Report, render
+from fedortho.reports.page import render
 from fedortho.reports.redaction import LEFT_OUT, without_images
+from fedortho.reports.summary import Report
 from fedortho.requests.forgetting import ServedRequest
 from fedortho.requests.references import case_of, find_references
 from fedortho.runs.derived import build_derived

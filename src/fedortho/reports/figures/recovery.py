@@ -50,10 +50,8 @@ def probe_figure(recall: Mapping[str, Mapping[str, float]]) -> "Figure":
 
 def role_lines(ax: "Axes", lines: Mapping[str, tuple[Sequence[float] | Sequence[str], Sequence[float]]]) -> None:
     for role, (places, values) in lines.items():
-        colour, marker, dash = style.ROLES[role]
-        wide = style.WIDTHS[role]
-        look = {"linewidth": wide, "markersize": 3 + 2 * wide, "alpha": 0.55 if wide > 3 else 1.0, "zorder": 10 - wide}
-        ax.plot(places, values, color=colour, marker=marker, linestyle=dash, label=style.ROLE_NAMES[role], **look)
+        look = style.line_look(role) | {"marker": style.ROLES[role][1], "markersize": 3 + 2 * style.WIDTHS[role]}
+        ax.plot(places, values, **look)
     style.percent_axis(ax)
     ax.set_ylim(-0.03, 1.03)
     style.grid_lines(ax)

@@ -147,6 +147,13 @@ def percent(share: float) -> str:
     return "below 0.1 %" if 0 < share < 0.0005 else f"{100 * share:.1f} %"
 
 
+def line_look(role: str) -> dict[str, Any]:
+    """Colour, dashes and width of a role's line; wide ones lie below, so that lines on each other are told apart."""
+    (colour, _, dash), wide = ROLES[role], WIDTHS[role]
+    look: dict[str, Any] = {"color": colour, "linestyle": dash, "linewidth": wide, "label": ROLE_NAMES[role]}
+    return look | {"alpha": 0.55 if wide > 3 else 1.0, "zorder": 10 - wide}
+
+
 def grid_lines(ax: "Axes", axis: str = "y") -> None:
     ax.grid(axis=axis, color="#dddddd", linewidth=0.6)  # type: ignore[arg-type]  # x, y or both
 
