@@ -92,7 +92,17 @@ def test_the_commands_of_the_readme_run_as_printed(monkeypatch: pytest.MonkeyPat
     assert (tmp_path / "runs" / "first-class-Dress" / "report.html").exists()
 
 
+CHAINS = {  # pages that go on from another, or that a role begins with, and what the last of them prints
+    ("networks.md", "comparing.md"): "logit-mask",
+    ("start-engineer.md", "start-auditor.md"): "applying the patch to the model before reproduces the model after",
+    ("start-researcher.md",): "logit-mask",
+}
+
+
 @pytest.mark.slow
-def test_methods_are_compared_as_printed_where_a_network_of_ones_own_was_trained(reader: Reader) -> None:
-    reader.read(DOCS / "networks.md")
-    assert "logit-mask" in reader.read(DOCS / "comparing.md")
+@pytest.mark.parametrize("names", CHAINS, ids=" ".join)
+def test_pages_that_go_on_from_others_work_as_printed(names: tuple[str, ...], reader: Reader) -> None:
+    *before, last = names
+    for name in before:
+        reader.read(DOCS / name)
+    assert CHAINS[names] in reader.read(DOCS / last)
