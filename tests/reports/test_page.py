@@ -22,11 +22,11 @@ from fedortho.data.request import ForgetRequest
 from fedortho.engines.cost import Cost
 from fedortho.errors import BadCheckpoint, FedOrthoError
 from fedortho.evaluation.metrics import Metric
-from fedortho.evidence.redaction import LEFT_OUT, without_images
 from fedortho.methods.hide import Hide
 from fedortho.reports.gallery import audit_pictures, draw_gallery
 from fedortho.reports.page import SECTIONS, Report, original_for, render, verdict_of, write_report
 from fedortho.reports.pictures import Example, Gallery, Picture, as_pictures, thumbnail
+from fedortho.reports.redaction import LEFT_OUT, without_images
 from fedortho.requests.forgetting import serve_request
 from fedortho.requests.references import find_original, find_references, reference_settings
 from fedortho.runs.record import Accuracies, TrialRecord

@@ -22,7 +22,7 @@ from fedortho.federated import aggregation, wire
 from fedortho.federated.aggregation import RunningMean, TrainingJob, check_state, round_history
 from fedortho.federated.messages import LocalResult, Observe, ObserveReply, TaskInfo, TrainLocal, TrainReply
 from fedortho.federated.roster import Common, Roster, first_few
-from fedortho.federated.transport import ClientReply, Exchange, total_bytes
+from fedortho.federated.transport import ClientReply, Exchange
 from fedortho.federated.wire import BadReply, Tensors, below, prefixed
 from fedortho.models.norms import batch_norms, frozen_norms
 from fedortho.runs.federation import Federation, sample_clients
@@ -108,7 +108,7 @@ class FederatedEngine(Roster):
     @property
     def tally(self) -> Tally:
         self._spent.exchanges = len(self.transport.log)
-        self._spent.bytes_up, self._spent.bytes_down = total_bytes(self.transport.log)
+        self._spent.bytes_up, self._spent.bytes_down = self.transport.bytes_up, self.transport.bytes_down
         return self._spent
 
     def fit(
@@ -163,8 +163,8 @@ class FederatedEngine(Roster):
 
     def _report(self, watch: Watch | None, number: int, rounds: int, answered: int = 0, asked: int = 0) -> None:
         if watch is not None:
-            up, down = total_bytes(self.transport.log)
-            watch(RoundProgress(number, rounds, answered, asked, up, down, tuple(self.history)))
+            sent = (self.transport.bytes_up, self.transport.bytes_down)
+            watch(RoundProgress(number, rounds, answered, asked, *sent, tuple(self.history)))
 
     def _round(
         self, current: nn.Module, job: TrainingJob, number: int, clients: Sequence[int], watch: Watch | None
@@ -179,7 +179,8 @@ class FederatedEngine(Roster):
         while remaining:
             sampled = sample_clients(remaining, self.federation, job.recipe.seed, number, self._named(job.plan))
             results |= self._average(current, job, number, sampled, progress)
-            remaining = [client for client in remaining if client not in sampled]
+            asked = set(sampled)
+            remaining = [client for client in remaining if client not in asked]
             if trained := {client: result for client, result in results.items() if result is not None}:
                 drawn, digest = sorted(set(clients) - set(remaining)), tensors_digest(current.state_dict())
                 self.log.append(RoundRecord(tuple(drawn), tuple(results), tuple(trained), digest))
@@ -292,7 +293,7 @@ class FederatedEngine(Roster):
             saved = from_json(TrainingCheckpoint, note, path)
             if saved.belongs_to != identity:
                 raise BadCheckpoint(f"{path} belongs to other settings, clients or weights; remove it to start anew")
-            self.transport.log += saved.exchanges
+            self.transport.resume(saved.exchanges)
             begin = StartRound(path, weights, saved.history, saved.log)
         if begin is not None:
             current.load_state_dict({name: value.clone() for name, value in begin.weights.items()})

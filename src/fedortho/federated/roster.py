@@ -160,6 +160,8 @@ class Roster:
         model: nn.Module,
         patches: Sequence[tuple[Patch, ForgetRequest | None]],
         forgotten: ForgetRequest | None = None,
+        *,
+        ledger: bool = True,
     ) -> None:
         """Send clients with an older model the patches that they missed, and all others the model itself.
 
@@ -174,7 +176,7 @@ class Roster:
         outdated = [client for client in self.present() if self.clients[client].model != digest]
         if outdated:
             forgotten = forgotten or union_of([request for _, request in patches if request is not None])
-            self.send_model(model, outdated, forgotten=forgotten)
+            self.send_model(model, outdated, ledger=ledger, forgotten=forgotten)
 
     def answered(self) -> tuple[int, ...]:
         """Clients with a reply that counted, to a query or in training."""

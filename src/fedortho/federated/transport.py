@@ -3,6 +3,7 @@
 import logging
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,6 +83,13 @@ class Transport:
         self.grid, self.timeout, self.quorum = grid, timeout, quorum
         self.nodes: dict[int, int] = {}  # client → node
         self.log: list[Exchange] = []
+        self.bytes_up = self.bytes_down = 0  # of all exchanges in the log
+
+    def resume(self, exchanges: Sequence[Exchange]) -> None:
+        """Add the exchanges of a training that was interrupted."""
+        self.log += exchanges
+        up, down = total_bytes(exchanges)
+        self.bytes_up, self.bytes_down = self.bytes_up + up, self.bytes_down + down
 
     def greet(self, hello: Hello, expected: int) -> dict[int, HelloReply]:
         """Ask every node who it is, after waiting for `expected` nodes at most `timeout` seconds."""
@@ -143,7 +151,7 @@ class Transport:
     ) -> Iterator[ClientReply[R]]:
         """Valid replies in the order of client numbers; a reply that arrives early waits on disk for its turn."""
         started, pause = time.monotonic(), SHORTEST_PAUSE
-        order = sorted(contents)
+        order = deque(sorted(contents))
         pending = self._push(exchange, contents)
         with tempfile.TemporaryDirectory(prefix="fedortho-") as spool:
             early: dict[int, R] = {}
@@ -153,10 +161,10 @@ class Transport:
                     path = Path(spool) / f"{client}.safetensors"
                     yield ClientReply(client, read_tensors(path)[0], early.pop(client))
                     path.unlink()
-                    order.pop(0)
+                    order.popleft()
                     continue
                 if client in exchange.failed:
-                    order.pop(0)
+                    order.popleft()
                     continue
                 arrived = self._pull(pending)
                 for sender, message in arrived:
@@ -165,7 +173,7 @@ class Transport:
                         continue
                     if sender == order[0]:
                         yield reply
-                        order.pop(0)
+                        order.popleft()
                     else:
                         write_tensors(Path(spool) / f"{sender}.safetensors", reply.tensors)
                         early[sender] = reply.message
@@ -185,7 +193,11 @@ class Transport:
 
         order, kind = sorted(contents), exchange.kind
         messages = [Message(contents[c], dst_node_id=self.nodes[c], message_type=kind) for c in order]
-        exchange.bytes_down = {client: count_bytes(contents[client]) for client in order}
+        sizes = {
+            id(content): count_bytes(content) for content in {id(each): each for each in contents.values()}.values()
+        }
+        exchange.bytes_down = {client: sizes[id(contents[client])] for client in order}  # most share one record
+        self.bytes_down += sum(exchange.bytes_down.values())
         ids = list(self.grid.push_messages(messages))
         if len(ids) != len(order):  # Flower's reply to messages that are too large
             largest = max(exchange.bytes_down.values(), default=0)
@@ -200,7 +212,7 @@ class Transport:
         """New replies with their senders; one that is not pending, such as a second reply, is dropped."""
         if not pending:
             return []
-        messages = self.grid.pull_messages(list(pending))
+        messages = self.grid.pull_messages(pending.keys())  # no copy: a grid may hand over one reply at a time
         senders = [(pending.pop(message.metadata.reply_to_message_id, None), message) for message in messages]
         return [(client, message) for client, message in senders if client is not None]
 
@@ -210,6 +222,7 @@ class Transport:
             exchange.reject(client, f"failed (code {message.error.code}); its own log says why")
             return None
         exchange.bytes_up[client] = count_bytes(message.content)
+        self.bytes_up += exchange.bytes_up[client]
         try:
             tensors, reply = unpack(message.content, kind, "its reply")
             if reply.client != client and client >= 0:
