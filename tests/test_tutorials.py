@@ -29,7 +29,7 @@ SLOW = {
 
 def is_skipped(line: str) -> bool:
     """Installing is not tried, nor what the reader has to fill in."""
-    return line.split()[0] in ("pip", "make", ".") or bool(PLACEHOLDER.search(line))
+    return line.split(maxsplit=1)[0] in ("pip", "make", ".") or bool(PLACEHOLDER.search(line))
 
 
 class Reader:
