@@ -49,7 +49,7 @@ from fedortho.methods.hide import Hide
 from fedortho.methods.method import Method
 from fedortho.methods.paper import Paper
 from fedortho.requests.climbing import LevelAttempt, forget_until_passed
-from fedortho.requests.federated_jobs import check_backend, forget_elsewhere, rewind_elsewhere, with_sums
+from fedortho.requests.federated_jobs import check_backend, forget_elsewhere, rewind_elsewhere
 from fedortho.requests.forgetting import ServedRequest, forget_run, undo_run
 from fedortho.requests.judging import JudgeOptions, check_judge_options, judge_run
 from fedortho.requests.levels import ForgettingPlan, chosen_method, level_for_run, plan_climb, plan_request
@@ -133,7 +133,7 @@ def forget_command(
 ) -> None:
     """Make the model of a run forget and judge the result; writes a new run directory and leaves RUN as it is."""
     run, parsed = (
-        with_sums(open_run(run_path).at(recipe=read_recipe(recipe), timeout=timeout), sums),
+        open_run(run_path).at(recipe=read_recipe(recipe), timeout=timeout, sums=sums),
         ForgetRequest.parse(shlex.join(request)),
     )
     out = out_path or run_path.with_name(f"{run_path.name}-{run.hashed(parsed, hash_ids).word}")

@@ -5,7 +5,6 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,11 +119,6 @@ def sync_run(
     config = {**app_config(settings), "do": "sync", "run": str(run.path.absolute())}
     _do_elsewhere(config, settings, run.path, Path(deployment), log)
     return []
-
-
-def with_sums(run: Run, sums: str) -> Run:
-    """The run of a federation whose clients send open or masked sums; empty: as it was trained."""
-    return replace(run, settings=replace(_federation_of(run), sums=sums)) if sums else run
 
 
 def _federation_of(run: Run) -> FederateSettings:

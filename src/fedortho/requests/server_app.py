@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from flwr.serverapp import Grid, ServerApp
 
 from fedortho.federated.server import federation_lock, sync, train_federation
-from fedortho.requests.federated_jobs import with_sums
 from fedortho.requests.forgetting import forget_federated_run
 from fedortho.requests.rewind import rewind_run
 
@@ -52,10 +51,11 @@ def do_job(grid: "Grid", config: Mapping[str, Any]) -> None:
         with _lock(config, out):
             train_federation(out, federate_settings(config), grid, watch=_tell)
     elif job in ("forget", "rewind", "sync"):
-        run = open_run(Path(str(config["run"]))).at(timeout=float(config.get("timeout") or 0.0))
+        run = open_run(Path(str(config["run"]))).at(
+            timeout=float(config.get("timeout") or 0.0), sums=str(config.get("sums") or "")
+        )
         if not isinstance(run.settings, FederateSettings):
             raise FedOrthoError(f"{run.path} was not trained by a federation")
-        run = with_sums(run, str(config.get("sums") or ""))
         if job == "sync":
             remote.info("clients %s have the model of %s", sync(run, grid), run.path)
             return
