@@ -90,11 +90,11 @@ def test_queries_and_their_candidates_survive_and_kernel_lists_stay_here() -> No
 
 def test_observations_survive_and_missing_or_broken_ones_are_refused() -> None:
     queries = [Query((Selection(),), Statistic("right"))]
-    seen = Observation({"0": torch.tensor([[3.0]], dtype=torch.float64)}, torch.tensor([5]))
+    seen = Observation({"right": torch.tensor([[3.0]], dtype=torch.float64)}, torch.tensor([5]))
     tensors, empty = pack_observations([[seen]], queries)
     assert not empty
     ((found,),) = unpack_observations(unpack_json(pack_json(tensors, {}))[0], queries)
-    assert float(found.mean("0")) == 0.6
+    assert float(found.mean("right")) == 0.6
     for bad in (
         {},
         tensors | {"0.0.sums.0": torch.tensor([[float("nan")]])},
@@ -106,10 +106,10 @@ def test_observations_survive_and_missing_or_broken_ones_are_refused() -> None:
 
 def test_an_observation_of_no_images_has_no_tensors_and_is_told_from_a_missing_one() -> None:
     queries = [Query((Selection(), Selection()), Statistic("right"))]
-    seen = Observation({"0": torch.tensor([[3.0]], dtype=torch.float64)}, torch.tensor([5]))
+    seen = Observation({"right": torch.tensor([[3.0]], dtype=torch.float64)}, torch.tensor([5]))
     tensors, empty = pack_observations([[seen - seen, seen]], queries)
     assert empty == ((0, 0),)
-    assert tensors.keys() == {"0.1.sums.0", "0.1.counts"}
+    assert tensors.keys() == {"0.1.sums.right", "0.1.counts"}
     ((nothing, found),) = unpack_observations(tensors, queries, empty)
     assert nothing is None
     assert found.images == 5
