@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 FEDERATION := --data fashion-mini --clients 10 --split dirichlet:0.3 --fraction 1 --rounds 6 --batch-size 32 --threads 1 --workers 2
 SAMPLED := --data fashion-mini --clients 20 --split dirichlet:0.3 --fraction 0.1 --rounds 10 --threads 1 --workers 2
 
-.PHONY: help demo test types pytest test-slow benchmark clean
+.PHONY: help demo test types pytest test-slow docs benchmark clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,8 +59,16 @@ test-slow: $(STAMP)  ## the same federation on Ray and on a loopback SuperLink w
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch -e '.[dev,simulation]'
 	$(BIN)/pytest -m slow tests
 
+$(VENV)/.docs: $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch -e '.[dev,docs]'
+	@touch $@
+
+docs: $(VENV)/.docs  ## the documentation as a site, site/index.html; a broken link or a missing docstring fails
+	OMP_NUM_THREADS=1 NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "open site/index.html"
+
 benchmark: $(STAMP)  ## overhead of the penalties, in one run (about half an hour on two cores)
 	$(BIN)/python benchmarks/overhead.py
 
 clean:  ## remove the virtual environment and build files; runs stay
-	rm -rf $(VENV) build src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build site src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

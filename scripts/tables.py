@@ -19,6 +19,7 @@ from comparison_tables import (
     costs,
     searches,
 )
+from decision_table import decision
 from erasing_tables import erasing, erasing_figures, regrow, regrow_tried
 from result_text import RESULTS, ROOT, depth, grid, origin, read, stale_figures
 
@@ -173,7 +174,7 @@ def verdicts() -> str:
             parts += [f"~ {undecided}/{len(found)}"] if undecided else []
             cells.append(" ".join(parts) or "–")
         rows.append([model, str(len(found)), method, *cells])
-    return grid(["model", "seeds", "method", *AUDITED], rows) + _earlier(result, "docs/results.md#full-audits")
+    return grid(["model", "seeds", "method", *AUDITED], rows) + _earlier(result, "#full-audits")
 
 
 def _earlier(result: dict[str, Any], page: str) -> str:
@@ -292,6 +293,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "drift": drift,
     "recovery": recovery,
     "engines": engines,
+    "decision": decision,
     "comparison": comparison,
     "comparison-each": comparison_each,
     "comparison-others": lambda: comparison_each(("client", "samples")),

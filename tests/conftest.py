@@ -1,6 +1,5 @@
 """Toy images and small trained networks that tests share; decoded images are cached per session."""
 
-import logging.config
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,15 +25,6 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patched.setenv("FEDORTHO_STATE", str(place.with_name("state")))
         patched.setenv("FEDORTHO_TRUST_CODE", "all")  # networks of the tests; tests of trust remove it
         yield place
-
-
-@pytest.fixture(autouse=True, scope="session")
-def heard() -> Iterator[None]:
-    """Nobody configures logging anew: Flower's database does, and takes away the handlers of whichever test runs."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(logging.config, "fileConfig", lambda *_, **__: None)
-        patched.setattr(logging.config, "dictConfig", lambda *_, **__: None)
-        yield
 
 
 # Files with the most seconds, longest first, and then the others: so the workers of `make test` end together.

@@ -38,6 +38,7 @@ CALLS = {  # a name of fedortho, or, for what operates a deployment or lists fil
     "bundle key": "evidence.signature.make_key",
     "journal check": "storage.journal.check_journal",
     "journal show": "storage.journal.check_journal",
+    "journal head": "evidence.published_head.publish_head",
 }
 QUICK = fo.TrainSettings(
     data="digits", model="small:SmallNet", epochs=3, valid=0.2, crop=0, flip=0.0, threads=1, device="cpu"
@@ -55,7 +56,7 @@ def commands() -> set[str]:
 
 def test_the_names_are_sorted_few_and_documented() -> None:
     assert fo.__all__ == sorted(fo.__all__)
-    assert 25 <= len(fo.__all__) <= 44
+    assert 25 <= len(fo.__all__) <= 46
     for name in fo.__all__:
         found = getattr(fo, name)
         text = inspect.getdoc(found) or ""

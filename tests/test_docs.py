@@ -1,38 +1,21 @@
-"""The docs are true to the code: links lead somewhere, commands and functions that are named exist."""
+"""The docs are true to the code: links lead somewhere, functions that are named exist, public names are explained."""
 
 import importlib
 import re
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-import click
 import pytest
-import typer
+from printed import DOCS, ROOT, commands
+from site_pages import command_reference, expanded, undocumented
 from test_layers import PACKAGES
 
-from fedortho.cli.app import app
+import fedortho
 
-ROOT = Path(__file__).parent.parent
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = sorted(DOCS.glob("*.md"))
 MODULES = {path.stem for path in (ROOT / "src" / "fedortho").iterdir() if path.suffix in (".py", "")}
 FILES = (".md", ".json", ".jsonl", ".safetensors", ".py", ".toml", ".html", ".head", ".torn")
 ACTIONS = ("train.local", "train.patch")  # of messages to clients
-COMMAND = typer.main.get_command(app)
-
-
-def commands(text: str) -> Iterator[list[str]]:
-    """Command lines of fedortho: in fences, with or without a prompt and a path, and in backticks."""
-    fenced, is_inside = [], False
-    for line in re.sub(r"\\\n\s*", "", text).splitlines():
-        if line.startswith("```"):
-            is_inside = not is_inside
-        elif is_inside:
-            fenced.append(line)
-    inline = re.findall(r"`(fedortho [^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
-    for line in [*fenced, *inline]:
-        if found := re.match(r"(?:\w*\$ )?(?:\.venv/bin/)?fedortho ([a-z].*)", line):
-            yield shlex.split(found[1], comments=True)
 
 
 def resolved(name: str) -> object:
@@ -55,42 +38,60 @@ def named(text: str) -> list[str]:
     return [word for word in words if word.split(".")[0] in MODULES and not word.endswith((*FILES, *ACTIONS))]
 
 
-def anchors(text: str) -> set[str]:
-    """What a link may point to within a page, as GitHub makes it of headings."""
-    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+def anchors(page: Path) -> set[str]:
+    """What a link may point to within a page, as GitHub makes it of headings; other files have none."""
+    headings = re.findall(r"^#+ (.*)$", expanded(page.read_text(encoding="utf-8")), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *sorted(ROOT.glob("*.md"))], ids=lambda page: page.name)
 def test_every_link_leads_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
-        if target.startswith(("http://", "https://")):
+        if target.startswith(("http://", "https://", "mailto:")):
             continue
         place, _, anchor = target.partition("#")
         file = page.parent / place if place else page
         assert file.exists(), f"{page.name} links to {target}"
-        assert not anchor or anchor in anchors(file.read_text(encoding="utf-8")), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(file), f"{page.name} links to {target}"
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.name)
-def test_every_command_and_flag_exists(page: Path) -> None:
-    for words in commands(page.read_text(encoding="utf-8")):
-        command: click.Command = COMMAND
-        rest = list(words)
-        while isinstance(command, click.Group):
-            assert rest, f"{page.name}: {shlex.join(words)} names no command"
-            assert rest[0] in command.commands, f"{page.name}: there is no command {rest[0]}"
-            command = command.commands[rest.pop(0)]
-        flags = {flag for param in command.params for flag in (*param.opts, *param.secondary_opts)} | {"--help"}
-        for word in rest:
-            if word.startswith("-"):
-                assert word.partition("=")[0] in flags, f"{page.name}: {command.name} has no {word}"
+def test_every_page_has_its_place_in_the_navigation() -> None:
+    """`make docs` says so too; here it takes no time."""
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    nav = text[text.index("\nnav:") :]
+    placed = re.findall(r"([\w-]+\.md)", nav[: nav.index("\ntheme:")])
+    assert sorted(placed) == [page.name for page in PAGES], "every page of docs/ has a line under nav in mkdocs.yml"
 
 
-def test_the_tutorial_uses_every_command_that_a_reader_meets() -> None:
-    told = {words[0] for words in commands((ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8"))}
+def test_every_public_name_has_a_docstring_and_a_place_in_the_reference() -> None:
+    assert undocumented() == []
+    page = (DOCS / "api.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^::: fedortho\.(?:\w+\.)*(\w+)$", page, re.MULTILINE)
+    assert sorted(shown) == fedortho.__all__, "docs/api.md shows every public name once, as ::: fedortho.NAME"
+
+
+def test_a_public_name_without_a_docstring_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Bare:
+        def told(self) -> None: ...
+
+    monkeypatch.setattr(fedortho, "__all__", ["Bare"])
+    monkeypatch.setattr(fedortho, "Bare", Bare, raising=False)
+    assert undocumented() == ["Bare", "Bare.told"]
+
+
+def test_the_reference_of_the_command_line_is_read_from_the_commands() -> None:
+    text = command_reference()
+    assert "## fedortho bundle check" in text
+    assert re.search(r"^\| `--max-retain-drop FLOAT` \| \S.* \| .*\|$", text, re.MULTILINE)
+    assert not re.search(r"^\|[^|]*\|\s*\|", text, re.MULTILINE), "an option without a help"
+
+
+def test_the_tutorials_use_every_command_that_a_reader_meets() -> None:
+    pages = ("tutorial", "own-model", "federation", "client-leaves", "networks", "comparing")
+    texts = [(DOCS / f"{name}.md").read_text(encoding="utf-8") for name in pages]
+    told = {words[0] for text in texts for words in commands(text)}
     assert {"train", "forget", "judge", "audit", "report", "bundle", "journal", "results", "compare", "tune"} <= told
-    assert {"check", "federate", "evaluate", "undo"} <= told
+    assert {"check", "federate", "evaluate", "undo", "import", "data"} <= told
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -161,8 +162,14 @@ def test_the_packages_of_picture_and_tables_are_those_of_the_layer_test_in_order
     picture = (ROOT / "docs" / "architecture.svg").read_text(encoding="utf-8")
     assert re.findall(r'class="package"[^>]*>(\w+)<', picture) == PACKAGES
     assert re.findall(r"^\|[^|]*\| `(\w+)` \|", ARCHITECTURE, re.MULTILINE) == PACKAGES
-    tree = (ROOT / "README.md").read_text(encoding="utf-8").split("## The tree")[1]
+    tree = ARCHITECTURE.split("## The tree")[1].split("\n## ")[0]
     assert re.findall(r"^    (\w+)/  ", tree, re.MULTILINE) == PACKAGES
+
+
+def test_every_module_of_the_root_is_in_the_tree() -> None:
+    tree = ARCHITECTURE.split("## The tree")[1].split("\n## ")[0]
+    for path in (ROOT / "src" / "fedortho").glob("*.py"):
+        assert path.name in tree, f"{path.name} is missing in the tree"
 
 
 def test_there_are_four_walks() -> None:

@@ -3,6 +3,7 @@
 import re
 import runpy
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -110,3 +111,33 @@ def test_a_network_of_a_plain_script_is_imported_and_two_of_its_photos_are_delet
     assert len(fo.open_run("runs/no-two").load_data().train) == 248
     with pytest.raises(fo.FedOrthoError, match=r"Ankle boot/0006.png, train/Bag/0012.png; restore them"):
         fo.open_run("runs/clothes").load_data()
+
+
+def test_flowers_quickstart_forgets_on_the_installed_flower(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from flwr.app import Context, RecordDict
+
+    from fedortho.federated.local_grid import LocalGrid
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(EXAMPLES / "flower_quickstart")
+    from quickstart.client_app import app as client_app  # type: ignore[import-not-found]  # of the example
+    from quickstart.server_app import app as server_app  # type: ignore[import-not-found]
+
+    project = tomllib.loads((EXAMPLES / "flower_quickstart" / "pyproject.toml").read_text(encoding="utf-8"))
+    config = project["tool"]["flwr"]["app"]["config"]
+    grid = LocalGrid(client_app, 2, {"store": str(tmp_path / "store")}, run_config=config)
+    server_app(grid, Context(1, 1, {}, RecordDict(), config))
+    text = capsys.readouterr().out
+    trained, forgotten = (
+        list(map(int, re.findall(r"(\d+)%", line)))
+        for line in text.splitlines()
+        if line.startswith(("trained", "forg"))
+    )
+    assert trained[3] > 80
+    assert forgotten[3] < 10
+    assert sum(trained) - trained[3] - (sum(forgotten) - forgotten[3]) < 60, "at most some points of each other class"
+    assert "2 clients have the model" in text
+    added = [file.read_text(encoding="utf-8").count("(+)") for file in EXAMPLES.glob("flower_quickstart/**/*_app.py")]
+    assert sum(added) <= 10 + 2, "ten lines, and the two docstrings that speak of them"

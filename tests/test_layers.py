@@ -44,7 +44,6 @@ HEAVY = {
     "cryptography",
     "captum",
     "selenium",
-    "tensorboard",
 }
 
 
@@ -111,6 +110,16 @@ def test_heavy_libraries_load_only_when_used_and_unsafe_ones_never() -> None:
             assert name.split(".")[0] not in HEAVY or is_grid, f"{path.stem} imports {name} at the top"
             assert name != "fedortho.federated.local_grid", f"{path.stem} loads Flower whether it is used or not"
         assert not {"pickle", "torchvision"} & {name.split(".")[0] for name in imports(tree)}
+
+
+def test_what_is_printed_passes_through_one_function() -> None:
+    """`say` and `warn` print any text, foreign too, as one line without markup: nothing needs escaping."""
+    for module, path in MODULES.items():
+        assert "rich.markup" not in imports(tree_of(path)), f"{module}: say() takes plain text; give a style as a pair"
+        calls = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)]
+        printed = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "print"]
+        for call in printed:
+            assert isinstance(call.args[0], ast.Call | ast.Name), f"{module}: {ast.unparse(call)}: use say() or warn()"
 
 
 ON_THE_CPU = {  # what these are given has left the device already: answers, sums, weights

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import flop_registry
 from fedortho.errors import BadSetting
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
+MOST_THREADS = 1024
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from types import ModuleType
 from typing import Any
 
 import comparison_tables
+import decision_table
 import erasing_tables
 import pytest
 import result_text
@@ -21,6 +22,7 @@ def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """scripts/comparison_tables.py with result files and figures of its own."""
     monkeypatch.setattr(comparison_tables, "RESULTS", tmp_path)
     monkeypatch.setattr(erasing_tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(decision_table, "RESULTS", tmp_path)
     for name in ("ROOT", "RESULTS", "FIGURES"):
         monkeypatch.setattr(result_text, name, tmp_path)
     return comparison_tables
@@ -130,3 +132,38 @@ def test_the_frontier_of_erasing_is_read_against_the_retrained_model_of_the_same
     figures = erasing_tables.erasing_figures()
     assert result_text.stale_figures(figures, write=True) == ["erasing.png"]
     assert result_text.stale_figures(figures, write=False) == []
+
+
+def audited(method: str, forget: float, probe: float, outcome: str) -> dict[str, Any]:
+    c1 = {"unlearned": probe, "reference": 0.6, "outcome": outcome}
+    ends = {"forget-accuracy": {"value": forget}, "retain-accuracy": {"value": 0.8, "reference": 0.82}}
+    return {"model": "vgg-mini", "seed": 0, "method": method, "audits": {"C1": c1}, **ends}
+
+
+def test_the_table_that_decides_takes_the_strictest_measurement_and_says_what_it_was(
+    tables: ModuleType, tmp_path: Path
+) -> None:
+    write(tmp_path, "comparison", [one | {"request": "class:1"} for one in ROWS[:4]])
+    write(tmp_path, "verdicts", [audited("hide", 0.02, 0.9, "FAIL"), audited("retrain", 0.0, 0.61, "PASS")])
+    probes = {"unlearned": {"a": 0.3, "b": 0.5}, "reference": {"a": 0.2, "b": 0.5}}
+    ends = {"unlearned": {"forget": 0.0, "retain": 0.9}, "reference": {"retain": 0.91}}
+    grown = {"model": "vgg-mini", "request": "class:2", "probe": probes, "accuracies": ends, "settings": {"seed": 0}}
+    write(tmp_path, "regrow", [grown | {"share": 0.34}])
+    lines = {line.split("|")[1].strip(): line for line in decision_table.decision().splitlines() if line[:1] == "|"}
+    assert lines["**hide**"] == "| **hide** | 2.0 | 80.0 (82.0) | ≥ +30.0 | 22.2 | C1 1/1 | b |"
+    assert lines["**erase**"] == "| **erase** | 0.0 | 90.0 (91.0) | +10.0 | 34 | – | c |"
+    assert "| none, 1/1 | b |" in lines["**exact** (retraining)"]
+    assert "EU-k" not in lines, "what was not measured has no line"
+    final = [
+        {"model": "vgg-mini", "seed": 1, "request": "class:0", "method": method, "share": share, "audits": audits}
+        | {"accuracies": {"forget": 0.0, "retain": 0.7}}
+        for method, share, audits in (
+            ("retrain", 1.0, None),
+            ("regrow", 0.5, {"C1": {"unlearned": 0.62, "reference": 0.6, "outcome": "PASS"}}),
+        )
+    ]
+    write(tmp_path, "erasing", final)
+    told = decision_table.decision()
+    assert "| **erase** | 0.0 | 70.0 (70.0) | +2.0 | 50 | none, 1/1 | a |" in told
+    assert "full audits, test images, airplane; 1 network." in " ".join(told.split())
+    assert "| **hide** | 2.0 |" in told, "what the final protocol has not reached stays as it was measured before"

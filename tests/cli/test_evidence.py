@@ -56,12 +56,30 @@ def test_the_journal_is_checked_and_its_head_told(place: Path, tmp_path: Path) -
         text = told("journal", "check", where)
         assert "2 entries, each following from the one before" in text
         assert f"head: 2 {last.hash}" in text
-        assert "note this hash elsewhere" in text
+        assert "publish this head" in text
     assert "nothing up to there was changed" in told("journal", "check", place, "--head", last.hash)
     with pytest.raises(FedOrthoError, match="0000"):
         told("journal", "check", place, "--head", "0" * 64)
     with pytest.raises(FedOrthoError, match="journal"):
         told("journal", "check", tmp_path)
+
+
+def test_a_published_head_finds_a_rollback_and_a_removed_journal(tmp_path: Path) -> None:
+    runs, head = tmp_path / "runs", tmp_path / "head.json"
+    append_entry(runs, "received", "one", "class:3")
+    shutil.copytree(runs, tmp_path / "older")
+    append_entry(runs, "undone", "one", "class:3")
+    told("bundle", "key", "-o", tmp_path / "me.pem")
+    assert "entry 2 " in told("journal", "head", runs, "-o", head, "--sign", tmp_path / "me.pem")
+    text = told("journal", "check", runs, "--head", head, "--public", tmp_path / "me.pub")
+    assert "entry 2, published at" in text
+    assert "signed by the key" in text
+    with pytest.raises(FedOrthoError, match="has 1 entries, but entry 2 was published"):
+        told("journal", "check", tmp_path / "older", "--head", head)
+    with pytest.raises(FedOrthoError, match=r"there is no journal in .* but its entry 2 was published"):
+        told("journal", "check", tmp_path, "--head", head)
+    with pytest.raises(FedOrthoError, match="--public is given without a published head"):
+        told("journal", "check", runs, "--public", tmp_path / "me.pub")
 
 
 def test_the_journal_is_shown(place: Path) -> None:
@@ -103,7 +121,8 @@ def test_verified_means_that_every_audit_passed(
     monkeypatch.setattr(judging, "write_verdict", lambda *_: None)
     first, second = open_run(tmp_path / "first"), open_run(tmp_path / "second")
     judge_run(second, "class:3", original=first)
-    (entry,) = check_journal(tmp_path).entries
+    begun, entry = check_journal(tmp_path).entries
+    assert begun.event == "begun", "the copied run has served a request, of which no journal tells here"
     assert (entry.event, entry.details) == (event, {"label": "as it came out", "passes": passes})
 
 

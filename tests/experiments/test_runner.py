@@ -1,6 +1,7 @@
 """Running a table on digits and a tiny network: rows, resuming, sequences, the same numbers again, and the command."""
 
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -143,3 +144,11 @@ def test_missing_data_is_refused_before_anything_is_trained(tmp_path: Path) -> N
     assert not (tmp_path / "out").exists()
     with pytest.raises(FedOrthoError, match="--data-dir must hold cifar10/train"):
         invoke("reproduce", "strength", "--scale", "small", "--data-dir", str(tmp_path), "--out", str(tmp_path / "out"))
+
+
+def test_a_warning_is_heard_again_once_the_table_is_done(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(FedOrthoError, match="--data-dir must hold"):
+        invoke("reproduce", "strength", "--scale", "small", "--data-dir", str(tmp_path), "--out", str(tmp_path / "out"))
+    for _ in range(2):
+        logging.getLogger("fedortho").warning("the edit undoes a conv edit")
+    assert len(caplog.messages) == 2

@@ -5,13 +5,14 @@ import os
 import subprocess
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 
 from fedortho.errors import BadSetting, FedOrthoError
-from fedortho.federated import SWITCHES
+from fedortho.federated import SWITCHES, deploy
 from fedortho.federated.deploy import app_files, app_pyproject, write_deployment
 from fedortho.federated.launch import Scalar, submit
 from fedortho.requests.federated_jobs import app_config
@@ -185,3 +186,48 @@ def test_a_setting_that_the_deployed_app_does_not_know_is_named(folder: Path) ->
 def test_what_is_no_deployment_is_refused_with_the_fix(tmp_path: Path) -> None:
     with pytest.raises(FedOrthoError, match="fedortho deploy"):
         submit(tmp_path, {})
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "::1%$(touch pwned)",
+        "fe80::1%eth0;touch pwned",
+        "a b",
+        "h;touch pwned",
+        "$(touch pwned)",
+        "::1%'",
+        "h\ntouch pwned",
+    ],
+)
+def test_an_address_cannot_run_a_command(tmp_path: Path, address: str) -> None:
+    with pytest.raises(BadSetting, match="must be a host name or an IP address"):
+        write_deployment(tmp_path / "out", nodes=1, address=address, insecure=True, config=CONFIG)
+    assert not (tmp_path / "out").exists()
+
+
+def test_everything_that_a_shell_reads_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    evil = "x'$(touch pwned)`touch pwned`;touch pwned"
+    monkeypatch.setattr(deploy, "_link", lambda *_: evil)
+    monkeypatch.chdir(tmp_path)
+    write_deployment(tmp_path / "out", nodes=1, address="::1", insecure=True, config=CONFIG)
+    assert evil in started(tmp_path / "out" / "node-0.sh", tmp_path)["arguments"].splitlines()
+    started(tmp_path / "out" / "superlink.sh", tmp_path)
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_a_folder_whose_path_would_be_read_as_a_command_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "a|e touch pwned;'"
+    write_deployment(folder, nodes=1, address="localhost", config=CONFIG)
+    program = tmp_path / "bin" / "flwr"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    environ = {"PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}"}
+    how: dict[str, Any] = {"env": environ, "capture_output": True, "cwd": tmp_path, "timeout": 20}
+    done = subprocess.run([folder / "register.sh"], check=False, **how)
+    assert done.returncode == 2
+    assert b"move this folder" in done.stderr
+    assert not (tmp_path / "pwned").exists()
+    with pytest.raises(BadSetting, match="without control characters"):
+        write_deployment(tmp_path / "a\nb", nodes=1, address="localhost", config=CONFIG)

@@ -38,8 +38,10 @@ SUMS = {  # of methods that add up sums: settings with which federated and centr
     "class-pruning": {"ratio": 0.1},
     "fused": {"layers": "features.3"},  # its own ranking is by local epochs, which no single machine has
     "subspace": {"images": 100_000},  # clients share a smaller limit evenly, so they draw other images
+    "msg": {"batch_size": 1, "images": 100_000},
     "bad-teacher": {},
     "cf-k": {},
+    "ct": {},
     "eu-k": {},
     "finetune": {},
     "scrub": {},
@@ -170,8 +172,10 @@ TRAINED = {
     "class-pruning": {},
     "bad-teacher": {},
     "cf-k": {"k": 2},
+    "ct": {},
     "eu-k": {"k": 2},
     "finetune": {},
+    "msg": {},
     "neggrad": {},
     "not": {},
     "regrow": {},

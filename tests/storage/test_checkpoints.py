@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import pytest
 import torch
@@ -131,3 +132,31 @@ def test_a_checkpoint_without_weights_tells_what_it_has(tmp_path: Path) -> None:
 def test_a_directory_is_called_that(tmp_path: Path) -> None:
     with pytest.raises(BadCheckpoint, match="is a directory; give a file of weights"):
         read_weights(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "word"),
+    [
+        (torch.eye(3).to_sparse(), "sparse"),
+        (torch.zeros(3, device="meta"), "meta"),
+        (torch.zeros(2, dtype=torch.complex64), "complex"),
+        (torch.zeros(1).expand(10**12), "larger than its data"),
+    ],
+    ids=["sparse", "meta", "complex", "huge"],
+)
+def test_tensors_without_plain_values_are_refused_before_anything_is_allocated(
+    tmp_path: Path, tensor: torch.Tensor, word: str
+) -> None:
+    torch.save({"fc.weight": tensor}, tmp_path / "x.pt")
+    with pytest.raises(BadCheckpoint, match=f"fc.weight is {word}; expected a dense tensor"):
+        read_weights(tmp_path / "x.pt")
+
+
+def test_an_archive_that_would_grow_when_it_is_read_is_refused(tmp_path: Path) -> None:
+    torch.save({"fc.weight": torch.zeros(10**6)}, tmp_path / "plain.pt")
+    with ZipFile(tmp_path / "plain.pt") as plain, ZipFile(tmp_path / "packed.pt", "w", ZIP_DEFLATED) as packed:
+        for name in plain.namelist():
+            packed.writestr(name, plain.read(name))
+    assert read_weights(tmp_path / "plain.pt")["fc.weight"].shape == (10**6,)
+    with pytest.raises(BadCheckpoint, match="is packed and would grow"):
+        read_weights(tmp_path / "packed.pt")

@@ -10,7 +10,9 @@ import torch
 
 from fedortho.errors import BadCheckpoint, Busy, FedOrthoError
 from fedortho.storage.files import (
+    PRIVATE,
     check_writable,
+    copy_file,
     file_digest,
     locked,
     read_json,
@@ -109,16 +111,95 @@ def test_digests_see_names_types_shapes_and_every_bit(tmp_path: Path) -> None:
     assert file_digest(tmp_path / "x").startswith("ba7816bf")
 
 
-def test_a_lock_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def test_a_lock_is_in_the_users_own_directory_and_leaves_no_file_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "shared"))
+    monkeypatch.setenv("FEDORTHO_STATE", str(tmp_path / "state"))
+    locks = tmp_path / "state" / "locks"
     with locked(tmp_path / "run"):
-        assert len(os.listdir(tmp_path)) == 1
+        assert len(os.listdir(locks)) == 1
+        assert locks.stat().st_mode & 0o777 == 0o700
         with pytest.raises(Busy, match="run; wait for it"), locked(tmp_path / "run"):
             pass
-    assert os.listdir(tmp_path) == []
+    assert os.listdir(locks) == []
     with pytest.raises(KeyError), locked(tmp_path / "run"):
         raise KeyError
-    assert os.listdir(tmp_path) == []
+    assert os.listdir(locks) == []
+    assert not (tmp_path / "shared").exists()
+    monkeypatch.setenv("FEDORTHO_STATE", "/proc/none")
+    with pytest.raises(FedOrthoError, match="set FEDORTHO_STATE to a writable directory"), locked(tmp_path / "run"):
+        pass
+
+
+def test_the_umask_is_respected_and_private_files_stay_private(tmp_path: Path) -> None:
+    def mode(name: str) -> int:
+        return (tmp_path / name).stat().st_mode & 0o777
+
+    for umask, expected in ((0o077, 0o600), (0o022, 0o644), (0o002, 0o664)):
+        before = os.umask(umask)
+        try:
+            write_json(tmp_path / "record.json", {})
+            write_tensors(tmp_path / "weights", {"a": torch.zeros(2)})
+            write_tensors(tmp_path / "undo", {"a": torch.zeros(2)}, mode=PRIVATE)
+            copy_file(tmp_path / "undo", tmp_path / "copy")
+        finally:
+            os.umask(before)
+        assert [mode(name) for name in ("record.json", "weights", "undo", "copy")] == [expected, expected, 0o600, 0o600]
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next_write_and_a_living_one_is_let_be(tmp_path: Path) -> None:
+    left = tmp_path / ".x.json.tmp-killed"
+    left.mkdir()
+    (left / ".tmpAbCdEf").write_text("half of the weights")
+    with replacing(tmp_path / "x.json") as first:
+        assert not left.exists()
+        with replacing(tmp_path / "x.json") as second:
+            second.write_text("2")
+        first.write_text("1")
+    assert os.listdir(tmp_path) == ["x.json"]
+    assert (tmp_path / "x.json").read_text() == "1"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a": NaN}',
+        "[Infinity]",
+        "[-1e999]",
+        "1" * 5000,
+        "[" * 100_000,
+        '{"a":' * 100_000,
+        '"\\ud800"',
+        b'"\xff"',
+        b"",
+        b"\xff\xfe[\x00]\x00",
+    ],
+    ids=["nan", "infinity", "overflow", "digits", "nested", "deep", "surrogate", "latin", "empty", "utf-16"],
+)
+def test_json_that_is_none_is_refused(tmp_path: Path, text: str | bytes) -> None:
+    path = tmp_path / "x.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(BadCheckpoint, match="is not JSON") as refused:
+        read_json(path)
+    assert len(str(refused.value)) < 500
+
+
+def test_only_regular_files_of_a_reasonable_size_are_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with (tmp_path / "large").open("wb") as stream:
+        stream.truncate(1 << 40)
+    for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
+        with pytest.raises(BadCheckpoint, match=r"cannot be read: (it is a pipe or a device|Is a directory)"):
+            read_json(path)
+        with pytest.raises(BadCheckpoint, match=r"cannot be read: (it is a pipe or a device|Is a directory)"):
+            file_digest(path)
+        with pytest.raises(BadCheckpoint, match="is not a regular file"):
+            read_tensors(path)
+    with pytest.raises(BadCheckpoint, match="is larger than 64 MB"):
+        read_json(tmp_path / "large")
+    with pytest.raises(BadCheckpoint, match="null byte"):
+        read_json(tmp_path / "zero\0byte")
 
 
 def test_a_lock_whose_file_is_removed_at_its_end_still_excludes_all_others(tmp_path: Path) -> None:

@@ -1,16 +1,21 @@
 import json
+import logging
 import os
 import shutil
 import time
+from datetime import UTC, datetime
+from hashlib import sha256
 from pathlib import Path
+from threading import Timer
 
 import pytest
+from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from journals import writer
 
 import fedortho.storage.journal
-from fedortho.errors import Busy, FedOrthoError
+from fedortho.errors import FedOrthoError
 from fedortho.storage.files import canonical_json
 from fedortho.storage.journal import (
     BadJournal,
@@ -49,9 +54,11 @@ def test_entries_come_back_as_they_were_written_and_chained(place: Path) -> None
     assert journal.entries[0].time.endswith("+00:00")
     for entry, line, next_ in zip(journal.entries, lines_of(place), journal.entries[1:], strict=False):
         body = json.loads(line)
-        own = body.pop("hash")
-        assert own == fedortho.storage.journal._digest(canonical_json(body)) == entry.hash
-        assert next_.previous == fedortho.storage.journal._digest(line.decode().rstrip("\n"))
+        own, previous = body.pop("hash"), body.pop("previous")
+        told = sha256(canonical_json(body).encode()).hexdigest()
+        assert own == sha256(canonical_json([previous, told]).encode()).hexdigest() == entry.hash
+        assert len(body["salt"]) == 32
+        assert next_.previous == entry.hash
     assert journal.last == journal.head == Head(4, journal.entries[-1].hash)
 
 
@@ -128,8 +135,7 @@ def test_an_entry_that_was_rewritten_with_a_fitting_hash_breaks_the_chain_behind
 
 def test_an_entry_that_was_added_behind_the_head_is_found(place: Path) -> None:
     last = check_journal(place).entries[-1]
-    previous = fedortho.storage.journal._digest(last.line)
-    forged = JournalEntry(5, last.time, "undone", "one", "class:3", None, None, {}, previous).sealed()
+    forged = JournalEntry(5, last.time, "undone", "one", "class:3", None, None, {}, last.hash).sealed()
     rewrite(place, [*lines_of(place), f"{forged.line}\n".encode()])
     with pytest.raises(BadJournal, match="entry 5 was inserted: the head ends at entry 4"):
         check_journal(place)
@@ -143,7 +149,7 @@ def test_only_the_lines_in_their_order_pass(order: list[int]) -> None:
     for number in range(1, 5):
         entry = JournalEntry(number, "now", "received", "run", f"class:{number}", None, None, {}, previous).sealed()
         lines.append(f"{entry.line}\n".encode())
-        previous = fedortho.storage.journal._digest(entry.line)
+        previous = entry.hash
     text, head = b"".join(lines[at] for at in order), Head(4, parse_entry(lines[3].strip()).hash)
     if order == [0, 1, 2, 3]:
         assert len(fedortho.storage.journal._examine(Path("j"), text, head).entries) == 4
@@ -172,11 +178,11 @@ def test_a_noted_hash_finds_what_rewriting_both_files_hides(
         check_journal(forged, noted)
 
 
-def test_a_line_torn_anywhere_is_moved_away_by_the_next_append(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_torn_anywhere_is_moved_away_by_the_next_append(
+    place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     whole, head = lines_of(place), (place / "journal.head").read_bytes()
     written: list[bytes] = []
-    told: list[str] = []
-    monkeypatch.setattr(fedortho.storage.journal.logger, "warning", lambda text, *given: told.append(text % given))
 
     def die(path: Path, text: bytes) -> None:
         written.append(text)
@@ -198,7 +204,8 @@ def test_a_line_torn_anywhere_is_moved_away_by_the_next_append(place: Path, monk
         assert entry.number == 5
         assert len(check_journal(place).entries) == 5
         assert (place / "journal.torn").read_bytes().endswith(torn.rstrip(b"\n") + b"\n")
-        assert "incomplete line after entry 4" in told.pop()
+        assert "incomplete line after entry 4" in caplog.text
+        caplog.clear()
     rewrite(place, [*whole, line[:50]])
     (place / "journal.head").write_bytes(head)
     with pytest.raises(BadJournal, match="entry 5 is an incomplete line"):
@@ -248,15 +255,94 @@ def test_processes_that_write_at_once_and_one_killed_among_them_leave_a_whole_jo
     assert sum(entry.run == "killed" for entry in journal.entries) >= 8, "what an append returned from is on disk"
 
 
-def test_a_writer_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from filelock import FileLock
+def test_a_writer_waits_as_long_as_it_takes_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(fedortho.storage.journal, "NOTICE", 0.05)
+    monkeypatch.setattr(fedortho.storage.journal.logger, "warning", lambda text, *given: told.append(text % given))
+    lock = FileLock(tmp_path / ".journal.lock", is_singleton=False, thread_local=False)
+    lock.acquire()
+    Timer(0.4, lock.release).start()
+    append_entry(tmp_path, "received", "run", "class:3")
+    assert len(check_journal(tmp_path).entries) == 1
+    assert len(told) > 2
+    assert f"waiting for the journal in {tmp_path}" in told[0]
 
-    monkeypatch.setattr(fedortho.storage.journal, "PATIENCE", 0.05)
-    with (
-        FileLock(tmp_path / ".journal.lock", is_singleton=False),
-        pytest.raises(Busy, match="locked by others"),
-    ):
-        append_entry(tmp_path, "received", "run", "class:3")
+
+def test_twenty_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
+    writers = [writer(tmp_path, f"w{number}", 4) for number in range(20)]
+    for process, _ in writers:
+        process.join(timeout=100)
+        assert process.exitcode == 0
+    entries = check_journal(tmp_path).entries
+    assert len(entries) == 80
+    for number in range(20):
+        mine = [entry.request for entry in entries if entry.run == f"w{number}"]
+        assert mine == [f"samples:{at}" for at in range(4)], "all are there, in the order of the writer"
+
+
+def test_a_reader_meets_a_whole_journal_while_others_write(tmp_path: Path) -> None:
+    append_entry(tmp_path, "received", "first", "class:3")
+    process, told = writer(tmp_path, "busy", 60)
+    seen = 0
+    while not told.poll() or process.is_alive():
+        seen, before = len(check_journal(tmp_path).entries), seen
+        assert seen >= before
+    assert len(check_journal(tmp_path).entries) == 61
+
+
+def test_a_journal_that_is_gone_does_not_begin_anew_in_silence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    append_entry(tmp_path, "received", "first", "class:3")
+    head = check_journal(tmp_path).last
+    for name, record in (("first", {"requests": []}), ("second", {"requests": [{"request": "class:3"}]}), ("odd", [])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text(json.dumps(record))
+    (tmp_path / "journal.jsonl").unlink()
+    (tmp_path / "journal.head").unlink()
+    with pytest.raises(BadJournal, match=r"no journal in .*, but runs there have served requests \(second\)"):
+        check_journal(tmp_path)
+    with pytest.raises(BadJournal, match="but its entry 1 was published: it was removed"):
+        check_journal(tmp_path, head)
+    with caplog.at_level(logging.WARNING, "fedortho"):
+        append_entry(tmp_path, "received", "second", "class:5")
+    assert "a journal begins in" in caplog.text
+    begun, received = check_journal(tmp_path).entries
+    assert (begun.event, begun.details) == ("begun", {"runs": ["second"]})
+    assert received.event == "received"
+    append_entry(tmp_path, "received", "second", "class:6")
+    assert [entry.event for entry in check_journal(tmp_path).entries] == ["begun", "received", "received"]
+
+
+def test_whoever_has_seen_a_later_head_finds_a_rollback(place: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    older = tmp_path_factory.mktemp("older")
+    shutil.copytree(place, older, dirs_exist_ok=True)
+    append_entry(place, "undone", "one", "class:3")
+    seen = check_journal(place).last
+    assert check_journal(place, seen).last == seen
+    check_journal(older)
+    with pytest.raises(BadJournal, match="has 4 entries, but entry 5 was published: the last were removed"):
+        check_journal(older, seen)
+    append_entry(older, "received", "one", "class:7")
+    with pytest.raises(BadJournal, match="entry 5 is not the published one"):
+        check_journal(older, seen)
+
+
+def test_a_clock_that_runs_backwards_is_noted(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Clock:
+        @staticmethod
+        def now(_: object) -> datetime:
+            return datetime(2001, 1, 1, tzinfo=UTC)
+
+    told: list[str] = []
+    assert check_journal(place).backward == []
+    monkeypatch.setattr(fedortho.storage.journal.logger, "warning", lambda text, *given: told.append(text % given))
+    monkeypatch.setattr(fedortho.storage.journal, "datetime", Clock)
+    append_entry(place, "undone", "one", "class:3")
+    append_entry(place, "undone", "one", "class:3")
+    assert [entry.number for entry in check_journal(place).backward] == [5]
+    assert len(told) == 1
+    assert told[0].startswith("the clock ran backwards: entry 4")
 
 
 def test_a_place_that_cannot_be_written_is_told_in_one_line(tmp_path: Path) -> None:
@@ -271,7 +357,7 @@ def test_a_journal_without_schema_numbers_is_whole_keeps_its_lines_and_goes_on(t
     old = lines_of(tmp_path)
     assert [entry.schema for entry in check_journal(tmp_path).entries] == [1, 1]
     append_entry(tmp_path, "undone", "two", "class:3")
-    assert [entry.schema for entry in check_journal(tmp_path).entries] == [1, 1, 2]
+    assert [entry.schema for entry in check_journal(tmp_path).entries] == [1, 1, 3]
     assert lines_of(tmp_path)[:2] == old
     assert f"{check_journal(tmp_path).entries[0].line}\n".encode() == old[0]
     rewrite(tmp_path, [old[0].replace(b"class:3", b"class:4"), *lines_of(tmp_path)[1:]])
@@ -285,7 +371,7 @@ def test_a_journal_without_schema_numbers_is_whole_keeps_its_lines_and_goes_on(t
         ({"number": True}, ValueError, "number"),
         ({"before": 3}, ValueError, "before"),
         ({"colour": "blue"}, ValueError, "colour"),
-        ({"schema": 3}, BadJournal, "schema 3"),
+        ({"schema": 4}, BadJournal, "schema 4"),
         ({"schema": True}, BadJournal, "schema True"),
     ],
 )

@@ -101,6 +101,7 @@ class Verdict:
 
     @property
     def failed(self) -> list[str]:
+        """Names of the audits that failed or raised an error."""
         return [result.name for result in self.results if result.outcome in ("FAIL", "ERROR")]
 
     @property
@@ -133,13 +134,16 @@ class Verdict:
 
     @property
     def not_tested(self) -> list[str]:
+        """Audits that were not run, each with its reason, and what no audit tests."""
         skipped = [audit for audit in self.audits if audit.outcome == "NOT RUN"]
         return [f"{audit.name}, {audit.title}: {audit.finding}" for audit in skipped] + list(NEVER_TESTED)
 
     def metric(self, name: str) -> Metric | None:
+        """The metric of that name; None if it was not measured."""
         return next((metric for metric in self.metrics if metric.name == name), None)
 
     def audit(self, name: str) -> AuditResult | None:
+        """The result of that audit; None if it is not in the verdict."""
         return next((audit for audit in self.audits if audit.name == name), None)
 
     def to_json(self) -> dict[str, Any]:

@@ -10,9 +10,8 @@ from typing import Annotated, NoReturn
 import click
 import typer
 from rich.logging import RichHandler
-from rich.markup import escape
 
-from fedortho.cli.console import err
+from fedortho.cli.console import err, one_line, warn
 from fedortho.cli.data import data_app
 from fedortho.cli.evidence import bundle_app, journal_app
 from fedortho.cli.forget import forget_command, undo_command
@@ -22,17 +21,25 @@ from fedortho.cli.reproduce import reproduce_command
 from fedortho.cli.show import check_command, evaluate_command, report_command, results_command
 from fedortho.cli.train import deploy_command, federate_command, import_command, sync_command, train_command
 from fedortho.cli.verdict import audit_command, judge_command
-from fedortho.errors import FedOrthoError
+from fedortho.errors import FedOrthoError, first_line
 from fedortho.runs.run import open_run
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 INTERRUPTED = 130  # typer's exit code after ctrl-C
 
 
+class PlainFormatter(logging.Formatter):
+    """Messages of the log as one line each, whoever wrote them."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # logging's name
+        return one_line(super().formatMessage(record))
+
+
 def main() -> None:
-    """Run the command; an error that a user can mend becomes one line and exit code 2."""
+    """Run the command; an error that a user can mend becomes one line and exit code 2, any other one exit code 1."""
     handler = RichHandler(console=err, show_time=False, show_path=False)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
+    handler.setFormatter(PlainFormatter("%(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     if "" not in sys.path:
         sys.path.append("")  # --model package.module:function is also looked for in the working directory
     debug = "--debug" in sys.argv  # both anywhere on the line, so that they can be appended to a command that failed
@@ -45,18 +52,29 @@ def main() -> None:
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         sys.exit(2)
-    except (click.ClickException, FedOrthoError) as error:
-        if debug:
-            traceback.print_exception(error)
-        _refuse(error.format_message() if isinstance(error, click.ClickException) else str(error))
+    except Exception as error:  # the last resort: whatever it is, the user sees one line
+        for part in traceback.format_exception(error) if debug else ():
+            for line in part.splitlines() if part.startswith("  File") else [part.strip()]:  # a message is one line
+                warn(line)
+        _refuse(error)
     if code == INTERRUPTED:
-        err.print("interrupted; finished parts are kept, and the same command continues an unfinished training")
+        warn("interrupted; finished parts are kept, and the same command continues an unfinished training")
     sys.exit(code)
 
 
-def _refuse(message: str) -> NoReturn:
-    err.print(f"[bold red]error:[/] {escape(' '.join(message.split()))}", highlight=False, soft_wrap=True)
-    sys.exit(2)
+def _refuse(error: Exception) -> NoReturn:
+    """Print an error as one line and exit: with 2 if the user can mend it, with 1 if it is a defect of fedortho."""
+    message, code = str(error), 2
+    if isinstance(error, click.ClickException):
+        message = error.format_message()
+    elif isinstance(error, MemoryError):
+        message = "there is not enough memory; use a machine with more, or smaller data"
+    elif isinstance(error, OSError):
+        message = f"{error.filename or 'a file'} cannot be used: {error.strerror or error}"
+    elif not isinstance(error, FedOrthoError):
+        message, code = f"{type(error).__name__}: {first_line(error)}; a defect: please report it with --debug", 1
+    warn(("error:", "bold red"), f" {' '.join(message.split())}")
+    sys.exit(code)
 
 
 def _print_version(wanted: bool) -> None:

@@ -9,16 +9,18 @@ from typing import Any
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Task, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 from rich.table import Table
+from rich.text import Text
 
+from fedortho.federated.roster import ranges
 from fedortho.models.predictions import Evaluation
 from fedortho.models.sites import Finding
 from fedortho.requests.checking import ModelCheck
 from fedortho.requests.forgetting import ServedRequest
 from fedortho.requests.levels import ForgettingPlan
+from fedortho.runs.record import ServedRecord
 from fedortho.runs.rounds import kept_rounds
 from fedortho.runs.run import Run
 from fedortho.training.loop import Epoch, Progress
@@ -26,10 +28,31 @@ from fedortho.unlearning.trials import Trial
 
 out = Console(emoji=False)  # class:Dress: is not an emoji
 err = Console(stderr=True, emoji=False)
+LONGEST = 20_000  # characters of a line
 
 
-def say(text: str) -> None:
-    out.print(text, highlight=False, soft_wrap=True)
+def one_line(text: str) -> str:
+    """Any text as one line that a terminal shows as it is: what cannot be printed, line breaks too, is spelled out.
+
+    >>> print(one_line("dress\\nchecked: signed by NIST \\x1b[2J"))
+    dress\\nchecked: signed by NIST \\x1b[2J
+    """
+    text = text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
+    return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)
+
+
+def line_of(*parts: str | tuple[str, str]) -> Text:
+    """Texts of anybody, or pairs of a text and its style, as one line without markup."""
+    pairs = [(part, "") if isinstance(part, str) else part for part in parts]
+    return Text.assemble(*((one_line(text), style) for text, style in pairs))
+
+
+def say(*parts: str | tuple[str, str]) -> None:
+    out.print(line_of(*parts), soft_wrap=True)
+
+
+def warn(*parts: str | tuple[str, str]) -> None:
+    err.print(line_of(*parts), soft_wrap=True)
 
 
 def say_json(value: object) -> None:
@@ -43,13 +66,13 @@ def print_plan(plan: ForgettingPlan, *, as_json: bool, alone: bool) -> None:
     elif not as_json:
         title, *steps = plan.lines()
         for line in (title, *(f"  {step}" for step in steps), *(["dry run: nothing was done"] * alone)):
-            say(escape(line))
+            say(line)
 
 
 def print_served(served: ServedRequest, run_path: Path) -> None:
     """A served request: accuracies before and after, the edit, its cost and where the run is."""
     record, result = served.record, served.result
-    say(escape(f"{run_path}: {record.request} by {record.method}"))
+    say(f"{run_path}: {record.request} by {record.method}")
     pairs = [(name, getattr(record.before, name), getattr(record.after, name)) for name in ("forget", "retain", "test")]
     shares = [(name, f"{before:.1%}", f"{after:.1%}") for name, before, after in pairs]
     of_classes = "forget and retain: test images of these classes and of the others"
@@ -57,7 +80,8 @@ def print_served(served: ServedRequest, run_path: Path) -> None:
     caption = of_classes if result.request.kind == "class" else others
     out.print(_filled(Table(caption=caption, caption_justify="left"), ("accuracy", "before", "after"), shares))
     print_target(served)
-    say(edit_line(served))
+    for line in edit_lines(served):
+        say(line)
     if result.plan is None:
         cost = result.cost
         say(f"{cost.seconds:.2f} s, {cost.images_read:,} images read, {cost.images_trained:,} trained on")
@@ -68,15 +92,15 @@ def print_served(served: ServedRequest, run_path: Path) -> None:
         say(wire_line(served))
     if len(record.all_forgotten) > 1:
         every = ", ".join(f"{request} {share:.1%}" for request, share in record.all_forgotten.items())
-        say(escape(f"forget accuracy of all requests: {every}; retain accuracy lost in all: {served.retain_paid:.1%}"))
+        say(f"forget accuracy of all requests: {every}; retain accuracy lost in all: {served.retain_paid:.1%}")
     if served.advise_retraining:
-        say("[yellow]these requests have lost much retain accuracy: retrain before the next one[/]")
+        say(("these requests have lost much retain accuracy: retrain before the next one", "yellow"))
     if served.run is not None:
-        say(escape(f"{'was written before' if served.was_finished else 'written'} to {served.run.path}"))
+        say(f"{'was written before' if served.was_finished else 'written'} to {served.run.path}")
     for copy in served.copies:
-        say(escape(f"copy of the data: {copy}"))
+        say(f"copy of the data: {copy}")
     if served.run is not None and result.request.samples:
-        say(escape(f"you may now delete the files of these images: {served.run.path} stays usable without them"))
+        say(f"you may now delete the files of these images: {served.run.path} stays usable without them")
 
 
 def print_target(served: ServedRequest) -> None:
@@ -85,31 +109,31 @@ def print_target(served: ServedRequest) -> None:
     target = record.settings.get("target")
     if served.result.request.kind == "class":
         if isinstance(target, float) and record.after.forget > target:
-            say(f"[yellow]the target, {target:.1%}, is not met on test images[/]")
+            say((f"the target, {target:.1%}, is not met on test images", "yellow"))
     elif chosen is not None and not record.settings.get("ratio"):
         met = "; met before any edit" if record.before.forget <= chosen.limit else ""
         say(f"limit: {chosen.limit:.1%}, the accuracy on unseen images of the same labels{met}")
 
 
-def edit_line(served: ServedRequest) -> str:
+def edit_lines(served: ServedRequest) -> list[str]:
     """What was edited, and the trial that was chosen."""
     record, result = served.record, served.result
     if record.directions or record.kernels:
         kind = "directions removed" if record.directions else "kernels edited"
         numbers = record.directions or record.kernels
-        line = f"{kind}: " + ", ".join(f"{number} in {site}" for site, number in numbers.items())
+        lines = [f"{kind}: " + ", ".join(f"{number} in {site}" for site, number in numbers.items())]
     elif record.chosen is not None:
-        line = "classifier edit: nothing was pruned"
+        lines = ["classifier edit: nothing was pruned"]
     else:
-        line = f"tensors replaced: {len(result.patch.names())}"
+        lines = [f"tensors replaced: {len(result.patch.names())}"]
     if result.plan is not None and result.plan.left_out:
-        line += f"\nleft out, as they cannot be edited (see fedortho check): {', '.join(result.plan.left_out)}"
+        lines.append(f"left out, as they cannot be edited (see fedortho check): {', '.join(result.plan.left_out)}")
     if record.chosen is None:
-        return line
+        return lines
     scrub = f"scrub at strength {record.chosen.scrub:g}" if record.chosen.scrub else "no scrub"
     trials = f"{len(record.trials)} trial{'s' * (len(record.trials) > 1)}"
-    effect = "" if record.effect is None else f"\n{record.effect}"
-    return f"{line}\nratio {record.chosen.ratio:g}, {scrub}, {trials}{effect}"
+    effect = [] if record.effect is None else [str(record.effect)]
+    return [*lines, f"ratio {record.chosen.ratio:g}, {scrub}, {trials}", *effect]
 
 
 def frontier_table(frontier: Sequence[Trial]) -> Table:
@@ -130,22 +154,22 @@ def _filled(table: Table, header: Sequence[str], lines: Sequence[Sequence[str]],
     for place, name in enumerate(header):
         table.add_column(name, justify="left" if place < left else "right")
     for line in lines:
-        table.add_row(*map(escape, line))
+        table.add_row(*map(line_of, line))
     return table
 
 
 def print_check(found: ModelCheck) -> None:
     """The edits that apply to each layer, and which steps work."""
     out.print(_check_table(found.layers))
-    say(escape(f"memory format: {found.memory_format}"))
+    say(f"memory format: {found.memory_format}")
     for name, reason in {**found.methods, "classifier edit": found.classifier, "training": found.training}.items():
-        say(escape(f"{name}: {reason or 'works'}"))
+        say(f"{name}: {reason or 'works'}")
     if not found.edited and found.is_served:
-        say("[yellow]no convolution can be edited: forgetting is a classifier edit alone[/]")
+        say(("no convolution can be edited: forgetting is a classifier edit alone", "yellow"))
     if found.edited:
-        say(escape(f"hide edits {', '.join(found.edited)}"))
+        say(f"hide edits {', '.join(found.edited)}")
     for name, reason in found.left_out.items():
-        say(escape(f"  left out: {name} ({reason})"))
+        say(f"  left out: {name} ({reason})")
 
 
 def _check_table(findings: Sequence[Finding]) -> Table:
@@ -159,7 +183,7 @@ def _check_table(findings: Sequence[Finding]) -> Table:
         edits = ["no" if reason else word for reason, word in zip(reasons, works, strict=True)]
         edits[2] = "–" if len(layer.writers) == 1 else edits[2]
         why = next(filter(None, reasons), "")
-        table.add_row(layer.name, str(layer.kernels), layer.norm_kind or "none", *edits, why)
+        table.add_row(*map(line_of, (layer.name, str(layer.kernels), layer.norm_kind or "none", *edits, why)))
     if any(finding.is_undone for finding in findings):
         table.caption = "* undone by re-estimating batch-norm statistics; the channel edit is not"
     return table
@@ -181,24 +205,39 @@ def print_run(run: Run) -> None:
         "valid": (result.valid_accuracy, data.valid, data.valid_source),
     }
     scores = ", ".join(
-        f"{name} {share:.1%} ({images:,} images{': ' * bool(source)}{escape(source)})"
+        f"{name} {share:.1%} ({images:,} images{': ' * bool(source)}{source})"
         for name, (share, images, source) in known.items()
         if share is not None
     )
     history = run.history()
     ortho = f", orthogonality penalty {history[-1].ortho:.3g}" if history and history[-1].ortho is not None else ""
-    title = f"[bold]{escape(str(run.path))}[/]: {escape(run.settings.model)}"
-    say(f"{title} ({about.weights:,} weights) on {escape(run.settings.data)}")
+    say((str(run.path), "bold"), f": {run.settings.model} ({about.weights:,} weights) on {run.settings.data}")
     say(f"  accuracy: {scores}{ortho}")
     if kept := kept_rounds(run.path):
         say(f"  rounds kept: {len(kept)}, {sum(kept.values()) / 1e6:,.1f} MB on disk")
     say(f"  model digest {about.digest[:16]}")
+    if run.record.requests and (told := clients_line(run.record.requests[-1])):
+        say(f"  {told}")
+
+
+def clients_line(served: ServedRecord) -> str:
+    """Who answered and who confirmed the patch of a federated request; empty if that is not recorded."""
+    if served.answered is None or served.confirmed is None:
+        return ""
+    return f"clients that answered: {ranges(served.answered)}; that confirmed the patch: {ranges(served.confirmed)}"
+
+
+class PlainColumn(TextColumn):
+    """Text of a progress bar, whoever wrote it."""
+
+    def render(self, task: Task) -> Text:
+        return line_of(self.text_format.format(task=task))
 
 
 @contextmanager
 def bars() -> Iterator[Bars]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    news = TextColumn("{task.fields[news]}")
+    columns = (PlainColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    news = PlainColumn("{task.fields[news]}")
     with Bars(*columns, news, console=err, transient=True, disable=not err.is_terminal) as shown:
         yield shown
 
@@ -228,7 +267,7 @@ def training_bar(bars: Bars) -> Callable[[Progress], None]:
             line = f"epoch {entry.epoch + 1}/{now.epochs}  loss {entry.loss:.3f}  accuracy {entry.accuracy:.1%}{valid}"
             line += "" if entry.ortho is None else f"  orthogonality {entry.ortho:.3g}"
             line += f"  {entry.seconds:.0f} s"
-            bars.console.print(line, highlight=False, soft_wrap=True)
+            bars.console.print(line_of(line), soft_wrap=True)
 
     return show
 
@@ -247,7 +286,7 @@ def federation_bar(bars: Bars) -> Callable[[Any], None]:
         if len(now.history) > printed and not now.asked:
             printed = len(now.history)
             line = f"{round_line(now.history[-1], now.rounds)}  {down:,.1f} MB down, {up:,.1f} MB up"
-            bars.console.print(line, highlight=False, soft_wrap=True)
+            bars.console.print(line_of(line), soft_wrap=True)
 
     return show
 
@@ -268,4 +307,5 @@ def wire_line(served: ServedRequest) -> str:
     up, down = cost.bytes_up / 1000, cost.bytes_down / 1000
     exchanges = f"{cost.exchanges} exchange{'s' * (cost.exchanges > 1)} with clients"
     small = f"; {withheld} groups of few images were withheld" if withheld else ""
-    return f"{exchanges}, {down:,.0f} KB down and {up:,.0f} KB up in all, then the patch{small}"
+    told = clients_line(served.record)
+    return f"{exchanges}, {down:,.0f} KB down and {up:,.0f} KB up in all, then the patch{small}{told and f'; {told}'}"

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from fedortho.cli.console import bar, bars, out, say, say_json, words_table
 from fedortho.cli.flags import AsJson, DataDir, RunPath
@@ -51,7 +50,7 @@ def data_purge(run_path: RunPath, data_dir: DataDir = "", as_json: AsJson = Fals
         say_json([asdict(copy) for copy in copies])
         return
     for copy in copies:
-        say(escape(str(copy)))
+        say(str(copy))
     if copies[0].images:
         say("delete the files of these images yourself: fedortho data find RUN WORD shows their names")
 

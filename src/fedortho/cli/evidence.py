@@ -5,39 +5,68 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from fedortho.cli.console import out, say, say_json, words_table
 from fedortho.cli.flags import AsJson, DataDir
+from fedortho.errors import FedOrthoError
 from fedortho.evidence.bundle import make_bundle
+from fedortho.evidence.published_head import PublishedHead, publish_head, read_head
 from fedortho.evidence.recheck import check_bundle
 from fedortho.evidence.signature import make_key
 from fedortho.storage.files import file_digest
 from fedortho.storage.journal import check_journal
+from fedortho.storage.records import is_digest
 
-journal_app = typer.Typer(no_args_is_help=True, help="Check or show the record of all requests.")
+journal_app = typer.Typer(no_args_is_help=True, help="Check, show or publish the record of all requests.")
 bundle_app = typer.Typer(no_args_is_help=True, help="Make or check the evidence of a request, in one file.")
 
 Place = Annotated[Path, typer.Argument(metavar="DIR", help="the directory that holds the runs, or one of them")]
 
 
+def journal_head(
+    out_path: Annotated[Path, typer.Option("--out", "-o", help="the file to write, such as head.json")],
+    place: Place = Path("runs"),
+    sign: Annotated[Path | None, typer.Option(help="sign with this Ed25519 private key (PEM)")] = None,
+) -> None:
+    """Publish the end of the journal: a file to commit or to keep on another machine, for check --head."""
+    head = publish_head(_journal_place(place), out_path, sign)
+    signed = f"signed by the key {head.signer}" if head.signer else "not signed: whoever can write it can replace it"
+    say(f"{out_path}: entry {head.number} {head.hash}, {signed}")
+    say("keep it where those who can write the journal cannot write")
+
+
 def journal_check(
     place: Place = Path("runs"),
-    head: Annotated[str, typer.Option(help="a hash noted earlier, which must still be in the journal")] = "",
+    head: Annotated[str, typer.Option(help="a published head (a file) or a noted hash, still in the journal")] = "",
+    public: Annotated[Path | None, typer.Option(help="the public key (PEM) that must have signed the head")] = None,
 ) -> None:
     """Check that no entry was changed, removed, inserted or reordered; prints the hash of the last one."""
-    directory = _journal_place(place)
-    journal = check_journal(directory, head.strip().lower())
-    say(escape(f"{directory / 'journal.jsonl'}: {len(journal.entries)} entries, each following from the one before"))
+    directory, noted = _journal_place(place), _noted(head, public)
+    journal = check_journal(directory, noted if isinstance(noted, str) else noted.head)
+    say(f"{directory / 'journal.jsonl'}: {len(journal.entries)} entries, each following from the one before")
     if journal.torn:
         say(
             "there is an incomplete line after the last entry, left by a crash; the next entry moves it to journal.torn"
         )
-    if head:
-        say(f"the entry {head.strip().lower()[:16]} is in it: nothing up to there was changed since it was noted")
+    for entry in journal.backward:
+        say(f"the clock ran backwards: entry {entry.number} is of {entry.time}, before entry {entry.number - 1}")
+    if isinstance(noted, PublishedHead):
+        signed = f"signed by the key {noted.signer}" if noted.signer else "not signed"
+        say(f"entry {noted.number}, published at {noted.time}, is in it ({signed}): nothing before it was changed")
+    elif noted:
+        say(f"the entry {noted[:16]} is in it: nothing up to there was changed since it was noted")
     else:
-        say("note this hash elsewhere, for --head: whoever can write both files can also rewrite all hashes")
+        say("publish this head (fedortho journal head): whoever can write both files can also rewrite all hashes")
     say(f"head: {journal.last.number} {journal.last.hash}")
+
+
+def _noted(head: str, public: Path | None) -> PublishedHead | str:
+    """A published head, or a hash that was noted."""
+    if not is_digest(noted := head.strip().lower()) and noted:
+        return read_head(Path(head), public)
+    if public is not None:
+        raise FedOrthoError("--public is given without a published head; expected --head FILE")
+    return noted
 
 
 def journal_show(place: Place = Path("runs"), as_json: AsJson = False) -> None:
@@ -69,11 +98,11 @@ def bundle_make(
 ) -> None:
     """Write the evidence of a served request into one file, without images and without removed weights."""
     bundle = make_bundle(run_path, request, out_path, sign=sign, journal=journal)
-    say(escape(f"{out_path}: {bundle.request.request}, {len(bundle.files)} files"))
+    say(f"{out_path}: {bundle.request.request}, {len(bundle.files)} files")
     for name, command in (("journal.jsonl", ""), ("verdict.json", "judge"), ("report.html", "report")):
         if name not in bundle.files:
             fix = f"fedortho {command} {run_path} writes one" if command else "--journal DIR names its directory"
-            say(escape(f"without {name}: there is none for this request; {fix}"))
+            say(f"without {name}: there is none for this request; {fix}")
     if bundle.manifest.signer:
         say(f"signed by the key {bundle.manifest.signer}; a signature proves who made it, not that it is true")
     say(f"SHA-256 of the file: {file_digest(out_path)}")
@@ -94,14 +123,14 @@ def bundle_check(
 ) -> None:
     """Check a bundle without the data or, with --model and --run, repeat its steps; exit code 2 if it was changed."""
     bundle = check_bundle(file, model=model, run=run_path, data_dir=data_dir, public=public, digest=digest)
-    say(escape(f"{file}: {bundle.request.request}, run {bundle.request.run}"))
+    say(f"{file}: {bundle.request.request}, run {bundle.request.run}")
     say(f"model before {bundle.patch.before}")
     say(f"model after  {bundle.patch.after}")
     say(f"checked: every digest of {len(bundle.files)} files, every byte of the archive, and that the files agree")
     _tell(digest, "the digest is the given one", f"--digest, compare {bundle.manifest.digest} with what its maker says")
     if bundle.manifest.signer:
         whose = "the one given" if public else f"{bundle.manifest.signer}; --public compares it with one you know"
-        say(escape(f"checked: signed, which proves who made it and not that it is true: {whose}"))
+        say(f"checked: signed, which proves who made it and not that it is true: {whose}")
     else:
         say("not signed")
     _tell(
@@ -117,7 +146,7 @@ def bundle_check(
 
 
 def _tell(given: object, done: str, missing: str) -> None:
-    say(escape(f"checked: {done}" if given else f"not checked: {missing}"))
+    say(f"checked: {done}" if given else f"not checked: {missing}")
 
 
 def bundle_key(
@@ -125,10 +154,11 @@ def bundle_key(
 ) -> None:
     """Make an Ed25519 key pair for signing bundles; keep the private one, hand out the public one."""
     public, text = make_key(out_path)
-    say(escape(f"{out_path}: private, readable by you only; {public}: to hand out"))
+    say(f"{out_path}: private, readable by you only; {public}: to hand out")
     say(f"key {text}")
 
 
+journal_app.command("head")(journal_head)
 journal_app.command("check")(journal_check)
 journal_app.command("show")(journal_show)
 bundle_app.command("make")(bundle_make)

@@ -21,9 +21,6 @@ Config = Annotated[Path | None, typer.Option(help="a TOML file of settings; flag
 RecipeFile = Annotated[
     Path | None, typer.Option("--recipe", help="a TOML file with the training of an imported model: epochs, lr, …")
 ]
-TensorBoard = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="a directory for TensorBoard: loss, accuracy, learning rate, seconds")
-]
 Backend = Annotated[str, typer.Option(help="where clients run: inprocess, ray or superlink")]
 Deployment = Annotated[Path | None, typer.Option(help="for superlink: the directory that fedortho deploy wrote")]
 Settings = Annotated[

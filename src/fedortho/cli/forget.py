@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from fedortho.audits.verdict import Verdict, read_verdict
 from fedortho.cli.console import (
@@ -22,6 +21,7 @@ from fedortho.cli.console import (
     say,
     say_json,
     training_bar,
+    warn,
 )
 from fedortho.cli.flags import (
     AsJson,
@@ -37,7 +37,7 @@ from fedortho.cli.flags import (
     read_recipe,
     takes_settings,
 )
-from fedortho.cli.train import log_line, print_elsewhere
+from fedortho.cli.train import print_elsewhere
 from fedortho.cli.verdict import Budget, Reference, References, Retrain, judging_bars, print_verdict
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
@@ -164,8 +164,8 @@ def forget_command(
         return
     if backend != "inprocess":
         method = plan.steps[-1].method
-        print_elsewhere(forget_elsewhere(run, asked, method, out=out, deployment=deployment, log=log_line), out)
-        say(escape(f"not audited yet: fedortho judge {out}"))
+        print_elsewhere(forget_elsewhere(run, asked, method, out=out, deployment=deployment, log=warn), out)
+        say(f"not audited yet: fedortho judge {out}")
         return
     how = {"undo": keep_undo, "purge": purge, "ticket": ticket, "hash_ids": hash_ids}
     served, data = _serve(run, parsed, plan, options, as_json, **how)
@@ -176,7 +176,7 @@ def forget_command(
         say_json(to_json(served.record) | ({} if verdict is None else {"verdict": verdict.to_json()}))
     elif verdict is not None:
         print_verdict(verdict, whole=False)
-        say(escape(f"all metrics: fedortho judge {out}; a page to read: fedortho report {out}"))
+        say(f"all metrics: fedortho judge {out}; a page to read: fedortho report {out}")
 
 
 def _plan_rewind(run: Run, request: ForgetRequest, data_dir: str) -> RewindPlan | None:
@@ -186,7 +186,7 @@ def _plan_rewind(run: Run, request: ForgetRequest, data_dir: str) -> RewindPlan 
     try:
         plan = plan_rewind(run, request, data_dir=data_dir)
     except CannotRewind as error:
-        err.print(escape(f"no rewind: {error}"), highlight=False, soft_wrap=True)
+        warn(f"no rewind: {error}")
         return None
     return plan if plan.begin or plan.settings.keep_rounds else None
 
@@ -197,11 +197,12 @@ def _rewind(
     """Print the plan of a rewind, do it, and tell how to check it."""
     if backend != "inprocess":
         _refuse_with(f"--backend {backend}, whose runs are elsewhere", delete_before=delete, dry_run=dry_run)
-        new = rewind_elsewhere(plan.run, plan.request, out=out, deployment=deployment, log=log_line)
+        new = rewind_elsewhere(plan.run, plan.request, out=out, deployment=deployment, log=warn)
         print_elsewhere(new, out)
         return
     if not as_json:
-        say(escape(str(plan)))
+        for line in plan.lines():
+            say(line)
     with bars() as shown:
         new_run = None if dry_run else out
         rewound = rewind_run(plan.run, plan.request, new_run, purge=delete, watch=federation_bar(shown))
@@ -213,8 +214,8 @@ def _rewind(
     elif rewound.run is not None:
         print_run(rewound.run)
         for path in rewound.deleted:
-            say(escape(f"deleted: {path}"))
-        say(escape(f"the same as federate --without {shlex.quote(plan.settings.without)}: docs/exact.md has the check"))
+            say(f"deleted: {path}")
+        say(f"the same as federate --without {shlex.quote(plan.settings.without)}: docs/exact.md has the check")
 
 
 def _chosen(
@@ -253,14 +254,14 @@ def _judged(
     elif same := [each.path for each in options.given if each.record.model.digest == digest]:
         problem = f"the new model has the same weights as {same[0]}: it needs no judging"
     if problem and not as_json:
-        say(f"[yellow]{escape(problem)}[/]")
+        say((problem, "yellow"))
     if problem or options.audit == "none":
         return None
     try:
         with judging_bars() as progress:
             return judge_run(served.run, request, options, original=run, data=data, **progress)
     except KeyboardInterrupt:
-        say(escape(f"interrupted while judging; the run is written: fedortho judge {served.run.path}"))
+        say(f"interrupted while judging; the run is written: fedortho judge {served.run.path}")
         raise
 
 
@@ -270,9 +271,9 @@ def _print_finished(finished: Run, ticket: str, as_json: bool) -> None:
     if as_json:
         say_json(to_json(record) | ({} if verdict is None else {"verdict": verdict.to_json()}))
         return
-    say(escape(f"the ticket {ticket} was served before: {record.request} by {record.method}, in {finished.path}"))
+    say(f"the ticket {ticket} was served before: {record.request} by {record.method}, in {finished.path}")
     if verdict is None:
-        say(escape(f"not judged yet: fedortho judge {finished.path}"))
+        say(f"not judged yet: fedortho judge {finished.path}")
     else:
         print_verdict(verdict, whole=False)
 
@@ -284,7 +285,7 @@ def _refuse_with(flag: str, **given: object) -> None:
 
 
 def _print_attempt(attempt: LevelAttempt) -> None:
-    say(escape(f"  {attempt}"))
+    say(f"  {attempt}")
 
 
 def _serve(
@@ -309,7 +310,7 @@ def _serve(
         except KeyboardInterrupt:
             if first and first[0].out.exists() and not plan.until_passed:
                 command = shlex.join(["fedortho", *sys.argv[1:]])
-                say(escape(f"interrupted; {first[0].out} has hidden {request.word} and can be used; go on: {command}"))
+                say(f"interrupted; {first[0].out} has hidden {request.word} and can be used; go on: {command}")
             raise
 
 
@@ -320,4 +321,4 @@ def undo_command(
 ) -> None:
     """Restore the model that a run had before its last request, bit for bit, from its undo file."""
     run = undo_run(run_path, undo_file, out_path)
-    say(f"written to {escape(str(run.path))}: model {run.record.model.digest[:16]}")
+    say(f"written to {run.path}: model {run.record.model.digest[:16]}")

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from fedortho.cli.console import bars, out, say, say_json, words_table
 from fedortho.cli.flags import AsJson, DataDir, Device, RecipeFile, Request, RunPath, Settings, read_recipe
@@ -57,10 +56,10 @@ def compare_command(
     header, *lines = comparison_table(rows)
     out.print(words_table(header, [line for line in lines if len(line) == len(header)]))
     for name, *why in (line for line in lines if len(line) != len(header)):
-        say(escape(f"{name}: {' '.join(why)}"))
+        say(f"{name}: {' '.join(why)}")
     for note in NOTES:
-        say(escape(note))
-    say(escape(f"results of each method: {directory}"))
+        say(note)
+    say(f"results of each method: {directory}")
 
 
 def tune_command(
@@ -81,15 +80,15 @@ def tune_command(
     run = open_run(run_path).at(data_dir, device)
     tuned = tune(run, request, methods, on=on, out=out_path, settings=settings, budget=budget, watch=_print_attempt)
     for name, search in tuned.items():
-        say(escape(f"best for {name}: {_chosen(search)}"))
-    say(escape(f"written to {out_path}; all trials: {out_path.with_suffix('.trials.json')}"))
+        say(f"best for {name}: {_chosen(search)}")
+    say(f"written to {out_path}; all trials: {out_path.with_suffix('.trials.json')}")
 
 
 def _print_attempt(name: str, number: int, attempt: Attempt) -> None:
     accuracies = f"forget {attempt.forget:.1%}  retain {attempt.retain:.1%}"
     failure = f"  {attempt.error}" if attempt.error else ""
     settings = ", ".join(f"{key} {value:g}" for key, value in attempt.settings.items())
-    say(escape(f"{name}, trial {number + 1} on {attempt.images:,} images: {settings}: {accuracies}{failure}"))
+    say(f"{name}, trial {number + 1} on {attempt.images:,} images: {settings}: {accuracies}{failure}")
 
 
 def _chosen(search: Search) -> str:

@@ -3,7 +3,6 @@
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from fedortho.audits.qualification import MethodTrial, Qualification
 from fedortho.cli.console import out, say, say_json, words_table
@@ -36,11 +35,8 @@ def qualify_command(
     if not as_json:
         seconds = number * sum(epoch.seconds for epoch in run.history())
         about = f", about {seconds / 60:.0f} minutes at the speed of this run's training" if seconds else ""
-        say(
-            escape(
-                f"drawn by seed {seed}: {', '.join(drawn.choosing)} to choose, {', '.join(drawn.confirming)} to confirm"
-            )
-        )
+        confirming = ", ".join(drawn.confirming)
+        say(f"drawn by seed {seed}: {', '.join(drawn.choosing)} to choose, {confirming} to confirm")
         say(f"{number} reference models are needed, those that exist are used{about}")
     if dry_run:
         return
@@ -59,7 +55,7 @@ def _print(found: Qualification) -> None:
     if found.chosen is None:
         say("no method passed on the classes of the choice: this model is not qualified; retrain, or try --level exact")
     else:
-        say(escape(found.sentence))
+        say(found.sentence)
 
 
 def _lines(tried: MethodTrial) -> list[tuple[str, ...]]:

@@ -3,12 +3,12 @@
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 from rich.progress import Progress as Bars
 
 from fedortho.cli.console import bar, bars, federation_bar, say, say_json, training_bar
@@ -25,15 +25,23 @@ SETTING = {
 }
 
 
-def _once() -> Callable[[logging.LogRecord], bool]:
-    """A filter that passes each message once: every row of a table would repeat the same warning."""
+@contextmanager
+def _each_message_once() -> Iterator[None]:
+    """Every row of a table would repeat the same warning; afterwards messages are repeated again."""
     seen: Counter[str] = Counter()
 
     def is_new(record: logging.LogRecord) -> bool:
         seen[record.getMessage()] += 1
         return seen[record.getMessage()] == 1
 
-    return is_new
+    handlers = list(logging.getLogger().handlers)
+    for handler in handlers:
+        handler.addFilter(is_new)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(is_new)
 
 
 def reproduce_command(
@@ -54,15 +62,13 @@ def reproduce_command(
         typer.echo(json.dumps(subjects, indent=2) if as_json else "\n".join(lines))
         return
     experiment = load_experiment(name, scale, seeds=seeds, methods=methods, rows=rows)
-    for handler in logging.getLogger().handlers:
-        handler.addFilter(_once())
-    with bars() as shown:
+    with _each_message_once(), bars() as shown:
         results = reproduce(experiment, place, data_dir=data_dir, device=device, hooks=_hooks(shown, name))
     if as_json:
         say_json(to_json(results))
         return
     _print(experiment, results)
-    say(escape(f"all numbers: {place / f'{name}-{scale}.json'}; networks and models: {place}"))
+    say(f"all numbers: {place / f'{name}-{scale}.json'}; networks and models: {place}")
 
 
 def _hooks(shown: Bars, name: str) -> ProgressHooks:
@@ -97,10 +103,10 @@ def _print(experiment: Experiment, results: ExperimentResults) -> None:
         shares = ", ".join(f"{request} {share:.1%}" for request, share in row.forgotten.items())
         say(f"forget accuracy in the end: {row.key['method']}, {row.key['split']}, seed {row.seed}: {shares}")
     for why in dict.fromkeys(f"{row.key['method']}: {row.refused}" for row in results.rows if row.refused):
-        say(escape(why))
+        say(why)
     say("claims of the paper's table, and what was measured here:")
     for claim in results.claims:
-        say(escape(f"  {_claim_words(claim)}"))
+        say(f"  {_claim_words(claim)}")
     say(SETTING[experiment.scale == "paper"])
 
 

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from fedortho.cli.console import bar, bars, class_table, out, print_check, say, say_json, words_table
 from fedortho.cli.flags import AsJson, DataDir, Device, RunPath
@@ -45,7 +44,7 @@ def evaluate_command(
         say_json(value)
     else:
         source = run.record.data.valid_source if split == "valid" else ""
-        say(escape(f"{run_path}: {split} images of {data.name}{': ' * bool(source)}{source}"))
+        say(f"{run_path}: {split} images of {data.name}{': ' * bool(source)}{source}")
         out.print(class_table(score, images.names))
 
 
@@ -73,7 +72,7 @@ def check_command(
     if as_json:
         say_json(asdict(found) | {"is_served": found.is_served})
     else:
-        say(escape(f"{model}: edits that apply to each layer"))
+        say(f"{model}: edits that apply to each layer")
         print_check(found)
     if not found.is_served:
         raise typer.Exit(1)
@@ -123,7 +122,7 @@ def results_command(
     console = out if out.is_terminal else Console(emoji=False, width=1000)  # a file gets whole lines
     for directory, inside in ({"": rows} if sort else by_directory(rows)).items():
         if directory:
-            say(escape(f"{directory}:"))
+            say(f"{directory}:")
         table = words_table(COLUMNS, [row.words() for row in inside])
         for number, column in enumerate(table.columns):  # a narrow terminal folds names and keeps numbers whole
             column.no_wrap, column.overflow = number > 1, "fold"

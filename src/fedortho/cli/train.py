@@ -4,9 +4,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 
-from fedortho.cli.console import bar, bars, err, federation_bar, print_run, say, training_bar
+from fedortho.cli.console import bar, bars, federation_bar, print_run, say, training_bar, warn
 from fedortho.cli.flags import (
     Backend,
     Config,
@@ -16,11 +15,9 @@ from fedortho.cli.flags import (
     OutPath,
     RecipeFile,
     RunPath,
-    TensorBoard,
     read_recipe,
     takes_settings,
 )
-from fedortho.cli.tensorboard import tensorboard_watch
 from fedortho.errors import FedOrthoError
 from fedortho.requests.federated_jobs import federate_run, sync_run
 from fedortho.runs.run import Run, open_run
@@ -30,14 +27,15 @@ from fedortho.storage.settings import make_settings, read_toml
 
 
 @takes_settings(TrainSettings)
-def train_command(
-    out_path: OutPath, config: Config = None, tensorboard: TensorBoard = None, *, given: dict[str, Any]
-) -> None:
+def train_command(out_path: OutPath, config: Config = None, *, given: dict[str, Any]) -> None:
     """Train a model with orthogonal kernels; an interrupted training continues where it stopped."""
     settings = make_settings(TrainSettings, read_toml(config) if config else {}, given)
-    with bars() as shown, tensorboard_watch(tensorboard, out_path, settings, training_bar(shown)) as watch:
-        observing = bar(shown, "writing the ledger")
-        decoding = bar(shown, "decoding images")
+    with bars() as shown:
+        watch, observing, decoding = (
+            training_bar(shown),
+            bar(shown, "writing the ledger"),
+            bar(shown, "decoding images"),
+        )
         run = train_run(out_path, settings, watch=watch, progress=decoding, observing=observing)
     print_run(run)
 
@@ -62,7 +60,6 @@ def import_command(
 def federate_command(
     out_path: OutPath,
     config: Config = None,
-    tensorboard: TensorBoard = None,
     backend: Backend = "inprocess",
     workers: Annotated[int, typer.Option(help="processes in which clients run at the same time, inprocess only")] = 1,
     deployment: Deployment = None,
@@ -72,19 +69,11 @@ def federate_command(
     """Train a federation of clients; an interrupted one continues after its last complete round."""
     settings = make_settings(FederateSettings, read_toml(config) if config else {}, given)
     if backend != "inprocess":
-        if tensorboard is not None:
-            raise FedOrthoError(
-                f"--tensorboard is given with --backend {backend}; expected inprocess, which has rounds here"
-            )
-        run = federate_run(out_path, settings, backend=backend, deployment=deployment, workers=workers, log=log_line)
+        run = federate_run(out_path, settings, backend=backend, deployment=deployment, workers=workers, log=warn)
     else:
-        with bars() as shown, tensorboard_watch(tensorboard, out_path, settings, federation_bar(shown)) as watch:
-            run = federate_run(out_path, settings, deployment=deployment, workers=workers, watch=watch)
+        with bars() as shown:
+            run = federate_run(out_path, settings, workers=workers, deployment=deployment, watch=federation_bar(shown))
     print_elsewhere(run, out_path)
-
-
-def log_line(text: str) -> None:
-    err.print(text, highlight=False, soft_wrap=True, markup=False)
 
 
 def print_elsewhere(run: Run | None, path: Path) -> None:
@@ -92,7 +81,7 @@ def print_elsewhere(run: Run | None, path: Path) -> None:
     if run is not None:
         print_run(run)
     else:
-        say(f"written to {escape(str(path.absolute()))} on the SuperLink's machine")
+        say(f"written to {path.absolute()} on the SuperLink's machine")
 
 
 def sync_command(
@@ -100,7 +89,7 @@ def sync_command(
 ) -> None:
     """Send clients the patches that they missed, in a simulation or a deployment."""
     run = open_run(run_path)
-    clients = sync_run(run, deployment=deployment, data_dir=data_dir, device=device, log=log_line)
+    clients = sync_run(run, deployment=deployment, data_dir=data_dir, device=device, log=warn)
     if deployment is None and isinstance(run.settings, FederateSettings):
         say(f"{len(clients)} of {run.settings.clients} clients have the model {run.record.model.digest[:16]}")
 
@@ -123,4 +112,4 @@ def deploy_command(
         raise FedOrthoError(f"--clients is {given['clients']} and --nodes {nodes}; expected one node per client")
     config = app_config(make_settings(FederateSettings, given, {"clients": nodes}))
     write_deployment(out_path, nodes=nodes, address=address, port=port, insecure=insecure, config=config)
-    say(f"written to {escape(str(out_path))}; {escape(str(out_path / 'README.txt'))} says what goes where")
+    say(f"written to {out_path}; {out_path / 'README.txt'} says what goes where")

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, TypedDict
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from fedortho.audits import AUDITS
@@ -60,6 +59,7 @@ def judge_command(
     retrain: Retrain = False,
     original: Original = None,
     shadows: Shadows = 0,
+    strict: Annotated[bool, typer.Option("--strict", help="exit code 1 unless every audit ran and passed")] = False,
     recipe: RecipeFile = None,
     data_dir: DataDir = "",
     device: Device = "auto",
@@ -74,7 +74,9 @@ def judge_command(
         say_json(verdict.to_json())
     else:
         print_verdict(verdict)
-        say(escape(f"written to {run.path / 'verdict.json'}"))
+        say(f"written to {run.path / 'verdict.json'}")
+    if strict and not verdict.passes:
+        raise typer.Exit(1)
 
 
 def audit_command(
@@ -104,7 +106,7 @@ def audit_command(
         verdicts[rounds] = verdict
         if not as_json:
             later = f", {rounds} rounds later" if rounds else ""
-            say(escape(f"{run.path}{later}: {verdict.request}: {verdict.label}"))
+            say(f"{run.path}{later}: {verdict.request}: {verdict.label}")
             print_audits(verdict)
     if as_json:
         keys = ("request", "label", "audits", "retention")
@@ -125,10 +127,10 @@ def _rounds(run: Run, text: str) -> list[int]:
 def print_verdict(verdict: Verdict, *, whole: bool = True) -> None:
     """The verdict as one page; unless `whole` without metrics, cost and what was not tested."""
     say("")
-    say(f"[bold]{escape(verdict.sentence)}[/]")
-    say(escape(f"audits: {verdict.label}"))
+    say((verdict.sentence, "bold"))
+    say(f"audits: {verdict.label}")
     if verdict.advice:
-        say(f"[yellow]{escape(verdict.advice)}[/]")
+        say((verdict.advice, "yellow"))
     if whole and verdict.effect is not None:
         say(str(verdict.effect))
     if whole:
@@ -144,8 +146,8 @@ def print_verdict(verdict: Verdict, *, whole: bool = True) -> None:
         )
     if whole:
         for copy in verdict.copies:
-            say(escape(f"copy of the data: {copy}"))
-        say("not tested: " + escape("; ".join(verdict.not_tested)))
+            say(f"copy of the data: {copy}")
+        say("not tested: " + "; ".join(verdict.not_tested))
 
 
 def metric_table(metrics: Sequence[Metric]) -> Table:
@@ -165,5 +167,5 @@ def print_audits(verdict: Verdict) -> None:
     for result in verdict.results:
         has_limit = result.limit is not None and result.value is not None
         limit = f" ({result.value:.3f}, limit {result.limit:g})" if has_limit else ""
-        outcome = f"[{COLOURS.get(result.outcome, 'yellow')}]{result.outcome}[/]"
-        say(f"  {outcome} {escape(f'{result.name} {result.title}')}: {escape(result.finding)}{limit}")
+        outcome = (result.outcome, COLOURS.get(result.outcome, "yellow"))
+        say("  ", outcome, f" {result.name} {result.title}: {result.finding}{limit}")

@@ -21,12 +21,11 @@ from torch import Tensor
 from fedortho.data.decoding import DecodedImages
 from fedortho.data.images import Dataset, RowIds
 from fedortho.errors import BadCheckpoint, BadData, FedOrthoError
-from fedortho.storage.files import locked, read_tensors, replacing, write_tensors
+from fedortho.storage.files import PRIVATE, locked, read_tensors, replacing, write_tensors
 
 logger = logging.getLogger(__name__)
 SHORT = 16  # bytes of a SHA-256 by which rows are compared
 UNREADABLE = (BadCheckpoint, KeyError, ValueError, OSError, RuntimeError)
-PRIVATE = 0o600
 
 
 def cache_dir() -> Path:

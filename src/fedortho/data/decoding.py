@@ -2,7 +2,6 @@
 
 import hashlib
 import io
-import json
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ from torch import Tensor
 from fedortho.data.images import RowIds, channel_statistics, split_stratified
 from fedortho.data.loaders import IMAGE_COLUMNS, LABEL_COLUMNS, plain_picture
 from fedortho.errors import BadData, first_line
+from fedortho.storage.files import parse_json, read_limited
 
 Report = Callable[[int, int], None]  # images decoded so far, images in this split
 Encoded = tuple[str, str, bytes | None]  # location for errors, file name (empty: none), encoded image
@@ -29,6 +29,7 @@ DECODER = 1  # part of every cache key: increase it when the same bytes decode t
 TEST_SHARE, TEST_SEED = 0.2, 0  # for sources without a test split; a fixed seed, so the test set is always the same
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
 SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
+MOST_IMAGE = 1 << 28  # bytes of an image file
 BATCH, CHUNK = 1024, 64  # rows read at a time, and rows per task of a thread
 THREADS = min(8, max(2, os.cpu_count() or 2))
 
@@ -120,7 +121,8 @@ def _open_folder(source: SplitFiles) -> EncodedImages:
 
     def images() -> Iterator[list[Encoded]]:
         for start in range(0, len(source.files), BATCH):
-            yield [(str(file), "", file.read_bytes()) for file in source.files[start : start + BATCH]]
+            some = source.files[start : start + BATCH]
+            yield [(str(file), "", read_limited(file, MOST_IMAGE, BadData)) for file in some]
 
     return EncodedImages(torch.tensor([number[name] for name in source.folders]), names, (), images)
 
@@ -182,8 +184,8 @@ def _column(file: Path, schema: Any, kind: str, wanted: str, usual: Sequence[str
 def _class_names(schema: Any, label: str) -> tuple[str, ...]:
     """Class names from the metadata that the hub writes into the schema; empty if there are none."""
     try:
-        note = json.loads(schema.metadata[b"huggingface"])
-        return tuple(note["info"]["features"][label]["names"])
+        note = parse_json(schema.metadata[b"huggingface"])
+        return tuple(map(str, note["info"]["features"][label]["names"]))
     except (KeyError, TypeError, ValueError):
         return ()
 

@@ -77,10 +77,12 @@ class Images:
 
     @property
     def labels(self) -> Tensor:
+        """The label of every row."""
         return self.store_labels[self.rows]
 
     @property
     def classes(self) -> int:
+        """The number of classes."""
         return len(self.names)
 
     @property

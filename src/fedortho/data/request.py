@@ -1,6 +1,7 @@
 """A request to forget classes, clients or samples: its text form, and its forget and retain set."""
 
 import csv
+import io
 import os
 import re
 import shlex
@@ -16,7 +17,8 @@ from torch import Tensor
 from fedortho.data.decoding import SUFFIXES
 from fedortho.data.images import Dataset, Images, RowIds
 from fedortho.data.rows import SAMPLE, training_rows
-from fedortho.errors import FedOrthoError, unknown
+from fedortho.errors import BadCheckpoint, FedOrthoError, unknown
+from fedortho.storage.files import read_limited
 
 KINDS = ("class", "client", "samples")
 WORD = re.compile(r"""(?:"[^"]*"|'[^']*'|\\.|[^ \t\r\n"'\\])+""", re.DOTALL)  # of a request's text, with its quotes
@@ -231,9 +233,9 @@ def _sample_ids(text: str) -> list[str]:
     if text.startswith("sha256:") or path.suffix.lower() in SUFFIXES or not (is_table or os.path.isfile(path)):
         return [text]
     try:
-        with path.open(encoding="utf-8-sig", newline="") as stream:
-            lines = _column(path, column, stream) if is_table else [line.strip() for line in stream]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        stream = io.StringIO(read_limited(path).decode("utf-8-sig"), newline="")
+        lines = _column(path, column, stream) if is_table else [line.strip() for line in stream]
+    except (BadCheckpoint, UnicodeDecodeError, csv.Error) as error:
         raise FedOrthoError(f"samples:{text}: {path} cannot be read ({error}); give a text file") from error
     words = [word for line in lines for word in (line.split() if all(map(SAMPLE.fullmatch, line.split())) else [line])]
     if not words:

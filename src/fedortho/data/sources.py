@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -273,10 +274,7 @@ def _load_decoded(files: SplitFiles, size: int, progress: Report | None) -> Deco
 
 def _content_digest(files: SplitFiles) -> str:
     with ThreadPoolExecutor(THREADS) as pool:
-        try:
-            digests = list(pool.map(file_digest, files.files))
-        except OSError as error:
-            raise BadData(f"{error.filename} cannot be read: {error.strerror}") from error
+        digests = list(pool.map(partial(file_digest, kind=BadData), files.files))
     return _joined([*digests, *files.folders])
 
 

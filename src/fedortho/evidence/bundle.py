@@ -21,7 +21,7 @@ from fedortho.audits.verdict import Verdict, read_verdict
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadRecord, FedOrthoError
 from fedortho.evidence import contents
-from fedortho.evidence.canonical_zip import LARGEST, BadArchive, pack_files, unpack_files
+from fedortho.evidence.canonical_zip import LARGEST, pack_files, unpack_files
 from fedortho.evidence.contents import MANIFEST, SIGNATURE, Bundle, FileRecord, JournalEnd, Manifest
 from fedortho.evidence.redaction import without_images
 from fedortho.evidence.signature import BadSignature, check_signature, load_key, load_public, public_half
@@ -29,7 +29,7 @@ from fedortho.models.patch import Patch, load_patch
 from fedortho.runs.record import ServedRecord
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.served import index_of_request
-from fedortho.storage.files import canonical_json, file_digest, replacing
+from fedortho.storage.files import canonical_json, file_digest, read_limited, replacing
 from fedortho.storage.journal import parse_entry, read_journal
 from fedortho.storage.provenance import environment
 from fedortho.storage.records import from_json, to_json
@@ -82,13 +82,7 @@ def open_bundle(path: Path, *, digest: str = "", public: Path | None = None) -> 
 
     `digest` is the manifest's digest as received by another channel; `public` the key that must have signed it.
     """
-    try:
-        if path.stat().st_size > LARGEST:
-            raise BadArchive(f"{path} is larger than {LARGEST >> 20} MB: it is not a bundle")
-        archive = path.read_bytes()
-    except OSError as error:
-        raise BadBundle(f"{path} cannot be read: {error.strerror}") from error
-    bundle = read_bundle(archive, str(path))
+    bundle = read_bundle(read_limited(path, LARGEST, BadBundle), str(path))
     manifest = bundle.manifest
     if digest and digest != manifest.digest:
         raise BadBundle(f"{path}: {MANIFEST} has the digest {manifest.digest}, not {digest}: it is another bundle")

@@ -1,7 +1,7 @@
 """The Flower client app: it hands messages to the client's handlers, and the text of errors stays on this machine."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from fedortho.storage.trusted_code import check_trusted
 if TYPE_CHECKING:
     from flwr.app import Context, Message
     from flwr.clientapp import ClientApp
+    from flwr.clientapp.typing import Mod
 
 
 logger = logging.getLogger(__name__)
@@ -30,33 +31,39 @@ class ClientFailed(Exception):
 
 def client_app(config: Config | None = None) -> "ClientApp":
     """The app; its settings come from `config`, or from the run's configuration without one."""
+    return flower_app(lambda context: find_client(context.node_config, config or context.run_config))
+
+
+def flower_app(find: "Callable[[Context], ClientState]", mods: "Sequence[Mod]" = ()) -> "ClientApp":
+    """An app whose client is the one that `find` finds for the context of a message."""
     from flwr.clientapp import ClientApp
 
-    app = ClientApp()
+    app = ClientApp(mods=list(mods))
     for action in HANDLERS:
         kind, _, name = action.partition(".")
         register = app.query if kind == "query" else app.train
-        register(name)(_flower_handler(action, config))
+        register(name)(_flower_handler(action, find))
     return app
 
 
-def _flower_handler(action: str, config: Config | None) -> "Callable[[Message, Context], Message]":
+def _flower_handler(action: str, find: "Callable[[Context], ClientState]") -> "Callable[[Message, Context], Message]":
     def on_message(message: "Message", context: "Context") -> "Message":
         from flwr.app import Message
 
-        received = unpack_json(message.content)
-        reply = client_reply(action, context.node_config, config or context.run_config, *received)
+        client, received = context.node_config.get("partition-id"), unpack_json(message.content)
+        reply = client_reply(action, lambda: find(context), client, *received)
         return Message(pack(*reply), reply_to=message)
 
     return on_message
 
 
-def client_reply(action: str, node: Config, config: Config, tensors: Tensors, value: Json) -> tuple[Tensors, Reply]:
-    """The reply of the client that a node's configuration describes; errors are logged here and become ClientFailed."""
+def client_reply(
+    action: str, find: Callable[[], ClientState], client: object, tensors: Tensors, value: Json
+) -> tuple[Tensors, Reply]:
+    """The reply of the client that is found; errors are logged here, with its number, and become ClientFailed."""
     try:
-        return handle(find_client(node, config), action, tensors, value)
+        return handle(find(), action, tensors, value)
     except Exception as error:
-        client = node.get("partition-id")
         if isinstance(error, FedOrthoError):  # its text says it all; no traceback
             logger.error("client %s, %s: %s", client, action, error)
         else:
@@ -66,16 +73,20 @@ def client_reply(action: str, node: Config, config: Config, tensors: Tensors, va
 
 def find_client(node: Config, config: Config) -> ClientState:
     """The client that a node's configuration describes, with the record in its store."""
-    if "partition-id" not in node:
-        raise FedOrthoError("the node's configuration has no partition-id; see docs/deploy.md")
+    client = partition_id(node)
     store = node.get("store") or config.get("store")
     if not store:
         raise FedOrthoError("the node's configuration has no store; give the node store=DIRECTORY, see docs/deploy.md")
     run = node.get("run") or (config.get("run") if config.get("store") else "")  # only of clients simulated here
-    state = open_client(
-        int(node["partition-id"]), federate_settings(config), Path(str(store)), str(node.get("data", ""))
-    )
+    state = open_client(client, federate_settings(config), Path(str(store)), str(node.get("data", "")))
     return replace(state, run=str(run or ""))
+
+
+def partition_id(node: Config) -> int:
+    """The number of the client that a node's configuration describes."""
+    if "partition-id" not in node:
+        raise FedOrthoError("the node's configuration has no partition-id; see docs/deploy.md")
+    return int(node["partition-id"])
 
 
 def federate_settings(config: Config) -> FederateSettings:

@@ -1,6 +1,7 @@
 """What a client does for each message of the server: plain values in and out, nothing of Flower."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from fedortho.errors import FedOrthoError
 from fedortho.federated import messages, wire
 from fedortho.federated.client_state import ClientImages, ClientState
 from fedortho.federated.wire import Json, Tensors, below, prefixed
-from fedortho.models.zoo import build_model
 from fedortho.statistics.ledger import load_ledger, write_ledger
 from fedortho.statistics.observe import Observation
 from fedortho.storage.checkpoints import load_weights
@@ -34,9 +34,14 @@ def hello(state: ClientState, tensors: Tensors, order: messages.Hello) -> tuple[
     """Tell who the client is and which model it has, after finishing what a crash interrupted."""
     state.clean_up()
     record = state.record
-    images = 0 if record.has_left else len(state.images(order.task).train)
     model = record.model if state.model_path(record.model).exists() else ""
-    return {}, messages.HelloReply(state.client, images, bool(state.own_data), model, record.has_left)
+    reply = messages.HelloReply(state.client, 0, state.has_own_images, model, record.has_left, record.forgotten)
+    if not record.has_left:
+        images = state.images(order.task)
+        train = images.train
+        task = messages.TaskInfo(train.names, train.shape, train.mean, train.std) if order.task is None else None
+        reply = replace(reply, images=len(train), valid=len(images.valid), task=task)
+    return {}, reply
 
 
 def train_local(
@@ -91,7 +96,9 @@ def keep_model(state: ClientState, tensors: Tensors, order: messages.KeepModel) 
     model = _build(state, order.task, below("model.", tensors)).eval()
     if tensors_digest(model.state_dict()) in state.record.patched_away:
         return {}, messages.ModelReply(state.client, state.record.model, "patched-away")
-    state.images(order.task)  # refused before anything changes: images that do not fit the task
+    images = state.images(order.task)  # refused before anything changes: images that do not fit the task
+    if not state.is_covered_by(order.forgotten, images):
+        return {}, messages.ModelReply(state.client, state.record.model, "uncovered")
     state.keep_model(model, task=order.task, forgotten=state.forgotten_with(order.forgotten))
     train = state.images().train
     if len(train) and order.write_ledger:
@@ -139,7 +146,7 @@ def apply_patch(
         return {}, messages.ModelReply(state.client, model, "left")
     if model not in (patch.before, patch.after):
         return {}, messages.ModelReply(state.client, model, "other-model")
-    if model == patch.before:
+    if model == patch.before or state.forgotten_with(order.request) != state.record.forgotten:
         state.apply_patch(patch, order.request)
     if state.record.has_left:
         state.leave()
@@ -167,7 +174,7 @@ def handle(state: ClientState, action: str, tensors: Tensors, value: Json) -> tu
 
 def _build(state: ClientState, task: messages.TaskInfo, tensors: Tensors) -> nn.Module:
     """The federation's network with weights that were sent."""
-    model = build_model(state.settings.model, num_classes=len(task.names), channels=task.shape[0])
+    model = state.new_model(len(task.names), task.shape[0])
     load_weights(model, dict(tensors), SERVER)
     return model
 

@@ -4,10 +4,10 @@ A client keeps under its store: models/DIGEST.safetensors (clients of a simulati
 client-N/state.json, client-N/ledger.safetensors and, for the time of a training, client-N/teachers.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from fedortho.data.images import Dataset, Images
-from fedortho.data.request import ForgetRequest
+from fedortho.data.request import ForgetRequest, union_of
 from fedortho.engines.query import Selection
 from fedortho.errors import BadCheckpoint, BadData, BadRecord, FedOrthoError
 from fedortho.federated.messages import TaskInfo
 from fedortho.models.patch import Patch
+from fedortho.models.prepare import prepare_model
 from fedortho.models.zoo import build_model
 from fedortho.runs.federation import held_rows
 from fedortho.runs.record import read_run_record
@@ -67,6 +68,8 @@ class ClientState:
     settings: FederateSettings
     store: Path
     own_data: str = ""
+    load: Callable[[], Dataset] | None = None  # of an app that somebody else wrote: its images and its network
+    network: Callable[[], nn.Module] | None = None
     run: str = ""  # of a simulation: the directory of the run that was trained on its images
     record: ClientRecord = field(default_factory=ClientRecord)
 
@@ -86,10 +89,9 @@ class ClientState:
 
         Those that it has forgotten, or that the federation is trained without, are not among them.
         """
-        if self.own_data:
-            task = task or self.record.task
-            data = _own_dataset(replace(self.settings, data=self.own_data, data_dir=""))
-            train, valid = (_relabelled(part, task) for part in (data.train, data.valid))
+        if self.has_own_images:
+            task, data = task or self.record.task, self._own_images
+            train, valid = (relabelled(part, task) for part in (data.train, data.valid))
             rows = data.known_rows
         else:
             data, shares = _shares(self.settings, self.run, _modified(self.run))
@@ -102,10 +104,27 @@ class ClientState:
             train, valid = (part.subset(~request.mask(part, by_client)) for part in (train, valid))
         return ClientImages(train, valid, by_client)
 
+    @property
+    def has_own_images(self) -> bool:
+        """Whether its images are not a share of the common dataset."""
+        return bool(self.own_data) or self.load is not None
+
+    @cached_property
+    def _own_images(self) -> Dataset:
+        if self.load is not None:
+            return self.load()
+        return _own_dataset(replace(self.settings, data=self.own_data, data_dir=""))
+
+    def new_model(self, num_classes: int, channels: int) -> nn.Module:
+        """The federation's network, with weights of its own."""
+        if self.network is not None:
+            return prepare_model(self.network(), num_classes)
+        return build_model(self.settings.model, num_classes=num_classes, channels=channels)
+
     def load_model(self, digest: str) -> nn.Module:
         """The model with this digest from the store; a file with other weights is refused."""
         train = self.images().train
-        model = build_model(self.settings.model, num_classes=train.classes, channels=train.shape[0])
+        model = self.new_model(train.classes, train.shape[0])
         path = self.model_path(digest)
         load_weights(model, read_tensors(path)[0], path)
         if tensors_digest(model.state_dict()) != digest:
@@ -143,9 +162,12 @@ class ClientState:
         self._remove_unused(old)
 
     def apply_patch(self, patch: Patch, request: ForgetRequest | None) -> None:
-        """Replace the client's model by the edited one; its ledger and its images lose the forgotten ones."""
-        model = self.load_model(patch.before)
-        edited = patch.apply(model)
+        """Replace the client's model by the edited one; its ledger and its images lose the forgotten ones.
+
+        A client that has the edited model already, because another request led to it, stops using the images.
+        """
+        model = self.load_model(self.record.model)
+        edited = patch.apply(model) if self.record.model == patch.before else model
         images, ledger = self.images(), load_ledger(self.ledger_path, model)
         if ledger is not None:
             ledger = rebind_ledger(ledger, model, edited, images.train) if len(images.train) else None
@@ -163,6 +185,19 @@ class ClientState:
         local = ForgetRequest() if request is None else request.on_client(self.client)
         forgotten = self.record.forgotten
         return forgotten if local == ForgetRequest() or local in forgotten else (*forgotten, local)
+
+    def is_covered_by(self, declared: ForgetRequest | None, images: ClientImages) -> bool:
+        """Whether a model that has forgotten what is declared has forgotten all that this client has."""
+        own, known = union_of(self.record.forgotten), (declared or ForgetRequest()).on_client(self.client)
+        if own is None:
+            return True
+        names, whole = images.train.names, replace(images.train, rows=images.rows[self.client])
+        if not set(own.labels(names)) <= set(known.labels(names)):
+            return False
+        others = ForgetRequest(samples=tuple(word for word in own.samples if word not in known.samples))
+        if any(word.startswith("hmac:") for word in (*others.samples, *known.samples)):
+            return not others.samples  # nobody here can tell which rows they are
+        return not bool((others.mask(whole, images.rows) & ~known.mask(whole, images.rows)).any())
 
     def clean_up(self) -> None:
         """Finish what a crash interrupted: leaving, or the removal of models that a patch has replaced."""
@@ -222,7 +257,7 @@ def _modified(run: str) -> int:
 _own_dataset = lru_cache(maxsize=1)(load_run_data)
 
 
-def _relabelled(images: Images, task: TaskInfo | None) -> Images:
+def relabelled(images: Images, task: TaskInfo | None) -> Images:
     """A client's own images with the labels and the normalisation of the task; classes are matched by name."""
     if task is None:
         return images

@@ -4,6 +4,7 @@ import datetime
 import ipaddress
 import os
 import re
+import shlex
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 FIRST_NODE_PORT = 9094  # where a node talks to its own client app, on its own machine only
+MOST_NODES = 10_000
+HOST_NAME = r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?"
 VALID_FOR = datetime.timedelta(days=730)
 
 
@@ -31,6 +34,8 @@ def write_deployment(
     """
     need_flower()
     link = _link(nodes, address, port)
+    if not str(out.absolute()).isprintable():
+        raise BadSetting(f"--out is {str(out)!a}; choose a path without control characters")
     texts = _texts(out.absolute(), nodes, address, link, insecure)
     texts |= {f"app/{name}": text for name, text in app_files(config).items()}
     try:
@@ -77,11 +82,12 @@ def app_files(config: Mapping[str, Scalar]) -> dict[str, str]:
 
 def _link(nodes: int, address: str, port: int) -> str:
     """The SuperLink's host and port as nodes dial it; impossible values are refused."""
-    if nodes < 1:
-        raise BadSetting(f"--nodes is {nodes}; it must be at least 1")
+    if not 1 <= nodes <= MOST_NODES:
+        raise BadSetting(f"--nodes is {nodes}; it must be 1 to {MOST_NODES}")
     if not 1 <= port <= 65535:
         raise BadSetting(f"--port is {port}; it must be 1 to 65535")
-    if not _is_ip(address) and not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?", address):
+    is_plain = re.fullmatch(r"[0-9A-Fa-f.:]+(%[A-Za-z0-9._-]+)?", address)  # the name of an interface may be any text
+    if not (is_plain and _is_ip(address)) and not re.fullmatch(HOST_NAME, address):
         raise BadSetting(f"--address is {address!r}; it must be a host name or an IP address without a port")
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
@@ -96,7 +102,7 @@ def _texts(out: Path, nodes: int, address: str, link: str, insecure: bool) -> di
     """The scripts, the SuperLink's address as `flwr` reads it, and a README, by name."""
     local = address == "localhost" or (_is_ip(address) and ipaddress.ip_address(address).is_loopback)
     bind = ("127.0.0.1" if address == "localhost" else address) if local else "::" if ":" in address else "0.0.0.0"
-    switches = " ".join(f"{name}={value}" for name, value in SWITCHES.items())
+    switches = " ".join(f"{name}={shlex.quote(value)}" for name, value in SWITCHES.items())
     slots = {"nodes": nodes, "link": link, "bind": bind, "port": link.rpartition(":")[2], "insecure": insecure}
     slots |= {"switches": switches, "connection": CONNECTION}
     templates = _templates()
@@ -112,7 +118,9 @@ def _templates() -> "Environment":
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     loader = PackageLoader("fedortho", "federated/deployment")
-    return Environment(loader=loader, trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
+    made = Environment(loader=loader, trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
+    made.filters["quoted"] = lambda value: shlex.quote(str(value))  # for everything that a shell reads
+    return made
 
 
 def _fill(folder: Path, texts: Mapping[str, str], secrets: Mapping[str, bytes]) -> None:

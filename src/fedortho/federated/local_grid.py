@@ -27,9 +27,17 @@ FIRST_NODE = 100  # node ids differ from client numbers, so that nobody relies o
 class LocalGrid(Grid):
     """Runs a client app in this process; a message is answered when its reply is pulled, so replies never pile up."""
 
-    def __init__(self, app: ClientApp, clients: int, node_config: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        app: ClientApp,
+        clients: int,
+        node_config: Mapping[str, Any] | None = None,
+        *,
+        run_config: Mapping[str, Any] | None = None,
+    ) -> None:
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1  # Message() reads them
         self._app, self._clients, self._node_config = app, clients, dict(node_config or {})
+        self._run_config = dict(run_config or {})
         self._run = Run.create_empty(run_id=1)
         self._pending: dict[str, Message] = {}
         self._states: dict[int, RecordDict] = {}
@@ -76,7 +84,11 @@ class LocalGrid(Grid):
     def _answer(self, message: Message) -> Message:
         client = message.metadata.dst_node_id - FIRST_NODE
         context = Context(
-            1, message.metadata.dst_node_id, self._node(client), self._states.get(client, RecordDict()), {}
+            1,
+            message.metadata.dst_node_id,
+            self._node(client),
+            self._states.get(client, RecordDict()),
+            self._run_config,
         )
         try:
             # a broadcast shares one record among all messages; the copies keep clients from changing each other's

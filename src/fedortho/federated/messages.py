@@ -20,7 +20,7 @@ from fedortho.training.recipe import Recipe
 class WireMessage:
     """What all messages share."""
 
-    schema: ClassVar[int] = 2
+    schema: ClassVar[int] = 3
 
 
 @dataclass(frozen=True)
@@ -49,21 +49,24 @@ class TaskInfo:
 
 @dataclass(frozen=True)
 class Hello(Order):
-    """Asks a client who it is."""
+    """Asks a client who it is; None: the clients say what the task is."""
 
     action: ClassVar[str] = "query.hello"
 
-    task: TaskInfo
+    task: TaskInfo | None
 
 
 @dataclass(frozen=True)
 class HelloReply(Reply):
-    """Who a client is, how many images it trains on, and which model it has."""
+    """Who a client is, how many images it has, which model it has and what it has forgotten."""
 
-    images: int
+    images: int  # that it trains on
     has_own_images: bool  # not a share of the common dataset
     model: str  # digest; "": none
     has_left: bool
+    forgotten: tuple[ForgetRequest, ...] = ()
+    valid: int = 0  # its images for validation
+    task: TaskInfo | None = None  # of its images, if the server named none
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,7 @@ class ModelReply(Reply):
     """The model that a client has now, in reply to a model or a patch."""
 
     model: str  # digest
-    status: Literal["done", "left", "patched-away", "other-model"] = "done"
+    status: Literal["done", "left", "patched-away", "uncovered", "other-model"] = "done"
 
 
 @dataclass(frozen=True)

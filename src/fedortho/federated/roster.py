@@ -12,7 +12,17 @@ from fedortho.data.images import Images
 from fedortho.data.request import Clients, EmptyGroup, ForgetRequest, union_of
 from fedortho.engines.query import Selection
 from fedortho.errors import FedOrthoError
-from fedortho.federated.messages import ApplyPatch, Hello, HelloReply, KeepModel, ModelReply, PatchInfo, TaskInfo
+from fedortho.federated.messages import (
+    ApplyPatch,
+    Hello,
+    HelloReply,
+    KeepModel,
+    ModelReply,
+    Observe,
+    PatchInfo,
+    TaskInfo,
+    TrainLocal,
+)
 from fedortho.federated.transport import Transport
 from fedortho.federated.wire import pack, prefixed
 from fedortho.models.patch import Patch
@@ -134,11 +144,27 @@ class Roster:
                 done.append(reply.client)
                 self.clients[reply.client] = replace(self.clients[reply.client], model=digest)
             else:
-                self.transport.log[-1].reject(reply.client, _refusal(reply.message, digest))
+                self.transport.log[-1].reject(reply.client, self._refusal(reply.message, digest))
         return done
 
-    def bring_up_to_date(self, model: nn.Module, patches: Sequence[tuple[Patch, ForgetRequest | None]]) -> None:
-        """Send clients with an older model the patches that they missed, and all others the model itself."""
+    def _refusal(self, reply: ModelReply, digest: str) -> str:
+        """Why a client has not taken the model with this digest."""
+        if reply.status == "uncovered":
+            forgotten = str(union_of(self.clients[reply.client].forgotten))
+            return f"has forgotten {forgotten[:60]}, which the requests of {digest[:12]} do not cover"
+        reasons = {"patched-away": f"refuses {digest[:12]}: a patch has replaced it", "left": "has left"}
+        return reasons.get(reply.status, f"has the model {reply.model[:12]}, not {digest[:12]}")
+
+    def bring_up_to_date(
+        self,
+        model: nn.Module,
+        patches: Sequence[tuple[Patch, ForgetRequest | None]],
+        forgotten: ForgetRequest | None = None,
+    ) -> None:
+        """Send clients with an older model the patches that they missed, and all others the model itself.
+
+        `forgotten` is all that the model has forgotten or was trained without; None: the requests of the patches.
+        """
         digest = tensors_digest(model.state_dict())
         for patch, request in patches:
             late = [client for client, info in self.clients.items() if info.model == patch.before and not info.has_left]
@@ -147,15 +173,34 @@ class Roster:
                 self.send_patch(patch, request, late)
         outdated = [client for client in self.present() if self.clients[client].model != digest]
         if outdated:
-            forgotten = union_of([request for _, request in patches if request is not None])
+            forgotten = forgotten or union_of([request for _, request in patches if request is not None])
             self.send_model(model, outdated, forgotten=forgotten)
 
+    def answered(self) -> tuple[int, ...]:
+        """Clients with a reply that counted, to a query or in training."""
+        asked = [exchange for exchange in self.transport.log if exchange.kind in (Observe.action, TrainLocal.action)]
+        return tuple(sorted({client for each in asked for client in each.bytes_up if client not in each.failed}))
 
-def _refusal(reply: ModelReply, digest: str) -> str:
-    reasons = {"patched-away": f"refuses {digest[:12]}: a patch has replaced it", "left": "has left"}
-    return reasons.get(reply.status, f"has the model {reply.model[:12]}, not {digest[:12]}")
+    def having(self, digest: str) -> tuple[int, ...]:
+        """Clients that have confirmed the model with this digest."""
+        return tuple(sorted(client for client, info in self.clients.items() if info.model == digest))
 
 
 def first_few(clients: Sequence[int]) -> str:
     """The first five clients, for one line of text."""
     return ", ".join(map(str, clients[:5])) + (" …" if len(clients) > 5 else "")
+
+
+def ranges(clients: Sequence[int]) -> str:
+    """Client numbers in few words.
+
+    >>> ranges([0, 1, 2, 3, 7, 9, 10])
+    '0-3,7,9,10'
+    """
+    spans: list[list[int]] = []
+    for client in sorted(clients):
+        if spans and client == spans[-1][-1] + 1:
+            spans[-1].append(client)
+        else:
+            spans.append([client])
+    return ",".join(f"{span[0]}-{span[-1]}" if len(span) > 2 else ",".join(map(str, span)) for span in spans)

@@ -5,7 +5,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,22 +15,27 @@ from torch import Tensor, nn
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest, union_of
 from fedortho.engines.query import Selection
-from fedortho.errors import FedOrthoError
+from fedortho.errors import Busy, FedOrthoError
 from fedortho.federated import switch_off
 from fedortho.federated.client import client_app
 from fedortho.federated.engine import FederatedEngine, Watch
+from fedortho.federated.launch import need_flower
 from fedortho.federated.messages import TaskInfo
+from fedortho.federated.roster import ranges
 from fedortho.federated.transport import append_wire_log
 from fedortho.models.patch import Patch, load_patch
 from fedortho.models.predictions import accuracy
 from fedortho.models.zoo import build_model
 from fedortho.runs.derived import copy_patches
 from fedortho.runs.federation import held_rows
+from fedortho.runs.record import RunRecord, read_run_record
 from fedortho.runs.rounds import LOG_FILE, RoundLog, StartRound, copy_rounds, keep_round
 from fedortho.runs.run import Run, load_run_data, open_run
 from fedortho.runs.served import excluded_by, served_requests
 from fedortho.runs.settings import FederateSettings
 from fedortho.runs.training import train_run
+from fedortho.storage.files import locked
+from fedortho.storage.journal import append_entry, read_journal
 from fedortho.storage.records import write_record
 from fedortho.storage.settings import as_mapping
 from fedortho.training.loop import Epoch, Mask
@@ -51,6 +56,7 @@ def local_grid(
 
     Their images are those that the run at `run` was trained on; without one, all that the settings name.
     """
+    need_flower()
     switch_off(os.environ)
     from fedortho.federated.local_grid import LocalGrid, WorkerGrid
 
@@ -181,6 +187,51 @@ def trainable_masks(run: Run, model: nn.Module) -> dict[str, Tensor]:
 
 
 @contextmanager
+def federation_lock(run: Path) -> Iterator[None]:
+    """One job at a time with the clients of the runs in a directory; another one is refused at once."""
+    directory = run.absolute().parent
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(directory / "federation"))
+        except Busy as error:
+            raise Busy(f"another job with the clients of {directory} is under way; wait for its end") from error
+        yield
+
+
+@dataclass(frozen=True)
+class Confirmed:
+    """Who took part in a request: clients whose replies counted, and those that have taken the patch or have not."""
+
+    answered: tuple[int, ...]
+    confirmed: tuple[int, ...]
+    unconfirmed: tuple[int, ...]
+    is_enough: bool  # by the federation's quorum
+
+    @property
+    def details(self) -> dict[str, str]:
+        """What the journal notes of it."""
+        told = {"answered": self.answered, "confirmed": self.confirmed, "unconfirmed": self.unconfirmed}
+        return {name: ranges(clients) for name, clients in told.items() if clients}
+
+    def write(self, run: Path) -> None:
+        """Note it in the record of the run's last request; who answered an earlier job stays."""
+        record = read_run_record(run)
+        assert isinstance(record, RunRecord), "it is finished"
+        *earlier, last = record.requests
+        last = replace(last, answered=last.answered or self.answered, confirmed=self.confirmed)
+        write_record(run / "run.json", replace(record, requests=(*earlier, last)))
+
+
+def confirmed_by(engine: FederatedEngine, digest: str) -> Confirmed:
+    """Who took part so far in a request that leads to the model with this digest."""
+    expected = set(range(engine.federation.clients)) - engine.left
+    done = engine.having(digest)
+    missing = tuple(sorted(expected - set(done) - {c for c, info in engine.clients.items() if info.has_left}))
+    enough = len(done) >= max(engine.federation.quorum * len(expected), 1)
+    return Confirmed(engine.answered(), done, missing, enough)
+
+
+@contextmanager
 def copied_clients(run: Run, place: Path | None = None) -> Iterator[Path]:
     """A copy of the files of simulated clients in `place`, or in a directory that is removed at the end."""
     _require_clients(run, "--backend superlink --deployment DIR")
@@ -199,13 +250,30 @@ def sync(run: Run, grid: "Grid | None" = None) -> list[int]:
     """Bring every connected client to the run's model; returns the clients that have it."""
     settings = run.settings
     assert isinstance(settings, FederateSettings), "callers check this"
-    if grid is None:
-        _require_clients(run, "--deployment DIR")
-        with local_grid(settings, run.path / "clients", run=run.path) as own_grid:
-            return sync(run, own_grid)
-    engine = federated_engine(grid, settings, run.load_data(), served_requests(run))
-    engine.bring_up_to_date(run.load_model(), patches_of(run))
-    return [client for client in engine.present() if engine.clients[client].model == run.record.model.digest]
+    with ExitStack() as stack:
+        if grid is None:
+            _require_clients(run, "--deployment DIR")
+            grid = stack.enter_context(local_grid(settings, run.path / "clients", run=run.path))
+        else:
+            stack.enter_context(federation_lock(run.path))
+        engine = federated_engine(grid, settings, run.load_data(), served_requests(run))
+        engine.bring_up_to_date(run.load_model(), patches_of(run), run.excluded)
+        if run.record.requests and (confirmed := confirmed_by(engine, run.record.model.digest)).is_enough:
+            confirmed.write(run.path)
+            _tell_executed(run, confirmed)
+        return [client for client in engine.present() if engine.clients[client].model == run.record.model.digest]
+
+
+def _tell_executed(run: Run, confirmed: Confirmed) -> None:
+    """Tell the journal of a request whose job ended before enough clients had confirmed it; once."""
+    directory = run.path.absolute().parent
+    entries = [each for each in read_journal(directory).entries if each.details.get("out") == run.path.name]
+    if entries and not any(entry.event in ("executed", "hidden") for entry in entries):
+        first, after = entries[0], run.record.model.digest
+        told = {**first.details, **confirmed.details}
+        append_entry(
+            directory, "executed", run.path.name, first.request, before=first.before, after=after, details=told
+        )
 
 
 def patches_of(run: Run) -> list[tuple[Patch, ForgetRequest | None]]:

@@ -11,11 +11,12 @@ import struct
 import subprocess
 import sys
 from contextlib import suppress
+from functools import partial
 from typing import IO, Any
 
 from safetensors.torch import load, save
 
-from fedortho.federated.client import ClientFailed, client_reply
+from fedortho.federated.client import ClientFailed, client_reply, find_client
 from fedortho.federated.messages import WorkerOrder
 from fedortho.federated.wire import Json, Tensors
 from fedortho.storage.files import savable
@@ -106,7 +107,8 @@ def run_worker() -> None:
             return
         order = from_json(WorkerOrder, value, "a frame")
         try:
-            reply_tensors, reply = client_reply(order.action, order.node, order.config, tensors, order.message)
+            find, client = partial(find_client, order.node, order.config), order.node.get("partition-id")
+            reply_tensors, reply = client_reply(order.action, find, client, tensors, order.message)
         except ClientFailed:
             send(replies, None, {})
         else:

@@ -18,6 +18,7 @@ from fedortho.engines.engine import Engine
 from fedortho.errors import BadData, BadSetting, FedOrthoError, unknown
 from fedortho.methods.bad_teacher import BadTeacher
 from fedortho.methods.class_pruning import ClassPruning
+from fedortho.methods.ct import ConvolutionTranspose
 from fedortho.methods.directions import Directions
 from fedortho.methods.eu_k import CFk, EUk
 from fedortho.methods.federaser import FedEraser
@@ -26,6 +27,7 @@ from fedortho.methods.fused import FUSED
 from fedortho.methods.hide import Hide
 from fedortho.methods.logit_mask import LogitMask
 from fedortho.methods.method import CannotServe, ForgetResult, Method, PlanningMethod, refusal, serves
+from fedortho.methods.msg import MaskedSmallGradients
 from fedortho.methods.neggrad import NegGrad
 from fedortho.methods.not_ import NoT
 from fedortho.methods.paper import Paper
@@ -48,7 +50,8 @@ METHODS: Mapping[str, type[Method]] = {
     method.name: method
     for method in (
         *(Retrain, RetrainPlain, Hide, Directions, Regrow, Paper, FineTune, NoT, FUSED, SSD, SalUn, UNSIR, BadTeacher),
-        *(ClassPruning, FedEraser, NegGrad, SCRUB, EUk, CFk, Subspace, LogitMask),
+        *(ClassPruning, FedEraser, NegGrad, SCRUB, EUk, CFk, ConvolutionTranspose, MaskedSmallGradients),
+        *(Subspace, LogitMask),
     )
 }
 LEVELS: Mapping[str, str] = {"hide": Hide.name, "erase": Regrow.name, "exact": Retrain.name}  # the method of each level

@@ -24,6 +24,8 @@ SHORT: Mapping[str, Mapping[str, Any]] = {
     "scrub": {"epochs": 2, "max_epochs": 1, "lr": 0.002, "batch_size": 64, "forget_batch_size": 64},
     "eu-k": {"epochs": 2},
     "cf-k": {"epochs": 2},
+    "ct": {"epochs": 2},
+    "msg": {"epochs": 2},
 }
 
 

@@ -63,6 +63,7 @@ class ForgetResult:
 
     @property
     def chosen(self) -> Trial | None:
+        """The trial whose edit was applied; None if the method tried none."""
         return self.plan.chosen if self.plan else None
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fedortho.errors import BadCheckpoint
-from fedortho.storage.files import read_tensors, tensors_digest, write_tensors
+from fedortho.storage.files import PRIVATE, read_tensors, tensors_digest, write_tensors
 
 PATCH_SCHEMA = 1
 
@@ -153,7 +153,8 @@ def write_undo(path: Path, patch: Patch, model: nn.Module) -> None:
     state = model.state_dict()
     if tensors_digest(state) != patch.before:
         raise BadCheckpoint(f"the undo file must be made from the model {patch.before[:12]} that the patch fits")
-    write_tensors(path, {name: state[name] for name in patch.names()}, {"before": patch.before, "after": patch.after})
+    note = {"before": patch.before, "after": patch.after}
+    write_tensors(path, {name: state[name] for name in patch.names()}, note, mode=PRIVATE)
 
 
 def undo_patch(path: Path, edited: nn.Module) -> nn.Module:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedortho.data.request import ForgetRequest
+from fedortho.devices import MOST_THREADS
 from fedortho.errors import FedOrthoError, unknown
 from fedortho.federated import switch_off
 from fedortho.federated.engine import Watch
@@ -59,8 +60,8 @@ def federate_run(
     """
     path, deployment = Path(path), None if deployment is None else Path(deployment)
     check_backend(backend, deployment)
-    if workers < 1 or (workers > 1 and backend != "inprocess"):
-        raise FedOrthoError(f"--workers is {workers} with --backend {backend}; expected 1 or more, with inprocess only")
+    if not 1 <= workers <= (MOST_THREADS if backend == "inprocess" else 1):
+        raise FedOrthoError(f"--workers is {workers} with --backend {backend}; expected 1, or more with inprocess only")
     if backend == "inprocess":
         return train_federation(path, settings, watch=watch, workers=workers)
     remember_code(*settings.code)
@@ -91,7 +92,8 @@ def rewind_elsewhere(
 ) -> Run | None:
     """Serve a request exactly on Ray or a SuperLink, as `rewind_run`; None if the new run is not on this machine."""
     plan = plan_rewind(run, request)
-    log(str(plan))
+    for line in plan.lines():
+        log(line)
     where = {"do": "rewind", "run": str(run.path.absolute()), "out": str(out.absolute())}
     config = app_config(plan.settings) | where | {"request": str(plan.request)}
     _do_elsewhere(config, plan.settings, out / "clients", deployment, log)

@@ -19,7 +19,16 @@ from fedortho.engines.central import CentralEngine
 from fedortho.engines.engine import Engine
 from fedortho.errors import FedOrthoError
 from fedortho.federated.engine import FederatedEngine
-from fedortho.federated.server import copied_clients, federated_engine, local_grid, patches_of
+from fedortho.federated.roster import ranges
+from fedortho.federated.server import (
+    Confirmed,
+    confirmed_by,
+    copied_clients,
+    federated_engine,
+    federation_lock,
+    local_grid,
+    patches_of,
+)
 from fedortho.federated.transport import append_wire_log
 from fedortho.methods import unlearn
 from fedortho.methods.method import ForgetResult, Method
@@ -27,7 +36,7 @@ from fedortho.models.patch import undo_patch, write_undo
 from fedortho.requests.levels import chosen_method, hidden_path, level_for_run, method_of_level, training_cost_words
 from fedortho.requests.measuring import measured_record
 from fedortho.requests.tickets import Ticket
-from fedortho.requests.transaction import Step, Transaction, find_served, relative_out, transaction
+from fedortho.requests.transaction import Step, Transaction, Unconfirmed, find_served, relative_out, transaction
 from fedortho.runs.derived import build_derived, building, check_output_paths, write_derived
 from fedortho.runs.federation import held_rows
 from fedortho.runs.purge import purge_run
@@ -235,13 +244,15 @@ def forget_federated_run(
     settings, step = run.settings, step or Step()
     assert isinstance(settings, FederateSettings), "the caller looked"
     with ExitStack() as stack:
+        if grid is not None and store is None:  # real clients; those simulated here are copied for each job
+            stack.enter_context(federation_lock(run.path))
         writing = stack.enter_context(transaction(run, request, out, undo, step))
         if grid is None:
             store = stack.enter_context(copied_clients(run, None if writing is None else writing.place.path))
             grid = stack.enter_context(local_grid(settings, store, run=run.path))
         data = data or run.load_data()
         engine = federated_engine(grid, settings, data, served_requests(run))
-        engine.bring_up_to_date(run.load_model(), patches_of(run))
+        engine.bring_up_to_date(run.load_model(), patches_of(run), excluded_by(run))
         is_remote = any(info.has_own_images for info in engine.clients.values())
         clients = None if is_remote else held_rows(data, settings, settings.partition_seed)
         if clients is not None:  # all images are known here, so ids are checked before any client is asked
@@ -252,26 +263,41 @@ def forget_federated_run(
         if writing is None:
             return served
         if store is None:  # real clients: what they are sent must not be lost, so the run comes first
-            done = writing.commit()
-            _send_patch(engine, served, done.path, done.path)
+            done = writing.place.place()
+            clients_told = _send_patch(engine, served, writing, done.path).details
+            writing.tell(done, clients_told)
         else:
-            _send_patch(engine, served, writing.place.run, writing.place.out)
+            clients_told = _send_patch(engine, served, writing, writing.place.run).details
             shutil.move(store, writing.place.run / "clients")
-            done = writing.commit()
-    return replace(served, run=done)
+            done = writing.commit(clients_told)
+    return replace(served, run=done, record=open_run(done.path).record.requests[-1])
 
 
-def _send_patch(engine: FederatedEngine, served: ServedRequest, directory: Path, out: Path) -> None:
-    """Send the patch to the clients, name those that have not confirmed it, and write what travelled."""
+def _send_patch(engine: FederatedEngine, served: ServedRequest, writing: Transaction, directory: Path) -> Confirmed:
+    """Send the patch to the clients and write who confirmed it and what travelled; too few are an error.
+
+    If all clients refused it, nobody has the new model and its run is taken back.
+    """
+    patch, asked = served.result.patch, engine.present()
+    reason = ""
     try:
-        engine.send_patch(served.result.patch, served.result.request)
-    except FedOrthoError as error:  # too few clients confirmed; the run is written, and sync sends the patch again
-        logger.warning("%s", error)
-    after = served.result.patch.after
-    done = {client for client, info in engine.clients.items() if info.model == after or info.has_left} | engine.left
-    if late := sorted(set(range(engine.federation.clients)) - done):
-        logger.warning("clients %s have not confirmed the patch; fedortho sync %s sends it again", late[:5], out.name)
+        engine.send_patch(patch, served.result.request)
+    except FedOrthoError as error:  # by the quorum
+        reason = str(error)
+    told, exchange, out = confirmed_by(engine, patch.after), engine.transport.log[-1], writing.place.out
     append_wire_log(directory / "wire.json", engine.transport.log)
+    told.write(directory)
+    if not told.confirmed and exchange.bytes_up.keys() == set(asked):
+        if directory == out:
+            writing.place.take_back()
+        raise FedOrthoError(f"no client took the patch, and nothing was changed: {reason}")
+    late = f"clients {ranges(told.unconfirmed)} have not confirmed the patch; fedortho sync {out.name} sends it again"
+    if not told.is_enough:
+        number = f"{len(told.confirmed)} of {len(told.confirmed) + len(told.unconfirmed)}"
+        raise Unconfirmed(f"only {number} clients took the patch: {late}")
+    if told.unconfirmed:
+        logger.warning("%s", late)
+    return told
 
 
 def undo_run(run: Run | Path | str, undo: Path | str, out: Path | str) -> Run:

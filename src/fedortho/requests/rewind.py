@@ -56,7 +56,8 @@ class RewindPlan:
         """Whether the model stays as it is, because nobody who has the data was ever drawn."""
         return self.begin == self.settings.rounds and self.settings.norms == "fedavg"
 
-    def __str__(self) -> str:
+    def lines(self) -> list[str]:
+        """The plan in sentences."""
         told = [f"{each}: {f'first drawn in round {n}' if n else 'never drawn'}" for each, n in self.contacts.items()]
         rounds, log = self.settings.rounds, self.source.path / LOG_FILE
         if self.is_untouched:
@@ -68,7 +69,7 @@ class RewindPlan:
         else:
             told.append(f"back to the start: all {rounds} rounds are trained again")
         told.append(f"rounds saved: {self.begin}; on average {self.expected:.1f} for such a request, if all are kept")
-        return "\n".join([*told, *self.remarks])
+        return [*told, *self.remarks]
 
 
 @dataclass(frozen=True)

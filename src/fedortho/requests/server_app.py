@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from flwr.app import Context
     from flwr.serverapp import Grid, ServerApp
 
-from fedortho.federated.server import sync, train_federation
+from fedortho.federated.server import federation_lock, sync, train_federation
 from fedortho.requests.forgetting import forget_federated_run
 from fedortho.requests.rewind import rewind_run
 
@@ -47,7 +48,8 @@ def do_job(grid: "Grid", config: Mapping[str, Any]) -> None:
     if job == "train":
         if out is None:
             raise FedOrthoError("the job has no out; give the run directory to write")
-        train_federation(out, federate_settings(config), grid, watch=_tell)
+        with _lock(config, out):
+            train_federation(out, federate_settings(config), grid, watch=_tell)
     elif job in ("forget", "rewind", "sync"):
         run = open_run(Path(str(config["run"])))
         if not isinstance(run.settings, FederateSettings):
@@ -58,7 +60,8 @@ def do_job(grid: "Grid", config: Mapping[str, Any]) -> None:
         if job == "rewind":
             if out is None:
                 raise FedOrthoError("the job has no out; give the run directory to write")
-            remote.info("%s", rewind_run(run, str(config["request"]), out, grid=grid, watch=_tell).plan)
+            with _lock(config, run.path):
+                remote.info("%s", rewind_run(run, str(config["request"]), out, grid=grid, watch=_tell).plan)
             return
         method = _method(str(config.get("method") or "hide"), str(config.get("forget") or "{}"))
         request, store = ForgetRequest.parse(str(config["request"])), str(config.get("store") or "")
@@ -67,6 +70,11 @@ def do_job(grid: "Grid", config: Mapping[str, Any]) -> None:
         remote.info("%s", json.dumps(to_json(served.record)))
     else:
         raise FedOrthoError(f"no job {job!r}; choose from train, forget, rewind, sync")
+
+
+def _lock(config: Mapping[str, Any], run: Path) -> AbstractContextManager[None]:
+    """The lock of real clients; those of a simulation have directories of their own."""
+    return nullcontext() if config.get("store") else federation_lock(run)
 
 
 def _method(name: str, text: str) -> Method:

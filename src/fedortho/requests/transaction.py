@@ -21,6 +21,10 @@ from fedortho.storage.journal import append_entry, read_journal
 from fedortho.storage.settings import as_mapping
 
 
+class Unconfirmed(FedOrthoError):
+    """A request whose run is written, and whose patch too few clients have confirmed."""
+
+
 @dataclass(frozen=True)
 class Step:
     """One step of serving a request, and how the journal tells of it."""
@@ -41,10 +45,13 @@ class Transaction:
     event: str
     details: Mapping[str, str]
 
-    def commit(self) -> Run:
-        """Put the run in place and tell the journal."""
-        done = self.place.place()
-        _tell(self.run, self.event, done, str(self.request), self.details)
+    def commit(self, clients: Mapping[str, str] | None = None) -> Run:
+        """Put the run in place and tell the journal, of a federation with who took part."""
+        return self.tell(self.place.place(), clients)
+
+    def tell(self, done: Run, clients: Mapping[str, str] | None = None) -> Run:
+        """Tell the journal of a run that is in place."""
+        _tell(self.run, self.event, done, str(self.request), {**self.details, **(clients or {})})
         return done
 
 
@@ -64,9 +71,10 @@ def transaction(
         try:
             yield Transaction(run, request, place, step.event, details)
         except FedOrthoError as error:
-            if step.event == "executed" and not _is_placed(place):
+            event = "unconfirmed" if isinstance(error, Unconfirmed) else "refused"
+            if step.event == "executed" and _is_placed(place) == (event == "unconfirmed"):
                 told = {**details, "reason": str(error)}
-                append_entry(directory, "refused", run.path.name, str(request), before=before, details=told)
+                append_entry(directory, event, run.path.name, str(request), before=before, details=told)
             raise
 
 

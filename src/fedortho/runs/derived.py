@@ -77,6 +77,11 @@ class Building:
         sync_directory(self.out.parent)
         return open_run(self.out)
 
+    def take_back(self) -> None:
+        """Undo `place`: nobody uses the run, and it goes with the building directory."""
+        self.out.rename(self.run)
+        sync_directory(self.out.parent)
+
 
 @contextmanager
 def building(out: Path, undo: Path | None = None) -> Iterator[Building]:

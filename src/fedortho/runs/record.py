@@ -103,6 +103,8 @@ class ServedRecord:
     device: str = "cpu"
     ledger: str | None = None  # digest of the ledger that the statistics came from
     ticket: str | None = None  # the id under which the request was served, if it had one
+    answered: tuple[int, ...] | None = None  # of a federation: clients whose replies counted; None: not recorded
+    confirmed: tuple[int, ...] | None = None  # clients that have taken the patch
 
 
 @dataclass(frozen=True, kw_only=True)

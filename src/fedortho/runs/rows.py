@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fedortho.data.cache import PRIVATE, pack_names, unpack_names
+from fedortho.data.cache import pack_names, unpack_names
 from fedortho.data.images import Dataset, Images, RowIds
 from fedortho.data.request import Clients, ForgetRequest
 from fedortho.errors import BadCheckpoint, BadData
 from fedortho.runs.federation import partitioned
 from fedortho.runs.settings import FederateSettings, TrainSettings
-from fedortho.storage.files import locked, read_tensors, replacing, write_tensors
+from fedortho.storage.files import PRIVATE, locked, read_limited, read_tensors, replacing, write_tensors
 
 ROWS_FILE = "rows.safetensors"
 KEY_FILE = "hash-ids.key"
@@ -200,6 +200,6 @@ def hash_key(directory: Path, *, make: bool = False) -> bytes:
                 temporary.write_text(secrets.token_hex(32))
             found = files[:1]
     try:
-        return bytes.fromhex(found[0].read_text(encoding="ascii")) if found else b""
-    except (OSError, ValueError) as error:
+        return bytes.fromhex(read_limited(found[0], 1024).decode("ascii")) if found else b""
+    except ValueError as error:
         raise BadCheckpoint(f"{found[0]} is not a key of hashed ids ({error}); restore it") from error

@@ -6,7 +6,7 @@ from typing import Annotated, TypeVar
 from fedortho.data.preprocessing import Preprocessing
 from fedortho.data.request import ForgetRequest
 from fedortho.data.sources import DATASETS
-from fedortho.devices import DEVICES
+from fedortho.devices import DEVICES, MOST_THREADS
 from fedortho.errors import BadSetting, unknown
 from fedortho.runs.federation import Federation, check_policy
 from fedortho.training.recipe import Recipe
@@ -84,8 +84,8 @@ class TrainSettings(Recipe, Subject):
     def __post_init__(self) -> None:
         Recipe.__post_init__(self)
         Subject.__post_init__(self)
-        if self.threads < 0:
-            raise BadSetting(f"threads must not be negative, not {self.threads}")
+        if not 0 <= self.threads <= MOST_THREADS:
+            raise BadSetting(f"threads must be 0 to {MOST_THREADS}, not {self.threads}")
         if self.split_seed < -1:
             raise BadSetting(f"split-seed must be at least 0, or -1 for the seed, not {self.split_seed}")
         if self.valid_dir and self.valid_from_test:
@@ -110,6 +110,7 @@ class TrainSettings(Recipe, Subject):
 
     @property
     def recipe(self) -> Recipe:
+        """The part of the settings that is about training."""
         return Recipe(**{field.name: getattr(self, field.name) for field in fields(Recipe)})
 
 
@@ -138,6 +139,7 @@ class FederateSettings(TrainSettings, Federation):
 
     @property
     def federation(self) -> Federation:
+        """The part of the settings that only a federation has."""
         return Federation(**{field.name: getattr(self, field.name) for field in fields(Federation)})
 
 

@@ -20,7 +20,7 @@ from fedortho.models.capture import capture
 from fedortho.models.layout import ordered_batches
 from fedortho.models.sites import Site, Structure
 from fedortho.models.split import Split, run_tail, tail_model
-from fedortho.storage.files import tensors_digest, write_tensors
+from fedortho.storage.files import PRIVATE, tensors_digest, write_tensors
 from fedortho.storage.records import to_json
 
 
@@ -131,7 +131,7 @@ class Observation:
         if (kept := self.kept) is not None:
             tensors |= {f"kept.{name}": value for name, value in kept.tensors().items()}
             note["kept"] = to_json(KeptRecord(kept.structure, kept.split, kept.flops))
-        write_tensors(path, tensors, note)
+        write_tensors(path, tensors, note, mode=PRIVATE)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 import logging
 import re
+import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -16,6 +18,7 @@ NESTED = ("state_dict", "model_state_dict", "net", "model")  # keys under which 
 PREFIX = re.compile(r"(module|_orig_mod|model)\.")  # of DataParallel, torch.compile, and Lightning
 WEIGHT_NORM = {"_g": "_v", ".original0": ".original1"}  # how it names lengths and directions, before and now
 Shapes = Mapping[str, Tensor]
+ODD = ("meta", "quantized", "nested")  # kinds of tensors that are not read
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -24,9 +27,12 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         what = "is a directory" if path.is_dir() else "does not exist"
         raise BadCheckpoint(f"{path} {what}; give a file of weights")
     if path.suffix == ".safetensors":
-        return read_tensors(path)[0]
+        return plain_weights(read_tensors(path)[0], path)
     try:
+        _refuse_packed(path)
         value = torch.load(path, map_location="cpu", weights_only=True)
+    except BadCheckpoint:
+        raise
     except Exception as error:  # torch raises many types here, with one meaning for the user
         raise BadCheckpoint(
             f"{path} is not a plain state dict; files that could run code are never loaded; "
@@ -40,7 +46,27 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             f"{path} is not a state dict: it has a {type(value).__name__}{keys}; expected names and tensors, at the "
             f"top or under {', '.join(NESTED)}"
         )
-    return {str(name): tensor for name, tensor in value.items()}
+    return plain_weights({str(name): tensor for name, tensor in value.items()}, path)
+
+
+def plain_weights(weights: Shapes, source: Path) -> dict[str, Tensor]:
+    """The weights as they are; tensors without values of their own, and kinds that no network here has, are refused."""
+    for name, tensor in weights.items():
+        odd = [kind for kind in ODD if getattr(tensor, f"is_{kind}")] + ["complex"] * tensor.is_complex()
+        if tensor.layout != torch.strided:
+            odd.append("sparse")
+        elif not odd and tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+            odd.append("larger than its data")
+        if odd:
+            raise BadCheckpoint(f"{source}: {name[:80]} is {odd[0]}; expected a dense tensor of real numbers")
+    return dict(weights)
+
+
+def _refuse_packed(path: Path) -> None:
+    """Refuse an archive that would grow when it is read: torch.save packs nothing."""
+    with suppress(zipfile.BadZipFile), zipfile.ZipFile(path) as archive:  # old files of torch.save are no archives
+        if sum(info.file_size for info in archive.infolist()) > path.stat().st_size:
+            raise BadCheckpoint(f"{path} is packed and would grow when it is read; write it with torch.save")
 
 
 def fitted_weights(model: nn.Module, weights: Shapes, source: Path) -> dict[str, Tensor]:

@@ -1,10 +1,14 @@
 """Atomic writes, locks, digests, safetensors and JSON; pickle is never read."""
 
 import errno
+import glob
 import hashlib
+import io
 import json
+import math
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -17,51 +21,73 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fedortho.errors import BadCheckpoint, Busy, FedOrthoError
+from fedortho.errors import BadCheckpoint, Busy, FedOrthoError, first_line
+
+PRIVATE = 0o600  # mode of files that tell of single images: undo files, ledgers, caches
+MOST_TEXT = 64 << 20  # bytes of a JSON file
+TEMPORARY = ".tmp-"  # in the names of private directories beside the files that they become
 
 
 @contextmanager
-def replacing(path: Path, mode: int = 0o644) -> Iterator[Path]:
-    """Yield a temporary path in the same directory; on success it replaces `path` in one step.
+def replacing(path: Path, mode: int = 0o666) -> Iterator[Path]:
+    """Yield a temporary path in the same file system; on success it replaces `path` in one step.
 
-    Readers see the old file or the new one, never a part; after a failure the old one remains.
+    Readers see the old file or the new one, never a part; after a failure the old one remains. The umask applies.
     """
-    temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        os.close(handle)
-        temporary = Path(name)
-        yield temporary
-        with temporary.open("rb+") as stream:
-            os.fsync(stream.fileno())
-        temporary.chmod(mode)
-        temporary.replace(path)
+        with _private_place(path) as place:
+            temporary = place / "file"
+            os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
+            mode = stat.S_IMODE(temporary.stat().st_mode)  # safetensors writes another file, with a mode of its own
+            yield temporary
+            with temporary.open("rb+") as stream:
+                os.fsync(stream.fileno())
+            temporary.chmod(mode)
+            temporary.replace(path)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise FedOrthoError(f"the disk is full: {path} was not written; free some space and try again") from error
         raise FedOrthoError(f"{path} cannot be written: {error.strerror or error}") from error
     except SafetensorError as error:  # safetensors wraps the system's error in its own
         raise FedOrthoError(f"{path} was not written: {error}; is the disk full?") from error
+
+
+@contextmanager
+def _private_place(path: Path) -> Iterator[Path]:
+    """A directory beside `path` for this process alone, removed at the end; those of killed processes are removed."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}{TEMPORARY}*"):
+        with suppress(Timeout, OSError), FileLock(left / "lock", timeout=0):  # a writer who lives has the lock
+            shutil.rmtree(left, ignore_errors=True)
+    place = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}{TEMPORARY}"))
+    try:
+        with FileLock(place / "lock"):  # makes the directory again if another process took it for a left-over
+            yield place
     finally:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def state_directory() -> Path:
+    """The user's own directory of locks and of the list of trusted code."""
+    own = os.environ.get("FEDORTHO_STATE")
+    return Path(own or f"{os.environ.get('XDG_STATE_HOME') or '~/.local/state'}/fedortho").expanduser()
 
 
 @contextmanager
 def locked(path: Path, timeout: float = 0.0) -> Iterator[None]:
-    """Lock a path for this process; another one on this machine is refused after `timeout` seconds.
+    """Lock a path for this process; another one of this user on this machine is refused after `timeout` seconds.
 
     The lock ends with the process.
     """
-    name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:32]
-    file = Path(tempfile.gettempdir()) / f"fedortho-{name}.lock"
+    name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]
     try:
+        file = state_directory() / "locks" / f"{name}.lock"
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = FileLock(file).acquire(timeout)
     except Timeout as error:
         raise Busy(f"another process is working on {path}; wait for it or choose another directory") from error
-    except OSError as error:
-        raise FedOrthoError(f"{path} cannot be locked by {file}: {error.strerror or error}") from error
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
+        raise FedOrthoError(f"{path} cannot be locked: {error}; set FEDORTHO_STATE to a writable directory") from error
     with lock:
         try:
             yield
@@ -91,7 +117,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def copy_file(source: Path, to: Path) -> None:
-    with replacing(to) as temporary:
+    with replacing(to, stat.S_IMODE(source.stat().st_mode)) as temporary:
         shutil.copyfile(source, temporary)
 
 
@@ -113,15 +139,63 @@ def canonical_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
+def read_limited(path: Path, most: int = MOST_TEXT, kind: type[FedOrthoError] = BadCheckpoint) -> bytes:
+    """The bytes of a regular file; a larger one, a device or a pipe is refused, with this kind of error, unread."""
+    with _regular_file(path, kind) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        data = stream.read(most + 1) if size <= most else b""
+    if max(len(data), size) > most:
+        raise kind(f"{path} is larger than {most >> 20 or 1} MB; give another file")
+    return data
+
+
+@contextmanager
+def _regular_file(path: Path, kind: type[FedOrthoError] = BadCheckpoint) -> Iterator[io.BufferedReader]:
+    """A file that is open for reading; a pipe without a writer is not waited for."""
+    try:
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        with open(handle, "rb") as stream:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise kind(f"{path} cannot be read: it is a pipe or a device; give a regular file")
+            yield stream
+    except FileNotFoundError as error:
+        raise kind(f"{path} does not exist") from error
+    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
+        raise kind(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def parse_json(text: bytes | str) -> Any:
+    """The value of a JSON text.
+
+    ValueError for what is not JSON, for NaN and infinite numbers, numbers of thousands of digits, characters that are
+    none, and deep nesting.
+
+    >>> parse_json('{"accuracy": NaN}')
+    Traceback (most recent call last):
+    ...
+    ValueError: NaN is not a number
+    """
+    text = text if isinstance(text, str) else text.decode()
+    try:
+        value = json.loads(text, parse_constant=_finite, parse_float=_finite)
+        if "\\ud" in text.lower():  # half of a pair cannot be written again
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    return value
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text[:40]} is not a number")
+    return value
+
+
 def read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise BadCheckpoint(f"{path} does not exist") from error
-    except OSError as error:
-        raise BadCheckpoint(f"{path} cannot be read: {error.strerror}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise BadCheckpoint(f"{path} is not JSON ({error})") from error
+        return parse_json(read_limited(path))
+    except ValueError as error:
+        raise BadCheckpoint(f"{path} is not JSON ({first_line(error)})") from error
 
 
 def savable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -135,7 +209,7 @@ def savable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], note: Mapping[str, Any] | None = None, *, mode: int = 0o644
+    path: Path, tensors: Mapping[str, Tensor], note: Mapping[str, Any] | None = None, *, mode: int = 0o666
 ) -> None:
     """Write tensors as safetensors, with a `note` (JSON) in the same file, so that the two cannot disagree.
 
@@ -149,18 +223,21 @@ def write_tensors(
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of a safetensors file, memory-mapped, and its note (empty in files of other software)."""
     if not path.is_file():
-        raise BadCheckpoint(f"{path} does not exist")
+        raise BadCheckpoint(f"{path} {'is not a regular file' if path.exists() else 'does not exist'}")
     try:
         with safe_open(path, framework="pt") as stream:
-            note = json.loads((stream.metadata() or {}).get("note", "{}"))
-            return {name: stream.get_tensor(name) for name in stream.keys()}, note  # noqa: SIM118  # no mapping
-    except (SafetensorError, OSError, json.JSONDecodeError) as error:
-        raise BadCheckpoint(f"{path} is not a complete safetensors file ({error})") from error
+            note = parse_json((stream.metadata() or {}).get("note", "{}"))
+            tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118  # no mapping
+    except (SafetensorError, OSError, ValueError, RuntimeError, AttributeError) as error:
+        raise BadCheckpoint(f"{path} is not a complete safetensors file ({first_line(error)})") from error
+    if not isinstance(note, dict):
+        raise BadCheckpoint(f"{path} has a note that is no mapping; restore the file")
+    return tensors, note
 
 
-def file_digest(path: Path) -> str:
+def file_digest(path: Path, kind: type[FedOrthoError] = BadCheckpoint) -> str:
     """SHA-256 of a file's bytes, as `sha256sum` prints it."""
-    with path.open("rb") as stream:
+    with _regular_file(path, kind) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 

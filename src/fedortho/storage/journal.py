@@ -9,25 +9,30 @@ removed. Every event of a request is in the journal of the directory that holds 
 the new run was written (`--out`); an undo is received for the run that it undoes.
 
 This protects against accidents and against an edit of the journal alone. Whoever can rewrite both files can recompute
-all hashes from any entry on, or remove the last entries and reset the head, and nothing here would show it. So note the
-head's hash elsewhere from time to time (`fedortho journal check` prints it; mail it, print it, have it signed): a
-journal that no longer contains a noted hash was rewritten.
+all hashes from any entry on, or remove the last entries and reset the head, and nothing here would show it. So publish
+the head from time to time (`evidence/published_head.py`): a journal that no longer contains it was rewritten or cut.
+
+Lines of schema 3 chain two digests, that of the entry before and that of the entry's body. A bundle can so prove that
+its lines belong to the chain and show of other entries only the digest of the body, which a salt makes unguessable.
 """
 
 import hashlib
 import json
 import logging
 import os
+import secrets
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
 from filelock import FileLock, Timeout
 
-from fedortho.errors import BadRecord, Busy, FedOrthoError, first_line, unknown
+from fedortho.errors import BadRecord, FedOrthoError, first_line, unknown
 from fedortho.storage.files import canonical_json, sync_directory, write_text
 from fedortho.storage.records import from_json, to_json
 
@@ -36,14 +41,16 @@ EVENTS = {
     "received": "the request arrived; details have the directory that the new run will take",
     "hidden": "a run that no longer predicts the forget set was written, for use until the request is executed",
     "executed": "a run that has forgotten was written",
+    "unconfirmed": "a run that has forgotten was written, but too few clients took it; details have the reason",
     "judged": "the run was judged; details have the outcome of the audits",
     "verified": "the run was judged, and every audit was run against a reference model and passed",
     "refused": "nothing was done; details have the reason",
     "undone": "the forgotten weights were restored from an undo file",
+    "begun": "a journal begins although runs beside it have served requests; details name the runs",
 }  # journals from before `judged` existed have `verified` for every outcome: only with `passes` it means this
 START = "0" * 64  # `previous` of the first entry
-PATIENCE = 30.0  # seconds that a writer waits for others
-SCHEMA = 2  # of new lines; lines of schema 1 have no schema key and keep their form, since hashes cover the text
+NOTICE = 10.0  # seconds after which a writer that waits for others says so, and says so again
+SCHEMA = 3  # of new lines; older lines keep their form (those of schema 1 have no such key), since hashes cover it
 
 
 class BadJournal(FedOrthoError):
@@ -62,14 +69,21 @@ class JournalEntry:
     before: str | None  # digests of the model, where known
     after: str | None
     details: Mapping[str, Any]
-    previous: str  # SHA-256 of the line before
-    hash: str = ""  # SHA-256 of this entry without its hash
+    previous: str  # hash of the entry before; up to schema 2 SHA-256 of the line before
+    hash: str = ""  # SHA-256 of `previous` and of the body, which is all the rest; up to schema 2 of all the rest
     schema: int = SCHEMA
+    salt: str = ""  # random, from schema 3 on
 
     @property
     def line(self) -> str:
         """The entry as it is written, whichever schema it has."""
-        return canonical_json({key: value for key, value in to_json(self).items() if key != "schema" or value > 1})
+        later = {key for key, since in (("schema", 2), ("salt", 3)) if self.schema < since}
+        return canonical_json({key: value for key, value in to_json(self).items() if key not in later})
+
+    @property
+    def body(self) -> str:
+        """The digest of what the entry tells."""
+        return _body(json.loads(self.line))
 
     def sealed(self) -> "JournalEntry":
         """The entry with its hash."""
@@ -80,7 +94,7 @@ class JournalEntry:
 class Head:
     """The last entry's number and hash; `announced` is the hash of an entry whose append has begun."""
 
-    schema: ClassVar[int] = SCHEMA
+    schema: ClassVar[int] = 2
 
     number: int = 0
     hash: str = START
@@ -100,6 +114,11 @@ class Journal:
         """The last entry's number and hash, to be noted elsewhere."""
         return Head(self.entries[-1].number, self.entries[-1].hash) if self.entries else Head()
 
+    @property
+    def backward(self) -> list[JournalEntry]:
+        """The entries whose time is before that of the entry before them: a clock ran backwards."""
+        return [entry for before, entry in pairwise(self.entries) if entry.time < before.time]
+
 
 def append_entry(
     directory: Path,
@@ -113,51 +132,96 @@ def append_entry(
 ) -> JournalEntry:
     """Add an entry to the journal of a directory of runs; it is on disk when this returns.
 
-    A broken chain is not extended. The head first announces the entry's hash, then the line is written, then the head
-    names the new entry: after a crash at any point the next append can tell which of them happened.
+    Waits for other writers as long as it takes. A broken chain is not extended. Where runs of the directory have served
+    requests and there is no journal, the new one begins with an entry that says so.
     """
     if event not in EVENTS:
         raise unknown("event", event, EVENTS)
     with _locked(directory):
         journal = _recover(directory, read_journal(directory))
-        previous = _digest(journal.entries[-1].line) if journal.entries else START
-        now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        number = len(journal.entries) + 1
-        entry = JournalEntry(number, now, event, run, request, before, after, dict(details or {}), previous).sealed()
-        _write_head(directory, replace(journal.last, announced=entry.hash))
-        _append(directory / "journal.jsonl", f"{entry.line}\n".encode())
-        _write_head(directory, Head(entry.number, entry.hash))
+        if not journal.entries and (served := served_beside(directory)):
+            logger.warning("a journal begins in %s although runs there have served requests: %s", directory, served)
+            begun = JournalEntry(0, "", "begun", "", "", None, None, {"runs": served}, "")
+            journal = Journal((_add(directory, journal, begun),))
+        entry = JournalEntry(0, "", event, run, request, before, after, dict(details or {}), "")
+        return _add(directory, journal, entry)
+
+
+def _add(directory: Path, journal: Journal, entry: JournalEntry) -> JournalEntry:
+    """Write an entry behind the last one, with its number, time and hashes.
+
+    The head first announces the entry's hash, then the line is written, then the head names the new entry: after a
+    crash at any point the next append can tell which of them happened.
+    """
+    now, last = datetime.now(UTC).isoformat(timespec="milliseconds"), journal.last
+    if journal.entries and now < (latest := journal.entries[-1].time):
+        logger.warning("the clock ran backwards: entry %d in %s is of %s", last.number, directory, latest)
+    told = replace(entry, number=last.number + 1, time=now, previous=last.hash, salt=secrets.token_hex(16))
+    entry = told.sealed()
+    _write_head(directory, replace(last, announced=entry.hash))
+    _append(directory / "journal.jsonl", f"{entry.line}\n".encode())
+    _write_head(directory, Head(entry.number, entry.hash))
     return entry
 
 
-def check_journal(directory: Path, expected_head: str = "") -> Journal:
+def check_journal(directory: Path, noted: Head | str = "") -> Journal:
     """The journal of a directory; a broken chain is an error that names the entry.
 
-    `expected_head` is a hash that was noted earlier: an entry must still have it.
+    `noted` is a head that was published earlier, or its hash: the entry must still be there.
     """
+    number, known = (noted.number, noted.hash) if isinstance(noted, Head) else (0, noted)
     if not (directory / "journal.jsonl").exists() and not (directory / "journal.head").exists():
-        raise BadJournal(f"there is no journal in {directory}; give the directory that holds the runs")
-    journal = read_journal(directory)
-    if expected_head and expected_head not in {entry.hash for entry in journal.entries}:
+        raise BadJournal(_nothing(directory, number))
+    path, journal = directory / "journal.jsonl", read_journal(directory)
+    if number > len(journal.entries):
         raise BadJournal(
-            f"{directory / 'journal.jsonl'}: none of its {len(journal.entries)} entries has the noted hash "
-            f"{expected_head[:16]}: the journal was rewritten or cut, or the hash is of another one"
+            f"{path} has {len(journal.entries)} entries, but entry {number} was published: the last were removed"
+        )
+    if number and journal.entries[number - 1].hash != known:
+        raise BadJournal(f"{path}: entry {number} is not the published one: it or one before it was rewritten")
+    if known and not number and known not in {entry.hash for entry in journal.entries}:
+        raise BadJournal(
+            f"{path}: none of its {len(journal.entries)} entries has the noted hash {known[:16]}: the journal was "
+            "rewritten or cut, or the hash is of another one"
         )
     return journal
+
+
+def _nothing(directory: Path, published: int) -> str:
+    if published:
+        return f"there is no journal in {directory}, but its entry {published} was published: it was removed"
+    if served := served_beside(directory):
+        return (
+            f"there is no journal in {directory}, but runs there have served requests ({', '.join(served[:5])}): it "
+            "was removed, or it is in the directory of the run that they were derived from"
+        )
+    return f"there is no journal in {directory}; give the directory that holds the runs"
+
+
+def served_beside(directory: Path) -> list[str]:
+    """The names of the runs in a directory that have served requests."""
+    found = []
+    for file in sorted(directory.glob("*/run.json")):
+        with suppress(ValueError, RecursionError, OSError):  # what is no record is no evidence of a journal
+            value = json.loads(file.read_bytes())
+            found += [file.parent.name] if isinstance(value, dict) and value.get("requests") else []
+    return found
 
 
 def read_journal(directory: Path) -> Journal:
     """The journal of a directory, empty if there is none; one that was changed is refused.
 
-    Needs no lock: the head is read before and after the lines, until both readings are equal.
+    Needs no lock: if the head changes while the lines are read, the journal is as it was at the head's first reading.
     """
-    path = directory / "journal.jsonl"
-    for _ in range(1000):
-        head = _read(directory / "journal.head")
-        text = _read(path)
-        if _read(directory / "journal.head") == head:
-            return _examine(path, text or b"", _parse_head(directory / "journal.head", head, text is not None))
-    raise Busy(f"{path} is being written without a pause; check again later, or check a copy")
+    path, head_path = directory / "journal.jsonl", directory / "journal.head"
+    first, text = _read(head_path), _read(path)
+    if (last := _read(head_path)) is not None and first is None:
+        return Journal()  # it began just now
+    head = _parse_head(head_path, first, text is not None)
+    if last != first:
+        head, lines = replace(head, announced=None), (text or b"").splitlines(keepends=True)
+        text = b"".join(lines[: head.number])
+    return _examine(path, text or b"", head)
 
 
 def parse_entry(line: bytes) -> JournalEntry:
@@ -178,14 +242,25 @@ def parse_entry(line: bytes) -> JournalEntry:
         raise ValueError(str(error)) from error
 
 
+def chained(previous: str, body: str) -> str:
+    """The hash of an entry, from that of the entry before and the digest of its body."""
+    return _digest(canonical_json([previous, body]))
+
+
 def _hash(value: Mapping[str, Any]) -> str:
+    if type(schema := value.get("schema")) is int and schema > 2:
+        return chained(str(value.get("previous")), _body(value))
     return _digest(canonical_json({key: each for key, each in value.items() if key != "hash"}))
+
+
+def _body(value: Mapping[str, Any]) -> str:
+    return _digest(canonical_json({key: each for key, each in value.items() if key not in ("hash", "previous")}))
 
 
 def _examine(path: Path, text: bytes, head: Head) -> Journal:
     *lines, rest = text.split(b"\n")
     entries: list[JournalEntry] = []
-    previous = START
+    hashed = line_digest = START  # of the entry before, and of its line
     for number, line in enumerate(lines, start=1):
         try:
             entry = parse_entry(line)
@@ -198,9 +273,9 @@ def _examine(path: Path, text: bytes, head: Head) -> Journal:
             raise BadJournal(f"{path}: entry {number} is missing: entry {entry.number} stands in its place")
         if entry.number < number:
             raise BadJournal(f"{path}: line {number} repeats entry {entry.number}: inserted, or out of order")
-        if entry.previous != previous:
+        if entry.previous != (hashed if entry.schema > 2 else line_digest):
             raise BadJournal(f"{path}: entry {number} does not follow from entry {number - 1}: one was changed")
-        previous = _digest(line.decode())
+        hashed, line_digest = entry.hash, _digest(line.decode())
         entries.append(entry)
     _compare(path, entries, head)
     if rest and not (head.announced and len(entries) == head.number):
@@ -220,9 +295,7 @@ def _compare(path: Path, entries: list[JournalEntry], head: Head) -> None:
 
 
 def _recover(directory: Path, journal: Journal) -> Journal:
-    """Move an incomplete last line to journal.torn, so that the next entry begins a new line; remove partial heads."""
-    for left in directory.glob(".journal.head.*"):
-        left.unlink()
+    """Move an incomplete last line to journal.torn, so that the next entry begins a new line."""
     if journal.torn:
         path = directory / "journal.jsonl"
         _append(directory / "journal.torn", journal.torn.rstrip(b"\n") + b"\n")
@@ -240,12 +313,21 @@ def _locked(directory: Path) -> Iterator[None]:
     """Exclude other writers; the lock file is beside the journal, so it works for any temporary directory."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with FileLock(directory / ".journal.lock", timeout=PATIENCE):
+        with _waited_for(directory):
             yield
-    except Timeout as error:
-        raise Busy(f"the journal in {directory} is locked by others for {PATIENCE:g} s; try again") from error
     except OSError as error:
         raise BadJournal(f"the journal in {directory} cannot be written: {error.strerror or error}") from error
+
+
+def _waited_for(directory: Path) -> AbstractContextManager[object]:
+    """The lock of a journal, as soon as other writers leave it; a wait is told of and has no end."""
+    started = time.monotonic()
+    while True:
+        try:
+            return FileLock(directory / ".journal.lock").acquire(timeout=NOTICE)
+        except Timeout:
+            seconds = time.monotonic() - started
+            logger.warning("waiting for the journal in %s, which others write, for %.0f s so far", directory, seconds)
 
 
 def _append(path: Path, text: bytes) -> None:
@@ -272,7 +354,7 @@ def _parse_head(path: Path, text: bytes | None, has_journal: bool) -> Head:
         value = json.loads(text)
         if canonical_json(value).encode() + b"\n" != text:
             raise ValueError("its text is not in the form that is written")
-        return from_json(Head, {"schema": SCHEMA} | value, "it")  # heads of schema 1 have no schema key
+        return from_json(Head, {"schema": Head.schema} | value, "it")  # heads of schema 1 have no schema key
     except (BadRecord, TypeError, ValueError, RecursionError) as error:
         raise BadJournal(f"{path} was changed: {first_line(error)}") from error
 

@@ -5,6 +5,7 @@ its `migrations` lead up from: `{1: from_1_to_2}` maps an older number to a func
 """
 
 import dataclasses
+import re
 import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -46,6 +47,15 @@ def read_record(kind: type[R], path: Path) -> R:
 def write_record(path: Path, record: Any) -> None:
     """Write a record as a JSON file, atomically."""
     write_json(path, to_json(record))
+
+
+def is_digest(text: object) -> bool:
+    """Whether a text is a SHA-256 as it is written here: 64 digits of lower-case hex.
+
+    >>> is_digest("0" * 64), is_digest("A" * 64), is_digest("0" * 63)
+    (True, False, False)
+    """
+    return isinstance(text, str) and re.fullmatch("[0-9a-f]{64}", text) is not None
 
 
 def _plain(value: Any) -> Any:
@@ -107,6 +117,8 @@ def _current(kind: type[Any], value: dict[str, Any], place: str) -> dict[str, An
 def _value(wanted: Any, value: Any, source: str, at: str) -> Any:
     """The value as the wanted type, or an error that names the key."""
     origin, inner = get_origin(wanted), get_args(wanted)
+    if type(value) is int and abs(value) >= 2**63:
+        raise BadRecord(f"{source}: {at} must be below 2**63, and it is not")
     if wanted is Any or (wanted in (bool, int, float, str) and type(value) is wanted):
         return value
     if wanted is float and type(value) is int:
@@ -130,7 +142,7 @@ def _value(wanted: Any, value: Any, source: str, at: str) -> Any:
 
 def _key(wanted: Any, key: str, source: str, at: str) -> Any:
     if wanted is int:
-        if not key.isdecimal():
+        if not key.isdecimal() or len(key) > 18:
             raise BadRecord(f"{source}: {at} has the key {key[:40]!r}; expected whole numbers")
         return int(key)
     return key
@@ -141,7 +153,7 @@ def _one_of(kinds: Sequence[Any], value: Any, source: str, at: str) -> Any:
     if value is None and type(None) in kinds:
         return None
     if type(value) in kinds:
-        return value
+        return _value(type(value), value, source, at)
     others = [kind for kind in kinds if kind is not type(None)]
     for kind in others[:-1]:
         try:

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from fedortho.errors import BadSetting, unknown
+from fedortho.errors import BadSetting, first_line, unknown
+from fedortho.storage.files import read_limited
 
 S = TypeVar("S")
+MOST_TOML = 1 << 20  # bytes of a settings file
 
 
 def kebab(name: str) -> str:
@@ -57,6 +59,8 @@ def make_settings(kind: type[S], *sources: Mapping[str, Any]) -> S:
 
 
 def _as(wanted: type[Any], key: str, value: Any) -> Any:
+    if type(value) is int and abs(value) >= 2**63:
+        raise BadSetting(f"{key} must be below 2**63, and it is not")
     if wanted is float and type(value) is int:
         return float(value)
     if type(value) is not wanted:
@@ -69,13 +73,9 @@ def _as(wanted: type[Any], key: str, value: Any) -> Any:
 def read_toml(path: Path) -> dict[str, Any]:
     """The keys of a flat TOML file."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise BadSetting(f"{path} does not exist; give a settings file") from error
-    except OSError as error:
-        raise BadSetting(f"{path} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise BadSetting(f"{path} is not TOML: {error}") from error
+        return tomllib.loads(read_limited(path, MOST_TOML, BadSetting).decode())
+    except (ValueError, RecursionError) as error:
+        raise BadSetting(f"{path} is not TOML: {first_line(error)}") from error
 
 
 def as_mapping(settings: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fedortho.errors import BadCheckpoint, FedOrthoError, UnknownName, first_line
-from fedortho.storage.files import locked, read_json, replacing
+from fedortho.storage.files import PRIVATE, locked, read_json, replacing, state_directory
 
 logger = logging.getLogger(__name__)
 TRUSTED = "FEDORTHO_TRUST_CODE"  # environment: names with commas between that may run in this process, or `all`
@@ -48,7 +48,7 @@ def remember_code(*names: str) -> None:
     if not files or files.items() <= _trusted().items():
         return
     try:
-        with locked(_list_path(), timeout=10), replacing(_list_path(), 0o600) as temporary:
+        with locked(_list_path(), timeout=10), replacing(_list_path(), PRIVATE) as temporary:
             temporary.write_text(json.dumps(_trusted() | files, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     except (FedOrthoError, OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
         logger.warning("trusted only by this process (%s): set FEDORTHO_STATE to a writable directory", error)
@@ -91,9 +91,7 @@ def _file_of(name: str) -> str:
 
 
 def _list_path() -> Path:
-    own = os.environ.get("FEDORTHO_STATE")
-    place = own or f"{os.environ.get('XDG_STATE_HOME') or '~/.local/state'}/fedortho"
-    return Path(place).expanduser() / "trusted-code.json"
+    return state_directory() / "trusted-code.json"
 
 
 def _trusted() -> dict[str, str]:

@@ -101,7 +101,7 @@ def fit(
         images: training images, a loader or a dataset of them, or training sets that each have a target of their own.
         valid: images whose accuracy is measured after each epoch; training does not use them.
         checkpoint: a file from which a killed training continues, to the same bytes.
-        trainable: where it is False, a weight keeps its value bit for bit.
+        trainable: where it is False, a weight keeps its value bit for bit (see `options.masked_gradient`).
         options: batch order, optimiser, objective and batch-norm mode.
         teachers: the models that targets name.
     """
@@ -289,12 +289,16 @@ def _take_step(state: _State, rows: Rows, step: int, steps: int) -> None:
     loss = step_loss(state.training_sets, rows, state.options, inputs, outputs.float(), labels, state.teachers)
     state.optimiser.zero_grad()
     loss.backward()
+    if state.options.masked_gradient:
+        for parameter, mask, _ in state.held:
+            if parameter.grad is not None:
+                parameter.grad.mul_(torch.where(mask, 1.0, state.options.masked_gradient))
     lr = learning_rate(recipe, state.epoch + step / steps)
     state.penalties.add_gradients(lr, state.epoch * steps + step)
     state.optimiser.param_groups[0]["lr"] = lr
     state.optimiser.step()
     with torch.no_grad():
-        for parameter, mask, original in state.held:
+        for parameter, mask, original in () if state.options.masked_gradient else state.held:
             parameter.copy_(torch.where(mask, parameter, original))
         state.loss_sum += loss.detach().to(state.loss_sum.dtype) * len(labels)
         state.right += (outputs.argmax(1) == labels).sum()

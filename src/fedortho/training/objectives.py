@@ -61,6 +61,7 @@ class FitOptions:
     optimiser: str = "sgd"  # sgd, adam (which has its own momenta) or muon (kernels move by a share of their norm)
     objective: str = "cross-entropy"  # one of OBJECTIVES: compares outputs with labels or with a teacher
     temperature: float = 1.0  # divides the logits of teacher and student
+    masked_gradient: float = 0.0  # its factor where the mask is False; 0: such weights keep their value bit for bit
     local_epochs: int = 0  # in a federation: epochs of a client in a round; 0: as its settings say
 
     def __post_init__(self) -> None:

@@ -20,7 +20,7 @@ class Recipe:
     batch_size: Annotated[int, "images per step"] = 64
     lr: Annotated[float, "learning rate at the start"] = 0.05
     schedule: Annotated[
-        str, "cosine or linear to 0, steps at the milestones, geometric (by gamma each epoch), or constant"
+        str, "cosine or linear to 0, triangle, steps at the milestones, geometric (by gamma each epoch), constant"
     ] = "cosine"
     milestones: Annotated[str, "epochs after which the schedule steps multiplies lr by gamma"] = "30,60"
     gamma: Annotated[float, "factor of the schedules steps and geometric (the paper: 0.1, and 0.998 a round)"] = 0.1
@@ -69,8 +69,19 @@ SCHEDULES: dict[str, Callable[[Recipe, float], float]] = {  # factor of lr after
     "linear": lambda recipe, clock: max(1 - clock / max(recipe.epochs, 1e-9), 0.0),
     "steps": lambda recipe, clock: float(recipe.gamma ** sum(clock >= epoch for epoch in _milestones(recipe))),
     "geometric": lambda recipe, clock: float(recipe.gamma ** math.floor(clock)),
+    "triangle": lambda recipe, clock: _triangle(math.floor(clock) + 1, recipe.epochs),
     "constant": lambda recipe, clock: 1.0,
 }
+
+
+def _triangle(epoch: int, epochs: int) -> float:
+    """Rises by epochs, counted from 1, to 1 in the middle one, and falls after it.
+
+    >>> [round(_triangle(epoch, 5), 2) for epoch in range(1, 6)]
+    [0.33, 0.67, 1.0, 0.67, 0.33]
+    """
+    middle = (epochs + 1) // 2
+    return epoch / middle if epoch <= middle else max(epochs + 1 - epoch, 0) / (epochs + 1 - middle)
 
 
 def _milestones(recipe: Recipe) -> list[float]:

@@ -1,0 +1,126 @@
+"""The one table of the README: what hide, erase and exact leave and cost, beside the best of the other methods."""
+
+import textwrap
+from collections import Counter
+from statistics import mean
+from typing import Any
+
+from comparison_tables import NAMES
+from result_text import RESULTS, grid, read
+
+MODEL = "vgg-mini"
+LEVELS = {"hide": "**hide**", "regrow": "**erase**", "retrain": "**exact** (retraining)"}
+RIVALS = {"ssd": "SSD", "salun": "SalUn", "eu-k": "EU-k", "logit-mask": "logit mask (a control)"}
+CLASSES = NAMES | {"class:2": "bird", "class:4": "deer", "class:6": "frog"}
+HEADER = ["", "forget %", "retain % (retrained)", "probe gap", "cost %", "audits that fail", "on"]
+Rows = list[dict[str, Any]]
+
+
+def decision() -> str:
+    """One line for each method, from the strictest measurement that there is of it, and what that was."""
+    found = {"a": erasing_rows(), "b": audited_rows(), "c": regrow_rows()}
+    lines = []
+    for method, name in (LEVELS | RIVALS).items():
+        letter = next((letter for letter, rows in found.items() if rows.get(method)), None)
+        if letter:
+            lines.append([name, *cells(found[letter][method]), letter])
+    used = {line[-1] for line in lines}
+    notes = [f"({letter}) {NOTES[letter]} {where(rows)}." for letter, rows in found.items() if letter in used]
+    return f"{grid(HEADER, lines)}\n\n" + "\n".join(textwrap.wrap(" ".join([*notes, UNKNOWN]), 118))
+
+
+NOTES = {
+    "a": "`benchmarks/results/erasing.json`: full audits, test images,",
+    "b": "`verdicts.json` and `comparison.json`: test images, the probe before the classifier only (≥: the worst depth "
+    "was not measured),",
+    "c": "`regrow.json`: validation images of the classes on which erase was chosen, no audit but the probe,",
+}
+UNKNOWN = (
+    f"Everywhere: CIFAR-10, {MODEL}, six epochs, two CPU cores; other networks and methods, clients and samples are in "
+    "[docs/results.md](docs/results.md). Not measured: larger networks and images, GPUs."
+)
+
+
+def where(rows: dict[str, Rows]) -> str:
+    """The classes and the number of networks of a source."""
+    every = [row for found in rows.values() for row in found]
+    classes = ", ".join(dict.fromkeys(CLASSES[row["request"]] for row in every))
+    networks = len({row["seed"] for row in every})
+    return f"{classes}; {networks} network{'s' * (networks > 1)}"
+
+
+def cells(rows: Rows) -> list[str]:
+    """Means over networks and classes; how many fail an audit, of how many that were judged."""
+    forget, retain, exact = (f"{100 * mean(row[key] for row in rows):.1f}" for key in ("forget", "retain", "exact"))
+    gaps = [row["gap"] for row in rows if row["gap"] is not None]
+    least = "≥ " if gaps and not all(row["is-worst"] for row in rows) else ""
+    gap = f"{least}{100 * mean(gaps):+.1f}".replace("-", "−") if gaps else "–"
+    costs = [row["share"] for row in rows if row["share"] is not None]
+    cost = f"{100 * mean(costs):.3g}" if costs else "–"
+    judged = [row["failed"] for row in rows if row["failed"] is not None]
+    failing = Counter(name for failed in judged for name in failed)
+    told = ", ".join(f"{name} {number}/{len(judged)}" for name, number in sorted(failing.items()))
+    return [forget, f"{retain} ({exact})", gap, cost, told or (f"none, {len(judged)}/{len(judged)}" if judged else "–")]
+
+
+def failed_audits(audits: dict[str, Any]) -> list[str]:
+    return [name for name, audit in audits.items() if audit["outcome"] in ("FAIL", "ERROR")]
+
+
+def erasing_rows() -> dict[str, Rows]:
+    """By method, the rows of the final protocol."""
+    rows = read("erasing")["rows"] if (RESULTS / "erasing.json").exists() else []
+    rows = [row for row in rows if row["model"] == MODEL]
+    exact = {(row["seed"], row["request"]): row["accuracies"] for row in rows if row["method"] == "retrain"}
+    found: dict[str, Rows] = {}
+    for row in rows:
+        if (cell := (row["seed"], row["request"])) not in exact:
+            continue  # its retrained model has not been measured yet
+        audits = row.get("audits")
+        probe = (audits or {}).get("C1", {})
+        gap = None if probe.get("reference") is None else probe["unlearned"] - probe["reference"]
+        told = {
+            "exact": exact[cell]["retain"],
+            "gap": gap,
+            "is-worst": True,
+            "failed": failed_audits(audits) if audits else None,
+        }
+        found.setdefault(row["method"], []).append({**row, **row["accuracies"], **told})
+    return found
+
+
+def audited_rows() -> dict[str, Rows]:
+    """By method, what the audits of automobile found, with costs of the comparison."""
+    spent = {
+        (row["method"], row["seed"]): row["cost"]["flops"]
+        for row in read("comparison")["rows"]
+        if (row["model"], row["request"], row["engine"]) == (MODEL, "class:1", "central") and row["cost"]
+    }
+    found: dict[str, Rows] = {}
+    for row in read("verdicts")["rows"]:
+        if row["model"] == MODEL and "details" not in row:
+            probe, seed = row["audits"]["C1"], row["seed"]
+            ends = {key: row[f"{key}-accuracy"]["value"] for key in ("forget", "retain")}
+            told = {
+                "gap": probe["unlearned"] - probe["reference"],
+                "is-worst": False,
+                "request": "class:1",
+                "seed": seed,
+            }
+            told |= {"failed": failed_audits(row["audits"]), "exact": row["retain-accuracy"]["reference"]}
+            told |= {"share": spent[row["method"], seed] / spent["retrain", seed]}
+            found.setdefault(row["method"], []).append(ends | told)
+    return found
+
+
+def regrow_rows() -> dict[str, Rows]:
+    """Erase on the classes on which it was chosen."""
+    rows = []
+    for row in read("regrow")["rows"]:
+        if row["model"] == MODEL:
+            probe = row["probe"]
+            gap = max(probe["unlearned"][depth] - probe["reference"][depth] for depth in probe["unlearned"])
+            about = {"gap": gap, "is-worst": True, "request": row["request"], "seed": row["settings"]["seed"]}
+            about |= {"exact": row["accuracies"]["reference"]["retain"], "share": row["share"], "failed": None}
+            rows.append({**row["accuracies"]["unlearned"], **about})
+    return {"regrow": rows}

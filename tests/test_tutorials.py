@@ -1,0 +1,98 @@
+"""The tutorials work as printed: their code is written to files and their commands are run, in order, in one directory.
+
+A line whose error the page shows ends with exit code 2, every other one with 0. `pip` and `make` are not run.
+"""
+
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands import told
+from printed import DOCS, ROOT, Block, blocks, commands
+from typer.testing import CliRunner
+
+from fedortho.cli.app import app
+from fedortho.errors import FedOrthoError
+
+FAST = {"client-leaves.md": ["first drawn in round 4", "the same as federate --without client:0"]}
+SLOW = {
+    "federation.md": ["Class 3 is no longer predicted", "exchanges with clients"],
+    "audit.md": ["failed: C3", "FAIL C3"],
+    "own-model.md": ["by preprocessing: 0-1", "restore them, or use the run that has forgotten them"],
+    "networks.md": ["hide: works", "cannot both be had"],
+    "start-flower.md": ["written to runs/fed-class-3"],
+}
+
+
+class Reader:
+    """Somebody who types what a page prints."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.capsys, self.monkeypatch = capsys, monkeypatch
+
+    def read(self, page: Path) -> str:
+        """Everything that the lines of a page print."""
+        parts = blocks(page.read_text(encoding="utf-8"))
+        for block in parts:
+            if block.file_name:
+                Path(block.file_name).write_text(block.text)
+        printed = []
+        for block, after in zip(parts, [*parts[1:], Block("", "")], strict=True):
+            lines = [line for line in block.lines if block.is_commands and line.split()[0] not in ("pip", "make", ".")]
+            for line in lines:
+                fails = line == lines[-1] and not after.is_commands and "error: " in after.text
+                printed += [self.type(part, fails=fails) for part in line.split(" && ")]
+        return "\n".join(printed)
+
+    def type(self, line: str, *, fails: bool) -> str:
+        """What one line prints."""
+        program, *words = shlex.split(line, comments=True)
+        if program == "fedortho":
+            return self.call(words, fails=fails)
+        if program == "python":
+            self.monkeypatch.setattr(sys, "argv", words)
+            runpy.run_path(words[0], run_name="__main__")
+            return self.capsys.readouterr().out
+        line = line.replace("examples/", f"{ROOT}/examples/")
+        return subprocess.run(line, shell=True, check=True, capture_output=True, text=True).stdout
+
+    def call(self, words: list[str], *, fails: bool) -> str:
+        result = CliRunner().invoke(app, words)
+        if fails:
+            assert isinstance(result.exception, FedOrthoError), f"{shlex.join(words)} does not fail"
+            return f"{result.stdout}\nerror: {result.exception}"
+        assert result.exit_code == 0, f"{shlex.join(words)}: {result.exception} {result.output}"
+        return result.stdout
+
+
+@pytest.fixture
+def reader(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Reader:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("FEDORTHO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("FEDORTHO_STATE", str(tmp_path / "state"))
+    return Reader(capsys, monkeypatch)
+
+
+@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_a_tutorial_works_as_printed(name: str, reader: Reader) -> None:
+    printed = reader.read(DOCS / name)
+    for words in (FAST | SLOW)[name]:
+        assert words in printed, f"{name}: no line prints {words!r}"
+
+
+def test_the_commands_of_the_readme_run_as_printed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In order, with one epoch on small images."""
+    monkeypatch.chdir(tmp_path)
+    for words in commands((ROOT / "README.md").read_text(encoding="utf-8")):
+        told(*words, *(["--epochs", 1, "--image-size", 8, "--threads", 1] if words[0] == "train" else []))
+    assert (tmp_path / "runs" / "first-class-Dress" / "report.html").exists()
+
+
+@pytest.mark.slow
+def test_methods_are_compared_as_printed_where_a_network_of_ones_own_was_trained(reader: Reader) -> None:
+    reader.read(DOCS / "networks.md")
+    assert "logit-mask" in reader.read(DOCS / "comparing.md")
