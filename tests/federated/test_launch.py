@@ -158,9 +158,8 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A SuperLink and three nodes on this machine, with TLS and keys, started by the scripts that deploy writes."""
     folder = tmp_path_factory.mktemp("link") / "a deployment"
     port = free_ports(CLIENTS + 1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deploy, "FIRST_NODE_PORT", port + 1)
-        deploy.write_deployment(folder, nodes=CLIENTS, address="127.0.0.1", port=port, config=job())
+    ports = {"port": port, "node_port": port + 1}
+    deploy.write_deployment(folder, nodes=CLIENTS, address="127.0.0.1", **ports, config=job())
     cache = {"FEDORTHO_CACHE": str(tmp_path_factory.getbasetemp() / "cache"), "OMP_NUM_THREADS": "1"}
     environ = os.environ | cache | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     with running(folder / "superlink.sh", environ):

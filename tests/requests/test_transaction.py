@@ -30,7 +30,7 @@ from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
 from fedortho.storage import files
 from fedortho.storage.files import locked, read_tensors, tensors_digest
-from fedortho.storage.journal import check_journal
+from fedortho.storage.journal import check_journal, read_journal
 
 SETTINGS = TrainSettings(data="digits", model="small:TinyNet", epochs=1, threads=1, crop=0, flip=0.0, device="cpu")
 WRITING = ("replace", "rename", "link", "mkdir", "fsync", "write", "truncate", "chmod")
@@ -207,8 +207,9 @@ def check_every_place(
     return number
 
 
-def test_a_request_that_is_killed_at_any_file_operation_is_repeated(trained: Run, tmp_path: Path) -> None:
-    assert check_every_place(trained, tmp_path, killed_at) > 60
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_request_that_is_killed_at_any_file_operation_is_repeated(trained: Run, tmp_path: Path, every: int) -> None:
+    assert check_every_place(trained, tmp_path, killed_at, every) > 60
 
 
 def test_a_full_disk_leaves_nothing_behind_and_the_request_is_repeated(trained: Run, tmp_path: Path) -> None:
@@ -308,3 +309,20 @@ def test_a_federation_that_forgot_has_its_clients(federation: Run, tmp_path: Pat
     world.forget()
     world.check_done()
     assert sync(open_run(world.out)) == [0, 1]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a defect\nof two lines"), KeyboardInterrupt(), OSError(28, "full")])
+def test_every_error_ends_a_request_in_the_journal_with_its_reason(
+    error: BaseException, trained: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(forgetting, "unlearn", fail)
+    run = open_run(shutil.copytree(trained.path, tmp_path / "run"))
+    with pytest.raises((type(error), FedOrthoError)):  # what the disk refuses becomes one of ours, outside
+        forget_run(run, "class:3", "logit-mask", out=tmp_path / "out")
+    received, ended = read_journal(tmp_path).entries
+    assert (received.event, ended.event) == ("received", "refused")
+    assert str(ended.details["reason"]).startswith(type(error).__name__)
+    assert "\n" not in str(ended.details["reason"])

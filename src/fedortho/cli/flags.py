@@ -23,6 +23,13 @@ RecipeFile = Annotated[
 ]
 Backend = Annotated[str, typer.Option(help="where clients run: inprocess, ray or superlink")]
 Deployment = Annotated[Path | None, typer.Option(help="for superlink: the directory that fedortho deploy wrote")]
+Timeout = Annotated[
+    float,
+    typer.Option(
+        help="seconds to wait for clients in one exchange, and on a SuperLink for the run to start; 0: the run's own",
+        show_default=False,
+    ),
+]
 Settings = Annotated[
     str,
     typer.Option(help="hyper-parameters: published, short (few steps), tuned (for this data and model) or FILE.json"),

@@ -33,6 +33,7 @@ from fedortho.cli.flags import (
     RecipeFile,
     RunPath,
     Settings,
+    Timeout,
     method_changes,
     read_recipe,
     takes_settings,
@@ -95,6 +96,7 @@ def forget_command(
     ] = None,
     backend: Backend = "inprocess",
     deployment: Deployment = None,
+    timeout: Timeout = 0.0,
     audit: Budget = "quick",
     reference: Reference = None,
     references: References = None,
@@ -126,7 +128,10 @@ def forget_command(
     given: dict[str, Any],
 ) -> None:
     """Make the model of a run forget and judge the result; writes a new run directory and leaves RUN as it is."""
-    run, parsed = open_run(run_path).at(recipe=read_recipe(recipe)), ForgetRequest.parse(shlex.join(request))
+    run, parsed = (
+        open_run(run_path).at(recipe=read_recipe(recipe), timeout=timeout),
+        ForgetRequest.parse(shlex.join(request)),
+    )
     out = out_path or run_path.with_name(f"{run_path.name}-{run.hashed(parsed, hash_ids).word}")
     if ticket and not dry_run and (finished := Ticket(ticket, run, parsed, out).finished()):
         _print_finished(finished, ticket, as_json)

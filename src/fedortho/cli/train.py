@@ -15,6 +15,7 @@ from fedortho.cli.flags import (
     OutPath,
     RecipeFile,
     RunPath,
+    Timeout,
     read_recipe,
     takes_settings,
 )
@@ -85,10 +86,14 @@ def print_elsewhere(run: Run | None, path: Path) -> None:
 
 
 def sync_command(
-    run_path: RunPath, deployment: Deployment = None, data_dir: DataDir = "", device: Device = "auto"
+    run_path: RunPath,
+    deployment: Deployment = None,
+    timeout: Timeout = 0.0,
+    data_dir: DataDir = "",
+    device: Device = "auto",
 ) -> None:
     """Send clients the patches that they missed, in a simulation or a deployment."""
-    run = open_run(run_path)
+    run = open_run(run_path).at(timeout=timeout)
     clients = sync_run(run, deployment=deployment, data_dir=data_dir, device=device, log=warn)
     if deployment is None and isinstance(run.settings, FederateSettings):
         say(f"{len(clients)} of {run.settings.clients} clients have the model {run.record.model.digest[:16]}")
@@ -100,6 +105,9 @@ def deploy_command(
     address: Annotated[str, typer.Option(help="host name or IP address of the SuperLink's machine, as nodes reach it")],
     nodes: Annotated[int, typer.Option(help="number of nodes, one per client")] = 3,
     port: Annotated[int, typer.Option(help="port of the SuperLink")] = 8000,
+    node_port: Annotated[
+        int, typer.Option(help="port of node 0 on its own machine, for its client app; node N has N more")
+    ] = 9094,
     insecure: Annotated[bool, typer.Option("--insecure", help="no TLS and no keys; for loopback only")] = False,
     *,
     given: dict[str, Any],
@@ -111,5 +119,6 @@ def deploy_command(
     if given.get("clients", nodes) != nodes:
         raise FedOrthoError(f"--clients is {given['clients']} and --nodes {nodes}; expected one node per client")
     config = app_config(make_settings(FederateSettings, given, {"clients": nodes}))
-    write_deployment(out_path, nodes=nodes, address=address, port=port, insecure=insecure, config=config)
+    how = {"port": port, "node_port": node_port}
+    write_deployment(out_path, nodes=nodes, address=address, **how, insecure=insecure, config=config)
     say(f"written to {out_path}; {out_path / 'README.txt'} says what goes where")

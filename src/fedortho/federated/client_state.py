@@ -1,13 +1,17 @@
 """What a client holds: its images, its model, its ledger, and the record of what it has forgotten.
 
 A client keeps under its store: models/DIGEST.safetensors (clients of a simulation share them), and for itself
-client-N/state.json, client-N/ledger.safetensors and, for the time of a training, client-N/teachers.
+client-N/state.json, client-N/ledger.safetensors, client-N/answered.json (the groups of images that it has sent sums of)
+and, for the time of a training, client-N/teachers.
 """
 
+import os
+import secrets
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +23,7 @@ from fedortho.data.request import ForgetRequest, union_of
 from fedortho.engines.query import Selection
 from fedortho.errors import BadCheckpoint, BadData, BadRecord, FedOrthoError
 from fedortho.federated.messages import TaskInfo
+from fedortho.federated.node_policy import NodePolicy, QueryGuard
 from fedortho.models.patch import Patch
 from fedortho.models.prepare import prepare_model
 from fedortho.models.zoo import build_model
@@ -43,6 +48,7 @@ class ClientRecord:
     has_left: bool = False
     patched_away: tuple[str, ...] = ()  # digests of models that a patch has replaced; they are not taken back
     task: TaskInfo | None = None  # as it was when the model came
+    identity: str = ""  # of the store; random, so that the server knows it again
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,7 @@ class ClientImages:
     train: Images
     valid: Images
     rows: dict[int, Tensor]  # its number → the rows that it was given, the forgotten ones included
+    digest: str  # of the dataset that they are from
 
     def select(self, selection: Selection, num_clients: int = 1, least: int = 1) -> Images:
         """The client's images of a selection whose limit `num_clients` clients share."""
@@ -72,6 +79,7 @@ class ClientState:
     network: Callable[[], nn.Module] | None = None
     run: str = ""  # of a simulation: the directory of the run that was trained on its images
     record: ClientRecord = field(default_factory=ClientRecord)
+    policy: NodePolicy = field(default_factory=NodePolicy)
 
     @property
     def folder(self) -> Path:
@@ -97,12 +105,22 @@ class ClientState:
             data, shares = _shares(self.settings, self.run, _modified(self.run))
             if self.client not in shares:
                 raise FedOrthoError(f"no client {self.client}; clients run 0 to {len(shares) - 1}")
-            rows = shares[self.client]
-            train, valid = (part.subset(torch.isin(part.rows, rows)) for part in (data.train, data.valid))
+            rows, *parts = shares[self.client]
+            train, valid = (part.subset(own) for part, own in zip((data.train, data.valid), parts, strict=True))
         by_client = {self.client: rows}
         for request in (*self.record.forgotten, self.settings.excluded.on_client(self.client)):
             train, valid = (part.subset(~request.mask(part, by_client)) for part in (train, valid))
-        return ClientImages(train, valid, by_client)
+        return ClientImages(train, valid, by_client, data.digest)
+
+    def identify(self) -> str:
+        """The identity of this client's store, drawn now if it has none."""
+        if not self.record.identity:
+            self._write(identity=secrets.token_hex(16))
+        return self.record.identity
+
+    def guard(self, images: ClientImages, least_group: int) -> QueryGuard:
+        """Decides what of these images may be told, with the server's smallest group."""
+        return QueryGuard(self.policy, self.folder / "answered.json", images.rows[self.client], least_group)
 
     @property
     def has_own_images(self) -> bool:
@@ -215,13 +233,16 @@ class ClientState:
             self._remove_unused(old)
 
     def _remove_unused(self, digest: str) -> None:
-        """Remove a model from the store unless some client there has it."""
-        used = set()
-        for path in self.store.glob("client-*/state.json"):
-            with suppress(BadCheckpoint):  # the damaged record of another client
-                used.add(read_record(ClientRecord, path).model)
-        if digest and digest not in used:
-            self.model_path(digest).unlink(missing_ok=True)
+        """Remove a model from the store unless some client there has it; the next one mostly has it still."""
+        if not digest:
+            return
+        with os.scandir(self.store) as entries:
+            others = (entry.name for entry in entries if entry.name.startswith("client-"))
+            for name in chain([f"client-{self.client + 1}"], others):
+                with suppress(BadCheckpoint, FileNotFoundError):  # the damaged record of another client, or none
+                    if read_record(ClientRecord, self.store / name / "state.json").model == digest:
+                        return
+        self.model_path(digest).unlink(missing_ok=True)
 
     def _write(self, **changes: Any) -> None:
         self.record = replace(self.record, **changes)
@@ -241,11 +262,25 @@ def open_client(client: int, settings: FederateSettings, store: Path, own_data: 
 
 
 @lru_cache(maxsize=2)
-def _shares(settings: FederateSettings, run: str, modified: int) -> tuple[Dataset, dict[int, Tensor]]:
-    """The common dataset, as a run records it, and each client's rows; clients of a simulation read it once."""
+def _shares(settings: FederateSettings, run: str, modified: int) -> tuple[Dataset, dict[int, tuple[Tensor, ...]]]:
+    """The common dataset, as a run records it, and of each client its rows and their places in train and valid.
+
+    Clients of a simulation read it once, and none of them looks through the images of all.
+    """
     record = read_run_record(Path(run)) if modified else None
     data = load_run_data(settings) if record is None else load_recorded_data(Path(run), record, settings)
-    return data, held_rows(data, settings, settings.partition_seed)
+    held = held_rows(data, settings, settings.partition_seed)
+    owner = torch.full((len(data.train.pixels),), len(held))
+    for client, rows in held.items():
+        owner[rows] = client
+    places = [_by_owner(owner, part.rows, len(held)) for part in (data.train, data.valid)]
+    return data, {client: (rows, *(part[client] for part in places)) for client, rows in held.items()}
+
+
+def _by_owner(owner: Tensor, rows: Tensor, clients: int) -> tuple[Tensor, ...]:
+    """The places among these rows that each client owns, ascending."""
+    owners = owner[rows]
+    return tuple(owners.argsort(stable=True).split(owners.bincount(minlength=clients + 1).tolist()))
 
 
 def _modified(run: str) -> int:

@@ -26,17 +26,27 @@ VALID_FOR = datetime.timedelta(days=730)
 
 
 def write_deployment(
-    out: Path, *, nodes: int, address: str, port: int = 8000, insecure: bool = False, config: Mapping[str, Scalar]
+    out: Path,
+    *,
+    nodes: int,
+    address: str,
+    port: int = 8000,
+    node_port: int = FIRST_NODE_PORT,
+    insecure: bool = False,
+    config: Mapping[str, Scalar],
 ) -> None:
     """Write the files for a SuperLink and `nodes` nodes, all or none; a second call changes nothing.
 
+    Node N uses the port `node_port` + N on its own machine, unless FEDORTHO_PORT names another when it is started.
     Certificates and keys are new in each folder. The key that signs the certificates is never written.
     """
     need_flower()
     link = _link(nodes, address, port)
     if not str(out.absolute()).isprintable():
         raise BadSetting(f"--out is {str(out)!a}; choose a path without control characters")
-    texts = _texts(out.absolute(), nodes, address, link, insecure)
+    if not 1 <= node_port <= 65536 - nodes:
+        raise BadSetting(f"--node-port is {node_port}; it must be 1 to {65536 - nodes}, for {nodes} nodes")
+    texts = _texts(out.absolute(), nodes, address, link, node_port, insecure)
     texts |= {f"app/{name}": text for name, text in app_files(config).items()}
     try:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -98,7 +108,7 @@ def _is_ip(address: str) -> bool:
     return False
 
 
-def _texts(out: Path, nodes: int, address: str, link: str, insecure: bool) -> dict[str, str]:
+def _texts(out: Path, nodes: int, address: str, link: str, node_port: int, insecure: bool) -> dict[str, str]:
     """The scripts, the SuperLink's address as `flwr` reads it, and a README, by name."""
     local = address == "localhost" or (_is_ip(address) and ipaddress.ip_address(address).is_loopback)
     bind = ("127.0.0.1" if address == "localhost" else address) if local else "::" if ":" in address else "0.0.0.0"
@@ -110,7 +120,7 @@ def _texts(out: Path, nodes: int, address: str, link: str, insecure: bool) -> di
     texts = {name: templates.get_template(f"{name}.j2").render(slots) for name in names}
     node_script = templates.get_template("node.sh.j2")
     for node in range(nodes):
-        texts[f"node-{node}.sh"] = node_script.render(slots, node=node, own_port=FIRST_NODE_PORT + node)
+        texts[f"node-{node}.sh"] = node_script.render(slots, node=node, own_port=node_port + node)
     return texts | {"config.toml": connection_toml(link, None if insecure else out / "ca.crt")}
 
 

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 Scalar = bool | int | float | str
 CONNECTION = "fedortho"  # name of the SuperLink in a deployment's config.toml
 POLL_SECONDS = 3.0
+PATIENCE = 20  # times in a row that a SuperLink may fail to tell a run's status
 SHORT_PATH = "/tmp" if os.path.isdir("/tmp") else None  # Ray's sockets need a short path
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -151,7 +152,7 @@ def connection_toml(link: str, certificate: Path | None) -> str:
 def submit(deployment: Path, config: Mapping[str, Scalar], *, say: Callable[[str], None] = logger.info) -> None:
     """Run the apps on a deployment's SuperLink, pass its log to `say` line by line, and wait for the end.
 
-    An interrupt stops the run, too.
+    An interrupt stops the run, too. A run that has not started after the config's `timeout` seconds is given up.
     """
     need_flower()
     link, certificate = _read_deployment(deployment, config)
@@ -160,8 +161,8 @@ def submit(deployment: Path, config: Mapping[str, Scalar], *, say: Callable[[str
         (flower.home / "config.toml").write_text(connection_toml(link, certificate), encoding="utf-8")
         run = flower.start(deployment / "app", config)
         try:
-            flower.follow(run, say)
-            status, details = flower.wait(run)
+            flower.wait_for_start(run, float(config.get("timeout", 600.0)))
+            status, details = flower.follow(run, say)
         except BaseException:
             flower.call("stop", run, CONNECTION)
             raise
@@ -212,29 +213,51 @@ class _Flower:
             )
         return str(answer["run-id"])
 
-    def follow(self, run: str, say: Callable[[str], None]) -> None:
-        """Pass on the run's log until it ends or the connection breaks."""
-        process = self._process("log", run, CONNECTION, "--stream")
+    def wait_for_start(self, run: str, timeout: float) -> None:
+        """Return when the run has started; after `timeout` seconds it is given up."""
+        until = time.monotonic() + timeout
+        while (status := self.status(run)[0]) in ("", "pending", "starting"):
+            if time.monotonic() > until:
+                raise FedOrthoError(
+                    f"run {run} on the SuperLink at {self.link} is {status or 'unknown'} after {timeout:g} s and was "
+                    "given up; see superlink.sh's log, or give a longer --timeout"
+                )
+            time.sleep(POLL_SECONDS)
+
+    def follow(self, run: str, say: Callable[[str], None]) -> tuple[str, str]:
+        """Pass on the run's log, again when the stream breaks, and return its final status with details.
+
+        The SuperLink may fail to answer `PATIENCE` times in a row.
+        """
+        said = silent = 0
+        while silent < PATIENCE:
+            said = self._pass_on(run, say, said)
+            status, details = self.status(run)
+            if status.startswith("finished"):
+                return status, details
+            silent = 0 if status else silent + 1
+            time.sleep(POLL_SECONDS)
+        raise FedOrthoError(f"the SuperLink at {self.link} no longer answers; run {run} cannot be followed")
+
+    def _pass_on(self, run: str, say: Callable[[str], None], said: int) -> int:
+        """Pass on the lines of the log after the first `said`, until it ends or breaks; how many there were so far."""
+        number = 0  # a stream begins with the first line of the run, each time
+        process = self._process("log", run, CONNECTION, "--stream", errors=subprocess.DEVNULL)
         try:
-            for line in process.stdout or ():
+            for number, line in enumerate(process.stdout or (), 1):
                 text = COLOUR.sub("", line).rstrip()
-                if text not in ("", "INFO :"):
+                if number > said and text not in ("", "INFO :"):
                     say(text)
         finally:
             process.terminate()
             process.communicate()
+        return max(said, number)
 
-    def wait(self, run: str, patience: int = 20) -> tuple[str, str]:
-        """The final status of a run and its details; the SuperLink may fail to answer `patience` times in a row."""
-        silent = 0
-        while silent < patience:
-            answer = self.call("list", CONNECTION, "--run-id", run)
-            silent = 0 if answer.get("success") else silent + 1
-            run_info = answer["runs"][0] if not silent else {"status": "unknown"}
-            if run_info["status"].startswith("finished"):
-                return str(run_info["status"]), str(run_info["status-details"])
-            time.sleep(POLL_SECONDS)
-        raise FedOrthoError(f"the SuperLink at {self.link} no longer answers; run {run} cannot be followed")
+    def status(self, run: str) -> tuple[str, str]:
+        """The status of a run and its details; empty if the SuperLink does not answer."""
+        answer = self.call("list", CONNECTION, "--run-id", run)
+        known = answer["runs"][0] if answer.get("success") else {"status": "", "status-details": ""}
+        return str(known["status"]), str(known["status-details"])
 
     def call(self, *arguments: str) -> dict[str, Any]:
         """The JSON output of a `flwr` command."""
@@ -244,9 +267,9 @@ class _Flower:
         except ValueError:
             return {"success": False, "error-message": output or f"exit code {process.returncode}"}
 
-    def _process(self, *arguments: str) -> subprocess.Popen[str]:
+    def _process(self, *arguments: str, errors: int = subprocess.STDOUT) -> subprocess.Popen[str]:
         places = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
         command = [shutil.which("flwr", path=places) or "flwr", *arguments]
         environ = os.environ | SWITCHES | {"FLWR_HOME": str(self.home), "PYTHONUNBUFFERED": "1"}
-        pipe, same = subprocess.PIPE, subprocess.STDOUT
-        return subprocess.Popen(command, env=environ, stdout=pipe, stderr=same, encoding="utf-8", errors="replace")
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, env=environ, stdout=pipe, stderr=errors, encoding="utf-8", errors="replace")

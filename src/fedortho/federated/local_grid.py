@@ -3,7 +3,7 @@
 import copy
 import logging
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Set
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from queue import SimpleQueue
 from typing import Any
@@ -127,17 +127,17 @@ class WorkerGrid(LocalGrid):
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         """The replies so far; waits up to `PULL_SECONDS` for the first if there is none yet."""
-        ids = list(message_ids)
+        ids = message_ids if isinstance(message_ids, Set) else dict.fromkeys(message_ids).keys()
         self._submit(ids)
-        running = {id_: self._running[id_] for id_ in ids if id_ in self._running}
+        running = {id_: future for id_, future in self._running.items() if id_ in ids}
         if not running:
             return []
         wait(running.values(), timeout=PULL_SECONDS, return_when=FIRST_COMPLETED)
         done = [id_ for id_, future in running.items() if future.done()]
-        self._submit([id_ for id_ in ids if id_ not in done], num_done=len(done))
+        self._submit(ids, num_done=len(done))
         return [self._running.pop(id_).result() for id_ in done]
 
-    def _submit(self, ids: Sequence[str], num_done: int = 0) -> None:
+    def _submit(self, ids: Set[str], num_done: int = 0) -> None:
         """Hand pending messages to idle workers."""
         for id_ in ids:
             if len(self._running) - num_done >= len(self._workers):

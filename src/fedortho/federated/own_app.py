@@ -20,6 +20,7 @@ from fedortho.federated.client_handlers import HANDLERS
 from fedortho.federated.client_state import ClientState, open_client, relabelled
 from fedortho.federated.engine import FederatedEngine
 from fedortho.federated.messages import Hello, HelloReply, TaskInfo
+from fedortho.federated.node_policy import read_policy
 from fedortho.federated.transport import Transport
 from fedortho.methods import LEVELS as METHOD_OF_LEVEL
 from fedortho.methods import Data, as_dataset, level_of, unlearn
@@ -64,7 +65,9 @@ def unlearning(
 
     def find(context: "Context") -> ClientState:
         state = open_client(partition_id(context.node_config), settings, store_of(context))
-        return replace(state, load=lambda: _own_dataset(load(context)), network=model)
+        has_settings = "least-group" in context.node_config
+        policy = read_policy(context.node_config, is_simulated=not has_settings)
+        return replace(state, load=lambda: _own_dataset(load(context)), network=model, policy=policy)
 
     forgetting = flower_app(find, mods)
 
@@ -116,6 +119,7 @@ class Unlearner:
     those of the model's outputs if the clients cannot know them. `forgotten` are requests that the model has served.
     It waits up to `timeout` seconds for `clients` nodes (0: those that are connected) and for the replies of each
     exchange, of which the share `quorum` must come. Clients withhold sums over fewer than `least_group` images.
+    With a `ledger` they keep sums over their images on their own disk, which make later requests cheaper.
     """
 
     def __init__(
@@ -129,11 +133,12 @@ class Unlearner:
         timeout: float = 600.0,
         quorum: float = 0.5,
         least_group: int = 5,
+        ledger: bool = True,
     ) -> None:
         switch_off(os.environ)
         self.model = model
         self.confirmed: tuple[int, ...] = ()  # clients that have the model
-        self._grid, self._names, self._clients = grid, tuple(names), clients
+        self._grid, self._names, self._clients, self._ledger = grid, tuple(names), clients, ledger
         self._federation = Federation(timeout=timeout, quorum=quorum, least_group=least_group)
         requests = [ForgetRequest.parse(each) if isinstance(each, str) else each for each in forgotten]
         self._served: list[tuple[Patch | None, ForgetRequest]] = [(None, request) for request in requests]
@@ -188,7 +193,7 @@ class Unlearner:
         engine = FederatedEngine(self._grid, federation, task, left=left, build=lambda s: reinitialised(known, s))
         engine.transport, engine.clients = transport, clients
         patches = [(patch, request) for patch, request in self._served if patch is not None]
-        engine.bring_up_to_date(known, patches, self.forgotten)
+        engine.bring_up_to_date(known, patches, self.forgotten, ledger=self._ledger)
         digest = tensors_digest(known.state_dict())
         self.confirmed = tuple(client for client in engine.present() if engine.clients[client].model == digest)
         return engine, known

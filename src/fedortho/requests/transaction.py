@@ -6,12 +6,12 @@ left is removed, and a run that is in place is told to the journal if it was not
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from fedortho.data.request import ForgetRequest
-from fedortho.errors import FedOrthoError
+from fedortho.errors import FedOrthoError, first_line
 from fedortho.methods.method import ForgetResult, Method
 from fedortho.runs.derived import Building, building, remove_leftovers
 from fedortho.runs.record import RunRecord, ServedRecord, read_run_record
@@ -70,12 +70,17 @@ def transaction(
             append_entry(directory, "received", run.path.name, str(request), before=before, details=details)
         try:
             yield Transaction(run, request, place, step.event, details)
-        except FedOrthoError as error:
+        except (Exception, KeyboardInterrupt) as error:  # a defect too: what was received has an end
             event = "unconfirmed" if isinstance(error, Unconfirmed) else "refused"
             if step.event == "executed" and _is_placed(place) == (event == "unconfirmed"):
-                told = {**details, "reason": str(error)}
-                append_entry(directory, event, run.path.name, str(request), before=before, details=told)
+                told = {**details, "reason": _reason(error)}
+                with suppress(OSError):  # the disk may be full, and the error itself says so
+                    append_entry(directory, event, run.path.name, str(request), before=before, details=told)
             raise
+
+
+def _reason(error: BaseException) -> str:
+    return str(error) if isinstance(error, FedOrthoError) else f"{type(error).__name__}: {first_line(error)}"
 
 
 def _is_placed(place: Building) -> bool:
