@@ -10,9 +10,9 @@ from fedortho.data.cache import DataCopy, decoded_copies, purge_images
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import FedOrthoError
-from fedortho.runs.record import RunRecord
+from fedortho.runs.record import RunRecord, read_run_record
 from fedortho.runs.rows import read_rows
-from fedortho.runs.run import Run, open_run, read_run_record
+from fedortho.runs.run import Run, open_run
 from fedortho.statistics.ledger import drop_activations
 
 
