@@ -98,6 +98,9 @@ def forget_command(
     backend: Backend = "inprocess",
     deployment: Deployment = None,
     timeout: Timeout = 0.0,
+    sums: Annotated[
+        str, typer.Option(help="of a federation: open or masked sums of clients (default: as it was trained)")
+    ] = "",
     audit: Budget = "quick",
     reference: Reference = None,
     references: References = None,
@@ -130,7 +133,7 @@ def forget_command(
 ) -> None:
     """Make the model of a run forget and judge the result; writes a new run directory and leaves RUN as it is."""
     run, parsed = (
-        open_run(run_path).at(recipe=read_recipe(recipe), timeout=timeout),
+        open_run(run_path).at(recipe=read_recipe(recipe), timeout=timeout, sums=sums),
         ForgetRequest.parse(shlex.join(request)),
     )
     out = out_path or run_path.with_name(f"{run_path.name}-{run.hashed(parsed, hash_ids).word}")

@@ -284,13 +284,13 @@ def check_retention(engine: FederatedEngine, served: ServedRequest, run: Run, da
     """Refuse a patch that breaks the budget on images of the server, whatever the clients have counted.
 
     The images are for validation, or for testing where there are no others. The drop must be beyond the budget by three
-    standard deviations. Clients whose statistics stood apart are named.
+    standard deviations. Clients whose statistics stood apart are named. With a ratio that is given there is no budget.
     """
     result = served.result
     budget, images = result.settings.get("max-retain-drop"), data.valid if len(data.valid) else data.test
     gone = [request.classes for request in (result.request, excluded_by(run)) if request is not None]
     images = images.subset(~ForgetRequest(tuple(chain.from_iterable(gone))).mask(images))
-    if not isinstance(budget, float) or not len(images):
+    if not isinstance(budget, float) or result.settings.get("ratio") or not len(images):
         return
     device = next(result.model.parameters()).device
     before, after = (accuracy(model, images, device=device) for model in (run.load_model().to(device), result.model))
