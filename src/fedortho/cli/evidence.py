@@ -39,10 +39,15 @@ def journal_check(
     place: Place = Path("runs"),
     head: Annotated[str, typer.Option(help="a published head (a file) or a noted hash, still in the journal")] = "",
     public: Annotated[Path | None, typer.Option(help="the public key (PEM) that must have signed the head")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Check that no entry was changed, removed, inserted or reordered; prints the hash of the last one."""
     directory, noted = _journal_place(place), _noted(head, public)
     journal = check_journal(directory, noted if isinstance(noted, str) else noted.head)
+    if as_json:
+        told = {"entries": len(journal.entries), "head": asdict(journal.last), "is-torn": bool(journal.torn)}
+        say_json(told | {"clock-backwards": [entry.number for entry in journal.backward]})
+        return
     say(f"{directory / 'journal.jsonl'}: {len(journal.entries)} entries, each following from the one before")
     if journal.torn:
         say(
@@ -75,10 +80,9 @@ def journal_show(place: Place = Path("runs"), as_json: AsJson = False) -> None:
     if as_json:
         say_json([asdict(entry) for entry in entries])
         return
-    header = ("entry", "time", "event", "run", "request", "before", "after")
+    header = ("", "time (UTC)", "event", "run", "request", "after")
     lines = [
-        (str(e.number), e.time, e.event, e.run, e.request, (e.before or "–")[:12], (e.after or "–")[:12])
-        for e in entries
+        (str(e.number), e.time[:19].replace("T", " "), e.event, e.run, e.request, (e.after or "–")[:8]) for e in entries
     ]
     out.print(words_table(header, lines))
 
@@ -130,6 +134,7 @@ def bundle_check(
     data_dir: DataDir = "",
     public: Annotated[Path | None, typer.Option(help="the public key (PEM) that must have signed it")] = None,
     digest: Annotated[str, typer.Option(help="the digest that bundle make printed")] = "",
+    as_json: AsJson = False,
 ) -> None:
     """Check a bundle and say what was not checked; with --run, measure what it claims again. Exit code 2: refused."""
     found = check_bundle(
@@ -144,6 +149,10 @@ def bundle_check(
         public=public,
         digest=digest,
     )
+    if as_json:
+        models = {"before": found.bundle.patch.before, "after": found.bundle.patch.after}
+        say_json(asdict(found.bundle.request) | models | {"claims": [asdict(claim) for claim in found.claims]})
+        return
     say(f"{file}: {found.bundle.request.request}, run {found.bundle.request.run}")
     say(f"model before {found.bundle.patch.before}")
     say(f"model after  {found.bundle.patch.after}")
