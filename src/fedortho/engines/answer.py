@@ -222,7 +222,7 @@ def _right(context: QueryContext, images: Images) -> Observation:
 
     def counted(several: Sequence[Tensor]) -> Tensor:
         counts = [torch.bincount(images.labels[which], minlength=context.train.classes) for which in several]
-        return torch.stack(counts, 1).double()  # (labels, candidates), on the CPU
+        return torch.stack(counts, 1).double()  # on the CPU; (labels, candidates)
 
     right = [_is_right(context, images, patch) for patch in context.statistic.patches]
     sums = {"right": counted(right), "changed": counted([each != right[0] for each in right])}
