@@ -53,11 +53,11 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 pytest: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadscope --no-loadscope-reorder
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -n 2 --dist loadscope --no-loadscope-reorder
 
-test-slow: $(STAMP)  ## the same federation on Ray and on a loopback SuperLink with TLS and keys (about ten minutes)
+test-slow: $(STAMP)  ## Ray, a loopback SuperLink with TLS and keys, and longer cases (about ten minutes)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch -e '.[dev,simulation]'
-	$(BIN)/pytest -m slow tests
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -m slow tests
 
 $(VENV)/.docs: $(STAMP)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch -e '.[dev,docs]'

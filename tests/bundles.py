@@ -1,7 +1,7 @@
 """A request, and what somebody could do to its bundle who knows how it is made."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,11 @@ def no_audits(request: str, after: str) -> Verdict:
     return Verdict(request, 'class "3"', "hide", (), (), None, has_reference=False, digests={"after": after})
 
 
-def forge(made: Path, files: Mapping[str, bytes]) -> bytes:
+def forge(made: Path, files: Mapping[str, bytes], without: Sequence[str] = ()) -> bytes:
     """The bundle of somebody who knows how manifests are made: other files, and all digests anew."""
     bundle = open_bundle(made)
-    changed = {name: data for name, data in (bundle.files | files).items() if name != "manifest.json"}
+    left_out = ("manifest.json", *without)
+    changed = {name: data for name, data in (bundle.files | files).items() if name not in left_out}
     return pack_files(changed | {"manifest.json": manifest(to_json(bundle.manifest), changed)})
 
 
@@ -40,3 +41,31 @@ def manifest(like: Mapping[str, Any], files: Mapping[str, bytes]) -> bytes:
 
 def edited(made: Path, name: str, change: Callable[[Any], Any]) -> bytes:
     return _spelled(change(json.loads(open_bundle(made).files[name])))
+
+
+def all_passed(value: dict[str, Any]) -> dict[str, Any]:
+    """A verdict in which every audit passes, with fitting numbers, words and label."""
+    audits = [
+        audit | {"outcome": "PASS", "finding": "nothing is found", "value": 0.0, "limit": audit["limit"] or 0.05}
+        for audit in value["audits"]
+    ]
+    return Verdict.from_json(value | {"audits": audits}, "verdict.json").to_json()
+
+
+def better(value: dict[str, Any]) -> dict[str, Any]:
+    """An entry with better accuracies."""
+    after = {"forget": 0.0, "retain": 0.999, "test": 0.9}
+    paid = value["before"]["retain"] - after["retain"]
+    return value | {"after": after, "retain-paid": paid, "all-forgotten": {value["request"]: 0.0}}
+
+
+def wholly_forged(made: Path) -> bytes:
+    """Every audit passed, better accuracies, no journal and another report, all of which agree."""
+    page = open_bundle(made).files["report.html"].replace(b"FAIL", b"PASS")
+    files = {
+        "verdict.json": edited(made, "verdict.json", all_passed),
+        "entry.json": edited(made, "entry.json", better),
+        "digests.json": edited(made, "digests.json", lambda value: value | {"journal": None}),
+        "report.html": page,
+    }
+    return forge(made, files, without=["journal.jsonl"])

@@ -105,8 +105,8 @@ def test_a_run_goes_through_all_calls_by_its_path(run: fo.Run, tmp_path: Path) -
     assert [audit.name for audit in audited.audits if audit.outcome != "NOT RUN"] == ["C6"]
     assert fo.write_report(forgot, original=run.path, images=False).name == "report.html"
     fo.make_bundle(forgot, "class:3", tmp_path / "evidence.zip", journal=run.path.parent)
-    bundle = fo.check_bundle(str(tmp_path / "evidence.zip"), model=run.path / "model.safetensors", run=run.path)
-    assert bundle.patch.after == served.result.patch.after
+    found = fo.check_bundle(str(tmp_path / "evidence.zip"), model=run.path / "model.safetensors", run=run.path)
+    assert found.bundle.patch.after == served.result.patch.after
     assert fo.undo_run(forgot, undo, tmp_path / "back").record.model == run.record.model
     rows = fo.compare(run.path, "class:3", "paper,logit-mask", out=tmp_path / "compared", settings="short")
     assert [row.method for row in rows] == ["paper", "logit-mask"]

@@ -23,8 +23,8 @@ PACKAGES = [
     "evaluation",
     "audits",
     "requests",
-    "evidence",
     "reports",
+    "evidence",
     "experiments",
     "cli",
 ]

@@ -240,7 +240,7 @@ def test_check_tells_by_its_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: p
 def test_a_model_of_ones_own_may_lie_where_the_command_is_given(tmp_path: Path) -> None:
     net = "nn.Sequential(nn.Conv2d(1, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))"
     (tmp_path / "nets.py").write_text(f"from torch import nn\ndef small(): return {net}\n")
-    command = [Path(sys.executable).with_name("fedortho"), "train", *QUICK, "--model", "nets:small", "--out", "run"]
+    command = [Path(sys.executable).with_name("fedortho"), "check", "nets:small", "--shape", "1x8x8"]
     subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)
 
 

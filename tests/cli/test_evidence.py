@@ -161,17 +161,26 @@ def test_make_then_check_on_another_machine(place: Path, tmp_path: Path) -> None
     assert f"--digest: {digest}" in text
     assert "not that it is true" in text
     text = told("bundle", "check", file)
-    assert results(text) == ["checked", "not checked", "checked", "not checked", "not checked"]
+    assert results(text) == [
+        "checked",
+        *["not checked"] * 2,
+        "checked",
+        *["not checked"] * 4,
+        *["absent"] * 2,
+        "not checked",
+    ]
+    assert "absent: verdict.json: no audit" in text
     model = place / "first" / "model.safetensors"
     keys = ("--public", tmp_path / "me.pub", "--digest", digest.upper())
     text = told("bundle", "check", file, "--model", model, "--run", place / "first", *keys)
-    assert results(text) == ["checked"] * 5
+    assert results(text) == [*["checked"] * 4, "not checked", *["checked"] * 4, *["absent"] * 2, "not checked"]
     assert "bit for bit" in text
+    assert "not checked: whether entry 2 was published: --head FILE" in text
 
 
 def test_a_changed_bundle_fails_and_is_named(place: Path, tmp_path: Path) -> None:
     told("bundle", "make", place / "second", "class:3", "-o", tmp_path / "x.zip")
-    assert "not signed" in told("bundle", "check", tmp_path / "x.zip")
+    assert "absent: signature" in told("bundle", "check", tmp_path / "x.zip")
     text = (tmp_path / "x.zip").read_bytes().replace(b"What it does not show", b"What it does nov show")
     (tmp_path / "x.zip").write_bytes(text)
     with pytest.raises(FedOrthoError, match=r"x\.zip: README\.txt was changed"):

@@ -14,8 +14,10 @@ from fedortho.data.request import ForgetRequest
 from fedortho.evidence.bundle import make_bundle
 from fedortho.evidence.signature import make_key
 from fedortho.requests.forgetting import serve_request
+from fedortho.requests.judging import JudgeOptions, judge_run
 from fedortho.runs.run import open_run
 from fedortho.runs.settings import TrainSettings
+from fedortho.storage.journal import append_entry
 
 TRAINED = TrainSettings(data="digits", model="vgg-mini", epochs=2, batch_size=64, lr=0.05, threads=1, crop=0, flip=0.0)
 
@@ -48,6 +50,22 @@ def made(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("made") / "evidence.zip"
     make_bundle(runs["second"], REQUEST, out)
     return out
+
+
+@pytest.fixture(scope="package")
+def judged(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a model, the same after forgetting class 3, its verdict, report, journal and evidence.zip."""
+
+    def judge(place: Path) -> None:
+        run = open_run(shutil.copytree(runs["first"].path, place / "first"))
+        done = serve_request(run, run.load_data(), REQUEST, HOW, out=place / "second").run
+        assert done is not None
+        append_entry(place, "received", "other", "class:7", details={"secret": "of somebody else"})
+        judge_run(done, options=JudgeOptions(retrain=True, device="cpu"))
+        report_command(done.path, images=False, device="cpu")
+        make_bundle(done, REQUEST, place / "evidence.zip")
+
+    return made_once(tmp_path_factory, "judged", judge)
 
 
 @pytest.fixture(scope="package")

@@ -12,7 +12,7 @@ from small import SETTINGS
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import FedOrthoError
 from fedortho.evidence.bundle import BadBundle, make_bundle, open_bundle, read_bundle
-from fedortho.evidence.recheck import reapply_patch, rerun_decision
+from fedortho.evidence.recheck import check_bundle, reapply_patch, rerun_decision
 from fedortho.federated.server import train_federation
 from fedortho.methods.hide import Hide
 from fedortho.models.patch import load_patch
@@ -66,7 +66,8 @@ def test_a_bundle_cannot_start_code_that_it_names(made: Path, runs: Runs, tmp_pa
 
 
 def test_the_decision_made_again_gives_the_same_patch(made: Path, runs: Runs, tmp_path: Path) -> None:
-    rerun_decision(open_bundle(made), runs["first"])
+    with pytest.raises(BadBundle, match=r"zip: verdict\.json: subject is 'class \"3\"'; here it is 'class 3'$"):
+        check_bundle(made, run=runs["first"])  # no other lie: patch, accuracies, report without its images
     make_bundle(runs["third"], ForgetRequest.parse("class:5"), tmp_path / "third.zip")
     bundle = open_bundle(tmp_path / "third.zip")
     assert bundle.request.earlier == ("class:3",)

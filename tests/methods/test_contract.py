@@ -69,6 +69,16 @@ OTHER_IN_A_FEDERATION = {
 }
 
 
+def cases(*federated: str) -> list[object]:
+    """Every method on one machine, and these in a federation; what the others do there is compared with one machine.
+
+    `make test-slow` runs all of them in a federation.
+    """
+    marks = {name: () if name in federated else pytest.mark.slow for name in SMALL}
+    in_a_federation = (pytest.param(name, "federated", marks=mark) for name, mark in marks.items())
+    return [*((name, "central") for name in SMALL), *in_a_federation]
+
+
 def method_of(name: str, **changes: object) -> Method:
     has_epochs = "epochs" in field_help(METHODS[name])
     return make_method(name, SMALL[name], changes if has_epochs else {})
@@ -118,8 +128,7 @@ class InRounds(CentralEngine):
         return model
 
 
-@pytest.mark.parametrize("where", ["central", "federated"])
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(("name", "where"), cases("hide", "directions", "paper", "retrain", "fused"))
 def test_it_forgets_the_class_keeps_the_rest_and_leaves_its_input(
     digits: Dataset, small_net: nn.Module, federation: Callable[..., FederatedEngine], name: str, where: str
 ) -> None:
@@ -137,8 +146,7 @@ def test_it_forgets_the_class_keeps_the_rest_and_leaves_its_input(
     assert original[1] - 0.18 < kept <= 1.0
 
 
-@pytest.mark.parametrize("where", ["central", "federated"])
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(("name", "where"), cases("hide", "retrain", "fused"))
 def test_the_same_seed_gives_the_same_weights(
     few_digits: Dataset, small_net: nn.Module, federation: Callable[..., FederatedEngine], name: str, where: str
 ) -> None:
@@ -169,13 +177,13 @@ def test_a_federation_of_one_client_gives_what_one_machine_gives(
     assert float(far.double().mean()) <= most
 
 
-@pytest.mark.parametrize("text", ["client:1", "samples:44,61,78,91,95,117"])
+@pytest.mark.parametrize("text", ["client:1", "samples:44,50,78,91,95,117"])
 @pytest.mark.parametrize("name", [name for name in SMALL if "client" in METHODS[name].kinds])
 def test_clients_and_samples_are_served_in_a_federation_too(
     small_net: nn.Module, federation: Callable[..., FederatedEngine], name: str, text: str
 ) -> None:
     easy = {"hide": {"ratio": 0.1}, "paper": {}, "ssd": {"alpha": 1.0}}.get(name, {"epochs": 1})
-    engine = federation(3)
+    engine = federation(3, FEW)
     forgot = unlearn(small_net, engine, text, make_method(name, SMALL[name], easy)).model
     assert any(not torch.equal(p, q) for p, q in zip(forgot.parameters(), small_net.parameters(), strict=True))
     if name in ("retrain", "finetune", "not"):

@@ -22,11 +22,11 @@ from fedortho.data.request import ForgetRequest
 from fedortho.engines.cost import Cost
 from fedortho.errors import BadCheckpoint, FedOrthoError
 from fedortho.evaluation.metrics import Metric
-from fedortho.evidence.redaction import LEFT_OUT, without_images
 from fedortho.methods.hide import Hide
 from fedortho.reports.gallery import audit_pictures, draw_gallery
 from fedortho.reports.page import SECTIONS, Report, original_for, render, verdict_of, write_report
 from fedortho.reports.pictures import Example, Gallery, Picture, as_pictures, thumbnail
+from fedortho.reports.redaction import LEFT_OUT, without_images
 from fedortho.requests.forgetting import serve_request
 from fedortho.requests.references import find_original, find_references, reference_settings
 from fedortho.runs.record import Accuracies, TrialRecord
@@ -280,7 +280,11 @@ def test_images_of_samples_that_had_to_go_are_not_kept_in_the_page(forgot: Run, 
     gone = {thumbnail(picture) for picture in as_pictures(data.train.subset(torch.arange(200)))}
     assert not gone & {example.data for example in gallery.kept}
     assert "this page shows none of them" in render(Report(run, request, None, gallery))
-    shown = draw_gallery(forgot, data, ForgetRequest.parse("class:3"), original=original)
+
+
+def test_images_that_were_lost_are_of_the_class_that_had_to_go(forgot: Run) -> None:
+    shown = draw_gallery(forgot, forgot.load_data(), ForgetRequest.parse("class:3"), original=find_original(forgot))
+    assert shown.lost
     assert all(example.truth == "3" for example in shown.lost)
 
 

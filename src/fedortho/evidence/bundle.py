@@ -21,23 +21,20 @@ from fedortho.audits.verdict import Verdict, read_verdict
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadRecord, FedOrthoError
 from fedortho.evidence import contents
+from fedortho.evidence.agreement import check_agreement
 from fedortho.evidence.canonical_zip import LARGEST, pack_files, unpack_files
-from fedortho.evidence.contents import MANIFEST, SIGNATURE, Bundle, FileRecord, JournalEnd, Manifest
-from fedortho.evidence.redaction import without_images
+from fedortho.evidence.chain import chain_lines, read_chain
+from fedortho.evidence.contents import MANIFEST, SIGNATURE, BadBundle, Bundle, FileRecord, JournalEnd, Manifest
 from fedortho.evidence.signature import BadSignature, check_signature, load_key, load_public, public_half
 from fedortho.models.patch import Patch, load_patch
+from fedortho.reports.redaction import without_images
 from fedortho.runs.record import ServedRecord
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.served import index_of_request
 from fedortho.storage.files import canonical_json, file_digest, read_limited, replacing
-from fedortho.storage.journal import parse_entry, read_journal
+from fedortho.storage.journal import JournalEntry, read_journal
 from fedortho.storage.provenance import environment
 from fedortho.storage.records import from_json, to_json
-
-
-class BadBundle(FedOrthoError):
-    """A bundle that is damaged, was changed, or whose files contradict each other."""
-
 
 R = TypeVar("R")
 
@@ -139,35 +136,20 @@ def _check_signed(files: Mapping[str, bytes], signer: str, source: str) -> None:
 
 
 def _agreeing(files: Mapping[str, bytes], manifest: Manifest, source: str) -> Bundle:
-    """The bundle, if its files agree about everything that two of them say."""
+    """The bundle, if its files agree."""
     records: dict[str, Any] = {
         name: _record(partial(from_json, kind), files, f"{name}.json", source)
         for name, kind in contents.RECORDS.items()
     }
-    bundle = Bundle(source, files, manifest, **records, patch=_patch(files["patch.safetensors"], source))
-    entry, digests, patch = bundle.entry, bundle.digests, bundle.patch
-    claims: dict[str, tuple[Any, ...]] = {
-        "before": (digests.before, patch.before, entry.model_before),
-        "after": (digests.after, patch.after, entry.model_after),
-        "request": (bundle.request.request, patch.note.get("request"), entry.request),
-        "settings": (bundle.settings.forgetting, entry.settings),
-        "patch": (digests.patch, _digest(files["patch.safetensors"])),
-    }
-    if "verdict.json" in files:
-        verdict = _record(Verdict.from_json, files, "verdict.json", source)
-        claims["the verdict's request"] = (entry.request, verdict.request)
-        claims["the verdict's model"] = (digests.after, verdict.digests.get("after"))
-        known = verdict.qualification
-        if known is not None and not known.covers(entry.model_before or "", entry.method, entry.settings):
-            raise BadBundle(f"{source}: verdict.json has a qualification of another model, method or settings")
-    for what, values in claims.items():
-        if any(value != values[0] for value in values) or values[0] in (None, ""):
-            raise BadBundle(f"{source}: its files disagree about {what}: {', '.join(map(str, values))}"[:300])
-    for number, line in enumerate(files.get("journal.jsonl", b"").splitlines(), start=1):
-        try:
-            parse_entry(line)
-        except (ValueError, RecursionError) as error:
-            raise BadBundle(f"{source}: line {number} of journal.jsonl was changed: {error}") from error
+    told = _json(files, "verdict.json", source) if "verdict.json" in files else None
+    verdict = None if told is None else _record(Verdict.from_json, files, "verdict.json", source)
+    try:
+        chain = read_chain(files.get("journal.jsonl", b""))
+    except ValueError as error:
+        raise BadBundle(f"{source}: {error}") from error
+    patch = _patch(files["patch.safetensors"], source)
+    bundle = Bundle(source, files, manifest, **records, patch=patch, verdict=verdict, chain=chain)
+    check_agreement(bundle, told)
     return bundle
 
 
@@ -228,11 +210,16 @@ def _report(path: Path, tells: Sequence[str]) -> bytes:
 def _journal(run: Run, entry: ServedRecord, beside: Path) -> tuple[bytes, JournalEnd | None]:
     """The journal's lines about the run, and about the request before the run existed; and the end of the journal."""
     journal = read_journal(beside)
-    if not journal.entries:
+    about = lines_about(journal.entries, run.path.resolve().name, entry)
+    if not about:
         return b"", None
-    asked = (entry.request, entry.model_before)
-    about = [e for e in journal.entries if e.run == run.path.resolve().name or (e.request, e.before) == asked]
-    return "".join(f"{e.line}\n" for e in about).encode(), JournalEnd(journal.last.number, journal.last.hash)
+    return chain_lines(journal.entries, about), JournalEnd(journal.last.number, journal.last.hash)
+
+
+def lines_about(entries: Sequence[JournalEntry], run: str, served: ServedRecord) -> list[JournalEntry]:
+    """The entries about a run, and about the request before the run existed."""
+    asked = (served.request, served.model_before)
+    return [entry for entry in entries if entry.run == run or (entry.request, entry.before) == asked]
 
 
 def _packages() -> tuple[str, ...]:

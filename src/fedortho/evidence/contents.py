@@ -1,9 +1,13 @@
 """The files of a bundle, as records; README.txt beside this module explains them to whoever opens one."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import ClassVar
 
+from fedortho.audits.verdict import Verdict
+from fedortho.errors import BadRecord, FedOrthoError
+from fedortho.evidence.chain import Chain
 from fedortho.models.patch import Patch
 from fedortho.runs.record import ServedRecord
 from fedortho.storage.provenance import Environment
@@ -45,6 +49,10 @@ class RequestFile:
     run: str
     number: int
     earlier: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if Path(self.run).name != self.run or len(self.run) > 255 or not self.run.isprintable():
+            raise BadRecord(f"request.json: run is {self.run!r:.80}; expected the plain name of a directory")
 
 
 @dataclass(frozen=True)
@@ -104,6 +112,10 @@ RECORDS: Mapping[str, type] = {  # NAME.json → its kind
 }
 
 
+class BadBundle(FedOrthoError):
+    """A bundle that is damaged, was changed, whose files contradict each other, or that does not tell the truth."""
+
+
 @dataclass(frozen=True)
 class Bundle:
     """A bundle whose files match its manifest and agree with each other."""
@@ -117,3 +129,5 @@ class Bundle:
     digests: DigestsFile
     environment: EnvironmentFile
     patch: Patch
+    verdict: Verdict | None = None
+    chain: Chain = field(default_factory=Chain)

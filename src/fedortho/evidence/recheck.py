@@ -1,27 +1,43 @@
-"""Repeat what a bundle claims: apply its patch to the original model, or unlearn again with the data."""
+"""Check a bundle: apply its patch to the original model, or unlearn and measure again with the data."""
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
+from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.devices import using_threads
 from fedortho.errors import FedOrthoError
-from fedortho.evidence.bundle import BadBundle, open_bundle
-from fedortho.evidence.contents import Bundle
+from fedortho.evaluation.case import REFERENCES
+from fedortho.evidence.bundle import open_bundle
+from fedortho.evidence.claims import (
+    Repeated,
+    check_entry,
+    check_lines,
+    check_report,
+    check_verdict,
+    chosen_audits,
+    derived_run,
+    references_of,
+)
+from fedortho.evidence.contents import BadBundle, Bundle
+from fedortho.evidence.findings import BundleCheck, Findings
+from fedortho.evidence.published_head import PublishedHead, read_head
 from fedortho.methods import make_method
 from fedortho.models.patch import Patch
 from fedortho.models.zoo import MODELS, build_model
-from fedortho.requests.forgetting import forget_run
+from fedortho.requests.forgetting import ServedRequest, forget_run
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.served import served_requests
 from fedortho.runs.settings import FederateSettings
 from fedortho.statistics.ledger import load_ledger
 from fedortho.storage.checkpoints import load_weights
 from fedortho.storage.files import read_tensors, tensors_digest
+
+APPLIED = "applying the patch to the model before gives the model after, bit for bit"
 
 
 class _Weights(nn.Module):
@@ -40,24 +56,126 @@ def check_bundle(
     *,
     model: Path | str | None = None,
     run: Run | Path | str | None = None,
+    audits: str = "quick",
+    references: Sequence[Run | Path | str] = (),
+    journal: Path | str | None = None,
+    head: Path | str | None = None,
     data_dir: str = "",
     public: Path | str | None = None,
     digest: str = "",
-) -> Bundle:
-    """Check a bundle and return it: every byte of it and, with more at hand, what it says.
+) -> BundleCheck:
+    """Check a bundle: every byte of it and, with more at hand, what it claims; `claims` tells what was not checked.
 
     With `model`, the weights before the request, the patch must reproduce the model after it bit for bit. With `run`,
-    the run before the request, the method must find the same patch on the run's data again. `public` is the key that
-    must have signed the bundle, `digest` the digest that its maker gives. Anything else raises an error.
+    the run before the request, everything is computed again on the run's data and compared: the patch, the accuracies,
+    the verdict's metrics and `audits` (names, `quick`, `all` or `none`) against the reference models that lie beside
+    the run or are among `references`, the report, and the journal's lines (of `journal`, default: beside the run).
+    `head` is a published head that the lines must lead to, `public` the key that must have signed bundle and head,
+    `digest` the digest that its maker gives. A claim that is not true raises an error that names it.
     """
-    if data_dir and run is None:
-        raise FedOrthoError("--data-dir is given without --run; expected the run before the request")
-    bundle = open_bundle(Path(path), digest=digest.strip().lower(), public=None if public is None else Path(public))
+    for given, flag in ((data_dir, "--data-dir"), (references, "--reference")):
+        if given and run is None:
+            raise FedOrthoError(f"{flag} is given without --run; expected the run before the request")
+    public = None if public is None else Path(public)
+    bundle, found = open_bundle(Path(path), digest=digest.strip().lower(), public=public), Findings()
+    found.checked(f"every digest of {len(bundle.files)} files, every byte of the archive, and that the files agree")
+    _tell_maker(found, bundle, digest, public)
     if model is not None:
         reapply_patch(bundle, Path(model))
-    if run is not None:
-        rerun_decision(bundle, open_run(run), data_dir)
-    return bundle
+    _follow_chain(found, bundle, None if head is None else read_head(Path(head), public))
+    beside = None if run is None else open_run(run).path.absolute().parent
+    if journal is not None or (beside is not None and (beside / "journal.jsonl").exists()):
+        check_lines(found, bundle, Path(journal or beside or ""), is_given=journal is not None)
+    if run is None:
+        _tell_unmeasured(found, bundle, has_model=model is not None)
+    else:
+        _measure_again(found, bundle, open_run(run), audits, [open_run(each) for each in references], data_dir)
+    found.unchecked("times, costs, copies of the images and the environment of its maker: nobody else can measure them")
+    if found.lies:
+        raise BadBundle(f"{bundle.source}: {'; '.join(found.lies)}")
+    return BundleCheck(bundle, tuple(found.made))
+
+
+def _tell_maker(found: Findings, bundle: Bundle, digest: str, public: Path | None) -> None:
+    mine, signer = bundle.manifest.digest, bundle.manifest.signer
+    if digest:
+        found.checked("its digest is the given one")
+    else:
+        found.unchecked(f"whether it is the bundle that was made: compare {mine} with what its maker says (--digest)")
+    if signer is None:
+        found.absent("signature")
+    elif public is None:
+        found.unchecked(f"who made it: signed by the key {signer}; --public compares it with one that you know")
+    else:
+        found.checked("signed by the given key, which proves who made it and not that it is true")
+
+
+def _follow_chain(found: Findings, bundle: Bundle, head: PublishedHead | None) -> None:
+    """Follow the journal's lines to their end, and to a published head."""
+    end, hashes = bundle.digests.journal, bundle.chain.hashes
+    if end is None:
+        found.absent("journal.jsonl: no line of a journal tells of this request")
+        if head is not None:
+            raise BadBundle(f"{bundle.source} has no journal.jsonl; there is nothing that leads to the published head")
+        return
+    if not any(entry.after == bundle.digests.after for entry in bundle.chain.entries):
+        found.absent("a line of journal.jsonl that tells of the model after")
+    if end.number in hashes:
+        found.checked(f"journal.jsonl: its lines from entry {min(hashes)} on lead to entry {end.number}, {end.hash}")
+    else:
+        found.unchecked(f"journal.jsonl: whether its lines belong to a chain to entry {end.number}: some are not here")
+    if head is None:
+        found.unchecked(f"whether entry {end.number} was published: --head FILE")
+    elif hashes.get(head.number, head.hash) != head.hash:
+        raise BadBundle(f"{bundle.source}: journal.jsonl is of another journal than the published entry {head.number}")
+    elif head.number in hashes:
+        found.checked(
+            f"journal.jsonl: its lines up to entry {head.number} belong to the chain published at {head.time}"
+        )
+    else:
+        found.unchecked(f"whether journal.jsonl leads to the published entry {head.number}, which it does not reach")
+
+
+def _tell_unmeasured(found: Findings, bundle: Bundle, *, has_model: bool) -> None:
+    """Name the claims that only the run and its data could confirm."""
+    entry, verdict = bundle.entry, bundle.verdict
+    if has_model:
+        found.checked(APPLIED)
+    else:
+        found.unchecked("whether the patch gives the model after: --model")
+    found.unchecked("whether the method finds this patch on the data: --run")
+    shares = f"forget {entry.before.forget:.1%} to {entry.after.forget:.1%}, retain to {entry.after.retain:.1%}"
+    found.unchecked(f"accuracies, said to be {shares}: --run measures them")
+    if verdict is None:
+        found.absent("verdict.json: no audit")
+    else:
+        found.unchecked(f"the verdict, said to be {verdict.label!r}: no audit was repeated here; --run repeats them")
+    if "report.html" in bundle.files:
+        found.unchecked("report.html, whether it shows what the records say: --run renders it again")
+    else:
+        found.absent("report.html")
+
+
+def _measure_again(found: Findings, bundle: Bundle, run: Run, audits: str, given: Sequence[Run], data_dir: str) -> None:
+    verdict, request = bundle.verdict, ForgetRequest.parse(bundle.request.request)
+    if verdict is not None:
+        chosen_audits(verdict, audits)  # refuses unknown names before anything is computed
+    data = run.load_data(data_dir)
+    served = rerun_decision(bundle, run, data_dir, data)
+    found.checked(APPLIED)
+    found.checked("the method finds the same patch on the data again")
+    roles = [] if verdict is None else [verdict.digests[role] for role in REFERENCES if role in verdict.digests]
+    again = Repeated(run, data, served, references_of(run, request, given, roles))
+    check_entry(found, bundle, again)
+    with derived_run(bundle, again) as derived, using_threads(run.settings.threads):
+        if verdict is None:
+            found.absent("verdict.json: no audit")
+        else:
+            check_verdict(found, bundle, derived, again, audits)
+        if "report.html" in bundle.files:
+            check_report(found, bundle, derived, again)
+        else:
+            found.absent("report.html")
 
 
 def reapply_patch(bundle: Bundle, model: Path) -> None:
@@ -85,14 +203,14 @@ def reapply_patch(bundle: Bundle, model: Path) -> None:
         raise BadBundle(f"{bundle.source}: patch.safetensors cannot be applied to {model} ({error})") from error
 
 
-def rerun_decision(bundle: Bundle, run: Run, data_dir: str = "") -> None:
+def rerun_decision(bundle: Bundle, run: Run, data_dir: str = "", data: Dataset | None = None) -> ServedRequest:
     """Unlearn again with the run before the request and its data; refused if the patch differs."""
     _check_run(bundle, run)
     request = ForgetRequest.parse(bundle.request.request)
     method = make_method(bundle.entry.method, bundle.entry.settings)
     threads = bundle.entry.threads or bundle.environment.run.threads
     with using_threads(threads):
-        served = forget_run(run, request, method, data_dir=data_dir, device=bundle.entry.device)
+        served = forget_run(run, request, method, data=data, data_dir=data_dir, device=bundle.entry.device)
     patch = served.result.patch
     if _saved(patch) != bundle.files["patch.safetensors"]:
         raise BadBundle(
@@ -100,6 +218,7 @@ def rerun_decision(bundle: Bundle, run: Run, data_dir: str = "") -> None:
             f"{patch.after[:16]}, not {bundle.patch.after[:16]}); is it the same processor, are the versions those "
             "in environment.json?"
         )
+    return served
 
 
 def _check_run(bundle: Bundle, run: Run) -> None:

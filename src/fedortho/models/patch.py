@@ -90,7 +90,7 @@ def load_patch(path: Path) -> Patch:
 
 def unpack_patch(tensors: Mapping[str, Tensor], note: Mapping[str, Any], source: Path | str = "the message") -> Patch:
     """The patch that was packed into these."""
-    if note.get("schema") != PATCH_SCHEMA:
+    if type(schema := note.get("schema")) is not int or schema != PATCH_SCHEMA:  # True is not 1
         raise BadCheckpoint(f"{source} is not a patch of schema {PATCH_SCHEMA}")
 
     def pairs(kind: str) -> dict[str, tuple[Tensor, Tensor]]:

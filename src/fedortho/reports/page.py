@@ -13,10 +13,10 @@ from fedortho.data.request import ForgetRequest
 from fedortho.devices import choose_device
 from fedortho.engines.cost import Cost
 from fedortho.errors import BadCheckpoint, BadData, FedOrthoError
-from fedortho.evidence.redaction import IMAGES_END, IMAGES_START, LEFT_OUT, MARKED
 from fedortho.reports import tables
 from fedortho.reports.gallery import audit_pictures, draw_gallery
 from fedortho.reports.pictures import Gallery, Picture
+from fedortho.reports.redaction import IMAGES_END, IMAGES_START, LEFT_OUT, MARKED
 from fedortho.requests.references import check_reference, find_original, find_references
 from fedortho.runs.record import ServedRecord
 from fedortho.runs.run import Run, open_run
@@ -226,7 +226,7 @@ def _settings(report: Report) -> list[tables.Table]:
     judged = verdict or served
     before = (served.model_before if served else None) or record.parent
     about = {
-        "run": str(report.run.path),
+        "run": report.run.path.name,
         "request": str(report.request),
         "method": judged.method if judged is not None else "–",
         "model digest": record.model.digest,

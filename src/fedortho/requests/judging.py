@@ -231,7 +231,7 @@ def _verdict_on(
         only=options.only,
         on_step=on_step,
         method=served.method,
-        edited=_edited(served),
+        edited=edited_parts(served),
         effect=served.effect,
         cost=served.cost,
         retrain_seconds=_retrain_seconds(original, references[:1], len(case.retain_train) / max(len(data.train), 1)),
@@ -259,7 +259,7 @@ def _retrain_seconds(original: Run, references: list[Run], retain_share: float) 
     return seconds or retain_share * sum(epoch.seconds for epoch in original.history()) or None
 
 
-def _edited(served: ServedRecord) -> dict[str, Any]:
+def edited_parts(served: ServedRecord) -> dict[str, Any]:
     """The kernels and directions that a method of ours edited, and by how much."""
     edited: dict[str, Any] = {"kernels": dict(served.kernels)} if served.kernels else {}
     edited |= {"directions": dict(served.directions)} if served.directions else {}

@@ -1,0 +1,109 @@
+"""Whether the files of a bundle agree: what two of them tell is the same, and a verdict follows from its audits.
+
+Files that agree can still be invented together: only `claims.py`, with the data at hand, finds that.
+"""
+
+from typing import Any
+
+from fedortho.audits.result import ROUNDING
+from fedortho.audits.verdict import DERIVED, Verdict
+from fedortho.evaluation.case import REFERENCES
+from fedortho.evidence.contents import BadBundle, Bundle
+from fedortho.requests.judging import edited_parts
+from fedortho.storage.records import is_digest
+
+
+def check_agreement(bundle: Bundle, verdict_file: dict[str, Any] | None) -> None:
+    """Refuse a bundle whose files contradict each other; `verdict_file` is verdict.json as it was read."""
+    for place, digest in _digests(bundle).items():
+        if digest is not None and not is_digest(digest):
+            raise BadBundle(f"{bundle.source}: {place} is {digest!r:.80}; expected 64 digits of lower-case hex")
+    entry, digests, patch = bundle.entry, bundle.digests, bundle.patch
+    claims: dict[str, tuple[Any, ...]] = {
+        "before": (digests.before, patch.before, entry.model_before),
+        "after": (digests.after, patch.after, entry.model_after),
+        "request": (bundle.request.request, patch.note.get("request"), entry.request),
+        "number": (bundle.request.number, len(bundle.request.earlier)),
+        "settings": (bundle.settings.forgetting, entry.settings),
+        "patch": (digests.patch, bundle.manifest.files["patch.safetensors"].sha256),
+        "ledger": (digests.ledger, entry.ledger),
+    }
+    if bundle.verdict is not None:
+        claims |= _verdict_claims(bundle, bundle.verdict)
+    for what, values in claims.items():
+        if any(value != values[0] for value in values) or (what in ("before", "after", "request") and not values[0]):
+            raise BadBundle(f"{bundle.source}: its files disagree about {what}: {', '.join(map(str, values))}"[:300])
+    if bundle.verdict is not None and verdict_file is not None:
+        _check_verdict(bundle, bundle.verdict, verdict_file)
+    _check_journal(bundle)
+
+
+def _digests(bundle: Bundle) -> dict[str, Any]:
+    digests, entry, manifest = bundle.digests, bundle.entry, bundle.manifest
+    named = ("before", "after", "run_now", "patch", "data", "ledger")
+    every = {f"digests.json: {name}": getattr(digests, name) for name in named}
+    every |= {"digests.json: journal.hash": digests.journal.hash if digests.journal else None}
+    every |= {"entry.json: model-before": entry.model_before, "entry.json: model-after": entry.model_after}
+    every |= {"patch.safetensors: before": bundle.patch.before, "patch.safetensors: after": bundle.patch.after}
+    every |= {"manifest.json: digest": manifest.digest, "manifest.json: signer": manifest.signer}
+    every |= {f"manifest.json: {name}": file.sha256 for name, file in manifest.files.items()}
+    told = {} if bundle.verdict is None else bundle.verdict.digests
+    return every | {f"verdict.json: digests.{role}": digest for role, digest in told.items()}
+
+
+def _verdict_claims(bundle: Bundle, verdict: Verdict) -> dict[str, tuple[Any, ...]]:
+    """What the verdict tells of the request; one that was made without a run tells less."""
+    entry, digests = bundle.entry, bundle.digests
+    claims: dict[str, tuple[Any, ...]] = {
+        "the verdict's request": (entry.request, verdict.request),
+        "the verdict's method": (entry.method, verdict.method),
+        "the verdict's model": (digests.after, verdict.digests.get("after")),
+        "the verdict's model before": (digests.before, verdict.digests.get("before", digests.before)),
+    }
+    if verdict.settings:
+        claims["the verdict's settings"] = (dict(entry.settings), dict(verdict.settings))
+        claims["the verdict's cost"] = (entry.cost, verdict.cost)
+        claims["the verdict's effect"] = (entry.effect, verdict.effect)
+        claims["what was edited"] = (edited_parts(entry), dict(verdict.edited))
+        named = any(role in verdict.digests for role in REFERENCES)
+        claims["a reference model"] = (verdict.has_reference, named)
+    return claims
+
+
+def _check_verdict(bundle: Bundle, verdict: Verdict, file: dict[str, Any]) -> None:
+    """Refuse a verdict whose sentences do not follow from its audits, or whose outcomes do not follow from numbers."""
+    source, entry = bundle.source, bundle.entry
+    known = verdict.qualification
+    if known is not None and not known.covers(entry.model_before or "", entry.method, entry.settings):
+        raise BadBundle(f"{source}: verdict.json has a qualification of another model, method or settings")
+    for result in verdict.results:
+        if result.outcome != "PASS":
+            continue
+        if result.value is not None and result.limit is not None and result.value > result.limit + ROUNDING:
+            raise BadBundle(
+                f"{source}: verdict.json: {result.name} is PASS, but its value {result.value:.4g} is above its limit "
+                f"{result.limit:.4g}"
+            )
+        if result in verdict.audits and not verdict.has_reference:
+            raise BadBundle(f"{source}: verdict.json: {result.name} is PASS, but no reference model was measured")
+    derived = verdict.to_json()
+    for key in DERIVED:
+        if key in file and file[key] != derived[key]:
+            raise BadBundle(
+                f"{source}: verdict.json: {key} is {file[key]!r:.100}; its numbers give {derived[key]!r:.100}"
+            )
+
+
+def _check_journal(bundle: Bundle) -> None:
+    """Refuse lines that do not end where digests.json says, or that tell of another verdict."""
+    source, chain, end, verdict = bundle.source, bundle.chain, bundle.digests.journal, bundle.verdict
+    if (end is None) != (not chain.entries):
+        raise BadBundle(f"{source}: journal.jsonl has {len(chain.entries)} entries; digests.json tells of {end}")
+    if end is not None and (chain.last > end.number or chain.hashes.get(end.number, end.hash) != end.hash):
+        raise BadBundle(f"{source}: journal.jsonl does not lead to entry {end.number} with the hash {end.hash[:16]}")
+    judged = [e for e in chain.entries if e.event in ("judged", "verified") and e.after == bundle.digests.after]
+    outcomes = [(e.details.get("label"), e.details.get("passes", verdict and verdict.passes)) for e in judged]
+    if verdict is not None and judged and (verdict.label, verdict.passes) not in outcomes:
+        raise BadBundle(
+            f"{source}: verdict.json says {verdict.label!r:.100}; journal.jsonl tells of {outcomes[-1][0]!r:.100}"
+        )

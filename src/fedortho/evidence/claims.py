@@ -1,0 +1,252 @@
+"""Measure again what a bundle claims: accuracies, the verdict's metrics and audits, the report, the journal's lines.
+
+Here the run before the request, its data and the model that the repeated decision gave are at hand.
+"""
+
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+from fedortho.audits import find_audit, run_audits
+from fedortho.audits.measurements import MeasurementCache
+from fedortho.audits.qualification import read_qualification
+from fedortho.audits.retention import RETENTION
+from fedortho.audits.verdict import Verdict, subject_of
+from fedortho.data.images import Dataset
+from fedortho.data.request import ForgetRequest
+from fedortho.devices import choose_device
+from fedortho.evaluation.case import REFERENCES
+from fedortho.evaluation.metric_suite import MetricSuite
+from fedortho.evidence.bundle import lines_about
+from fedortho.evidence.contents import Bundle
+from fedortho.evidence.findings import Findings
+from fedortho.reports.gallery import NO_ORIGINAL, NO_REFERENCE, audit_pictures, draw_gallery
+from fedortho.reports.page import Report, render
+from fedortho.reports.redaction import LEFT_OUT, without_images
+from fedortho.requests.forgetting import ServedRequest
+from fedortho.requests.references import case_of, find_references
+from fedortho.runs.derived import build_derived
+from fedortho.runs.record import ResultRecord, RunRecord, read_run_record
+from fedortho.runs.run import Run
+from fedortho.storage.journal import read_journal
+from fedortho.storage.provenance import environment
+from fedortho.storage.records import to_json
+
+# of entry.json, what another machine or another hour gives otherwise, and who took part
+UNREPEATED = ("cost", "threads", "device", "ticket", "answered", "confirmed")
+PICTURE = re.compile(r"data:image/png;base64,([A-Za-z0-9+/=]*)")
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """A decision that was repeated: the run before it, its data, what came out, and reference models that are here."""
+
+    run: Run
+    data: Dataset
+    served: ServedRequest
+    references: tuple[Run, ...]
+
+
+def check_entry(found: Findings, bundle: Bundle, again: Repeated) -> None:
+    """Compare entry.json and settings.json with the repeated request and the run."""
+    told, measured = (
+        {key: value for key, value in to_json(record).items() if key not in UNREPEATED}
+        for record in (bundle.entry, again.served.record)
+    )
+    record, network = again.run.record, bundle.settings.model
+    known = {
+        "name": again.run.settings.model,
+        "num-classes": record.model.num_classes,
+        "channels": record.model.channels,
+    }
+    same = found.compare("entry.json: ", told, measured)
+    same &= found.compare("settings.json: model.", to_json(network), known)
+    same &= found.compare("settings.json: training.", dict(bundle.settings.training), dict(record.settings))
+    same &= found.compare("environment.json: run.", to_json(bundle.environment.run), to_json(record.environment))
+    if same:
+        after = bundle.entry.after
+        found.checked(
+            f"accuracies, measured again: forget {after.forget:.1%}, retain {after.retain:.1%}, test {after.test:.1%}"
+        )
+
+
+def references_of(run: Run, request: ForgetRequest, given: Sequence[Run], wanted: Sequence[str]) -> tuple[Run, ...]:
+    """The runs with the digests that a verdict names, among those that are given or lie beside the run."""
+    here = {found.record.model.digest: found for found in [*find_references(run, request), *given]}
+    return tuple(here[digest] for digest in wanted if digest in here)
+
+
+def check_verdict(found: Findings, bundle: Bundle, derived: Run, again: Repeated, audits: str) -> None:
+    """Measure the metrics again and repeat audits; `audits` as in `chosen_audits`."""
+    verdict = bundle.verdict
+    assert verdict is not None, "the caller looked"
+    request, run, data = ForgetRequest.parse(bundle.entry.request), again.run, again.data
+    names = [role for role in REFERENCES if role in verdict.digests]
+    is_complete = len(again.references) == len(names)
+    device = choose_device(verdict.environment.device if verdict.environment else "cpu")
+    case = case_of(derived, request, data, run, again.references if is_complete else (), device)
+    cache = MeasurementCache()
+    metrics = MetricSuite(case).measure(case.unlearned)
+    same = found.compare("verdict.json: subject", verdict.subject, subject_of(request, data.test.names))
+    for metric in metrics if verdict.metrics else ():
+        if metric.value is not None:
+            told = verdict.metric(metric.name)
+            keys = ("value", "images", *(["reference"] if is_complete else []))
+            values = ({key: getattr(each, key, None) for key in keys} for each in (told, metric))
+            same &= found.compare(f"verdict.json: {metric.name} ", *values)
+    same &= _origin(found, verdict, run)
+    if same:
+        found.checked(
+            "the verdict's metrics, measured again" + ("" if is_complete else ", without the reference model")
+        )
+    if verdict.retention is not None and is_complete:
+        _compare_audit(found, verdict.retention, RETENTION(case, cache))
+    _repeat_audits(found, verdict, case, cache, audits, is_complete)
+
+
+def _origin(found: Findings, verdict: Verdict, run: Run) -> bool:
+    """Compare what the verdict tells of the run and of its qualification."""
+    mine = {"data": to_json(run.record.data), "settings": dict(run.record.settings)}
+    told = {key: verdict.origin[key] for key in mine if key in verdict.origin}
+    same = found.compare("verdict.json: origin.", told, {key: mine[key] for key in told})
+    if verdict.qualification is not None:
+        known = read_qualification(run.path)
+        if known is None:
+            found.unchecked(f"the qualification in verdict.json: {run.path} has none to compare with")
+        else:
+            same &= found.compare("verdict.json: qualification.", to_json(verdict.qualification), to_json(known))
+    return same
+
+
+def chosen_audits(verdict: Verdict, audits: str) -> list[str]:
+    """The audits to repeat, of those that the verdict has results of: names, `all`, `none`, or `quick` (the budget)."""
+    claimed = [result.name for result in verdict.audits if result.outcome != "NOT RUN"]
+    if audits in ("", "quick"):
+        return [name for name in claimed if find_audit(name).is_quick]
+    if audits in ("all", "none"):
+        return claimed if audits == "all" else []
+    wanted = [name.strip() for name in audits.split(",")]
+    for name in wanted:
+        find_audit(name)  # refuses a name that does not exist
+    return [name for name in claimed if name in wanted]
+
+
+def _repeat_audits(
+    found: Findings, verdict: Verdict, case: Any, cache: MeasurementCache, audits: str, is_complete: bool
+) -> None:
+    names = chosen_audits(verdict, audits) if is_complete else []
+    claimed = [result for result in verdict.audits if result.outcome != "NOT RUN"]
+    budget = "full" if any(not find_audit(result.name).is_quick for result in claimed) else "quick"
+    repeated = {each.name: each for each in run_audits(case, budget, only=names, cache=cache)} if names else {}
+    for told in verdict.audits:
+        result = repeated.get(told.name)
+        if told.outcome == "NOT RUN":
+            found.absent(f"audit {told.name}, {told.title}: not run")
+        elif not is_complete:
+            found.unchecked(
+                f"audit {told.name}, said to be {told.outcome}: a reference model is not here; --reference RUN"
+            )
+        elif told.name not in names or result is None:
+            found.unchecked(f"audit {told.name}, said to be {told.outcome}: not repeated; --audits {told.name}")
+        elif result.outcome in ("NOT RUN", "ERROR") and result.outcome != told.outcome:
+            found.unchecked(
+                f"audit {told.name}, said to be {told.outcome}: it cannot be repeated here: {result.finding}"
+            )
+        else:
+            _compare_audit(found, told, result)
+
+
+def _compare_audit(found: Findings, told: Any, result: Any) -> None:
+    values = [{key: value for key, value in to_json(each).items() if key != "seconds"} for each in (told, result)]
+    if found.compare(f"verdict.json: {told.name} ", *values):
+        found.checked(f"audit {told.name}, repeated: {told.outcome}")
+
+
+@contextmanager
+def derived_run(bundle: Bundle, again: Repeated) -> Iterator[Run]:
+    """The run that has forgotten, as the bundle tells it, in a temporary directory."""
+    record, result = again.run.record, again.served.result
+    told = replace(record, requests=(*record.requests, bundle.entry), result=ResultRecord(bundle.entry.after.test))
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place) / bundle.request.run
+        build_derived(path, again.run, result.model, told, patch=result.patch, ledger=None)
+        written = read_run_record(path)
+        assert isinstance(written, RunRecord), "it was written just now"
+        yield replace(again.run, path=path, record=written)
+
+
+def check_report(found: Findings, bundle: Bundle, derived: Run, again: Repeated) -> None:
+    """Render the report again from the bundle's records and the data, and compare it line by line."""
+    here = f"fedortho {environment().versions['fedortho']}"
+    if bundle.manifest.made_by != here:
+        found.unchecked(
+            f"report.html: made by {bundle.manifest.made_by}, and this is {here}, which renders another page"
+        )
+        return
+    page = bundle.files["report.html"].decode("utf-8", "replace")
+    words, request = unescape(page), ForgetRequest.parse(bundle.entry.request)
+    original = None if NO_ORIGINAL in words else again.run
+    beside = [] if NO_REFERENCE in words else [*again.references, *find_references(again.run, request)]
+    gallery = draw_gallery(
+        derived,
+        again.data,
+        request,
+        original=original,
+        reference=next(iter(beside), None),
+        images=f'<p class="soft">{LEFT_OUT}</p>' in page,
+    )
+    pictures = tuple(audit_pictures(bundle.verdict.audits)) if bundle.verdict is not None else ()
+    rendered = without_images(render(Report(derived, request, bundle.verdict, gallery, pictures)))
+    told, mine = _lines(page), _lines(rendered)
+    if not beside and NO_REFERENCE not in words:
+        told, mine = _without_figures(told), _without_figures(mine)
+        found.unchecked("figures of report.html: they show a reference model that is not here; --reference RUN")
+    if told == mine:
+        found.checked("report.html, rendered again from the records")
+        return
+    at = next(
+        (n for n, pair in enumerate(zip(told, mine, strict=False)) if pair[0] != pair[1]), min(len(told), len(mine))
+    )
+    shown = [repr(lines[at][:160]) if at < len(lines) else "not there" for lines in (told, mine)]
+    found.lies.append(f"report.html: line {at + 1} is {shown[0]}; rendered again from the records it is {shown[1]}")
+
+
+def _lines(page: str) -> list[str]:
+    """The lines of a page, with a digest in place of each picture."""
+    return PICTURE.sub(lambda uri: f"picture {sha256(uri[1].encode()).hexdigest()}", page).splitlines()
+
+
+def _without_figures(lines: list[str]) -> list[str]:
+    start = next((n for n, line in enumerate(lines) if line.startswith('<section id="figures">')), len(lines))
+    end = next((n for n, line in enumerate(lines) if n > start and line == "</section>"), len(lines))
+    return lines[:start] + lines[end:]
+
+
+def check_lines(found: Findings, bundle: Bundle, directory: Path, *, is_given: bool) -> None:
+    """Compare the bundle's lines with the journal of a directory: none may be changed, left out or added."""
+    path, entries = directory / "journal.jsonl", read_journal(directory).entries
+    about = lines_about(entries, bundle.request.run, bundle.entry)
+    end = bundle.digests.journal
+    if "journal.jsonl" not in bundle.files:
+        done = [str(entry.number) for entry in about if entry.after == bundle.digests.after]
+        if done:
+            found.lies.append(
+                f"journal.jsonl is missing, though entries {', '.join(done)} of {path} tell of this model"
+            )
+        return
+    if end is None or end.number > len(entries) or entries[end.number - 1].hash != end.hash:
+        other = f"journal.jsonl: {path} does not have the entry at which it ends"
+        if is_given:
+            found.lies.append(other)
+        else:
+            found.unchecked(f"{other}; --journal DIR names the journal to compare with")
+        return
+    mine = [entry.line for entry in about if entry.number <= end.number]
+    if found.compare("journal.jsonl: ", [entry.line for entry in bundle.chain.entries], mine):
+        found.checked(f"journal.jsonl: every entry of {path} that tells of this request or run, and no other")

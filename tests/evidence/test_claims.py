@@ -1,0 +1,180 @@
+"""Bundles whose digests all fit and whose claims are not true."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bundles import all_passed, better, edited, forge, wholly_forged
+
+from fedortho.evidence.bundle import BadBundle, open_bundle, read_bundle
+from fedortho.evidence.published_head import publish_head
+from fedortho.evidence.recheck import check_bundle
+from fedortho.storage.journal import append_entry
+
+
+def states(path: Path, **given: Any) -> dict[str, list[str]]:
+    """What a check finds, by state."""
+    findings = check_bundle(path, **given).claims
+    return {
+        state: [each.text for each in findings if each.state == state] for state in ("checked", "not checked", "absent")
+    }
+
+
+def test_a_wholly_forged_bundle_is_refused_by_name(judged: Path, tmp_path: Path) -> None:
+    (tmp_path / "x.zip").write_bytes(wholly_forged(judged / "evidence.zip"))
+    model = judged / "first" / "model.safetensors"
+    with pytest.raises(BadBundle) as told:
+        check_bundle(tmp_path / "x.zip", model=model, run=judged / "first", audits="C1")
+    for lie in (
+        "journal.jsonl is missing, though entries 2, 4 of",
+        "entry.json: after.retain is 0.999; here it is 0.9",
+        "verdict.json: C1 outcome is 'PASS'; here it is 'FAIL'",
+        "report.html: line",
+    ):
+        assert lie in str(told.value)
+
+
+def test_an_honest_bundle_is_measured_again_and_agrees(judged: Path, tmp_path: Path) -> None:
+    head = publish_head(judged, tmp_path / "head.json")
+    found = states(judged / "evidence.zip", run=judged / "first", audits="C1,C2", head=tmp_path / "head.json")
+    checked, unchecked = " | ".join(found["checked"]), " | ".join(found["not checked"])
+    for text in (
+        "the method finds the same patch",
+        "accuracies, measured again",
+        "metrics, measured again",
+        "audit retention, repeated: PASS",
+        "audit C1, repeated: FAIL",
+        "audit C2, repeated: PASS",
+        "report.html, rendered again",
+        f"up to entry {head.number} belong to the chain published at {head.time}",
+        "that tells of this request or run, and no other",
+    ):
+        assert text in checked
+    assert "audit C3, said to be FAIL: not repeated; --audits C3" in unchecked
+    assert "audit C6, said to be PASS: not repeated" in unchecked
+    assert [text[:8] for text in found["absent"]] == ["signatur", "audit C4", "audit C5"]
+
+
+def test_without_the_data_every_claim_is_named_as_not_checked(judged: Path) -> None:
+    found = states(judged / "evidence.zip")
+    assert len(found["checked"]) == 2, "bytes, and that the journal's lines follow from each other"
+    claims = (
+        "the bundle that was made",
+        "was published",
+        "gives the model after",
+        "finds this patch",
+        "accuracies, said",
+    )
+    for text, claim in zip(found["not checked"], claims, strict=False):
+        assert claim in text
+    unchecked = " | ".join(found["not checked"])
+    assert "the verdict, said to be 'FAILED C1, C3; passed 2 of 6, 2 not run': no audit was repeated here" in unchecked
+    assert "report.html" in unchecked
+    assert "times, costs, copies" in unchecked
+
+
+def changed(judged: Path, tmp_path: Path, files: dict[str, bytes], without: tuple[str, ...] = ()) -> Path:
+    (tmp_path / "x.zip").write_bytes(forge(judged / "evidence.zip", files, without))
+    return tmp_path / "x.zip"
+
+
+def test_each_lie_is_named(judged: Path, tmp_path: Path) -> None:
+    def prettier(value: dict[str, Any]) -> dict[str, Any]:
+        value["metrics"][1]["value"] = 0.999
+        return value
+
+    made = judged / "evidence.zip"
+    files = {
+        "entry.json": edited(made, "entry.json", better),
+        "settings.json": edited(made, "settings.json", lambda v: v | {"training": v["training"] | {"epochs": 90}}),
+        "verdict.json": edited(made, "verdict.json", prettier),
+        "report.html": open_bundle(made).files["report.html"].replace(b"FAIL", b"PASS"),
+    }
+    path = changed(judged, tmp_path, files)
+    with pytest.raises(BadBundle) as told:
+        check_bundle(path, run=judged / "first", audits="none")
+    for lie in (
+        "entry.json: after.retain is 0.999",
+        "settings.json: training.epochs is 90; here it is 2",
+        "verdict.json: retain-accuracy value is 0.999",
+        "report.html: line",
+    ):
+        assert lie in str(told.value)
+
+
+def test_a_verdict_that_contradicts_itself_is_refused_without_data(judged: Path) -> None:
+    def passing(value: dict[str, Any]) -> dict[str, Any]:
+        value["audits"][0]["outcome"] = "PASS"
+        return value
+
+    made = judged / "evidence.zip"
+    for change, lie in (
+        (passing, r"C1 is PASS, but its value 0\.\d+ is above its limit"),
+        (lambda v: v | {"passes": True}, r"verdict\.json: passes is True; its numbers give False"),
+        (lambda v: v | {"sentence": "All is well."}, r"sentence is 'All is well\.'"),
+        (lambda v: v | {"method": "exact"}, "disagree about the verdict's method"),
+        (lambda v: v | {"has-reference": False}, "disagree about a reference model"),
+        (all_passed, r"verdict\.json says 'passed 6 of 6'; journal\.jsonl tells of 'FAILED"),
+        (lambda v: v | {"cost": v["cost"] | {"seconds": 0.0}}, "disagree about the verdict's cost"),
+    ):
+        with pytest.raises(BadBundle, match=lie):
+            read_bundle(forge(made, {"verdict.json": edited(made, "verdict.json", change)}), "x.zip")
+
+
+def test_other_entries_of_the_journal_are_proved_and_not_shown(judged: Path) -> None:
+    text = open_bundle(judged / "evidence.zip").files["journal.jsonl"]
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert [sorted(line) == ["body", "number"] for line in lines] == [False, False, True, False]
+    assert b"somebody else" not in text
+    assert b"class:7" not in text
+
+
+def test_lines_that_do_not_lead_to_the_end_or_to_the_published_head_are_refused(judged: Path, tmp_path: Path) -> None:
+    made = judged / "evidence.zip"
+    first, second, other, last = open_bundle(made).files["journal.jsonl"].splitlines(keepends=True)
+    body = json.loads(other)
+    forged = json.dumps(body | {"body": "0" * 64}, sort_keys=True, separators=(",", ":")).encode() + b"\n"
+    for lines, lie in (
+        ([first, second, forged, last], r"line 4 of journal\.jsonl, entry 4, does not follow"),
+        ([second, first, other, last], "is entry 1, and the line before is entry 2"),
+        ([first, last.replace(b"FAILED", b"PASSED")], "its hash does not match its text"),
+        ([first, other.replace(b'"number":3', b'"number":true')], "has the number True"),
+    ):
+        with pytest.raises(BadBundle, match=lie):
+            read_bundle(forge(made, {"journal.jsonl": b"".join(lines)}), "x.zip")
+    (tmp_path / "x.zip").write_bytes(forge(made, {"journal.jsonl": b"".join([first, second, forged])}))
+    assert not any("lead to entry" in text for text in states(tmp_path / "x.zip")["checked"])
+    (tmp_path / "x.zip").write_bytes(forge(made, {"journal.jsonl": b"".join([first, other, last])}))
+    with pytest.raises(BadBundle, match=r"journal\.jsonl: "):
+        check_bundle(tmp_path / "x.zip", journal=judged)
+    for number in range(6):
+        append_entry(tmp_path / "runs", "received", "second", f"class:{number}")
+        publish_head(tmp_path / "runs", tmp_path / "head.json")
+        if number < 4:
+            with pytest.raises(BadBundle, match=rf"another journal than the published entry {number + 1}"):
+                check_bundle(made, head=tmp_path / "head.json")
+    unchecked = states(made, head=tmp_path / "head.json")["not checked"]
+    assert any("published entry 6, which it does not reach" in text for text in unchecked)
+
+
+def test_digests_are_hex_and_true_is_no_schema(judged: Path) -> None:
+    made = judged / "evidence.zip"
+    for name, change, lie in (
+        ("digests.json", lambda v: v | {"data": "somebody's"}, r"digests\.json: data is .*expected 64 digits"),
+        ("digests.json", lambda v: v | {"run-now": "A" * 64}, r"digests\.json: run_now is"),
+        ("verdict.json", lambda v: v | {"digests": v["digests"] | {"reference": "x"}}, r"digests\.reference is 'x'"),
+        ("request.json", lambda v: v | {"run": "../../evil"}, "expected the plain name"),
+        ("verdict.json", lambda v: v | {"schema": True}, "schema True"),
+    ):
+        with pytest.raises(BadBundle, match=lie):
+            read_bundle(forge(made, {name: edited(made, name, change)}), "x.zip")
+
+
+def test_audits_without_their_reference_model_are_not_checked(judged: Path, tmp_path: Path) -> None:
+    shutil.copytree(judged / "first", tmp_path / "first")
+    found = states(judged / "evidence.zip", run=tmp_path / "first")
+    assert not any(text.startswith("audit") for text in found["checked"])
+    assert "audit C2, said to be PASS: a reference model is not here; --reference RUN" in found["not checked"]
+    assert any(text.startswith("figures of report.html") for text in found["not checked"])
