@@ -41,5 +41,6 @@ def kills() -> str:
     names = {"all": "driver, server app and clients", "node": "one of two processes with clients"}
     rows = [[what, names[target], outcome, str(number)] for (what, target, outcome), number in sorted(counted.items())]
     lost = sum(row["outcome"] == "lost" for row in result["rows"])
-    total = f"\n\n{len(result['rows'])} kills, {lost} lost."
+    early = sum(row["outcome"] == "it had ended" for row in result["rows"])
+    total = f"\n\n{len(result['rows']) - early} kills in {len(result['rows'])} trials, {lost} lost."
     return grid(["killed in", "killed", "after the same call again", "times"], rows) + total + origin(result)
