@@ -21,7 +21,7 @@ from comparison_tables import (
 )
 from decision_table import decision
 from erasing_tables import erasing, erasing_figures, regrow, regrow_tried
-from federation_tables import kills, million, scale
+from federation_tables import kills, malice, million, scale, server_view
 from result_text import RESULTS, ROOT, depth, grid, origin, read, stale_figures
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -314,6 +314,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "scale": scale,
     "million": million,
     "kills": kills,
+    "malice": malice,
+    "server-view": server_view,
 }
 
 

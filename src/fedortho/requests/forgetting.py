@@ -46,7 +46,7 @@ from fedortho.runs.purge import purge_run
 from fedortho.runs.record import ResultRecord, ServedRecord
 from fedortho.runs.rows import hash_key
 from fedortho.runs.run import Run, open_run
-from fedortho.runs.served import excluded_by, last_request, served_requests
+from fedortho.runs.served import check_unserved, excluded_by, last_request, served_requests
 from fedortho.runs.settings import FederateSettings
 from fedortho.statistics.ledger import forget_lines, load_ledger, rebind_ledger
 from fedortho.storage.files import tensors_digest
@@ -122,6 +122,7 @@ def forget_run(
         details = asked.details
     data = data or run.load_data(data_dir)
     request = run.request(as_request(request, data), hashed=hash_ids)
+    check_unserved(run, request)
     data, step = data.with_key(hash_key(run.path)), Step(details=details, accept=accept)
     where = (data_dir, device)
     if found := find_served(run, request, method, out, undo, step):
@@ -283,13 +284,13 @@ def check_retention(engine: FederatedEngine, served: ServedRequest, run: Run, da
     """Refuse a patch that breaks the budget on images of the server, whatever the clients have counted.
 
     The images are for validation, or for testing where there are no others. The drop must be beyond the budget by three
-    standard deviations. Clients whose statistics stood apart are named.
+    standard deviations. Clients whose statistics stood apart are named. With a ratio that is given there is no budget.
     """
     result = served.result
     budget, images = result.settings.get("max-retain-drop"), data.valid if len(data.valid) else data.test
     gone = [request.classes for request in (result.request, excluded_by(run)) if request is not None]
     images = images.subset(~ForgetRequest(tuple(chain.from_iterable(gone))).mask(images))
-    if not isinstance(budget, float) or not len(images):
+    if not isinstance(budget, float) or result.settings.get("ratio") or not len(images):
         return
     device = next(result.model.parameters()).device
     before, after = (accuracy(model, images, device=device) for model in (run.load_model().to(device), result.model))
