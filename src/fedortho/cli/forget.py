@@ -56,6 +56,7 @@ from fedortho.requests.levels import ForgettingPlan, chosen_method, level_for_ru
 from fedortho.requests.rewind import CannotRewind, RewindPlan, plan_rewind, rewind_run
 from fedortho.requests.tickets import Ticket
 from fedortho.runs.run import Run, open_run
+from fedortho.runs.served import check_unserved
 from fedortho.runs.settings import FederateSettings
 from fedortho.storage.records import to_json
 from fedortho.storage.settings import read_toml
@@ -137,6 +138,7 @@ def forget_command(
         _print_finished(finished, ticket, as_json)
         return
     asked = run.request(parsed, data_dir, hashed=hash_ids)
+    check_unserved(run, asked)
     wishes = read_toml(config) if config else {}
     level, method_name = level or str(wishes.pop("level", "")), method_name or str(wishes.pop("method", ""))
     options = JudgeOptions(audit, (), reference, references, retrain, data_dir=data_dir, device=device)

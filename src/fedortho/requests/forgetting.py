@@ -46,7 +46,7 @@ from fedortho.runs.purge import purge_run
 from fedortho.runs.record import ResultRecord, ServedRecord
 from fedortho.runs.rows import hash_key
 from fedortho.runs.run import Run, open_run
-from fedortho.runs.served import excluded_by, last_request, served_requests
+from fedortho.runs.served import check_unserved, excluded_by, last_request, served_requests
 from fedortho.runs.settings import FederateSettings
 from fedortho.statistics.ledger import forget_lines, load_ledger, rebind_ledger
 from fedortho.storage.files import tensors_digest
@@ -122,6 +122,7 @@ def forget_run(
         details = asked.details
     data = data or run.load_data(data_dir)
     request = run.request(as_request(request, data), hashed=hash_ids)
+    check_unserved(run, request)
     data, step = data.with_key(hash_key(run.path)), Step(details=details, accept=accept)
     where = (data_dir, device)
     if found := find_served(run, request, method, out, undo, step):
