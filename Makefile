@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 FEDERATION := --data fashion-mini --clients 10 --split dirichlet:0.3 --fraction 1 --rounds 6 --batch-size 32 --threads 1 --workers 2
 SAMPLED := --data fashion-mini --clients 20 --split dirichlet:0.3 --fraction 0.1 --rounds 10 --threads 1 --workers 2
 
-.PHONY: help demo test types pytest test-slow docs benchmark clean
+.PHONY: help demo test types pytest test-slow docs benchmark lock sbom clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,6 +69,12 @@ docs: $(VENV)/.docs  ## the documentation as a site, site/index.html; a broken l
 
 benchmark: $(STAMP)  ## overhead of the penalties, in one run (about half an hour on two cores)
 	$(BIN)/python benchmarks/overhead.py
+
+lock: $(STAMP)  ## requirements.lock: the hashes of all pinned packages, from the package index
+	$(BIN)/python scripts/lock.py hashes
+
+sbom: $(STAMP)  ## dist/sbom.cdx.json: all pinned packages with versions, hashes and licences (CycloneDX)
+	$(BIN)/python scripts/lock.py sbom
 
 clean:  ## remove the virtual environment and build files; runs stay
 	rm -rf $(VENV) build site src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -15,6 +15,7 @@ from fedortho.cli.app import app
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PROGRAMS = ("fedortho", "python", "cp", "cmp", "rm", "make", "pip", ".")  # what a line of commands begins with
+PLACEHOLDER = re.compile(r"…|(?<![\w-])[A-Z]{2,}(?![\w-])")  # RUN, DIR, FILE: for the reader to fill in
 COMMAND = typer.main.get_command(app)
 
 

@@ -44,7 +44,9 @@ def test_a_class_is_forgotten_and_the_verdict_says_what_is_left(
     assert 80 < found["after"][1] <= 100
     assert found["retrained"][0] == 0
     assert "Class 3 is " in text
-    assert re.search(r"A linear probe( at \S+)? still finds it in \d+% of images, in one retrained model in \d+%", text)
+    assert re.search(
+        r"A linear probe( at \S+)? still finds it in [\d.]+% of images, in one retrained model in [\d.]+%", text
+    )
     assert re.findall(r"^(C\d) ", text, re.MULTILINE) == ["C1", "C2", "C3", "C4", "C5", "C6"]
     assert "C4 NOT RUN" in text
 

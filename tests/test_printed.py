@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 import pytest
-from printed import DOCS, ROOT, commands, mentioned_commands, parsed
+from printed import DOCS, PLACEHOLDER, ROOT, commands, mentioned_commands, parsed
 
 from fedortho.data.request import ForgetRequest
 from fedortho.data.sources import load_images
@@ -22,7 +22,6 @@ FOLLOWED = [ROOT / "README.md", *(DOCS / name for name in (*ROLES, *STORIES, "tu
 GOES_ON_FROM = {"tutorial.md": ROOT / "Makefile", "comparing.md": DOCS / "networks.md"}
 PHOTOS = ("Ankle boot", "Bag", "Dress", "Shirt", "Sneaker")  # of examples/own_photos
 OWN_DATA = {"networks.md": ("Dress", "Pullover", "T-shirt-top", "Trouser"), "own-model.md": PHOTOS, "audit.md": PHOTOS}
-PLACEHOLDER = re.compile(r"…|(?<![\w-])[A-Z]{2,}(?![\w-])")  # RUN, DIR, FILE: for the reader to fill in
 Runs = dict[str, tuple[str, ...]]  # the classes of each run's data
 
 

@@ -1,6 +1,6 @@
 """The tutorials work as printed: their code is written to files and their commands are run, in order, in one directory.
 
-A line whose error the page shows ends with exit code 2, every other one with 0. `pip` and `make` are not run.
+A line whose error the page shows ends with exit code 2, every other one with 0. Installing is not tried.
 """
 
 import runpy
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from commands import told
-from printed import DOCS, ROOT, Block, blocks, commands
+from printed import DOCS, PLACEHOLDER, ROOT, Block, blocks, commands
 from typer.testing import CliRunner
 
 from fedortho.cli.app import app
@@ -25,6 +25,11 @@ SLOW = {
     "networks.md": ["hide: works", "cannot both be had"],
     "start-flower.md": ["written to runs/fed-class-3"],
 }
+
+
+def is_skipped(line: str) -> bool:
+    """Installing is not tried, nor what the reader has to fill in."""
+    return line.split(maxsplit=1)[0] in ("pip", "make", ".") or bool(PLACEHOLDER.search(line))
 
 
 class Reader:
@@ -41,7 +46,7 @@ class Reader:
                 Path(block.file_name).write_text(block.text)
         printed = []
         for block, after in zip(parts, [*parts[1:], Block("", "")], strict=True):
-            lines = [line for line in block.lines if block.is_commands and line.split()[0] not in ("pip", "make", ".")]
+            lines = [line for line in block.lines if block.is_commands and not is_skipped(line)]
             for line in lines:
                 fails = line == lines[-1] and not after.is_commands and "error: " in after.text
                 printed += [self.type(part, fails=fails) for part in line.split(" && ")]
@@ -92,7 +97,17 @@ def test_the_commands_of_the_readme_run_as_printed(monkeypatch: pytest.MonkeyPat
     assert (tmp_path / "runs" / "first-class-Dress" / "report.html").exists()
 
 
+CHAINS = {  # pages that go on from another, or that a role begins with, and what the last of them prints
+    ("networks.md", "comparing.md"): "logit-mask",
+    ("start-engineer.md", "start-auditor.md"): "applying the patch to the model before reproduces the model after",
+    ("start-researcher.md",): "logit-mask",
+}
+
+
 @pytest.mark.slow
-def test_methods_are_compared_as_printed_where_a_network_of_ones_own_was_trained(reader: Reader) -> None:
-    reader.read(DOCS / "networks.md")
-    assert "logit-mask" in reader.read(DOCS / "comparing.md")
+@pytest.mark.parametrize("names", CHAINS, ids=" ".join)
+def test_pages_that_go_on_from_others_work_as_printed(names: tuple[str, ...], reader: Reader) -> None:
+    *before, last = names
+    for name in before:
+        reader.read(DOCS / name)
+    assert CHAINS[names] in reader.read(DOCS / last)

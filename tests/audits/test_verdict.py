@@ -79,8 +79,8 @@ def verdict(
 
 def test_the_sentence_says_hidden_and_how_far_erased() -> None:
     assert verdict(C1="FAIL").sentence == (
-        "Class cat is no longer predicted (0.0% of its test images are). A linear probe still finds it in 90% "
-        "of images, in one retrained model in 50%: hidden, not erased (failed: C1). Retraining takes about 10 "
+        "Class cat is no longer predicted (0.0% of its test images are). A linear probe still finds it in 90.0% "
+        "of images, in one retrained model in 50.0%: hidden, not erased (failed: C1). Retraining takes about 10 "
         "minutes here."
     )
     assert "hidden, partly erased (failed: C1, C3)" in verdict(probe=(0.7, 0.95, 0.5), C1="FAIL", C3="FAIL").sentence
@@ -96,7 +96,7 @@ def test_what_is_clean_behind_a_stage_only_is_called_that_and_never_passes() -> 
     behind = {"C1": {"depths": ["conv2", "conv3", "fc"], "references": 3}, "C3": {"erased_behind": "conv2"}}
     one = replace(one, audits=tuple(replace(audit, details=behind.get(audit.name, {})) for audit in one.audits))
     assert "hidden, erased behind conv2 only (failed: C3)" in one.sentence
-    assert "in three retrained models on average in 50%" in one.sentence
+    assert "in three retrained models on average in 50.0%" in one.sentence
     assert not one.passes
     both = replace(one.audits[0], outcome="FAIL", details=behind["C1"] | {"erased_behind": "conv3"})
     one = replace(one, audits=(both, *one.audits[1:]))
@@ -156,3 +156,18 @@ def test_what_was_not_tested_is_always_told() -> None:
 )
 def test_a_request_in_words(request_: str, words: str) -> None:
     assert subject_of(ForgetRequest.parse(request_), ["a", "b"]) == words
+
+
+def test_the_answer_says_erased_hidden_or_open_and_how_many_audits_say_so() -> None:
+    assert verdict().answer == "Class cat is erased: 6 of 6 audits passed"
+    assert verdict(C1="FAIL", C3="FAIL").answer == "Class cat is hidden, not erased: 2 of 6 audits failed"
+    assert verdict(0.5, C1="FAIL").answer == "Class cat is still predicted, not erased: 1 of 6 audits failed"
+    undecided = verdict(C1="INCONCLUSIVE", C4="NOT RUN")
+    assert undecided.answer == "Class cat is hidden; whether it is erased is open: 4 of 6 audits passed"
+    alone = replace(undecided, has_reference=False)
+    assert alone.answer.endswith("whether it is erased is open: there is no retrained model")
+    unaudited = verdict(**dict.fromkeys(NAMES, "NOT RUN"))
+    assert unaudited.answer.endswith("is open: no audit was run")
+    assert verdict(retention="FAIL").answer.startswith("Class cat is forgotten at a price")
+    client = replace(verdict(C3="FAIL"), subject="client 3")
+    assert client.answer == "Client 3 is not erased: 1 of 6 audits failed"

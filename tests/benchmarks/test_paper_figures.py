@@ -92,7 +92,7 @@ def test_the_title_names_the_kernel_that_stands_out_and_what_is_left() -> None:
     after[0, 0] = 4.5
     shown = activations.KernelResponses("orthogonal", before, after, (0, 1))
     figure = activations.activation_figure([shown], ["cat", "dog", "cow"], [0])
-    told = "exceeds the other classes by at most 7.0 sd in the orthogonal model (kernel 1, which keeps 50 %"
+    told = "exceeds the other classes by at most 7.0 sd in the orthogonal model (kernel 1, which keeps 50.0 %"
     assert finding_of(figure).startswith(f"Cat {told}")
 
 

@@ -1,3 +1,4 @@
+import io
 import json
 import runpy
 import shutil
@@ -9,9 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
+from test_api import commands
 
 from fedortho import __version__
 from fedortho.cli import app as cli
+from fedortho.cli.console import words_table
 from fedortho.errors import FedOrthoError
 from fedortho.models.zoo import build_model
 from fedortho.runs.run import open_run
@@ -82,6 +86,7 @@ def test_import_makes_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         (("train", "--config", "/"), "Is a directory"),
         (("train", "--epoch", "3"), "No such option"),
         (("train", "--epochs", "three"), "'three'"),
+        (("train", "--epochs", "0"), "at least 1"),
         (("train", "--lr", "nan"), "lr"),
         (("train", "--model", ":f"), "package.module:function"),
         (("train", "--device", "cpu:x"), "cpu:x"),
@@ -149,6 +154,8 @@ def test_forget_writes_a_new_run_that_can_be_undone_and_forget_again(
     assert not any(bool(sums[3].any()) for sums in ledger.sums.values())
     assert run(monkeypatch, "forget", second, "class:5", *budget, "--audit", "none", "--out", third) == 0
     assert "forget accuracy of all requests: class:3" in capsys.readouterr().out
+    assert run(monkeypatch, "forget", third, "class:3", *budget) == 2
+    assert "has already forgotten class:3, by hide; for another level" in " ".join(capsys.readouterr().err.split())
     assert [served.request for served in open_run(third).record.requests] == ["class:3", "class:5"]
     assert run(monkeypatch, "undo", second, undo, "--out", tmp_path / "back") == 0
     assert open_run(tmp_path / "back").record.model == open_run(first).record.model
@@ -212,6 +219,7 @@ def test_every_method_forgets_with_hyper_parameters_of_its_own(
         (("--set", "target=0.1"), "no setting 'target'"),
         (("--set", "lr"), "NAME=VALUE"),
         (("--set", "epochs=few"), "'few'"),
+        (("--set", "epochs=0"), "epochs of finetune is 0; expected at least 1"),
         (("--settings", "fast"), "published, short, tuned"),
         (("--level", "erase"), "level erase and method finetune are both given"),
         (("--retrain",), "--retrain"),
@@ -297,7 +305,7 @@ def test_an_interrupted_training_says_how_to_go_on(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     told = process.communicate(timeout=60)[1]
     assert process.returncode == 130
-    assert "continues" in told
+    assert "interrupted; the same command continues after the last finished epoch" in told
     assert "Traceback" not in told
 
 
@@ -400,3 +408,84 @@ def test_the_help_of_a_command_tells_what_its_arguments_are(
     shown = capsys.readouterr().out
     assert "a run directory" in shown, "not with every version of click and typer"
     assert "client:3" in shown
+
+
+def test_every_command_has_a_short_help_flag_and_the_exit_codes_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in ([], *(name.split() for name in sorted(commands()))):
+        assert run(monkeypatch, *words, "-h") == 0, words
+        shown = capsys.readouterr().out
+        assert "Usage: fedortho" in shown
+        assert ("130 interrupted" in shown) == (words == [])
+    page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
+    assert all(f"| {code} |" in page for code in (0, 1, 2, cli.INTERRUPTED))
+
+
+def test_quiet_leaves_errors_and_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("data", "ls", "digits", "--limit", "1")
+    assert run(monkeypatch, *words, "--quiet") == 0
+    assert capsys.readouterr() == ("", "")
+    assert run(monkeypatch, *words, "--json", "--quiet") == 0
+    assert len(json.loads(capsys.readouterr().out)) == 1
+    assert run(monkeypatch, "--quiet", "evaluate", "/nowhere") == 2
+    assert "/nowhere" in capsys.readouterr().err
+    assert run(monkeypatch, *words) == 0
+    assert "sha256" in capsys.readouterr().out, "only the line that asks for it is quiet"
+
+
+def test_a_quiet_training_prints_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = ("--model", "small:TinyNet", "--out", tmp_path / "run")
+    assert run(monkeypatch, "train", *QUICK, *out, "--quiet") == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_shell_can_complete_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("_FEDORTHO_COMPLETE", "complete_bash")
+    monkeypatch.setenv("_TYPER_COMPLETE_ARGS", "fedortho fo")
+    monkeypatch.setenv("COMP_WORDS", "fedortho fo")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    assert run(monkeypatch) == 0
+    assert capsys.readouterr().out.split() == ["forget"]
+    monkeypatch.delenv("_FEDORTHO_COMPLETE")
+    assert run(monkeypatch, "-h") == 0
+    assert "--install-completion" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "called", "told"),
+    [
+        (("results", "."), "fedortho.cli.show.list_runs", "nothing was written"),
+        (("judge", "run"), "fedortho.cli.verdict.open_run", "no verdict was written"),
+        (("compare", "run", "class:3"), "fedortho.cli.methods.open_run", "finished parts are kept"),
+        (("forget", "run", "class:3"), "fedortho.cli.forget.open_run", "does what is not written yet"),
+    ],
+)
+def test_an_interruption_says_what_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+    called: str,
+    told: str,
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(called, interrupt)
+    assert run(monkeypatch, *words) == 130
+    assert told in capsys.readouterr().err
+
+
+def test_a_table_fits_eighty_columns_and_cuts_nothing() -> None:
+    line = ("12", "2026-11-17 09:59:03", "executed", "a-run-of-a-long-name-hidden", "class:Ankle boot,Bag", "1f55f6ee")
+    console = Console(width=80, file=io.StringIO())
+    console.print(words_table(("", "time", "event", "run", "request", "after"), [line]))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert max(map(len, text.splitlines())) <= 80
+    assert "2026-11-17 09:59:03" in text
+    assert "…" not in text
+    letters = "".join(text.split())
+    assert all(letters.count(letter) >= "".join(line).count(letter) for letter in set("".join(line)) - {" "})

@@ -14,8 +14,9 @@ from verdicts import EVIL, RECORD
 
 from fedortho.data.request import ForgetRequest
 from fedortho.reports.gallery import audit_pictures
-from fedortho.reports.page import Report, render
+from fedortho.reports.page import render
 from fedortho.reports.pictures import Example, Gallery
+from fedortho.reports.summary import Report
 from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
 
@@ -25,7 +26,6 @@ pytestmark = pytest.mark.skipif(
     CHROMIUM is None or DRIVER is None,
     reason="chromium and chromedriver are not installed: apt-get install chromium chromium-driver",
 )
-NORMS = "norms batch-norm and kernel-norm attacks"
 FLAGS = (
     "--headless=new",
     "--no-sandbox",
@@ -33,6 +33,7 @@ FLAGS = (
     "--disable-dev-shm-usage",
     "--disable-background-networking",
 )
+BOXES = "return [...document.querySelectorAll('.scroll')].map((b) => [b.scrollWidth, b.clientWidth])"
 CONTRAST = """
 const light = (text) => {
   const [r, g, b] = text.match(/[0-9.]+/g).slice(0, 3)
@@ -46,7 +47,7 @@ const ground = (element) => {
   }
   return "rgb(255, 255, 255)";
 };
-return [...document.querySelectorAll("p, li, td, th, h1, h2, h3, a, caption, figcaption, span, button")]
+return [...document.querySelectorAll("p, li, td, th, h1, h2, h3, dt, dd, a, caption, figcaption, span, button")]
   .filter((e) => e.textContent.trim() && e.offsetParent !== null)
   .map((e) => {
     const [a, b] = [light(getComputedStyle(e).color), light(ground(e))].sort((x, y) => y - x);
@@ -67,7 +68,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Image.new("L", (8, 8), 200).save(out, "PNG")
     examples = tuple(Example(out.getvalue(), EVIL, EVIL, str(number)) for number in range(5))
     gallery = Gallery((), examples, examples, ("something is missing",))
-    text = render(Report(run, ForgetRequest.parse("class:9"), RECORD, gallery, tuple(audit_pictures(RECORD.audits))))
+    judged = replace(RECORD, subject=f"class {EVIL}")
+    text = render(Report(run, ForgetRequest.parse("class:9"), judged, gallery, tuple(audit_pictures(RECORD.audits))))
     (place / "report.html").write_text(text, encoding="utf-8")
     return place / "report.html"
 
@@ -92,7 +94,7 @@ def opened(browser: Any, page: Path) -> Any:
     return browser
 
 
-def show(browser: Any, page: Path, width: int = 1100, scheme: str = "light") -> None:
+def show(browser: Any, page: Path, width: int = 1100, scheme: str = "light", *, unfold: bool = True) -> None:
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     features = [{"name": "prefers-color-scheme", "value": scheme}]
@@ -100,6 +102,8 @@ def show(browser: Any, page: Path, width: int = 1100, scheme: str = "light") -> 
     browser.get_log("browser")
     browser.get_log("performance")
     browser.get(page.as_uri())
+    if unfold:
+        browser.execute_script("document.querySelectorAll('details').forEach((part) => { part.open = true; })")
 
 
 def column(browser: Any, table: int, place: int) -> list[str]:
@@ -124,7 +128,7 @@ def place_of(browser: Any, caption: str) -> int:
 
 
 def test_it_opens_from_disk_without_a_complaint_and_without_the_network(opened: Any) -> None:
-    assert opened.title.startswith("Forgetting class <script>"), "shown as it is"
+    assert opened.title.startswith("Class <script>"), "shown as it is"
     assert opened.get_log("browser") == []
     asked = [entry["message"] for entry in opened.get_log("performance")]
     asked = [message for message in asked if '"Network.requestWillBeSent"' in message]
@@ -152,33 +156,51 @@ def test_links_go_to_parts_that_exist_and_headings_are_in_order(opened: Any) -> 
 
 
 def test_a_table_is_sorted_by_a_click_and_back_by_another(opened: Any) -> None:
-    audits = place_of(opened, "Audits")
-    assert column(opened, audits, 0) == ["probe", NORMS, "relearn"]
-    seconds = head(opened, audits, 8)
-    button = seconds.find_element("css selector", "button")
+    costs = place_of(opened, "Cost of forgetting")
+    assert column(opened, costs, 1)[:4] == ["2.0 s", "1,500", "0", "1.00 GFLOPs"]
+    amounts = head(opened, costs, 1)
+    button = amounts.find_element("css selector", "button")
     button.click()
-    assert column(opened, audits, 0) == ["relearn", NORMS, "probe"]
-    assert seconds.get_attribute("aria-sort") == "ascending"
+    assert column(opened, costs, 1)[-4:] == ["2.0 s", "1,500", "1.00 GFLOPs", "1.00 GFLOPs"], "by value, not by text"
+    assert amounts.get_attribute("aria-sort") == "ascending"
     button.click()
-    assert column(opened, audits, 0) == ["probe", NORMS, "relearn"]
-    assert seconds.get_attribute("aria-sort") == "descending"
+    assert column(opened, costs, 1)[:3] == ["1.00 GFLOPs", "1.00 GFLOPs", "1,500"]
+    assert amounts.get_attribute("aria-sort") == "descending"
 
 
 def test_a_table_is_sorted_by_the_keyboard_and_what_is_not_known_stays_last(opened: Any) -> None:
-    audits = place_of(opened, "Audits")
-    button = head(opened, audits, 3).find_element("css selector", "button")
+    metrics = place_of(opened, "Metrics and their ideal values")
+    button = head(opened, metrics, 1).find_element("css selector", "button")
     opened.execute_script("arguments[0].focus()", button)
     button.send_keys("\ue007")  # enter
-    assert column(opened, audits, 3) == ["0", "0.3", "–"]
+    assert column(opened, metrics, 1) == ["1.2 %", "! ERROR"]
     button.send_keys(" ")
-    assert column(opened, audits, 3) == ["0.3", "0", "–"]
+    assert column(opened, metrics, 1) == ["1.2 %", "! ERROR"]
+
+
+def test_what_is_folded_opens_from_the_contents_and_in_print(browser: Any, page: Path) -> None:
+    show(browser, page, unfold=False)
+    is_open = "return [...document.querySelectorAll('details')].map((d) => d.open)"
+    assert browser.execute_script(is_open) == [False] * 3
+    browser.find_element("css selector", "nav a[href='#costs']").click()
+    assert browser.execute_script(is_open) == [False, True, False]
+    browser.execute_cdp_cmd("Page.printToPDF", {})
+    assert browser.execute_script(is_open) == [True] * 3
+
+
+def test_an_audit_has_a_scale_inside_its_card(opened: Any) -> None:
+    places = opened.execute_script(
+        "return [...document.querySelectorAll('.scale')].map((s) => [s, s.querySelector('.model')]"
+        ".map((e) => e.getBoundingClientRect()).map((b) => [b.left, b.right]))"
+    )
+    assert len(places) == 2, "the audit that was not run has none"
+    for (left, right), (bar_left, bar_right) in places:
+        assert left <= bar_left < bar_right <= right
 
 
 def test_tables_and_figures_are_whole_on_a_wide_screen(opened: Any) -> None:
-    boxes = opened.execute_script(
-        "return [...document.querySelectorAll('.scroll')].map((b) => [b.scrollWidth, b.clientWidth])"
-    )
-    assert len(boxes) == 9
+    boxes = opened.execute_script(BOXES)
+    assert len(boxes) == 8
     assert all(inside <= box for inside, box in boxes)
 
 
@@ -202,6 +224,8 @@ def test_a_figure_fits_a_phone_and_a_tap_enlarges_it(browser: Any, page: Path) -
     assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
     rows = browser.execute_script("return [...document.querySelectorAll('tbody th')].map((h) => h.clientWidth)")
     assert min(rows[:5]) >= 150, "names of metrics are not squeezed into one word a line"
+    boxes = browser.execute_script(BOXES)
+    assert all(inside <= box for inside, box in boxes[2:]), "tables are whole, too; the first box has a large figure"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -85,14 +85,14 @@ def test_attention_left_is_told_for_the_class_and_the_others(toy: Images) -> Non
     before = torch.ones(4, 8, 8)
     after = before * torch.tensor([0.05, 1.0, 0.9, 1.1]).view(4, 1, 1)
     figure = attention.grad_cam_figure(toy.subset(range(4)), {"VGG": (before, after)}, [0])
-    assert finding_of(figure).endswith("attention to 0 that is left: 5.0 % in VGG (others: 100 %)")
+    assert finding_of(figure).endswith("attention to 0 that is left: 5.0 % in VGG (others: 100.0 %)")
     assert len(figure.axes) == 12
 
 
 def test_the_frontier_marks_what_was_chosen() -> None:
     points = [results.Point(0.2, 0.0, 0.8), results.Point(0.01, 0.9, 0.85), results.Point(0.1, 0.004, 0.84)]
     figure = results.frontier_figure(points, points[2], target=0.01, least=0.83)
-    assert finding_of(figure) == "Editing 10 % of the kernels leaves 0.4 % forget accuracy and 84 % retain accuracy"
+    assert finding_of(figure) == "Editing 10.0 % of the kernels leaves 0.4 % forget accuracy and 84.0 % retain accuracy"
     assert list(figure.axes[0].lines[0].get_xdata()) == [0.01, 0.1, 0.2], "in the order of ratios"
 
 
@@ -100,7 +100,7 @@ def test_classes_and_confusion_tell_what_moved_where() -> None:
     before, after = scored([9, 1, 0], [0, 10, 0], [0, 2, 8]), scored([0, 3, 7], [0, 9, 1], [0, 0, 10])
     names = ["cat", "dog", "cow"]
     told = finding_of(results.class_accuracy_figure(before, after, names, [0], reference=before))
-    assert told == "Cat falls from 90 % to 0 %; of the retained classes dog loses most, 10.0 points"
+    assert told == "Cat falls from 90.0 % to 0.0 %; of the retained classes dog loses most, 10.0 points"
     told = finding_of(results.confusion_figure(before, after, names, [0]))
     assert told.startswith("Images of cat are now most often called cow (+70 points); the shares of predictions")
     assert results.confusion_change(before, after)[2].tolist() == pytest.approx([0, -0.2, 0.2])
@@ -126,18 +126,18 @@ def test_confidence_is_the_probability_of_the_own_class(tiny: TinyNet, toy: Imag
     figure = results.confidence_figure(
         {"original": torch.tensor([1.0, 0.8]), "unlearned": torch.tensor([0.0, 0.0])}, "cat"
     )
-    assert finding_of(figure) == "Mean confidence in cat: before 90 %, after forgetting 0 %"
+    assert finding_of(figure) == "Mean confidence in cat: before 90.0 %, after forgetting 0.0 %"
 
 
 def test_probes_are_told_by_role() -> None:
     told = finding_of(recovery.probe_figure({"unlearned": {"a": 0.2, "b": 0.6}, "reference": {"a": 0.2, "b": 0.5}}))
-    assert told.endswith("after forgetting 60 %, retrained without it 50 %")
+    assert told.endswith("60.0 % after forgetting, 50.0 % retrained without it")
 
 
 def test_training_is_told_in_epochs_or_in_rounds() -> None:
     rising = [epoch(0, 0.4, 5), epoch(1, None, 5), epoch(2, 0.8, 5)]
     figure = results.training_figure({"ours": rising, "theirs": [epoch(0, 0.1, 5)]})
-    assert finding_of(figure) == "Validation accuracy after the last round: ours 80 %, theirs 10 %"
+    assert finding_of(figure) == "Validation accuracy after the last round: ours 80.0 %, theirs 10.0 %"
     assert list(figure.axes[0].lines[0].get_xdata()) == [1, 3], "counted from one"
     assert "epoch" in finding_of(results.training_figure({"ours": [epoch(0, 0.4)]}))
 
@@ -172,7 +172,7 @@ def test_the_last_layer_of_a_residual_network_is_no_shortcut() -> None:
 
 def test_a_real_evaluation_can_be_drawn(tiny: TinyNet, toy: Images) -> None:
     score = evaluate(tiny, toy)
-    assert finding_of(results.confusion_figure(score, score, toy.names, [1])).endswith("change by 0 %")
+    assert finding_of(results.confusion_figure(score, score, toy.names, [1])).endswith("change by 0.0 %")
 
 
 ODD = (

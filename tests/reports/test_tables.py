@@ -26,13 +26,13 @@ def test_a_metric_that_failed_shows_its_error() -> None:
 def test_every_part_of_a_cost_has_a_row_and_no_cost_has_none() -> None:
     rows = costs_table(Cost(2.0, 1, 3, 1e9, 4, 7, 5, kept_flops=4e8)).rows
     assert [row[1].value for row in rows] == [2.0, 1.0, 3.0, 1e9, 6e8, 4.0, 7.0, 5.0]
-    assert rows[3][0].text == "floating-point operations, everything counted"
+    assert (rows[3][0].text, rows[3][1].text) == ("computation, everything counted", "1.00 GFLOPs")
     assert costs_table(None).rows == ()
 
 
 def test_settings_without_a_value_are_a_dash() -> None:
-    rows = settings_table("s", {"a": {"b": None}, "c": 0}).rows
-    assert [[cell.text for cell in row] for row in rows] == [["a.b", "–"], ["c", "0"]]
+    rows = settings_table("s", {"a": {"b": None}, "c": 0, "d": -1e30}).rows
+    assert [[cell.text for cell in row] for row in rows] == [["a.b", "–"], ["c", "0"], ["d", "–"]]
 
 
 def test_numbers_are_written_for_people() -> None:

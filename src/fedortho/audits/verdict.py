@@ -28,7 +28,14 @@ NEVER_TESTED = (
     "whether a law is satisfied: this is evidence, not a legal finding",
 )
 TRAINED_ANEW = ("regrow", "retrain", "retrain-plain")  # methods beyond which only retraining erases more
-DERIVED = ("sentence", "label", "passes", "advice", "not-tested")  # written for readers of the file, computed anew here
+DERIVED = (
+    "answer",
+    "sentence",
+    "label",
+    "passes",
+    "advice",
+    "not-tested",
+)  # written for readers of the file, computed anew here
 
 
 def _from_schema_2(value: dict[str, Any]) -> dict[str, Any]:
@@ -103,6 +110,26 @@ class Verdict:
     def failed(self) -> list[str]:
         """Names of the audits that failed or raised an error."""
         return [result.name for result in self.results if result.outcome in ("FAIL", "ERROR")]
+
+    @property
+    def answer(self) -> str:
+        """The verdict in a title: erased, hidden and not erased, or open, with the number of audits that say so."""
+        named, number = self.subject[:1].upper() + self.subject[1:], len(self.audits)
+        outcomes = Counter(audit.outcome for audit in self.audits)
+        if self.passes:
+            return f"{named} is erased: {number} of {number} audits passed"
+        state = f"{named} is {'hidden' if _is_hidden(self) else 'still predicted'}" if _is_one_class(self) else named
+        if outcomes["FAIL"]:
+            joined = f"{state}, not erased" if _is_one_class(self) else f"{named} is not erased"
+            return f"{joined}: {outcomes['FAIL']} of {number} audits failed"
+        if self.failed == ["retention"]:
+            return f"{named} is forgotten at a price: accuracy on the retain set has suffered"
+        if self.is_qualified:
+            return f"{state}; the method is qualified on other classes, this one has no retrained model to compare with"
+        known = f"{outcomes['PASS']} of {number} audits passed" if self.has_reference else "there is no retrained model"
+        return (
+            f"{state}; whether it is erased is open: {'no audit was run' if outcomes['NOT RUN'] == number else known}"
+        )
 
     @property
     def sentence(self) -> str:
@@ -188,6 +215,11 @@ def _is_one_class(verdict: Verdict) -> bool:
     return verdict.subject.startswith("class") and " and " not in verdict.subject
 
 
+def _is_hidden(verdict: Verdict) -> bool:
+    metric = verdict.metric("forget-accuracy")
+    return metric is not None and (metric.value or 0.0) <= HIDDEN
+
+
 def _accuracy_sentence(verdict: Verdict) -> str:
     metric, named = verdict.metric("forget-accuracy"), verdict.subject[:1].upper() + verdict.subject[1:]
     if metric is None or metric.value is None:
@@ -208,9 +240,9 @@ def _audit_sentence(verdict: Verdict) -> str:
     if probe is None or probe.unlearned is None:
         return f"{conclusion[:1].upper()}{conclusion[1:]}."
     models = f"{_retrained(verdict)} on average" if _references(verdict) > 1 else _retrained(verdict)
-    reference = "" if probe.reference is None else f", in {models} in {probe.reference:.0%}"
+    reference = "" if probe.reference is None else f", in {models} in {probe.reference:.1%}"
     depth = f" at {entry}" if (entry := probe.details.get("depth")) else ""
-    return f"A linear probe{depth} still finds it in {probe.unlearned:.0%} of images{reference}: {conclusion}."
+    return f"A linear probe{depth} still finds it in {probe.unlearned:.1%} of images{reference}: {conclusion}."
 
 
 def _conclusion(verdict: Verdict) -> str:
@@ -258,8 +290,7 @@ def _depth(verdict: Verdict) -> str:
         return "audits ended in errors, so nothing is known"
     if not _is_one_class(verdict):
         return "it differs from a model that was never trained on it"
-    metric, probe = verdict.metric("forget-accuracy"), verdict.audit("C1")
-    hidden = "hidden" if metric is not None and (metric.value or 0.0) <= HIDDEN else "not hidden"
+    probe, hidden = verdict.audit("C1"), "hidden" if _is_hidden(verdict) else "not hidden"
     if verdict.failed == ["C5"] and probe is not None and probe.outcome == "PASS":
         return (
             f"{hidden}, and no more readable than in {_retrained(verdict)}, but the features differ from such a model's"

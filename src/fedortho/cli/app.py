@@ -7,11 +7,10 @@ import traceback
 from importlib.metadata import version
 from typing import Annotated, NoReturn
 
-import click
 import typer
 from rich.logging import RichHandler
 
-from fedortho.cli.console import err, one_line, warn
+from fedortho.cli.console import err, one_line, out, warn
 from fedortho.cli.data import data_app
 from fedortho.cli.evidence import bundle_app, journal_app
 from fedortho.cli.forget import forget_command, undo_command
@@ -24,8 +23,30 @@ from fedortho.cli.verdict import audit_command, judge_command
 from fedortho.errors import FedOrthoError, first_line
 from fedortho.runs.run import open_run
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+EXIT_CODES = (
+    "Exit codes: 0 done; 1 the answer is no (check, judge --strict), or a defect of fedortho; "
+    "2 refused, one line says why; 130 interrupted, one line says what goes on. --json: what a script reads."
+)
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=EXIT_CODES,
+)
 INTERRUPTED = 130  # typer's exit code after ctrl-C
+USAGE_ERROR = typer.BadParameter.__bases__[0]  # of click, or of the copy of click in newer versions of typer
+ANYWHERE = ("--debug", "--trust-code", "--quiet")  # so that they can be appended to a command that failed
+KEPT = "finished parts are kept, and the same command does the rest"
+GOES_ON = {  # after ctrl-C
+    "train": "the same command continues after the last finished epoch",
+    "federate": "the same command continues after the last complete round",
+    **dict.fromkeys(("compare", "tune", "qualify", "reproduce"), KEPT),
+    **dict.fromkeys(
+        ("judge", "audit"), "no verdict was written; the same command begins again, but for finished references"
+    ),
+    "forget": "the same command does what is not written yet, an edit under way from its beginning",
+    **dict.fromkeys(("import", "sync", "deploy"), "the same command begins again"),
+}
 
 
 class PlainFormatter(logging.Formatter):
@@ -39,34 +60,36 @@ def main() -> None:
     """Run the command; an error that a user can mend becomes one line and exit code 2, any other one exit code 1."""
     handler = RichHandler(console=err, show_time=False, show_path=False)
     handler.setFormatter(PlainFormatter("%(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    out.quiet = "--quiet" in sys.argv
+    logging.basicConfig(level=logging.WARNING if out.quiet else logging.INFO, handlers=[handler])
     if "" not in sys.path:
         sys.path.append("")  # --model package.module:function is also looked for in the working directory
-    debug = "--debug" in sys.argv  # both anywhere on the line, so that they can be appended to a command that failed
-    words = [word for word in sys.argv[1:] if word not in ("--debug", "--trust-code")]
+    debug, words = "--debug" in sys.argv, [word for word in sys.argv[1:] if word not in ANYWHERE]
     try:
         for place in words if "--trust-code" in sys.argv else ():  # runs that the line names, and no others
             if os.path.isfile(f"{place.rpartition('=')[2]}/run.json"):
                 open_run(place.rpartition("=")[2], trust_code=True)
         code = app(words, standalone_mode=False)
-    except click.exceptions.NoArgsIsHelpError as error:
-        error.show()
-        sys.exit(2)
+    except typer.Abort:
+        code = INTERRUPTED
     except Exception as error:  # the last resort: whatever it is, the user sees one line
+        if type(error).__name__ == "NoArgsIsHelpError":  # its help is its message
+            error.show()  # type: ignore[attr-defined]  # an error of click
+            sys.exit(2)
         for part in traceback.format_exception(error) if debug else ():
             for line in part.splitlines() if part.startswith("  File") else [part.strip()]:  # a message is one line
                 warn(line)
         _refuse(error)
     if code == INTERRUPTED:
-        warn("interrupted; finished parts are kept, and the same command continues an unfinished training")
+        warn(f"interrupted; {GOES_ON.get(next(iter(words), ''), 'nothing was written')}")
     sys.exit(code)
 
 
 def _refuse(error: Exception) -> NoReturn:
     """Print an error as one line and exit: with 2 if the user can mend it, with 1 if it is a defect of fedortho."""
     message, code = str(error), 2
-    if isinstance(error, click.ClickException):
-        message = error.format_message()
+    if isinstance(error, USAGE_ERROR):
+        message = error.format_message()  # type: ignore[attr-defined]  # an error of click
     elif isinstance(error, MemoryError):
         message = "there is not enough memory; use a machine with more, or smaller data"
     elif isinstance(error, OSError):
@@ -87,6 +110,9 @@ def _print_version(wanted: bool) -> None:
 def common(
     _version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and exit")
+    ] = False,
+    _quiet: Annotated[
+        bool, typer.Option("--quiet", help="print errors, warnings and --json only; allowed anywhere on the line")
     ] = False,
     _debug: Annotated[
         bool, typer.Option("--debug", help="print the traceback of an error; allowed anywhere on the command line")

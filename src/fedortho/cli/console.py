@@ -28,6 +28,7 @@ from fedortho.unlearning.trials import Trial
 
 out = Console(emoji=False)  # class:Dress: is not an emoji
 err = Console(stderr=True, emoji=False)
+SHORT = 10  # characters that stay on one line
 LONGEST = 20_000  # characters of a line
 
 
@@ -143,9 +144,14 @@ def frontier_table(frontier: Sequence[Trial]) -> Table:
 
 
 def words_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
-    """A narrow table of words: the first column left-aligned, the others right-aligned."""
+    """A narrow table of words: the first column left-aligned, the others right-aligned.
+
+    A narrow terminal folds long names; numbers and dates stay whole, and nothing is cut.
+    """
     table = _filled(Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False), header, lines)
-    table.columns[0].no_wrap = True
+    for column, cells in zip(table.columns, zip(*lines, strict=True), strict=False):
+        longest, is_date = max(map(len, cells)), all(cell[:1].isdigit() for cell in cells)
+        column.overflow, column.min_width = "fold", longest if longest <= SHORT or is_date else None
     return table
 
 
@@ -238,7 +244,8 @@ class PlainColumn(TextColumn):
 def bars() -> Iterator[Bars]:
     columns = (PlainColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     news = PlainColumn("{task.fields[news]}")
-    with Bars(*columns, news, console=err, transient=True, disable=not err.is_terminal) as shown:
+    console = Console(quiet=True) if out.quiet else err  # lines of epochs and rounds go there, too
+    with Bars(*columns, news, console=console, transient=True, disable=not console.is_terminal) as shown:
         yield shown
 
 

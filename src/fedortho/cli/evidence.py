@@ -75,10 +75,9 @@ def journal_show(place: Place = Path("runs"), as_json: AsJson = False) -> None:
     if as_json:
         say_json([asdict(entry) for entry in entries])
         return
-    header = ("entry", "time", "event", "run", "request", "before", "after")
+    header = ("", "time (UTC)", "event", "run", "request", "after")
     lines = [
-        (str(e.number), e.time, e.event, e.run, e.request, (e.before or "–")[:12], (e.after or "–")[:12])
-        for e in entries
+        (str(e.number), e.time[:19].replace("T", " "), e.event, e.run, e.request, (e.after or "–")[:8]) for e in entries
     ]
     out.print(words_table(header, lines))
 

@@ -56,6 +56,7 @@ from fedortho.requests.levels import ForgettingPlan, chosen_method, level_for_ru
 from fedortho.requests.rewind import RewindPlan, find_rewind, rewind_run
 from fedortho.requests.tickets import Ticket
 from fedortho.runs.run import Run, open_run
+from fedortho.runs.served import check_unserved
 from fedortho.storage.records import to_json
 from fedortho.storage.settings import read_toml
 from fedortho.unlearning.calibrate import Refused
@@ -96,6 +97,9 @@ def forget_command(
     backend: Backend = "inprocess",
     deployment: Deployment = None,
     timeout: Timeout = 0.0,
+    sums: Annotated[
+        str, typer.Option(help="of a federation: open or masked sums of clients (default: as it was trained)")
+    ] = "",
     audit: Budget = "quick",
     reference: Reference = None,
     references: References = None,
@@ -128,7 +132,7 @@ def forget_command(
 ) -> None:
     """Make the model of a run forget and judge the result; writes a new run directory and leaves RUN as it is."""
     run, parsed = (
-        open_run(run_path).at(recipe=read_recipe(recipe), timeout=timeout),
+        open_run(run_path).at(recipe=read_recipe(recipe), timeout=timeout, sums=sums),
         ForgetRequest.parse(shlex.join(request)),
     )
     out = out_path or run_path.with_name(f"{run_path.name}-{run.hashed(parsed, hash_ids).word}")
@@ -136,6 +140,7 @@ def forget_command(
         _print_finished(finished, ticket, as_json)
         return
     asked = run.request(parsed, data_dir, hashed=hash_ids)
+    check_unserved(run, asked)
     wishes = read_toml(config) if config else {}
     level, method_name = level or str(wishes.pop("level", "")), method_name or str(wishes.pop("method", ""))
     options = JudgeOptions(audit, (), reference, references, retrain, data_dir=data_dir, device=device)

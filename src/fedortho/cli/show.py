@@ -80,6 +80,9 @@ def check_command(
 
 def report_command(
     run_path: RunPath,
+    request: Annotated[
+        str, typer.Argument(metavar="REQUEST", help="a request served or refused on RUN (default: the judged or last)")
+    ] = "",
     out_path: Annotated[
         Path | None, typer.Option("--out", help="the HTML file to write (default: RUN/report.html)")
     ] = None,
@@ -89,11 +92,12 @@ def report_command(
     data_dir: DataDir = "",
     device: Device = "auto",
 ) -> None:
-    """Write one HTML page: verdict, numbers, figures, images, audits, costs, and what was not tested."""
+    """Write one HTML page: the answer, four numbers, figures, audits, images, and what was not tested."""
     with bars() as shown:
         shown.add_task("drawing", total=None, news="")
         path = write_report(
             run_path,
+            request or None,
             out=out_path,
             original=original,
             reference=reference,
@@ -124,7 +128,5 @@ def results_command(
         if directory:
             say(f"{directory}:")
         table = words_table(COLUMNS, [row.words() for row in inside])
-        for number, column in enumerate(table.columns):  # a narrow terminal folds names and keeps numbers whole
-            column.no_wrap, column.overflow = number > 1, "fold"
         console.print(table)
     say("forget, retain, test: accuracy; probe: recall of a linear probe; failed: audits; – not measured")

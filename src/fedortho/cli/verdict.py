@@ -127,7 +127,8 @@ def _rounds(run: Run, text: str) -> list[int]:
 def print_verdict(verdict: Verdict, *, whole: bool = True) -> None:
     """The verdict as one page; unless `whole` without metrics, cost and what was not tested."""
     say("")
-    say((verdict.sentence, "bold"))
+    say((verdict.answer, "bold"))
+    say(verdict.sentence)
     say(f"audits: {verdict.label}")
     if verdict.advice:
         say((verdict.advice, "yellow"))

@@ -27,8 +27,9 @@ from fedortho.evidence.bundle import lines_about
 from fedortho.evidence.contents import Bundle
 from fedortho.evidence.findings import Findings
 from fedortho.reports.gallery import NO_ORIGINAL, NO_REFERENCE, audit_pictures, draw_gallery
-from fedortho.reports.page import Report, render
+from fedortho.reports.page import render
 from fedortho.reports.redaction import LEFT_OUT, without_images
+from fedortho.reports.summary import Report
 from fedortho.requests.forgetting import ServedRequest
 from fedortho.requests.references import case_of, find_references
 from fedortho.runs.derived import build_derived
@@ -202,7 +203,8 @@ def check_report(found: Findings, bundle: Bundle, derived: Run, again: Repeated)
         images=f'<p class="soft">{LEFT_OUT}</p>' in page,
     )
     pictures = tuple(audit_pictures(bundle.verdict.audits)) if bundle.verdict is not None else ()
-    rendered = without_images(render(Report(derived, request, bundle.verdict, gallery, pictures)))
+    report = Report(derived, request, bundle.verdict, gallery, pictures, bundle.chain.entries)
+    rendered = without_images(render(report))
     told, mine = _lines(page), _lines(rendered)
     if not beside and NO_REFERENCE not in words:
         told, mine = _without_figures(told), _without_figures(mine)

@@ -144,8 +144,10 @@ def add_observations(
         for first, second in zip(row, added_row, strict=True):
             if second is None:
                 continue
-            if first.sums.keys() != second.sums.keys() or first.counts.shape != second.counts.shape:
+            if first.sums.keys() != second.sums.keys():
                 raise BadReply("its sums are of other layers or labels")
+            if first.counts.shape != second.counts.shape:
+                raise BadReply("its counts are of other labels")
             if any(second.sums[key].shape != value.shape for key, value in first.sums.items()):
                 raise BadReply("its sums have other shapes")
     return [

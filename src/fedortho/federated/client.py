@@ -10,6 +10,7 @@ from fedortho.errors import FedOrthoError
 from fedortho.federated.client_handlers import HANDLERS, handle
 from fedortho.federated.client_state import ClientState, open_client
 from fedortho.federated.messages import Reply
+from fedortho.federated.node_policy import read_policy
 from fedortho.federated.wire import Json, Tensors, pack, unpack_json
 from fedortho.runs.settings import FederateSettings
 from fedortho.storage.settings import field_types, make_settings
@@ -79,7 +80,8 @@ def find_client(node: Config, config: Config) -> ClientState:
         raise FedOrthoError("the node's configuration has no store; give the node store=DIRECTORY, see docs/deploy.md")
     run = node.get("run") or (config.get("run") if config.get("store") else "")  # only of clients simulated here
     state = open_client(client, federate_settings(config), Path(str(store)), str(node.get("data", "")))
-    return replace(state, run=str(run or ""))
+    is_simulated = bool(config.get("store")) or "run" in node
+    return replace(state, run=str(run or ""), policy=read_policy(node, is_simulated=is_simulated))
 
 
 def partition_id(node: Config) -> int:

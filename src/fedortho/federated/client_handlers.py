@@ -1,7 +1,10 @@
 """What a client does for each message of the server: plain values in and out, nothing of Flower."""
 
+import hashlib
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +20,10 @@ from fedortho.engines.training_plan import TrainingPlan
 from fedortho.errors import FedOrthoError
 from fedortho.federated import messages, wire
 from fedortho.federated.client_state import ClientImages, ClientState
+from fedortho.federated.masking import MASKED, draw_key, flatten, mask
+from fedortho.federated.node_policy import TRAIN, QueryGuard
 from fedortho.federated.wire import Json, Tensors, below, prefixed
 from fedortho.statistics.ledger import load_ledger, write_ledger
-from fedortho.statistics.observe import Observation
 from fedortho.storage.checkpoints import load_weights
 from fedortho.storage.files import read_tensors, tensors_digest
 from fedortho.storage.records import from_json
@@ -27,6 +31,7 @@ from fedortho.training.adapters import attach, base_tensors
 from fedortho.training.batches import count_images
 from fedortho.training.loop import Progress, fit
 
+logger = logging.getLogger(__name__)
 SERVER = Path("the server's model")  # named in errors about weights that were sent
 
 
@@ -36,11 +41,14 @@ def hello(state: ClientState, tensors: Tensors, order: messages.Hello) -> tuple[
     record = state.record
     model = record.model if state.model_path(record.model).exists() else ""
     reply = messages.HelloReply(state.client, 0, state.has_own_images, model, record.has_left, record.forgotten)
+    reply = replace(reply, identity=state.identify(), version=version("fedortho"))
     if not record.has_left:
         images = state.images(order.task)
         train = images.train
         task = messages.TaskInfo(train.names, train.shape, train.mean, train.std) if order.task is None else None
-        reply = replace(reply, images=len(train), valid=len(images.valid), task=task)
+        data = f"{reply.identity}{images.digest}".encode() + images.rows[state.client].numpy().tobytes()
+        digest = hashlib.sha256(data).hexdigest()
+        reply = replace(reply, images=len(train), valid=len(images.valid), data=digest, task=task)
     return {}, reply
 
 
@@ -48,6 +56,7 @@ def train_local(
     state: ClientState, tensors: Tensors, order: messages.TrainLocal
 ) -> tuple[Tensors, messages.TrainReply]:
     """Train the model that was sent on the client's images, and send the trained tensors back."""
+    state.policy.check(TRAIN)
     images = state.images(order.task)
     state.forget_teachers(keep=order.teachers.values())
     teachers = {}
@@ -57,7 +66,7 @@ def train_local(
     plan = wire.unpack_training_plan(tensors, order.plan, images.train.names, teachers)
     training_sets = [part.training_set(images.select(part.group, order.num_clients)) for part in plan.parts]
     own_images = sum(len(training_set.images) for training_set in training_sets if not training_set.given)
-    if own_images < 2:
+    if own_images < max(2, state.policy.least_group):
         return {}, messages.TrainReply(state.client, None)
     model = _received_model(state, below("model.", tensors), plan, order)
     progress: list[Progress] = []
@@ -117,6 +126,12 @@ def observe_images(
     if not sent and state.record.model != order.model:
         return {}, messages.ObserveReply(state.client, "other-model", (), 0, 0, 0, 0.0, 0.0)
     queries, images = wire.unpack_queries(tensors, order.queries, order.candidates), state.images(order.task)
+    guard = state.guard(images, order.least_group)
+    try:
+        guard.spend(order.model, queries)
+    except FedOrthoError as error:
+        logger.error("client %d: %s", state.client, error)
+        return {}, messages.ObserveReply(state.client, "refused", (), 0, 0, 0, 0.0, 0.0)
     device = choose_device(state.settings.device)
     model = _build(state, order.task, sent).eval() if sent else state.load_model(order.model)
     model = model.to(device)
@@ -124,17 +139,30 @@ def observe_images(
     cache = AnswerCache(None if sent else load_ledger(state.ledger_path, model), {}, {}, tally)
     observed, withheld = [], 0
     for query in queries:
-        selected, small = _select_groups(query, images, order)
+        selected, small = _select_groups(query, images, order, guard)
         withheld += small
         with FlopCounter(apart=True) as counter:
             answers = answer(model, images.train, selected, query.statistic, cache=cache, device=device)
         tally.flops += counter.flops
         if query.statistic.by_label:
-            answers = [_without_small_labels(each, order.least_group) for each in answers]
+            labels = [guard.admitted_labels(group) for group in selected]
+            answers = [each.only(admitted) for each, admitted in zip(answers, labels, strict=True)]
         observed.append(answers)
-    sums, empty = wire.pack_observations(observed, queries)
+    guard.save()
     cost = (tally.images_read, tally.images_trained, tally.flops, tally.kept_flops)
+    if order.exchange:
+        values = flatten(observed, queries, messages.ObserveReply(state.client, "done", (), withheld, *cost))
+        masked = mask(values, state.client, state.take_key(order.exchange), order.keys, order.exchange)
+        return {MASKED: masked}, messages.ObserveReply(state.client, "done", (), 0, 0, 0, 0.0, 0.0)
+    sums, empty = wire.pack_observations(observed, queries)
     return sums, messages.ObserveReply(state.client, "done", empty, withheld, *cost)
+
+
+def share_key(state: ClientState, tensors: Tensors, order: messages.ShareKey) -> tuple[Tensors, messages.KeyReply]:
+    """Draw a key for one exchange of masked sums, and tell its public part."""
+    private, public = draw_key()
+    state.keep_key(order.exchange, private)
+    return {}, messages.KeyReply(state.client, public)
 
 
 def apply_patch(
@@ -158,6 +186,7 @@ HANDLERS: Mapping[str, Handler] = {
     messages.Hello.action: hello,
     messages.TrainLocal.action: train_local,
     messages.KeepModel.action: keep_model,
+    messages.ShareKey.action: share_key,
     messages.Observe.action: observe_images,
     messages.ApplyPatch.action: apply_patch,
 }
@@ -198,18 +227,15 @@ def _drift(received: nn.Module, trained: nn.Module) -> float:
     return float(torch.stack(squares).sum().sqrt())
 
 
-def _select_groups(query: Query, images: ClientImages, order: messages.Observe) -> tuple[list[Images], int]:
-    """The images of each selection, and how many selections are withheld because they have too few images."""
+def _select_groups(
+    query: Query, images: ClientImages, order: messages.Observe, guard: QueryGuard
+) -> tuple[list[Images], int]:
+    """The images of each selection, and how many selections are withheld."""
     if query.statistic.by_label and query.statistic.kind != "right":
         raise FedOrthoError(
             f"{query.statistic.kind} by label is refused; a client gives only counts of right answers by label"
         )
-    groups = [images.select(selection, order.num_clients, order.least_group) for selection in query.selections]
-    is_small = [0 < len(group) < order.least_group for group in groups]
-    kept = [group.subset([]) if small else group for group, small in zip(groups, is_small, strict=True)]
-    return kept, sum(is_small)
-
-
-def _without_small_labels(observation: Observation, least: int) -> Observation:
-    """Counts by label without labels of fewer than `least` images: a single image's count would reveal its label."""
-    return observation.only((observation.counts >= least).nonzero().flatten().tolist())
+    groups = [images.select(selection, order.num_clients, guard.least) for selection in query.selections]
+    withheld = [len(group) > 0 and not guard.admits(group, query.statistic) for group in groups]
+    kept = [group.subset([]) if held else group for group, held in zip(groups, withheld, strict=True)]
+    return kept, sum(withheld)

@@ -1,10 +1,12 @@
 """What a client holds: its images, its model, its ledger, and the record of what it has forgotten.
 
 A client keeps under its store: models/DIGEST.safetensors (clients of a simulation share them), and for itself
-client-N/state.json, client-N/ledger.safetensors and, for the time of a training, client-N/teachers.
+client-N/state.json, client-N/ledger.safetensors, client-N/answered.json (the groups of images that it has sent sums of)
+and, for the time of a training, client-N/teachers.
 """
 
 import os
+import secrets
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -21,6 +23,7 @@ from fedortho.data.request import ForgetRequest, union_of
 from fedortho.engines.query import Selection
 from fedortho.errors import BadCheckpoint, BadData, BadRecord, FedOrthoError
 from fedortho.federated.messages import TaskInfo
+from fedortho.federated.node_policy import NodePolicy, QueryGuard
 from fedortho.models.patch import Patch
 from fedortho.models.prepare import prepare_model
 from fedortho.models.zoo import build_model
@@ -45,6 +48,17 @@ class ClientRecord:
     has_left: bool = False
     patched_away: tuple[str, ...] = ()  # digests of models that a patch has replaced; they are not taken back
     task: TaskInfo | None = None  # as it was when the model came
+    identity: str = ""  # of the store; random, so that the server knows it again
+
+
+@dataclass(frozen=True)
+class ExchangeKey:
+    """key.json of a client: the private key of one exchange of masked sums, until it is answered."""
+
+    schema: ClassVar[int] = 1
+
+    exchange: str
+    private: str
 
 
 @dataclass(frozen=True)
@@ -54,6 +68,7 @@ class ClientImages:
     train: Images
     valid: Images
     rows: dict[int, Tensor]  # its number → the rows that it was given, the forgotten ones included
+    digest: str  # of the dataset that they are from
 
     def select(self, selection: Selection, num_clients: int = 1, least: int = 1) -> Images:
         """The client's images of a selection whose limit `num_clients` clients share."""
@@ -74,6 +89,7 @@ class ClientState:
     network: Callable[[], nn.Module] | None = None
     run: str = ""  # of a simulation: the directory of the run that was trained on its images
     record: ClientRecord = field(default_factory=ClientRecord)
+    policy: NodePolicy = field(default_factory=NodePolicy)
 
     @property
     def folder(self) -> Path:
@@ -104,7 +120,17 @@ class ClientState:
         by_client = {self.client: rows}
         for request in (*self.record.forgotten, self.settings.excluded.on_client(self.client)):
             train, valid = (part.subset(~request.mask(part, by_client)) for part in (train, valid))
-        return ClientImages(train, valid, by_client)
+        return ClientImages(train, valid, by_client, data.digest)
+
+    def identify(self) -> str:
+        """The identity of this client's store, drawn now if it has none."""
+        if not self.record.identity:
+            self._write(identity=secrets.token_hex(16))
+        return self.record.identity
+
+    def guard(self, images: ClientImages, least_group: int) -> QueryGuard:
+        """Decides what of these images may be told, with the server's smallest group."""
+        return QueryGuard(self.policy, self.folder / "answered.json", images.rows[self.client], least_group)
 
     @property
     def has_own_images(self) -> bool:
@@ -122,6 +148,20 @@ class ClientState:
         if self.network is not None:
             return prepare_model(self.network(), num_classes)
         return build_model(self.settings.model, num_classes=num_classes, channels=channels)
+
+    def keep_key(self, exchange: str, private: str) -> None:
+        """Keep the private key of one exchange of masked sums, in place of any other."""
+        write_record(self.folder / "key.json", ExchangeKey(exchange, private))
+        (self.folder / "key.json").chmod(0o600)
+
+    def take_key(self, exchange: str) -> str:
+        """The private key of this exchange; it is removed, because masks that serve twice do not hide."""
+        path = self.folder / "key.json"
+        kept = read_record(ExchangeKey, path) if path.exists() else ExchangeKey("", "")
+        if kept.exchange != exchange:
+            raise FedOrthoError("there is no key for this exchange of masked sums: each is answered once")
+        path.unlink()
+        return kept.private
 
     def load_model(self, digest: str) -> nn.Module:
         """The model with this digest from the store; a file with other weights is refused."""

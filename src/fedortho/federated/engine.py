@@ -5,7 +5,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
@@ -20,8 +20,10 @@ from fedortho.engines.training_plan import TrainingPlan, as_training_plan
 from fedortho.errors import BadCheckpoint, FedOrthoError, first_line
 from fedortho.federated import aggregation, wire
 from fedortho.federated.aggregation import RunningMean, TrainingJob, check_state, round_history
+from fedortho.federated.masking import masked_observations
 from fedortho.federated.messages import LocalResult, Observe, ObserveReply, TaskInfo, TrainLocal, TrainReply
-from fedortho.federated.roster import Common, Roster, first_few
+from fedortho.federated.pooling import Pool
+from fedortho.federated.roster import Binding, Common, Roster, first_few
 from fedortho.federated.transport import ClientReply, Exchange
 from fedortho.federated.wire import BadReply, Tensors, below, prefixed
 from fedortho.models.norms import batch_norms, frozen_norms
@@ -89,12 +91,14 @@ class FederatedEngine(Roster):
         build: Callable[[int], nn.Module] | None = None,
         local_epochs: int = 1,
         common: Common | None = None,
+        known: Mapping[int, Binding] | None = None,
     ) -> None:
-        super().__init__(grid, federation, task, left, common)
+        super().__init__(grid, federation, task, left, common, known)
         self.build, self.local_epochs = build, local_epochs
         self._spent = Tally()
         self.history: list[Epoch] = []  # of the last training
         self.log: list[RoundRecord] = []
+        self.apart: dict[int, float] = {}  # client → how far its statistics stood apart, at most so far
         self._taught: set[int] = set()  # clients that have the teachers of this training
 
     @property
@@ -142,6 +146,8 @@ class FederatedEngine(Roster):
         self._resume(checkpoint, identity, current, begin)
         clients = [client for client in self.present() if job.may_train(client)]
         for number in range(len(self.history), recipe.epochs):
+            if returned := self.welcome():
+                clients = sorted({*clients, *(client for client in returned if job.may_train(client))})
             entry = self._round(current, job, number, clients, watch)
             if score is not None and self._is_evaluated(number, recipe.epochs):
                 entry = replace(entry, valid=score(current))
@@ -218,8 +224,7 @@ class FederatedEngine(Roster):
                 continue
             try:
                 check_state(sent, trained)
-                if result.images < 1:
-                    raise BadReply(f"it trained on {result.images} images")
+                self._check_images(reply.client, result.images, job.plan)
             except BadReply as error:
                 self.transport.log[-1].reject(reply.client, f"its reply does not match ({error})")
                 continue
@@ -228,6 +233,13 @@ class FederatedEngine(Roster):
             self._spend(result)
             results[reply.client] = result
         return results
+
+    def _check_images(self, client: int, images: int, plan: TrainingPlan) -> None:
+        """Refuse a weight in the average that the images which the client said it holds do not give."""
+        parts = sum(part.given is None for part in plan.parts)
+        most = parts * (self.clients[client].images + self.clients[client].valid)
+        if not 1 <= images <= most:
+            raise BadReply(f"result.images is {images}; expected 1 to {most}, by what it said it holds")
 
     def _train_contents(
         self, current: nn.Module, job: TrainingJob, number: int, sampled: Sequence[int]
@@ -331,31 +343,45 @@ class FederatedEngine(Roster):
         digest = tensors_digest(model.state_dict())
         tensors, stripped, candidates = wire.pack_queries(queries)
         order = Observe(self.task, digest, stripped, candidates, max(len(clients), 1), self.federation.least_group)
+        blank = aggregation.blank_observations(model, self.task.shape, self.task.names, queries)
+        if self.federation.sums == "masked":
+            found, cost = masked_observations(self.transport, clients, order, {**tensors, **sent}, blank)
+            self._spend_observed(cost)
+            return found
         contents = dict.fromkeys(clients, wire.pack({**tensors, **sent}, order))
-        blank = total = aggregation.blank_observations(model, self.task.shape, self.task.names, queries)
+        pool = Pool(self.federation.pooling, blank, queries, model, self.task)
         for reply in self.transport.ask(Observe, ObserveReply, contents):
-            total = self._add(total, reply, queries)
-        if total is blank:  # no reply was added
+            self._add(pool, reply, queries)
+        if not pool.clients:
             raise FedOrthoError(f"no client has the model {digest[:12]}; send it with fedortho federate")
+        total = pool.total()
+        self.apart = {c: max(pool.apart.get(c, 0.0), self.apart.get(c, 0.0)) for c in {*pool.apart, *self.apart}}
         return total
 
-    def _add(
-        self, total: list[list[Observation]], reply: ClientReply[ObserveReply], queries: Sequence[Query]
-    ) -> list[list[Observation]]:
-        """The sums with those of one reply; as they were if the reply is rejected."""
+    def _add(self, pool: Pool, reply: ClientReply[ObserveReply], queries: Sequence[Query]) -> None:
+        """Add the sums of one reply, unless it is rejected."""
         message, exchange = reply.message, self.transport.log[-1]
         if message.status != "done":
-            exchange.reject(reply.client, "has left" if message.status == "left" else "has another model")
-            return total
+            reasons = {"left": "has left", "refused": "refuses: its node's settings do not allow it"}
+            exchange.reject(reply.client, reasons.get(message.status, "has another model"))
+            return
         try:
-            total = aggregation.add_observations(total, wire.unpack_observations(reply.tensors, queries, message.empty))
+            found = wire.unpack_observations(reply.tensors, queries, message.empty, self._holds(reply.client))
+            pool.add(reply.client, found)
         except (FedOrthoError, KeyError, TypeError, ValueError, RuntimeError) as error:
             exchange.reject(reply.client, f"its sums do not match ({first_line(error)})")
-            return total
-        self._spent.withheld += message.withheld
-        self._spent.kept_flops += message.kept_flops
-        self._spend(message)
-        return total
+            return
+        self._spend_observed(message)
+
+    def _holds(self, client: int) -> dict[str, int]:
+        """The images of each split that a client said it has, and the most values of an image in one channel."""
+        info, (_, height, width) = self.clients[client], self.task.shape
+        return {"train": info.images, "valid": info.valid, "values": 4 * height * width}
+
+    def _spend_observed(self, cost: ObserveReply) -> None:
+        self._spent.withheld += cost.withheld
+        self._spent.kept_flops += cost.kept_flops
+        self._spend(cost)
 
     def _spend(self, cost: LocalResult | ObserveReply) -> None:
         self._spent.flops += cost.flops
@@ -365,7 +391,7 @@ class FederatedEngine(Roster):
 
 def _identity(model: nn.Module, job: TrainingJob, federation: Federation) -> str:
     """What a checkpoint belongs to: model, plan, recipe and the lasting settings of the federation."""
-    lasting = replace(federation, timeout=1.0, evaluate_every=0, quorum=0.0)
+    lasting = replace(federation, timeout=1.0, evaluate_every=0, quorum=0.0, pooling="bounded", sums="open")
     tensors, plan = wire.pack_training_plan(job.plan)
     values = (plan, job.teacher_digests, job.recipe, lasting, job.local_epochs)
     parts = [tensors_digest(model.state_dict()), *map(str, values)]

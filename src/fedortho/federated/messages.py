@@ -4,16 +4,21 @@ A message is a frozen dataclass with a schema version. `storage.records` writes 
 read. Tensors travel beside the message; `wire` packs both into one Flower record.
 """
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
 from fedortho.data.request import ForgetRequest
 from fedortho.engines.query import Query
 from fedortho.engines.training_plan import TrainingPlan
+from fedortho.errors import BadRecord
 from fedortho.models.patch import PATCH_SCHEMA
 from fedortho.storage.records import Scalar
+from fedortho.storage.settings import kebab
 from fedortho.training.recipe import Recipe
+
+LARGEST = 1e24  # of any number in a reply
 
 
 @dataclass(frozen=True)
@@ -30,11 +35,26 @@ class Order(WireMessage):
     action: ClassVar[str]  # the type of the Flower message
 
 
+def check_numbers(record: Any) -> None:
+    """Refuse a record with a number that is not finite, too large, or negative where it is no loss."""
+    for each in fields(record):
+        value = getattr(record, each.name)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            continue
+        if not math.isfinite(value) or abs(value) > LARGEST or (value < 0 and each.name != "loss"):
+            raise BadRecord(f"{kebab(each.name)} is {value}; expected a number from 0 to {LARGEST:g}")
+
+
 @dataclass(frozen=True)
 class Reply(WireMessage):
-    """What a client replies."""
+    """What a client replies; its numbers are finite."""
+
+    carries_tensors: ClassVar[bool] = False
 
     client: int
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
 
 
 @dataclass(frozen=True)
@@ -66,6 +86,9 @@ class HelloReply(Reply):
     has_left: bool
     forgotten: tuple[ForgetRequest, ...] = ()
     valid: int = 0  # its images for validation
+    identity: str = ""  # of its store, drawn at random when it was first greeted
+    data: str = ""  # digest of its images, keyed by the identity: it tells whether they are others than before
+    version: str = ""  # of fedortho
     task: TaskInfo | None = None  # of its images, if the server named none
 
 
@@ -98,10 +121,15 @@ class LocalResult:
     images_trained: int
     flops: float
 
+    def __post_init__(self) -> None:
+        check_numbers(self)
+
 
 @dataclass(frozen=True)
 class TrainReply(Reply):
     """The trained tensors, and how training went; None if the client has fewer than two images for it."""
+
+    carries_tensors: ClassVar[bool] = True
 
     result: LocalResult | None
 
@@ -147,6 +175,22 @@ class ModelReply(Reply):
 
 
 @dataclass(frozen=True)
+class ShareKey(Order):
+    """Asks a client for a key for one exchange of masked sums."""
+
+    action: ClassVar[str] = "query.key"
+
+    exchange: str  # its name, drawn at random
+
+
+@dataclass(frozen=True)
+class KeyReply(Reply):
+    """The public key of a client for one exchange, X25519, hexadecimal."""
+
+    key: str
+
+
+@dataclass(frozen=True)
 class Observe(Order):
     """Asks a client for sums over its images."""
 
@@ -157,16 +201,20 @@ class Observe(Order):
     queries: tuple[Query, ...]
     candidates: tuple[int, ...]  # of each query how many candidate patches travel as tensors
     num_clients: int  # clients asked; they share the limits of selections
-    least_group: int  # sums over fewer images are withheld
+    least_group: int  # sums over fewer images are withheld; a node may have a larger minimum
+    exchange: str = ""  # of masked sums: its name; "": open sums
+    keys: Mapping[int, str] = field(default_factory=dict)  # of masked sums: the public key of every client in it
 
 
 @dataclass(frozen=True)
 class ObserveReply(Reply):
     """The cost of the sums that are sent along; no sums unless the status is `done`."""
 
-    status: Literal["done", "left", "other-model"]
+    carries_tensors: ClassVar[bool] = True
+
+    status: Literal["done", "left", "other-model", "refused"]
     empty: tuple[tuple[int, int], ...]  # query and place of sums over no images; they are not sent
-    withheld: int  # selections with fewer than `least_group` images
+    withheld: int  # selections with too few images, or too few others than an earlier one
     images_read: int
     images_trained: int
     flops: float  # of which what made the client's ledger, if it was used
@@ -174,7 +222,7 @@ class ObserveReply(Reply):
 
 
 ORDERS: Mapping[str, type[Order]] = {
-    order.action: order for order in (Hello, TrainLocal, KeepModel, Observe, ApplyPatch)
+    order.action: order for order in (Hello, TrainLocal, KeepModel, ShareKey, Observe, ApplyPatch)
 }
 
 

@@ -20,6 +20,7 @@ from fedortho.federated.client_handlers import HANDLERS
 from fedortho.federated.client_state import ClientState, open_client, relabelled
 from fedortho.federated.engine import FederatedEngine
 from fedortho.federated.messages import Hello, HelloReply, TaskInfo
+from fedortho.federated.node_policy import read_policy
 from fedortho.federated.transport import Transport
 from fedortho.methods import LEVELS as METHOD_OF_LEVEL
 from fedortho.methods import Data, as_dataset, level_of, unlearn
@@ -64,7 +65,9 @@ def unlearning(
 
     def find(context: "Context") -> ClientState:
         state = open_client(partition_id(context.node_config), settings, store_of(context))
-        return replace(state, load=lambda: _own_dataset(load(context)), network=model)
+        has_settings = "least-group" in context.node_config
+        policy = read_policy(context.node_config, is_simulated=not has_settings)
+        return replace(state, load=lambda: _own_dataset(load(context)), network=model, policy=policy)
 
     forgetting = flower_app(find, mods)
 

@@ -2,9 +2,11 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import nn
 
@@ -28,6 +30,7 @@ from fedortho.federated.wire import pack, prefixed
 from fedortho.models.patch import Patch
 from fedortho.runs.federation import Federation
 from fedortho.storage.files import tensors_digest
+from fedortho.storage.records import read_record
 
 if TYPE_CHECKING:
     from flwr.app import RecordDict
@@ -35,7 +38,31 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+NODES = "nodes.json"
 Common = Callable[[], tuple[Images, Clients]]  # training images of a common dataset, and the rows of each client
+
+
+@dataclass(frozen=True)
+class Binding:
+    """The node that a client was last seen on, the identity of its store and the digest of its images."""
+
+    node: int
+    identity: str
+    data: str = ""
+
+
+@dataclass(frozen=True)
+class NodesRecord:
+    """nodes.json of a run: its clients, each bound to a node and a store."""
+
+    schema: ClassVar[int] = 1
+
+    clients: Mapping[int, Binding]
+
+
+def read_bindings(run: Path) -> Mapping[int, Binding]:
+    """The clients of a run; none if it was written before they were bound."""
+    return read_record(NodesRecord, run / NODES).clients if (run / NODES).exists() else {}
 
 
 class Roster:
@@ -48,8 +75,9 @@ class Roster:
         task: TaskInfo,
         left: Sequence[int] = (),
         common: Common | None = None,
+        known: "Mapping[int, Binding] | None" = None,
     ) -> None:
-        self._common = common
+        self._common, self._known = common, dict(known or {})
         self.federation, self.task = federation, task
         self.left = frozenset(left)  # clients that left by earlier requests; the server does not wait for them
         self.transport = Transport(grid, federation.timeout, federation.quorum)
@@ -58,14 +86,56 @@ class Roster:
     def hello(self) -> dict[int, HelloReply]:
         """Ask all nodes who they are; returns the connected clients by number."""
         expected = set(range(self.federation.clients)) - self.left
-        self.clients = self.transport.greet(Hello(self.task), len(expected))
-        if unknown := [client for client in self.clients if not 0 <= client < self.federation.clients]:
-            raise FedOrthoError(f"no client {unknown[0]}; clients run 0 to {self.federation.clients - 1}")
+        self.clients = self.transport.greet(Hello(self.task), len(expected), self._stranger)
         if missing := sorted(expected - self.clients.keys()):
             logger.warning(
                 "%d of %d clients are not connected: %s", len(missing), self.federation.clients, first_few(missing)
             )
         return self.clients
+
+    def welcome(self) -> dict[int, HelloReply]:
+        """Greet nodes that have come since; returns their clients, which take part from now on."""
+        returned = self.transport.greet_new(Hello(self.task), self._stranger)
+        if returned:
+            logger.info("clients %s are connected again", first_few(list(returned)))
+            self.clients = dict(sorted({**self.clients, **returned}.items()))
+        return returned
+
+    def _stranger(self, node: int, reply: HelloReply) -> str:
+        """Why a node is not the client that it calls itself: a number is bound to its node or to its store."""
+        client, here = reply.client, version("fedortho")
+        if client >= self.federation.clients:
+            return f"calls itself client {client}; clients run 0 to {self.federation.clients - 1}"
+        bound = self._known.get(client)
+        if bound is not None and bound.node != node and bound.identity != reply.identity:
+            return f"calls itself client {client}, which was another node with another store; remove it from {NODES}"
+        if bound is not None and bound.data and reply.data and bound.data != reply.data:
+            logger.warning("client %d has other images than before", client)
+        if reply.version != here:
+            logger.warning("client %d has fedortho %s, this server %s", client, reply.version, here)
+        return ""
+
+    def bindings(self) -> dict[int, "Binding"]:
+        """The node and the store of every client that is known, now or before."""
+        now = {
+            client: Binding(self.transport.nodes[client], info.identity, info.data)
+            for client, info in self.clients.items()
+        }
+        return {**self._known, **now}
+
+    def check_forgotten(self, declared: ForgetRequest | None) -> None:
+        """Refuse a training of which clients would leave out more than is declared, since they have forgotten it."""
+        names, missing = self.task.names, []
+        known = (declared or ForgetRequest()).settled(names)
+        for client in self.present():
+            own = union_of(self.clients[client].forgotten)
+            if own is not None and not known.on_client(client).covers(own.settled(names)):
+                missing.append(own)
+        if whole := union_of(missing):
+            raise FedOrthoError(
+                f"{len(missing)} clients have forgotten {whole}, and would train without it; "
+                f"give --without '{whole}', or new stores"
+            )
 
     def present(self) -> list[int]:
         """Clients that are connected and have not left."""

@@ -21,7 +21,7 @@ from fedortho.federated.client import client_app
 from fedortho.federated.engine import FederatedEngine, Watch
 from fedortho.federated.launch import need_flower
 from fedortho.federated.messages import TaskInfo
-from fedortho.federated.roster import ranges
+from fedortho.federated.roster import NODES, NodesRecord, ranges, read_bindings
 from fedortho.federated.transport import append_wire_log
 from fedortho.models.patch import Patch, load_patch
 from fedortho.models.predictions import accuracy
@@ -69,9 +69,16 @@ def local_grid(
 
 
 def federated_engine(
-    grid: "Grid", settings: FederateSettings, data: Dataset, requests: Sequence[ForgetRequest] = ()
+    grid: "Grid",
+    settings: FederateSettings,
+    data: Dataset,
+    requests: Sequence[ForgetRequest] = (),
+    run: Path | None = None,
 ) -> FederatedEngine:
-    """The engine of a federation, after greeting its clients; who left or is left out is not expected."""
+    """The engine of a federation, after greeting its clients; who left or is left out is not expected.
+
+    The numbers of clients are bound to the nodes or stores that they had for `run`, if it is there.
+    """
     train, left = data.train, [client for request in (*requests, settings.excluded) for client in request.clients]
     task = TaskInfo(train.names, train.shape, train.mean, train.std)
     build = partial(build_model, settings.model, num_classes=train.classes, channels=train.shape[0])
@@ -83,6 +90,7 @@ def federated_engine(
         build=lambda seed: build(seed=seed),
         local_epochs=settings.epochs,
         common=lambda: (data.with_gone(), held_rows(data, settings, settings.partition_seed)),
+        known=None if run is None else read_bindings(run),
     )
     engine.hello()
     return engine
@@ -115,7 +123,8 @@ def train_federation(
 
     def trainer(model: nn.Module, data: Dataset, checkpoint: Path) -> tuple[nn.Module, Sequence[Epoch]]:
         left = [] if start is None else [*served_requests(start), start.settings.excluded]
-        engine = federated_engine(grid, settings, data, left)
+        engine = federated_engine(grid, settings, data, left, path)
+        write_record(path / NODES, NodesRecord(engine.bindings()))
         without = settings.excluded if settings.without else None
         if without is not None and (images := replace(without, clients=())).kinds:
             engine.check(images, None)
@@ -127,6 +136,7 @@ def train_federation(
             trainable = trainable_masks(start, model)
             without = union_of([request for request in (excluded_by(start), without) if request is not None])
             copy_patches(start, path, len(start.record.requests))
+        engine.check_forgotten(without)
         trained = engine.fit(
             model,
             Selection("train", None, without),
@@ -141,6 +151,7 @@ def train_federation(
         )
         write_record(path / LOG_FILE, RoundLog(tuple(engine.log), engine.common is None))
         engine.send_model(trained, forgotten=without)
+        write_record(path / NODES, NodesRecord(engine.bindings()))
         append_wire_log(path / "wire.json", engine.transport.log)
         return trained, engine.history
 
@@ -256,7 +267,7 @@ def sync(run: Run, grid: "Grid | None" = None) -> list[int]:
             grid = stack.enter_context(local_grid(settings, run.path / "clients", run=run.path))
         else:
             stack.enter_context(federation_lock(run.path))
-        engine = federated_engine(grid, settings, run.load_data(), served_requests(run))
+        engine = federated_engine(grid, settings, run.load_data(), served_requests(run), run.path)
         engine.bring_up_to_date(run.load_model(), patches_of(run), run.excluded)
         if run.record.requests and (confirmed := confirmed_by(engine, run.record.model.digest)).is_enough:
             confirmed.write(run.path)

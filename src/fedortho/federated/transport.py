@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 R = TypeVar("R", bound=Reply)
+Check = Callable[[int, HelloReply], str]
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.01, 3.0  # seconds between two looks for replies
 
 
@@ -76,6 +77,11 @@ class ClientReply(Generic[R]):
     message: R
 
 
+def accept_all(node: int, reply: HelloReply) -> str:
+    """No reason to refuse any node."""
+    return ""
+
+
 class Transport:
     """The connection to the clients: their nodes by client number, and a log of all exchanges."""
 
@@ -83,6 +89,7 @@ class Transport:
         self.grid, self.timeout, self.quorum = grid, timeout, quorum
         self.nodes: dict[int, int] = {}  # client → node
         self.log: list[Exchange] = []
+        self._greeted: set[int] = set()  # nodes that were asked who they are, whether they answered or not
         self.bytes_up = self.bytes_down = 0  # of all exchanges in the log
 
     def resume(self, exchanges: Sequence[Exchange]) -> None:
@@ -91,26 +98,54 @@ class Transport:
         up, down = total_bytes(exchanges)
         self.bytes_up, self.bytes_down = self.bytes_up + up, self.bytes_down + down
 
-    def greet(self, hello: Hello, expected: int) -> dict[int, HelloReply]:
-        """Ask every node who it is, after waiting for `expected` nodes at most `timeout` seconds."""
+    def greet(self, hello: Hello, expected: int, check: Check = accept_all) -> dict[int, HelloReply]:
+        """Ask every node who it is, after waiting for `expected` nodes at most `timeout` seconds.
+
+        `check` receives the node and its reply, and returns why it is refused, or nothing. Of two nodes that call
+        themselves one client both are refused.
+        """
         nodes = self._wait_for_nodes(expected)
+        self.nodes, self._greeted = {}, set()
+        replies = self._greet(nodes, hello, check)
+        if not replies:
+            raise FedOrthoError(f"none of {len(nodes)} nodes answered within {self.timeout:g} s; see their logs")
+        return replies
+
+    def greet_new(self, hello: Hello, check: Check = accept_all) -> dict[int, HelloReply]:
+        """Ask the nodes who they are that have come since; one that did not answer is asked again once it was gone."""
+        nodes = list(self.grid.get_node_ids())
+        self._greeted &= set(nodes)
+        new = [node for node in nodes if node not in self._greeted]
+        return self._greet(new, hello, check) if new else {}
+
+    def _greet(self, nodes: Sequence[int], hello: Hello, check: "Check") -> dict[int, HelloReply]:
         # nodes have no client number yet: negative numbers stand for them
         unnamed = {-1 - number: node for number, node in enumerate(nodes)}
-        self.nodes = dict(unnamed)
-        replies: dict[int, tuple[int, HelloReply]] = {}
-        exchange = Exchange(hello.action)
+        self.nodes |= unnamed
+        self._greeted |= set(nodes)
+        exchange, claims = Exchange(hello.action), dict[int, list[tuple[int, HelloReply]]]()
         for reply in self._replies(exchange, HelloReply, dict.fromkeys(unnamed, pack({}, hello))):
-            client = reply.message.client
-            if client in replies:
-                raise FedOrthoError(f"two nodes call themselves client {client}; give each its own partition-id")
-            replies[client] = (unnamed[reply.client], reply.message)
+            if reason := check(unnamed[reply.client], reply.message):
+                exchange.reject(reply.client, f"node {unnamed[reply.client]} {reason}")
+            else:
+                claims.setdefault(reply.message.client, []).append((reply.client, reply.message))
+        for place in unnamed:
+            del self.nodes[place]
+        found = {}
+        for client, given in sorted(claims.items()):
+            if len(given) > 1:
+                exchange.reject(client, "is the name of two nodes: both are refused; give each its own partition-id")
+                continue
+            ((place, found[client]),) = given
+            self.nodes[client] = unnamed[place]
             for counted in (exchange.bytes_up, exchange.bytes_down):
-                counted[client] = counted.pop(reply.client)
+                counted[client] = counted.pop(place)
+        for by_client in (exchange.bytes_up, exchange.bytes_down, exchange.failed):  # of nobody whose number is known
+            for place in unnamed:
+                by_client.pop(place, None)
         self.log.append(exchange)
-        self.nodes = {client: node for client, (node, _) in sorted(replies.items())}
-        if not self.nodes:
-            raise FedOrthoError(f"none of {len(nodes)} nodes answered within {self.timeout:g} s; see their logs")
-        return {client: replies[client][1] for client in self.nodes}
+        self.nodes = dict(sorted(self.nodes.items()))
+        return found
 
     def _wait_for_nodes(self, expected: int) -> list[int]:
         until = time.monotonic() + self.timeout
@@ -221,10 +256,14 @@ class Transport:
         if message.has_error():  # its text is not read: it may describe somebody's images
             exchange.reject(client, f"failed (code {message.error.code}); its own log says why")
             return None
-        exchange.bytes_up[client] = count_bytes(message.content)
-        self.bytes_up += exchange.bytes_up[client]
         try:
+            exchange.bytes_up[client] = count_bytes(message.content)
+            self.bytes_up += exchange.bytes_up[client]
+            if message.metadata.src_node_id != self.nodes[client]:
+                raise BadReply("its reply comes from another node")
             tensors, reply = unpack(message.content, kind, "its reply")
+            if tensors and not kind.carries_tensors:
+                raise BadReply(f"its reply has a tensor {next(iter(tensors))[:60]!r}; expected none")
             if reply.client != client and client >= 0:
                 raise BadReply(f"it calls itself client {reply.client}")
         except (BadRecord, BadReply) as error:

@@ -69,16 +69,23 @@ def record_of(arrays: "Mapping[str, Array]", value: Json) -> "RecordDict":
 def unpack_json(content: "RecordDict") -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the message as JSON, not yet validated."""
     try:
-        value = json.loads(str(content["message"]["json"]))
+        value = json.loads(str(content["message"]["json"]), parse_constant=_refuse_constant)
         tensors = {name: torch.from_numpy(array.numpy()) for name, array in content["tensors"].items()}  # type: ignore[union-attr]  # an ArrayRecord, or it fails here
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except Exception as error:  # whatever a stranger's bytes make the readers of JSON and of arrays raise
         raise BadReply(f"the record is not a fedortho message ({type(error).__name__})") from error
     return tensors, value
 
 
+def _refuse_constant(word: str) -> float:
+    raise ValueError(f"{word} is not JSON")
+
+
 def count_bytes(content: "RecordDict") -> int:
     """Bytes of all arrays, names and values in a record, as Flower counts them."""
-    return sum(record.count_bytes() for record in content.values())
+    try:
+        return sum(record.count_bytes() for record in content.values())
+    except ValueError as error:  # Flower cannot count an empty text
+        raise BadReply("the record has an empty value") from error
 
 
 def prefixed(prefix: str, tensors: Tensors) -> dict[str, Tensor]:
@@ -154,10 +161,11 @@ def to_wire(sums: Tensor, kind: str) -> Tensor:
 
 def from_wire(sums: Tensor, kind: str) -> Tensor:
     """The sums that `to_wire` has made integers of, float64."""
+    wanted = (torch.float32,) if kind in FLOAT32 else (torch.int32, torch.int64)
+    if sums.dtype not in wanted:
+        raise BadReply(f"its sums of {kind} are {str(sums.dtype)[6:]}; expected {str(wanted[0])[6:]}")
     if kind in FLOAT32:
         return sums.double()
-    if sums.is_floating_point():
-        raise BadReply(f"its sums of {kind} are no integers")
     return sums.double() / 2.0 ** BITS_OF.get(kind, BITS)
 
 
@@ -180,22 +188,59 @@ def pack_observations(
 
 
 def unpack_observations(
-    tensors: Tensors, queries: Sequence[Query], empty: Sequence[tuple[int, int]] = ()
+    tensors: Tensors,
+    queries: Sequence[Query],
+    empty: Sequence[tuple[int, int]] = (),
+    holds: Mapping[str, int] | None = None,
 ) -> list[list[Observation | None]]:
-    """The observations of one client, None for empty ones; missing and impossible ones are refused."""
+    """The observations of one client, None for empty ones; what it cannot have sent is refused by field.
 
-    def unpacked(number: int, place: int) -> Observation | None:
-        if (number, place) in empty:
-            return None
+    `holds` are the images of each split that the client said it has; counts beyond them are refused.
+    """
+    places = [(n, p) for n, query in enumerate(queries) for p in range(num_places(query))]
+    expected = [f"{number}.{place}." for number, place in places if (number, place) not in empty]
+    if strange := [name for name in tensors if not name.startswith(tuple(expected))] if expected else list(tensors):
+        raise BadReply(f"it has a tensor {strange[0][:60]!r} that nobody asked for")
+    if unknown := [place for place in empty if place not in places]:
+        raise BadReply(f"empty names query {unknown[0][0]}, selection {unknown[0][1]}, which nobody asked for")
+    found: list[list[Observation | None]] = [[] for _ in queries]
+    for number, place in places:
+        query = queries[number]
+        most = None if holds is None else most_counted(query, place, holds)
         part = below(f"{number}.{place}.", tensors)
-        if "counts" not in part:
-            raise BadReply(f"query {number}, selection {place} has no counts")
-        kind = queries[number].statistic.kind
-        sums = {key: from_wire(value, kind) for key, value in below("sums.", part).items()}
-        is_finite = all(bool(torch.isfinite(value).all()) for value in sums.values())
-        if not is_finite or bool((part["counts"] < 0).any()):
-            raise BadReply(f"query {number}, selection {place} has a sum that is not finite or a negative count")
-        return Observation(sums, part["counts"].long())
+        is_empty = (number, place) in empty
+        found[number].append(None if is_empty else _unpacked(part, query.statistic.kind, f"{number}.{place}", most))
+    return found
 
-    places = [1 if query.statistic.kind == "difference" else len(query.selections) for query in queries]
-    return [[unpacked(number, place) for place in range(many)] for number, many in enumerate(places)]
+
+def num_places(query: Query) -> int:
+    """How many observations answer a query."""
+    return 1 if query.statistic.kind == "difference" else len(query.selections)
+
+
+def most_counted(query: Query, place: int, holds: Mapping[str, int]) -> int:
+    """The largest count that a client with so many images of each split can have in one place of its answer."""
+    selections = query.selections if query.statistic.kind == "difference" else query.selections[place : place + 1]
+    images = sum(holds[selection.split] for selection in selections)
+    return images * holds["values"] if query.statistic.kind == "layer" else images  # a layer counts values
+
+
+def _unpacked(part: Tensors, kind: str, at: str, most: int | None) -> Observation:
+    """One observation from its tensors."""
+    if "counts" not in part:
+        raise BadReply(f"{at}.counts is missing")
+    counts = part["counts"]
+    if counts.dtype != torch.int64 or counts.dim() != 1 or bool((counts < 0).any()):
+        raise BadReply(f"{at}.counts is {str(counts.dtype)[6:]}, or negative; expected int64 from 0")
+    if most is not None and (bool((counts > most).any()) or int(counts.sum()) > most):
+        raise BadReply(f"{at}.counts is {int(counts.max())}; expected at most {most}, which it said it holds")
+    sums = {}
+    for key, value in below("sums.", part).items():
+        sums[key] = from_wire(value, kind)
+        if not bool(torch.isfinite(sums[key]).all()):
+            raise BadReply(f"{at}.sums.{key} is not finite")
+    if kind == "right":
+        for key, value in sums.items():
+            if value.dim() != 2 or len(value) != len(counts) or bool((value < 0).any() | (value.sum(1) > counts).any()):
+                raise BadReply(f"{at}.sums.{key} is below 0 or above its count")
+    return Observation(sums, counts)

@@ -62,6 +62,11 @@ MEANINGS = {
 }
 
 
+def level_of_method(name: str) -> str:
+    """The level that a method serves; empty if it is none of them."""
+    return next((level for level, method in LEVELS.items() if method == name), "")
+
+
 def level_of(
     request: ForgetRequest, level: str = "", method: Method | str = "", costs: Sequence[str] = ("", "")
 ) -> str:
@@ -154,6 +159,8 @@ def _checked(request: ForgetRequest | str, method: Method | str) -> tuple[Forget
     if not serves(method, request):
         able = [name for name in known_methods() if serves(find_method(name), request)]
         raise refusal(method, request, able)
+    if getattr(method, "epochs", 1) < 1:
+        raise BadSetting(f"epochs of {method.name} is 0; expected at least 1: nothing would be trained")
     return request, method
 
 

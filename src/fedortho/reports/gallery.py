@@ -104,10 +104,10 @@ def _trial_pictures(served: ServedRecord) -> list[Picture]:
 
 def _training_pictures(run: Run) -> list[Picture]:
     history = run.history()
-    if all(epoch.valid is None for epoch in history):
+    if sum(epoch.valid is not None for epoch in history) < 2:
         return []
     about = "Accuracy on validation images while the original model was trained."
-    return [picture_of("training", results.training_figure({run.settings.model: history}), about)]
+    return [picture_of("training", results.training_figure({"the original model": history}), about)]
 
 
 def _cam_picture(models: Mapping[str, nn.Module], case: Case, name: str) -> Picture:
@@ -134,8 +134,10 @@ def audit_pictures(audits: Sequence[AuditResult]) -> list[Picture]:
     for audit in audits:
         details = audit.details
         if stages := _by_role(details.get("stages")):
-            about = "Recall of a linear probe on the features, from the first stage to the classifier."
-            pictures.append(picture_of("probe", recovery.probe_figure(stages), about))
+            depths = details.get("depths", list(next(iter(stages.values()))))  # JSON sorts layers by name
+            in_order = {role: {name: found[name] for name in depths if name in found} for role, found in stages.items()}
+            about = "Recall of a linear probe on what enters each layer, from the first stage to the classifier."
+            pictures.append(picture_of("probe", recovery.probe_figure(in_order), about))
         if steps := details.get("relearning"):
             by_samples = {samples: _by_role(value) for samples, value in steps.items()}
             figure = recovery.relearn_steps_figure(by_samples, int(details.get("steps", 0)))

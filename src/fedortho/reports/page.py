@@ -3,25 +3,24 @@
 import base64
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedortho.audits.verdict import Verdict, read_verdict, subject_of
+from fedortho.audits.verdict import Verdict, read_verdict
 from fedortho.data.request import ForgetRequest
 from fedortho.devices import choose_device
-from fedortho.engines.cost import Cost
 from fedortho.errors import BadCheckpoint, BadData, FedOrthoError
-from fedortho.reports import tables
+from fedortho.reports import summary, tables
 from fedortho.reports.gallery import audit_pictures, draw_gallery
-from fedortho.reports.pictures import Gallery, Picture
+from fedortho.reports.pictures import Gallery
 from fedortho.reports.redaction import IMAGES_END, IMAGES_START, LEFT_OUT, MARKED
+from fedortho.reports.summary import Report, find_refusal
 from fedortho.requests.references import check_reference, find_original, find_references
-from fedortho.runs.record import ServedRecord
 from fedortho.runs.run import Run, open_run
-from fedortho.runs.served import last_request, served_record, served_requests
+from fedortho.runs.served import last_request, served_requests
 from fedortho.storage.files import write_text
+from fedortho.storage.journal import JournalEntry, read_journal
 from fedortho.storage.records import to_json
 from fedortho.storage.settings import as_mapping
 
@@ -29,31 +28,16 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 SECTIONS = {
-    "numbers": "Numbers",
     "figures": "Figures",
-    "images": "Images",
     "audits": "Audits",
-    "costs": "Costs",
-    "copies": "Copies of the data",
+    "images": "Images",
     "not-tested": "What was not tested",
-    "settings": "Settings",
+    "copies": "Copies of the data",
+    "numbers": "All metrics",
+    "costs": "Costs",
+    "settings": "Settings and commands",
 }
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a report shows; the page says what is missing."""
-
-    run: Run
-    request: ForgetRequest
-    verdict: Verdict | None
-    gallery: Gallery = field(default_factory=Gallery)
-    audit_pictures: tuple[Picture, ...] = ()
-
-    @property
-    def served(self) -> ServedRecord | None:
-        """The run's record of this request; None if it has served none."""
-        return served_record(self.run, self.request) if self.run.record.requests else None
+ORDER = ("classes", "probe", "relearning", "confidence", "confusion", "frontier", "grad-cam", "training")  # of figures
 
 
 def write_report(
@@ -70,6 +54,8 @@ def write_report(
 ) -> Path:
     """Write the report of a request (default: of the verdict, or the last) and return its path, RUN/report.html.
 
+    A request that RUN has not served and that was refused has a page of its own, which says why.
+
     The runs to compare with, `original` and `reference`, are found beside the run unless they are given. Without
     `images` the page shows no image of the data. `on_remark` receives each remark on what the page lacks.
     """
@@ -77,7 +63,16 @@ def write_report(
     path = run.path / "report.html" if out is None else Path(out)
     if path.is_dir():
         raise FedOrthoError(f"{path} is a directory; give the file to write, such as --out {path / 'report.html'}")
-    request, verdict = _subject(run, run.request(request, data_dir) if request else None)
+    asked, entries = (
+        run.request(request, data_dir) if request else None,
+        read_journal(run.path.absolute().parent).entries,
+    )
+    if refusal := find_refusal(run, asked, entries):
+        write_text(
+            path, render(Report(run, ForgetRequest.parse(refusal.request), None, entries=entries, refusal=refusal))
+        )
+        return path
+    request, verdict = _subject(run, asked)
     before = original_for(run, request) if original is None else open_run(original)
     found = find_references(before, request) if before is not None and reference is None else []
     never = next(iter(found), None) if reference is None else open_run(reference)
@@ -94,7 +89,7 @@ def write_report(
         for remark in gallery.remarks:
             on_remark(remark)
     pictures = tuple(audit_pictures(verdict.audits)) if verdict is not None else ()
-    write_text(path, render(Report(run, request, verdict, gallery, pictures)))
+    write_text(path, render(Report(run, request, verdict, gallery, pictures, entries)))
     return path
 
 
@@ -105,6 +100,11 @@ def _subject(run: Run, request: ForgetRequest | None) -> tuple[ForgetRequest, Ve
     request = request or judged or last_request(run)
     is_judged = judged is not None and judged.settled(names) == request.settled(names)
     return request, verdict if is_judged else None
+
+
+def _journal(run: Run) -> tuple[JournalEntry, ...]:
+    """The entries of the journal beside the run; none if there is no journal."""
+    return read_journal(run.path.absolute().parent).entries
 
 
 def original_for(run: Run, request: ForgetRequest) -> Run | None:
@@ -140,17 +140,18 @@ def render(report: Report) -> str:
         style=Markup(style),  # the package's own files
         script=Markup(script),
         sections=SECTIONS,
-        subject=subject_of(report.request, report.run.record.data.class_names),
-        name=report.run.path.name,
-        verdict=_summary(report),
-        is_measured=verdict is not None and bool(verdict.metrics),
+        answer=summary.answer_of(report),
+        facts=summary.facts_of(report),
+        tiles=summary.tiles_of(report),
+        source=summary.source_of(report.run),
+        is_refused=report.refusal is not None,
         numbers=_numbers(report),
-        effect=report.served.effect if report.served is not None else None,
+        pictures=sorted((*report.audit_pictures, *report.gallery.pictures), key=lambda each: ORDER.index(each.name)),
         gallery=report.gallery,
         is_class=report.request.kind == "class",
-        audits=tables.audits_table(verdict.results if verdict is not None else ()),
-        audit_pictures=report.audit_pictures,
-        costs=tables.costs_table(_cost(report)),
+        audits=[(audit, summary.audit_scale(audit)) for audit in (verdict.results if verdict is not None else ())],
+        signs=tables.SIGNS,
+        costs=tables.costs_table(summary.cost_of(report)),
         copies=[str(copy) for copy in verdict.copies] if verdict is not None else [],
         not_tested=_not_tested(verdict),
         settings=_settings(report),
@@ -163,7 +164,7 @@ def _template() -> "Template":
     loader = PackageLoader("fedortho", "reports")
     options = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True, "undefined": StrictUndefined}
     environment = Environment(loader=loader, keep_trailing_newline=True, **options)  # type: ignore[arg-type]  # mixed
-    environment.filters |= {"unbroken": tables.unbroken, "data_uri": _data_uri}
+    environment.filters |= {"plain": tables.plain, "data_uri": _data_uri}
     return environment.get_template("report.html.j2")
 
 
@@ -190,30 +191,6 @@ def _numbers(report: Report) -> tables.Table:
     return tables.accuracy_table(report.served.before, report.served.after)
 
 
-def _cost(report: Report) -> Cost | None:
-    measured = report.verdict.cost if report.verdict is not None else None
-    return measured or (report.served.cost if report.served is not None else None)
-
-
-def _summary(report: Report) -> dict[str, str]:
-    """The verdict's box: sentence, label, advice, and its kind (good, bad, open), which colours it."""
-    verdict = report.verdict
-    if verdict is None:
-        assert report.served is not None, "a report without a verdict is about the last request"
-        before, after = report.served.before, report.served.after
-        sentence = f"Forget accuracy went from {before.forget:.1%} to {after.forget:.1%}, "
-        sentence += f"retain accuracy from {before.retain:.1%} to {after.retain:.1%}."
-        label = "No audit was run: whether the forget set can be recovered is not known."
-        return {"kind": "open", "sentence": sentence, "label": label, "advice": ""}
-    outcomes = {result.outcome for result in verdict.results}
-    return {
-        "kind": "bad" if {"FAIL", "ERROR"} & outcomes else "good" if outcomes == {"PASS"} else "open",
-        "sentence": verdict.sentence,
-        "label": f"Audits: {verdict.label}",
-        "advice": verdict.advice,
-    }
-
-
 def _not_tested(verdict: Verdict | None) -> list[str]:
     if verdict is None:
         return ["all audits: there is no verdict.json in the run"]
@@ -225,6 +202,7 @@ def _settings(report: Report) -> list[tables.Table]:
     verdict, record, served = report.verdict, report.run.record, report.served
     judged = verdict or served
     before = (served.model_before if served else None) or record.parent
+    effect = served.effect if served is not None else None
     about = {
         "run": report.run.path.name,
         "request": str(report.request),
@@ -234,6 +212,12 @@ def _settings(report: Report) -> list[tables.Table]:
         "data digest": record.data.digest,
         "validation images": record.data.valid_source or "part of the training split",
         "all requests served": "; ".join(other.request for other in record.requests) or "–",
+        "entries of the journal": ", ".join(entry.hash for entry in summary.dated_entries(report).values()) or "–",
+        "verdict": verdict.sentence if verdict is not None else "–",
+        "outcome of the audits": verdict.label if verdict is not None else "–",
+        "effect of pruning and classifier edit": str(effect) if effect is not None else "–",
+        "advice with flags": verdict.advice if verdict is not None else "–",
+        "this page again": f"fedortho report {report.run.path.name}",
     }
     groups = {
         "Run and request": about,

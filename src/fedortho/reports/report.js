@@ -13,6 +13,11 @@ for (const figure of document.querySelectorAll("figure")) {
   figure.classList.add("zoomable");
   for (const image of figure.querySelectorAll("img")) image.addEventListener("click", () => image.classList.toggle("large"));
 }
+const folded = [...document.querySelectorAll("details")];
+const unfold = () => document.getElementById(location.hash.slice(1))?.querySelector("details")?.setAttribute("open", "");
+addEventListener("hashchange", unfold);
+addEventListener("beforeprint", () => folded.forEach((part) => part.setAttribute("open", "")));
+unfold();
 function sort(table, heads, column) {
   const down = heads[column].getAttribute("aria-sort") === "ascending";
   for (const head of heads) head.removeAttribute("aria-sort");

@@ -1,11 +1,11 @@
-"""The tables of a report as values: metrics, audits, costs, settings; the template writes them."""
+"""The tables, tiles and audits of a report as values; the template writes them."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedortho.audits.result import AuditResult
 from fedortho.engines.cost import Cost
 from fedortho.evaluation.metrics import Metric
 from fedortho.runs.record import Accuracies
@@ -13,15 +13,17 @@ from fedortho.runs.record import Accuracies
 LONG = 40  # letters; a cell with more gets a least width
 SIGNS = {"PASS": "✓", "FAIL": "✗", "ERROR": "!", "INCONCLUSIVE": "~", "NOT RUN": "–", "NO REFERENCE": "?"}
 UNITS = {
-    "seconds": "seconds",
-    "images_read": "images read (forward passes)",
-    "images_trained": "images trained on (forward and backward passes)",
-    "flops": "floating-point operations, everything counted",
-    "request_flops": "floating-point operations, without statistics that everybody can keep",
-    "exchanges": "exchanges with clients",
-    "bytes_up": "bytes from all clients",
-    "bytes_down": "bytes to all clients",
+    "seconds": ("time", "s"),
+    "images_read": ("images read (forward passes)", ""),
+    "images_trained": ("images trained on (forward and backward passes)", ""),
+    "flops": ("computation, everything counted", "FLOPs"),
+    "request_flops": ("computation, without statistics that everybody can keep", "FLOPs"),
+    "exchanges": ("exchanges with clients", ""),
+    "bytes_up": ("sent by all clients", "B"),
+    "bytes_down": ("sent to all clients", "B"),
 }
+PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+NO_VALUE = (None, "", -1e30)  # settings that mean "none"
 
 
 @dataclass(frozen=True)
@@ -82,13 +84,28 @@ def number_cell(value: float | None, low: float | None = None, high: float | Non
     return Cell(number(value, low, high), value, is_number=True)
 
 
-def unbroken(text: str) -> str:
-    """The text with each number and its percent sign on one line.
+def amount(value: float, unit: str) -> str:
+    """A quantity with its unit; large ones with a prefix.
 
-    >>> unbroken("5 % of it")
-    '5\\xa0% of it'
+    >>> amount(226_759_442_432, "FLOPs"), amount(19.06, "s"), amount(9720, ""), amount(0, "B")
+    ('227 GFLOPs', '19.1 s', '9,720', '0 B')
     """
-    return text.replace(" %", "\N{NO-BREAK SPACE}%")
+    if not unit:
+        return f"{value:,.0f}"
+    factor, prefix = next(((size, sign) for size, sign in PREFIXES if value >= size and unit != "s"), (1.0, ""))
+    digits = "g" if value == 0 else ".1f" if unit == "s" else "#.3g"
+    return f"{value / factor:{digits}}".removesuffix(".") + f" {prefix}{unit}"
+
+
+def plain(text: str) -> str:
+    """A sentence for people: numbers stay beside their percent sign, and flags are left to the folded part.
+
+    >>> plain("recalls 5% of it (--audit full); lower --max-retain-drop")
+    'recalls 5\\xa0% of it; lower max retain drop'
+    """
+    text = re.sub(r" \([^()]*--[^()]*\)|; use --[^;.]*", "", text)
+    text = re.sub(r"--([a-z]+(?:-[a-z]+)*)", lambda flag: flag[1].replace("-", " "), text)
+    return re.sub(r"(?<=\d) ?%", "\N{NO-BREAK SPACE}%", text)
 
 
 def accuracy_table(before: Accuracies, after: Accuracies) -> Table:
@@ -121,27 +138,17 @@ def _metric_row(metric: Metric) -> list[str | Cell]:
     ]
 
 
-def audits_table(audits: Sequence[AuditResult]) -> Table:
-    header = ["audit", "outcome", "finding", "value", "limit", "forgot", "original", "retrained", "seconds"]
-    return build_table("Audits", header, [_audit_row(audit) for audit in audits])
-
-
-def _audit_row(audit: AuditResult) -> list[str | Cell]:
-    badge = Cell(f"{SIGNS[audit.outcome]} {audit.outcome}", badge=audit.outcome.replace(" ", "-"))
-    numbers = (audit.value, audit.limit, audit.unlearned, audit.original, audit.reference, audit.seconds)
-    return [f"{audit.name} {audit.title}".strip(), badge, unbroken(audit.finding), *map(number_cell, numbers)]
-
-
 def costs_table(cost: Cost | None) -> Table:
     """The cost by quantity; without a recorded cost it has no rows."""
-    rows: list[list[str | Cell]] = [
-        [unit, number_cell(float(getattr(cost, name)))] for name, unit in UNITS.items() if cost is not None
-    ]
+    rows: list[list[str | Cell]] = []
+    for name, (words, unit) in UNITS.items() if cost is not None else ():
+        value = float(getattr(cost, name))
+        rows.append([words, Cell(amount(value, unit), value, is_number=True)])
     return build_table("Cost of forgetting", ["quantity", "amount"], rows)
 
 
 def settings_table(caption: str, settings: Mapping[str, Any]) -> Table:
-    rows = [[str(key), "–" if value in (None, "") else str(value)] for key, value in flattened(settings).items()]
+    rows = [[str(key), "–" if value in NO_VALUE else str(value)] for key, value in flattened(settings).items()]
     return build_table(caption, ["setting", "value"], rows)
 
 

@@ -1,10 +1,12 @@
 """Serve a request on a run: unlearn, measure, and write a new run that has forgotten; the old run is not changed."""
 
 import logging
+import math
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +21,7 @@ from fedortho.engines.central import CentralEngine
 from fedortho.engines.engine import Engine
 from fedortho.errors import FedOrthoError
 from fedortho.federated.engine import FederatedEngine
-from fedortho.federated.roster import ranges
+from fedortho.federated.roster import NODES, NodesRecord, ranges
 from fedortho.federated.server import (
     Confirmed,
     confirmed_by,
@@ -33,6 +35,7 @@ from fedortho.federated.transport import append_wire_log
 from fedortho.methods import unlearn
 from fedortho.methods.method import ForgetResult, Method
 from fedortho.models.patch import patch_between, undo_patch, write_undo
+from fedortho.models.predictions import accuracy
 from fedortho.requests.levels import chosen_method, hidden_path, level_for_run, method_of_level, training_cost_words
 from fedortho.requests.measuring import measured_record
 from fedortho.requests.references import reference_cost
@@ -45,17 +48,19 @@ from fedortho.runs.purge import purge_run
 from fedortho.runs.record import ResultRecord, ServedRecord
 from fedortho.runs.rows import hash_key
 from fedortho.runs.run import Run, open_run
-from fedortho.runs.served import excluded_by, last_request, served_requests
+from fedortho.runs.served import check_unserved, excluded_by, last_request, served_requests
 from fedortho.runs.settings import FederateSettings
 from fedortho.statistics.ledger import forget_lines, load_ledger, rebind_ledger
 from fedortho.storage.files import tensors_digest
 from fedortho.storage.journal import append_entry
+from fedortho.storage.records import write_record
 from fedortho.unlearning.calibrate import Refused
 
 if TYPE_CHECKING:
     from flwr.serverapp import Grid
 
 logger = logging.getLogger(__name__)
+APART = 4.0  # times as far from the median client as the clients in the middle are
 RETRAIN_AFTER = 0.03  # retain accuracy lost over all requests, above which retraining is advised
 
 
@@ -126,6 +131,7 @@ def forget_run(
         details = asked.details
     data = data or run.load_data(data_dir)
     request = run.request(as_request(request, data), hashed=hash_ids)
+    check_unserved(run, request)
     data, step = data.with_key(hash_key(run.path)), Step(details=details, accept=accept)
     where = (data_dir, device)
     if found := find_served(run, request, method, out, undo, step):
@@ -283,7 +289,7 @@ def forget_federated_run(
             store = stack.enter_context(copied_clients(run, None if writing is None else writing.place.path))
             grid = stack.enter_context(local_grid(settings, store, run=run.path))
         data = data or run.load_data()
-        engine = federated_engine(grid, settings, data, served_requests(run))
+        engine = federated_engine(grid, settings, data, served_requests(run), run.path)
         engine.bring_up_to_date(run.load_model(), patches_of(run), excluded_by(run))
         is_remote = any(info.has_own_images for info in engine.clients.values())
         clients = None if is_remote else held_rows(data, settings, settings.partition_seed)
@@ -292,6 +298,7 @@ def forget_federated_run(
                 holder.check(request, excluded_by(run))
         device = choose_device(settings.device)
         served = serve_in(writing, run, data, request, method, step, device, engine, clients)
+        check_retention(engine, served, run, data)
         if writing is None:
             return served
         if store is None:  # real clients: what they are sent must not be lost, so the run comes first
@@ -303,6 +310,30 @@ def forget_federated_run(
             shutil.move(store, writing.place.run / "clients")
             done = writing.commit(clients_told)
     return replace(served, run=done, record=open_run(done.path).record.requests[-1])
+
+
+def check_retention(engine: FederatedEngine, served: ServedRequest, run: Run, data: Dataset) -> None:
+    """Refuse a patch that breaks the budget on images of the server, whatever the clients have counted.
+
+    The images are for validation, or for testing where there are no others. The drop must be beyond the budget by three
+    standard deviations. Clients whose statistics stood apart are named. With a ratio that is given there is no budget.
+    """
+    result = served.result
+    budget, images = result.settings.get("max-retain-drop"), data.valid if len(data.valid) else data.test
+    gone = [request.classes for request in (result.request, excluded_by(run)) if request is not None]
+    images = images.subset(~ForgetRequest(tuple(chain.from_iterable(gone))).mask(images))
+    if not isinstance(budget, float) or result.settings.get("ratio") or not len(images):
+        return
+    device = next(result.model.parameters()).device
+    before, after = (accuracy(model, images, device=device) for model in (run.load_model().to(device), result.model))
+    if before - after <= budget + 3 * math.sqrt(before * (1 - before) / len(images)):
+        return
+    apart = sorted(client for client, ratio in engine.apart.items() if ratio > APART)
+    who = f"the statistics of clients {ranges(apart)} stand apart" if apart else "no client's statistics stand apart"
+    raise FedOrthoError(
+        f"retain accuracy falls from {before:.1%} to {after:.1%} on {len(images)} images of the server, beyond "
+        f"--max-retain-drop {budget:g}; the patch was not sent; {who}"
+    )
 
 
 def _send_patch(engine: FederatedEngine, served: ServedRequest, writing: Transaction, directory: Path) -> Confirmed:
@@ -318,6 +349,7 @@ def _send_patch(engine: FederatedEngine, served: ServedRequest, writing: Transac
         reason = str(error)
     told, exchange, out = confirmed_by(engine, patch.after), engine.transport.log[-1], writing.place.out
     append_wire_log(directory / "wire.json", engine.transport.log)
+    write_record(directory / NODES, NodesRecord(engine.bindings()))
     told.write(directory)
     if not told.confirmed and exchange.bytes_up.keys() == set(asked):
         if directory == out:

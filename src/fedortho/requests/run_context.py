@@ -56,7 +56,7 @@ class RunContext:
             )
         with copied_clients(self.run) as store, local_grid(settings, store, run=self.run.path) as grid:
             engine = federated_engine(grid, settings, self.data, served_requests(self.run))
-            engine.bring_up_to_date(model, patches_of(self.run))
+            engine.bring_up_to_date(model, patches_of(self.run), self.run.excluded)
             yield engine
 
     def _central_engine(self, model: nn.Module) -> CentralEngine:

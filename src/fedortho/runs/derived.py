@@ -19,6 +19,7 @@ from fedortho.runs.rows import read_rows
 from fedortho.runs.run import Run, open_run
 from fedortho.statistics.observe import Observation
 from fedortho.storage.files import (
+    PRIVATE,
     check_writable,
     copy_file,
     file_digest,
@@ -112,16 +113,40 @@ def remove_leftovers(out: Path) -> None:
 
 
 def _place_file(source: Path, to: Path) -> None:
-    """Give a file another name, one that is not taken."""
+    """Give a file another name; one that is taken is refused, also if it was taken just now."""
     to.parent.mkdir(parents=True, exist_ok=True)
+    if not _link(source, to):
+        beside = to.with_name(f".{to.name}.{os.getpid()}")
+        try:
+            copy_file(source, beside)
+            if not _link(beside, to):
+                _copy_new(beside, to)
+        finally:
+            beside.unlink(missing_ok=True)
+    sync_directory(to.parent)
+
+
+def _link(source: Path, to: Path) -> bool:
+    """Whether a file has another name now, whole and in one step; False: not from here, or not on this file system."""
     try:
         os.link(source, to)
     except FileExistsError as error:
         raise FedOrthoError(TAKEN.format(to)) from error
-    except OSError:  # another file system, or one without links
-        check_output_paths(None, to)
-        copy_file(source, to)
-    sync_directory(to.parent)
+    except OSError:
+        return False
+    return True
+
+
+def _copy_new(source: Path, to: Path) -> None:
+    """Copy a file where there are no links: nobody else's is overwritten, but a crash can leave a part."""
+    try:
+        handle = os.open(to, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE)
+    except FileExistsError as error:
+        raise FedOrthoError(TAKEN.format(to)) from error
+    with os.fdopen(handle, "wb") as stream, source.open("rb") as copied:
+        shutil.copyfileobj(copied, stream)
+        stream.flush()
+        os.fsync(handle)
 
 
 def _discard(path: Path) -> None:

@@ -23,6 +23,17 @@ def excluded_besides(run: Run, request: ForgetRequest) -> ForgetRequest | None:
     return union_of([other for other in every if other.settled(names) != request.settled(names)])
 
 
+def check_unserved(run: Run, request: ForgetRequest) -> None:
+    """Refuse a request that a run has served, or whose data it was trained without."""
+    names, without = run.record.data.class_names, run.settings.without
+    for served in run.record.requests:
+        if ForgetRequest.parse(served.request).settled(names) == request.settled(names):
+            other = "for another level or method give the run before that request"
+            raise FedOrthoError(f"{run.path} has already forgotten {request}, by {served.method}; {other}")
+    if without and ForgetRequest.parse(without).settled(names) == request.settled(names):
+        raise FedOrthoError(f"{run.path} was trained without {request}; there is nothing to forget")
+
+
 def index_of_request(run: Run, request: ForgetRequest) -> int:
     """The index of a request among those that a run has served; the last of equal ones."""
     last_request(run)  # refuses a run that has none

@@ -1,6 +1,7 @@
 """Where a network looks: Grad-CAM of one image per class, before and after forgetting."""
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -52,12 +53,13 @@ def recognised_examples(models: Sequence[nn.Module], images: Images) -> Images:
 
 
 def attention_left(before: Tensor, after: Tensor) -> Tensor:
-    """Sum of each map after, as a share of its sum before, (images,).
+    """Sum of each map after, as a share of its sum before, (images,); NaN where there was none before.
 
-    >>> attention_left(torch.tensor([[[1.0, 3.0]]]), torch.tensor([[[0.0, 1.0]]]))
-    tensor([0.2500])
+    >>> attention_left(torch.tensor([[[1.0, 3.0]], [[0.0, 0.0]]]), torch.tensor([[[0.0, 1.0]], [[0.0, 1.0]]]))
+    tensor([0.2500,    nan])
     """
-    return after.flatten(1).sum(1) / before.flatten(1).sum(1).clamp_min(1e-12)
+    total = before.flatten(1).sum(1)
+    return torch.where(total > 0, after.flatten(1).sum(1) / total, torch.nan)
 
 
 def grad_cam_figure(images: Images, maps: Mapping[str, tuple[Tensor, Tensor]], forget: Sequence[int]) -> "Figure":
@@ -101,6 +103,7 @@ def _cam_finding(images: Images, maps: Mapping[str, tuple[Tensor, Tensor]], forg
     subject, parts = " and ".join(images.names[label] for label in forget), []
     for name, (before, after) in maps.items():
         left = attention_left(before, after)
-        forget_share, other_share = float(left[is_forget].mean()), float(left[~is_forget].median())
-        parts.append(f"{percent(forget_share)} in {name} (others: {percent(other_share)})")
+        forget_share, other_share = float(left[is_forget].nanmean()), float(left[~is_forget].nanmedian())
+        found = "not defined, there was none before," if math.isnan(forget_share) else percent(forget_share)
+        parts.append(f"{found} in {name} (others: {percent(other_share)})")
     return f"Grad-CAM after forgetting: attention to {subject} that is left: " + ", ".join(parts)

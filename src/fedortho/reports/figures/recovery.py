@@ -42,15 +42,16 @@ def probe_figure(recall: Mapping[str, Mapping[str, float]]) -> "Figure":
     ax.set_xlabel("layer, first to last", fontsize=9)
     ax.set_ylabel("recall on the forget set", fontsize=9)
     ax.tick_params(axis="x", labelrotation=30)
-    last = [f"{style.ROLE_NAMES[role]} {style.percent(list(layers.values())[-1])}" for role, layers in recall.items()]
-    style.entitle(figure, "A linear probe on the last layer still finds: " + ", ".join(last))
+    last = [f"{style.percent(list(layers.values())[-1])} {style.ROLE_NAMES[role]}" for role, layers in recall.items()]
+    name = list(next(iter(recall.values())))[-1]
+    style.entitle(figure, f"At {name} a linear probe finds the forget set in {', '.join(last)}")
     return figure
 
 
 def role_lines(ax: "Axes", lines: Mapping[str, tuple[Sequence[float] | Sequence[str], Sequence[float]]]) -> None:
     for role, (places, values) in lines.items():
-        colour, marker, dash = style.ROLES[role]
-        ax.plot(places, values, color=colour, marker=marker, linestyle=dash, label=style.ROLE_NAMES[role])
+        look = style.line_look(role) | {"marker": style.ROLES[role][1], "markersize": 3 + 2 * style.WIDTHS[role]}
+        ax.plot(places, values, **look)
     style.percent_axis(ax)
     ax.set_ylim(-0.03, 1.03)
     style.grid_lines(ax)

@@ -193,10 +193,9 @@ def confidence_figure(confidence: Mapping[str, Tensor], what: str, bins: int = 2
     """Histograms of `own_confidence` on the forget set, by role: original, unlearned, reference."""
     figure, ((ax,),) = style.new_figure(6.2, 3.3)
     for role, values in confidence.items():
-        colour, _, dash = style.ROLES[role]
         counts = torch.histc(values.clamp(0, 1), bins, 0, 1) / len(values)
         edges = [number / bins for number in range(bins + 1)]
-        ax.stairs(counts.tolist(), edges, color=colour, linewidth=1.8, linestyle=dash, label=style.ROLE_NAMES[role])
+        ax.stairs(counts.tolist(), edges, **style.line_look(role))
     style.percent_axis(ax)
     ax.set_ylim(bottom=0)
     style.name_axes(ax, "probability given to the image's own class", "share of these images")

@@ -35,6 +35,7 @@ ROLE_NAMES = {
     "erased": "after directions",
     "reference": "retrained without it",
 }
+WIDTHS = {"reference": 5.0, "original": 2.6, "erased": 1.6, "unlearned": 1.3}  # of lines, widest first: none is hidden
 HATCHES = {"original": None, "unlearned": HATCH, "erased": "xx", "reference": ".."}  # of bars
 LETTERS_PER_INCH = 11.5  # of a title
 LONGEST_NAME = 24  # letters of a class on an axis
@@ -138,17 +139,19 @@ def axis_names(names: Sequence[str]) -> list[str]:
 
 
 def percent(share: float) -> str:
-    """A share for people; only 0 and 1 are written as 0 % and 100 %.
+    """A share for people, as every page and table writes it.
 
-    >>> percent(0.512), percent(0.034), percent(0.0), percent(1.0), percent(0.0004), percent(0.9999)
-    ('51 %', '3.4 %', '0 %', '100 %', 'below 0.1 %', 'above 99.9 %')
+    >>> percent(0.512), percent(0.0), percent(0.0004)
+    ('51.2 %', '0.0 %', 'below 0.1 %')
     """
-    if 0 < share < 0.001:
-        return "below 0.1 %"
-    if 0.999 < share < 1:
-        return "above 99.9 %"
-    digits = 0 if share in (0, 1) or 0.1 <= abs(share) <= 0.99 else 1
-    return f"{share:.{digits}%}".replace("%", " %")
+    return "below 0.1 %" if 0 < share < 0.0005 else f"{100 * share:.1f} %"
+
+
+def line_look(role: str) -> dict[str, Any]:
+    """Colour, dashes and width of a role's line; wide ones lie below, so that lines on each other are told apart."""
+    (colour, _, dash), wide = ROLES[role], WIDTHS[role]
+    look: dict[str, Any] = {"color": colour, "linestyle": dash, "linewidth": wide, "label": ROLE_NAMES[role]}
+    return look | {"alpha": 0.55 if wide > 3 else 1.0, "zorder": 10 - wide}
 
 
 def grid_lines(ax: "Axes", axis: str = "y") -> None:
