@@ -51,7 +51,9 @@ def do_job(grid: "Grid", config: Mapping[str, Any]) -> None:
         with _lock(config, out):
             train_federation(out, federate_settings(config), grid, watch=_tell)
     elif job in ("forget", "rewind", "sync"):
-        run = open_run(Path(str(config["run"]))).at(timeout=float(config.get("timeout") or 0.0))
+        run = open_run(Path(str(config["run"]))).at(
+            timeout=float(config.get("timeout") or 0.0), sums=str(config.get("sums") or "")
+        )
         if not isinstance(run.settings, FederateSettings):
             raise FedOrthoError(f"{run.path} was not trained by a federation")
         if job == "sync":

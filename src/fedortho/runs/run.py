@@ -84,15 +84,24 @@ class Run:
             raise BadSetting("ids are not hashed in a federation, whose clients look rows up; leave --hash-ids out")
         return request.hashed(RowIds(torch.zeros(0), key=hash_key(self.path, make=True)))
 
-    def at(self, data_dir: str = "", device: str = "auto", recipe: Recipe | None = None, timeout: float = 0.0) -> "Run":
+    def at(
+        self,
+        data_dir: str = "",
+        device: str = "auto",
+        recipe: Recipe | None = None,
+        timeout: float = 0.0,
+        sums: str = "",
+    ) -> "Run":
         """The same run with its data in another directory, on another device, or with a recipe; nothing is written.
 
         The recipe of an imported run is not known unless it is given. `timeout` is how long a federation waits for
-        its clients; 0: as its settings say.
+        its clients; 0: as its settings say. `sums` are open or masked, if not as its settings say.
         """
         settings = relocated(self.settings, data_dir)
         if timeout and isinstance(settings, FederateSettings):
             settings = replace(settings, timeout=timeout)
+        if sums and isinstance(settings, FederateSettings):
+            settings = replace(settings, sums=sums)
         if recipe is not None:
             settings = replace(settings, **asdict(recipe), split_seed=settings.partition_seed)
         return replace(self, settings=settings if device == "auto" else replace(settings, device=device))
