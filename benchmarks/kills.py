@@ -13,7 +13,6 @@ import os
 import random
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -166,4 +165,4 @@ def children_of(process: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
