@@ -25,8 +25,8 @@ from unittest.mock import patch
 
 import torch
 from doors import HOW, REQUEST, SMALL, write_images
-from kills import Killed, counted, killed_at, operations
 from result_files import add_row
+from stopping import Killed, counted, killed_at, operations
 
 from fedortho.errors import FedOrthoError
 from fedortho.evidence.bundle import make_bundle

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kills import Killed, counted, full_at, killed_at, operations
 from small import SETTINGS as FEDERATION
+from stopping import Killed, counted, full_at, killed_at, operations
 from torch import nn
 
 from fedortho.data.images import Dataset
