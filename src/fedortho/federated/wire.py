@@ -241,6 +241,10 @@ def _unpacked(part: Tensors, kind: str, at: str, most: int | None) -> Observatio
             raise BadReply(f"{at}.sums.{key} is not finite")
     if kind == "right":
         for key, value in sums.items():
-            if value.dim() != 2 or len(value) != len(counts) or bool((value < 0).any() | (value.sum(1) > counts).any()):
+            if (
+                value.dim() != 2
+                or len(value) != len(counts)
+                or bool((value < 0).any() | (value > counts.unsqueeze(1)).any())
+            ):
                 raise BadReply(f"{at}.sums.{key} is below 0 or above its count")
     return Observation(sums, counts)

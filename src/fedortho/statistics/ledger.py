@@ -5,7 +5,7 @@ leaves those activations as they are, and moves the sums by as much as the peaks
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from fedortho.errors import BadCheckpoint, FedOrthoError
 from fedortho.models.sites import Site, Structure, trace_structure
 from fedortho.models.split import find_split, image_activations
 from fedortho.statistics.observe import Kept, KeptRecord, Observation, key_of, observe, steady_order, tail_peaks
-from fedortho.storage.files import read_tensors, tensors_digest
+from fedortho.storage.files import read_tensors, tensors_digest, write_tensors
 from fedortho.storage.records import from_json
 
 logger = logging.getLogger(__name__)
@@ -131,6 +131,18 @@ def forget_lines(ledger: Observation, stays: Images) -> Observation:
         return left
     named = torch.isin(kept.labels, stays.labels)  # validation images of a forgotten class go as well
     return replace(left, kept=kept.where(named & (~kept.training | torch.isin(kept.rows, stays.rows))))
+
+
+def drop_activations(path: Path, rows: Tensor, labels: Sequence[int]) -> int:
+    """Remove the kept activations of these rows and labels from a ledger's file; how many there were."""
+    tensors, note = read_tensors(path)
+    kept = {name: tensor for name, tensor in tensors.items() if name.startswith("kept.")}
+    if not kept:
+        return 0
+    gone = torch.isin(kept["kept.rows"], rows) | torch.isin(kept["kept.labels"], torch.tensor(labels).long())
+    if bool(gone.any()):
+        write_tensors(path, tensors | {name: tensor[~gone] for name, tensor in kept.items()}, note)
+    return int(gone.sum())
 
 
 def load_ledger(path: Path, model: nn.Module) -> Observation | None:
