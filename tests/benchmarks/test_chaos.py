@@ -4,7 +4,10 @@ import os
 from pathlib import Path
 
 import pytest
-from chaos import build_base, kill_everywhere
+from chaos import COMMANDS, FAILURES, build_base, kill_everywhere
+from result_files import read_results
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 @pytest.fixture(scope="module")
@@ -27,3 +30,10 @@ def test_a_command_that_is_killed_is_completed_by_the_same_command(
     tally = kill_everywhere(name, base, at, every)
     assert tally.kills >= 2
     assert tally.failures == []
+
+
+def test_the_campaign_found_nothing() -> None:
+    results = read_results(RESULTS / "chaos.json")
+    assert {row["command"] for row in results.rows} == set(COMMANDS)
+    assert all(row["kills"] == -(-row["operations"] // row["every"]) for row in results.rows)
+    assert [row["command"] for row in results.rows if any(row[kind] for kind in FAILURES)] == []

@@ -3,10 +3,14 @@
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from doors import World, build_world
 from fuzz import campaign
+from result_files import read_results
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 @pytest.fixture(scope="module")
@@ -26,3 +30,10 @@ def test_no_door_can_be_forced(world: World) -> None:
     assert len(counts) > 30
     assert sum(count.cases for count in counts.values()) > 380
     assert {name: count.failures for name, count in counts.items() if count.failures} == {}
+
+
+def test_the_campaign_found_nothing() -> None:
+    total = read_results(RESULTS / "fuzz.json").more["total"]
+    assert total["cases"] >= 20_000
+    assert total["refused"] + total["accepted"] == total["cases"]
+    assert [total[name] for name in ("tracebacks", "hangs", "forgeries")] == [0, 0, 0]
