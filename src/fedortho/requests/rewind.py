@@ -25,7 +25,7 @@ from fedortho.runs.rounds import LOG_FILE, RoundLog, kept_rounds, read_log, read
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.served import served_requests
 from fedortho.runs.settings import FederateSettings
-from fedortho.storage.journal import append_entry
+from fedortho.storage.journal import append_entry, read_journal
 from fedortho.storage.provenance import environment
 
 if TYPE_CHECKING:
@@ -159,15 +159,10 @@ def rewind_run(
     begin = read_start(plan.source, plan.begin) if plan.begin else None
     data = plan.run.load_data()
     new = train_federation(out, plan.settings, grid, watch=watch, workers=workers, data=data, begin=begin)
-    append_entry(
-        journal,
-        "executed",
-        out.name,
-        str(plan.request),
-        before=before,
-        after=new.record.model.digest,
-        details={"method": "rewind", "without": plan.settings.without, "rounds-saved": plan.begin},
-    )
+    told = ("executed", out.name, str(plan.request), before, new.record.model.digest)
+    if told not in {(e.event, e.run, e.request, e.before, e.after) for e in read_journal(journal).entries}:
+        details = {"method": "rewind", "without": plan.settings.without, "rounds-saved": plan.begin}
+        append_entry(journal, *told[:3], before=before, after=told[4], details=details)
     return Rewound(plan, new, tuple(_delete_traces(plan)) if purge else ())
 
 
