@@ -1,7 +1,7 @@
 """What a node gives away is its own decision: groups, queries, their number, and the memory of what it has answered."""
 
 import shutil
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +15,10 @@ from fedortho.engines.query import Query, Selection, Statistic
 from fedortho.federated.client import client_app
 from fedortho.federated.engine import FederatedEngine
 from fedortho.federated.local_grid import LocalGrid
+from fedortho.federated.messages import HelloReply, KeyReply, ModelReply, ObserveReply, TrainReply
 from fedortho.federated.server import federated_engine
 from fedortho.runs.run import load_run_data
-from fedortho.storage.settings import as_mapping
+from fedortho.storage.settings import as_mapping, kebab
 
 
 @pytest.fixture
@@ -131,3 +132,10 @@ def test_an_honest_request_is_answered_as_if_there_were_no_settings(store: Path,
     for mine, theirs in zip(careful, open_, strict=True):
         for a, b in zip(mine, theirs, strict=True):
             assert all(torch.equal(a.sums[key], b.sums[key]) for key in b.sums)
+
+
+def test_the_page_names_every_field_that_a_server_sees() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "privacy.md").read_text(encoding="utf-8")
+    for kind in (HelloReply, TrainReply, ModelReply, ObserveReply, KeyReply):
+        for each in fields(kind):
+            assert f"`{kebab(each.name)}`" in text, f"{kind.__name__}.{each.name}"

@@ -12,6 +12,8 @@ from small import SETTINGS
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import Busy, FedOrthoError
 from fedortho.federated.server import local_grid, sync, train_federation
+from fedortho.methods import unlearn
+from fedortho.methods.hide import Hide
 from fedortho.methods.paper import Paper
 from fedortho.requests.forgetting import forget_federated_run
 from fedortho.requests.transaction import Step
@@ -130,3 +132,22 @@ def test_who_answered_and_who_confirmed_is_in_the_run_and_in_the_journal(
     assert (served.answered, served.confirmed) == ((0, 1, 2, 3), (0, 1, 3))
     details = read_journal(tmp_path).entries[-1].details
     assert (details["answered"], details["confirmed"], details["unconfirmed"]) == ("0-3", "0,1,3", "2")
+
+
+def test_a_patch_that_breaks_the_budget_on_the_servers_images_is_not_sent(
+    trained: Run, grid: Grid, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients that count falsely make the search end anywhere: here with nine of ten kernels."""
+    run = copied(trained, tmp_path)
+
+    def misled(model, engine, request, method, **how):  # type: ignore[no-untyped-def]
+        found = unlearn(model, engine, request, Hide(ratio=0.9, repair=False), **how)
+        engine.apart = {2: 9.0, 3: 1.0}
+        return replace(found, settings={**found.settings, "ratio": 0.0})
+
+    monkeypatch.setattr("fedortho.requests.forgetting.unlearn", misled)
+    with pytest.raises(FedOrthoError, match=r"patch was not sent; the statistics of clients 2 stand apart"):
+        forget_federated_run(run, THREE, Hide(), grid, out=tmp_path / "three")
+    assert events(tmp_path) == ["received", "refused"]
+    assert forgotten(tmp_path) == [set()] * 4
+    assert not (tmp_path / "three").exists()

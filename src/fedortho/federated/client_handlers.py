@@ -20,6 +20,7 @@ from fedortho.engines.training_plan import TrainingPlan
 from fedortho.errors import FedOrthoError
 from fedortho.federated import messages, wire
 from fedortho.federated.client_state import ClientImages, ClientState
+from fedortho.federated.masking import MASKED, draw_key, flatten, mask
 from fedortho.federated.node_policy import TRAIN, QueryGuard
 from fedortho.federated.wire import Json, Tensors, below, prefixed
 from fedortho.statistics.ledger import load_ledger, write_ledger
@@ -148,9 +149,20 @@ def observe_images(
             answers = [each.only(admitted) for each, admitted in zip(answers, labels, strict=True)]
         observed.append(answers)
     guard.save()
-    sums, empty = wire.pack_observations(observed, queries)
     cost = (tally.images_read, tally.images_trained, tally.flops, tally.kept_flops)
+    if order.exchange:
+        values = flatten(observed, queries, messages.ObserveReply(state.client, "done", (), withheld, *cost))
+        masked = mask(values, state.client, state.take_key(order.exchange), order.keys, order.exchange)
+        return {MASKED: masked}, messages.ObserveReply(state.client, "done", (), 0, 0, 0, 0.0, 0.0)
+    sums, empty = wire.pack_observations(observed, queries)
     return sums, messages.ObserveReply(state.client, "done", empty, withheld, *cost)
+
+
+def share_key(state: ClientState, tensors: Tensors, order: messages.ShareKey) -> tuple[Tensors, messages.KeyReply]:
+    """Draw a key for one exchange of masked sums, and tell its public part."""
+    private, public = draw_key()
+    state.keep_key(order.exchange, private)
+    return {}, messages.KeyReply(state.client, public)
 
 
 def apply_patch(
@@ -174,6 +186,7 @@ HANDLERS: Mapping[str, Handler] = {
     messages.Hello.action: hello,
     messages.TrainLocal.action: train_local,
     messages.KeepModel.action: keep_model,
+    messages.ShareKey.action: share_key,
     messages.Observe.action: observe_images,
     messages.ApplyPatch.action: apply_patch,
 }

@@ -52,6 +52,16 @@ class ClientRecord:
 
 
 @dataclass(frozen=True)
+class ExchangeKey:
+    """key.json of a client: the private key of one exchange of masked sums, until it is answered."""
+
+    schema: ClassVar[int] = 1
+
+    exchange: str
+    private: str
+
+
+@dataclass(frozen=True)
 class ClientImages:
     """A client's training and validation images without the forgotten ones."""
 
@@ -138,6 +148,20 @@ class ClientState:
         if self.network is not None:
             return prepare_model(self.network(), num_classes)
         return build_model(self.settings.model, num_classes=num_classes, channels=channels)
+
+    def keep_key(self, exchange: str, private: str) -> None:
+        """Keep the private key of one exchange of masked sums, in place of any other."""
+        write_record(self.folder / "key.json", ExchangeKey(exchange, private))
+        (self.folder / "key.json").chmod(0o600)
+
+    def take_key(self, exchange: str) -> str:
+        """The private key of this exchange; it is removed, because masks that serve twice do not hide."""
+        path = self.folder / "key.json"
+        kept = read_record(ExchangeKey, path) if path.exists() else ExchangeKey("", "")
+        if kept.exchange != exchange:
+            raise FedOrthoError("there is no key for this exchange of masked sums: each is answered once")
+        path.unlink()
+        return kept.private
 
     def load_model(self, digest: str) -> nn.Module:
         """The model with this digest from the store; a file with other weights is refused."""

@@ -20,6 +20,7 @@ from fedortho.engines.training_plan import TrainingPlan, as_training_plan
 from fedortho.errors import BadCheckpoint, FedOrthoError, first_line
 from fedortho.federated import aggregation, wire
 from fedortho.federated.aggregation import RunningMean, TrainingJob, check_state, round_history
+from fedortho.federated.masking import masked_observations
 from fedortho.federated.messages import LocalResult, Observe, ObserveReply, TaskInfo, TrainLocal, TrainReply
 from fedortho.federated.pooling import Pool
 from fedortho.federated.roster import Binding, Common, Roster, first_few
@@ -29,7 +30,7 @@ from fedortho.models.norms import batch_norms, frozen_norms
 from fedortho.runs.federation import Federation, sample_clients
 from fedortho.runs.rounds import RoundRecord, StartRound, contacts_of
 from fedortho.statistics.observe import Observation
-from fedortho.storage.files import read_tensors, tensors_digest, write_tensors
+from fedortho.storage.files import damage_named, read_tensors, tensors_digest, write_tensors
 from fedortho.storage.records import from_json, to_json
 from fedortho.training.adapters import base_tensors
 from fedortho.training.batches import step_seed
@@ -307,7 +308,8 @@ class FederatedEngine(Roster):
             self.transport.resume(saved.exchanges)
             begin = StartRound(path, weights, saved.history, saved.log)
         if begin is not None:
-            current.load_state_dict({name: value.clone() for name, value in begin.weights.items()})
+            with damage_named(begin.run):
+                current.load_state_dict({name: value.clone() for name, value in begin.weights.items()})
             self.history, self.log = list(begin.history), list(begin.log)
 
     def _save(self, path: Path, identity: str, current: nn.Module) -> None:
@@ -342,8 +344,12 @@ class FederatedEngine(Roster):
         digest = tensors_digest(model.state_dict())
         tensors, stripped, candidates = wire.pack_queries(queries)
         order = Observe(self.task, digest, stripped, candidates, max(len(clients), 1), self.federation.least_group)
-        contents = dict.fromkeys(clients, wire.pack({**tensors, **sent}, order))
         blank = aggregation.blank_observations(model, self.task.shape, self.task.names, queries)
+        if self.federation.sums == "masked":
+            found, cost = masked_observations(self.transport, clients, order, {**tensors, **sent}, blank)
+            self._spend_observed(cost)
+            return found
+        contents = dict.fromkeys(clients, wire.pack({**tensors, **sent}, order))
         pool = Pool(self.federation.pooling, blank, queries, model, self.task)
         for reply in self.transport.ask(Observe, ObserveReply, contents):
             self._add(pool, reply, queries)
@@ -366,14 +372,17 @@ class FederatedEngine(Roster):
         except (FedOrthoError, KeyError, TypeError, ValueError, RuntimeError) as error:
             exchange.reject(reply.client, f"its sums do not match ({first_line(error)})")
             return
-        self._spent.withheld += message.withheld
-        self._spent.kept_flops += message.kept_flops
-        self._spend(message)
+        self._spend_observed(message)
 
     def _holds(self, client: int) -> dict[str, int]:
         """The images of each split that a client said it has, and the most values of an image in one channel."""
         info, (_, height, width) = self.clients[client], self.task.shape
         return {"train": info.images, "valid": info.valid, "values": 4 * height * width}
+
+    def _spend_observed(self, cost: ObserveReply) -> None:
+        self._spent.withheld += cost.withheld
+        self._spent.kept_flops += cost.kept_flops
+        self._spend(cost)
 
     def _spend(self, cost: LocalResult | ObserveReply) -> None:
         self._spent.flops += cost.flops
@@ -383,7 +392,7 @@ class FederatedEngine(Roster):
 
 def _identity(model: nn.Module, job: TrainingJob, federation: Federation) -> str:
     """What a checkpoint belongs to: model, plan, recipe and the lasting settings of the federation."""
-    lasting = replace(federation, timeout=1.0, evaluate_every=0, quorum=0.0, pooling="bounded")
+    lasting = replace(federation, timeout=1.0, evaluate_every=0, quorum=0.0, pooling="bounded", sums="open")
     tensors, plan = wire.pack_training_plan(job.plan)
     values = (plan, job.teacher_digests, job.recipe, lasting, job.local_epochs)
     parts = [tensors_digest(model.state_dict()), *map(str, values)]

@@ -175,6 +175,22 @@ class ModelReply(Reply):
 
 
 @dataclass(frozen=True)
+class ShareKey(Order):
+    """Asks a client for a key for one exchange of masked sums."""
+
+    action: ClassVar[str] = "query.key"
+
+    exchange: str  # its name, drawn at random
+
+
+@dataclass(frozen=True)
+class KeyReply(Reply):
+    """The public key of a client for one exchange, X25519, hexadecimal."""
+
+    key: str
+
+
+@dataclass(frozen=True)
 class Observe(Order):
     """Asks a client for sums over its images."""
 
@@ -186,6 +202,8 @@ class Observe(Order):
     candidates: tuple[int, ...]  # of each query how many candidate patches travel as tensors
     num_clients: int  # clients asked; they share the limits of selections
     least_group: int  # sums over fewer images are withheld; a node may have a larger minimum
+    exchange: str = ""  # of masked sums: its name; "": open sums
+    keys: Mapping[int, str] = field(default_factory=dict)  # of masked sums: the public key of every client in it
 
 
 @dataclass(frozen=True)
@@ -204,7 +222,7 @@ class ObserveReply(Reply):
 
 
 ORDERS: Mapping[str, type[Order]] = {
-    order.action: order for order in (Hello, TrainLocal, KeepModel, Observe, ApplyPatch)
+    order.action: order for order in (Hello, TrainLocal, KeepModel, ShareKey, Observe, ApplyPatch)
 }
 
 

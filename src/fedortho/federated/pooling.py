@@ -111,8 +111,12 @@ class Pool:
         return {at: float(torch.tensor(each).median()) for at, each in lengths.items() if len(each) >= 3}
 
     def _find_apart(self) -> None:
-        """How far each held client is from the median of all, in units of the median client's distance."""
+        """How far each held client is from the median of all, in units of the median client's distance.
+
+        Of a query it is the median over its selections and layers, so that one odd layer does not decide.
+        """
         for number, query in enumerate(self._queries):
+            ratios: dict[int, list[float]] = {}
             for place in range(len(self._blank[number])):
                 given = {client: found[number][place] for client, found in self._held.items()}
                 means = {c: _means(each, query.statistic.kind, every=True) for c, each in given.items()}
@@ -120,10 +124,11 @@ class Pool:
                 for key in next(iter(means.values()), {}) if len(means) >= 3 else ():
                     stacked = torch.stack([each[key].flatten() for each in means.values()])
                     distances = (stacked - stacked.median(0).values).norm(dim=1)
-                    least = 0.05 if query.statistic.kind == "right" else 1e-9
-                    ratios = distances / distances.median().clamp_min(least)
-                    for client, ratio in zip(means, ratios.tolist(), strict=True):
-                        self.apart[client] = max(self.apart.get(client, 0.0), ratio)
+                    least = 0.3 if query.statistic.kind == "right" else 1e-9  # shares of few images are far apart
+                    for client, ratio in zip(means, distances / distances.median().clamp_min(least), strict=True):
+                        ratios.setdefault(client, []).append(float(ratio))
+            for client, each in ratios.items():
+                self.apart[client] = max(self.apart.get(client, 0.0), float(torch.tensor(each).median()))
 
     def _trimmed(self, number: int, place: int) -> Observation:
         blank = self._blank[number][place]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadSetting, FedOrthoError
-from fedortho.federated.client import federate_settings
+from fedortho.federated.client import federate_settings, settled
 from fedortho.federated.engine import RoundProgress
 from fedortho.methods import make_method
 from fedortho.methods.method import Method
@@ -36,7 +36,13 @@ def server_app(config: Mapping[str, Any] | None = None) -> "ServerApp":
 
     @app.main()
     def main(grid: "Grid", context: "Context") -> None:
-        do_job(grid, config or context.run_config)
+        given = config or settled(context.run_config, context.run_id, len(list(grid.get_node_ids())))
+        try:
+            do_job(grid, given)
+        except FedOrthoError as error:
+            remote.error("%s", error)  # on one line, before Flower's traceback
+            raise
+        remote.info("done: %s", given.get("out") or given.get("run"))
 
     return app
 
@@ -51,7 +57,9 @@ def do_job(grid: "Grid", config: Mapping[str, Any]) -> None:
         with _lock(config, out):
             train_federation(out, federate_settings(config), grid, watch=_tell)
     elif job in ("forget", "rewind", "sync"):
-        run = open_run(Path(str(config["run"]))).at(timeout=float(config.get("timeout") or 0.0))
+        run = open_run(Path(str(config["run"]))).at(
+            timeout=float(config.get("timeout") or 0.0), sums=str(config.get("sums") or "")
+        )
         if not isinstance(run.settings, FederateSettings):
             raise FedOrthoError(f"{run.path} was not trained by a federation")
         if job == "sync":

@@ -13,6 +13,7 @@ from fedortho.errors import BadSetting, FedOrthoError, unknown
 from fedortho.storage.settings import kebab
 
 LEAST = {"clients": 1, "rounds": 0, "least_images": 1, "evaluate_every": 0, "least_group": 1, "warmup_contacts": 0}
+SUMS = ("open", "masked")
 POOLINGS = ("bounded", "trimmed", "sum")
 NORMS = ("fedavg", "local", "recalibrate")
 
@@ -38,6 +39,7 @@ class Federation:
     timeout: Annotated[float, "seconds to wait for clients in one exchange"] = 600.0
     quorum: Annotated[float, "share of the contacted clients that must answer"] = 0.5
     least_group: Annotated[int, "minimum images of a sum that a client sends; 1: it sends all sums"] = 5
+    sums: Annotated[str, "sums that clients send: open, or masked, of which the server sees only the total"] = "open"
     pooling: Annotated[
         str, "sums of clients: bounded (by the model and the median client), trimmed (without extremes), or sum"
     ] = "bounded"
@@ -52,6 +54,8 @@ class Federation:
             raise BadSetting(f"quorum must be between 0 and 1, not {self.quorum}")
         if self.norms not in NORMS:
             raise unknown("norms", self.norms, NORMS)
+        if self.sums not in SUMS:
+            raise unknown("sums", self.sums, SUMS)
         if self.pooling not in POOLINGS:
             raise unknown("pooling", self.pooling, POOLINGS)
         if self.draw not in (1, 2):

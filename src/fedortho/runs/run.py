@@ -26,6 +26,8 @@ from fedortho.storage.trusted_code import check_trusted, remember_code
 from fedortho.training.loop import Epoch
 from fedortho.training.recipe import Recipe
 
+FEW = 16  # channels that a network can have without a tensor of that size, such as one with groups
+
 
 @dataclass(frozen=True)
 class Run:
@@ -42,8 +44,14 @@ class Run:
 
     def load_model(self) -> nn.Module:
         """The trained model, in eval mode; weights that the record does not describe are refused."""
-        model = self.new_model()
         weights, _ = read_tensors(self.path / "model.safetensors")
+        about, sizes = self.record.model, {size for tensor in weights.values() for size in tensor.shape}
+        if about.num_classes not in sizes or (about.channels > FEW and about.channels not in sizes):
+            raise BadCheckpoint(
+                f"{self.path / 'run.json'} tells of {about.num_classes} classes and {about.channels} channels; "
+                "no tensor of model.safetensors has so many"
+            )
+        model = self.new_model()
         load_weights(model, fold_weight_norm(weights), self.path / "model.safetensors")
         if tensors_digest(weights) != self.record.model.digest:
             raise BadCheckpoint(f"{self.path / 'model.safetensors'} is not the model that run.json describes")
@@ -84,15 +92,24 @@ class Run:
             raise BadSetting("ids are not hashed in a federation, whose clients look rows up; leave --hash-ids out")
         return request.hashed(RowIds(torch.zeros(0), key=hash_key(self.path, make=True)))
 
-    def at(self, data_dir: str = "", device: str = "auto", recipe: Recipe | None = None, timeout: float = 0.0) -> "Run":
+    def at(
+        self,
+        data_dir: str = "",
+        device: str = "auto",
+        recipe: Recipe | None = None,
+        timeout: float = 0.0,
+        sums: str = "",
+    ) -> "Run":
         """The same run with its data in another directory, on another device, or with a recipe; nothing is written.
 
         The recipe of an imported run is not known unless it is given. `timeout` is how long a federation waits for
-        its clients; 0: as its settings say.
+        its clients; 0: as its settings say. `sums` are open or masked, if not as its settings say.
         """
         settings = relocated(self.settings, data_dir)
         if timeout and isinstance(settings, FederateSettings):
             settings = replace(settings, timeout=timeout)
+        if sums and isinstance(settings, FederateSettings):
+            settings = replace(settings, sums=sums)
         if recipe is not None:
             settings = replace(settings, **asdict(recipe), split_seed=settings.partition_seed)
         return replace(self, settings=settings if device == "auto" else replace(settings, device=device))

@@ -12,7 +12,7 @@ from fedortho.runs.federation import Federation, check_policy
 from fedortho.training.recipe import Recipe
 
 S = TypeVar("S", bound="Subject")
-FREE = ("data-dir", "timeout", "quorum", "pooling")  # settings that may differ when a run is continued
+FREE = ("data-dir", "timeout", "quorum", "sums", "pooling")  # settings that may differ when a run is continued
 
 
 @dataclass(frozen=True)
