@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from federation import SETTINGS as FEDERATION
+from federation import train
 from result_files import add_row
 
 from fedortho.federated.engine import RoundProgress
-from fedortho.federated.server import train_federation
 from fedortho.requests.rewind import plan_rewind, rewind_run
 from fedortho.runs.federation import held_rows
 from fedortho.runs.rounds import kept_rounds, read_log
@@ -26,19 +27,8 @@ from fedortho.runs.run import Run, load_run_data
 from fedortho.runs.settings import FederateSettings
 
 HERE = Path(__file__).parent
-SETTINGS = FederateSettings(
-    data="cifar10",
-    model="vgg-mini",
-    clients=100,
-    rounds=20,
-    fraction=0.1,
-    split="dirichlet:0.3",
-    batch_size=32,
-    threads=1,
-    device="cpu",
-    evaluate_every=0,
-    keep_rounds="all",
-    timeout=3600.0,
+SETTINGS = replace(
+    FEDERATION, rounds=20, split="dirichlet:0.3", epochs=1, evaluate_every=0, keep_rounds="all", timeout=3600.0
 )
 PARTS = ("early", "late", "samples", "together", "never")
 
@@ -52,7 +42,7 @@ def main(words: list[str] | None = None) -> None:
     arguments = parser.parse_args(words)
     torch.set_num_threads(1)
     settings = replace(SETTINGS, data_dir=arguments.data_dir)
-    run = train_federation(arguments.runs / "original", settings, watch=tell)
+    run = train(arguments.runs / "original", settings)
     for part, request in requests_of(run, settings).items():
         if part in arguments.only.split(","):
             row = {"part": part} | measured(run, part, request, settings, arguments.runs)
@@ -89,7 +79,7 @@ def measured(run: Run, part: str, request: list[str], settings: FederateSettings
     assert rewound is not None, "it has an `out`"
     rewinding, started = time.time() - started, time.time()
     alone = replace(settings, without=" ".join(request), keep_rounds="")
-    retrained = train_federation(runs / f"{part}-retrained", alone, watch=tell)
+    retrained = train(runs / f"{part}-retrained", alone)
     return {
         "request": [text if len(text) < 40 else f"100 {text[:40]}…" for text in request],
         "first_contact": [plan.contacts[text] for text in plan.contacts],

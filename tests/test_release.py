@@ -115,6 +115,8 @@ def test_an_archive_works_in_a_fresh_environment(archives: Path, tmp_path: Path,
 def test_without_an_extra_the_error_names_it(extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert extra in PROJECT["optional-dependencies"]
     library, call = EXTRAS[extra]
+    for name in [name for name in sys.modules if name.startswith(f"{library}.")]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, library, None)
     monkeypatch.setenv("FEDORTHO_CACHE", str(tmp_path))
     monkeypatch.chdir(tmp_path)

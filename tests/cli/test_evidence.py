@@ -187,3 +187,14 @@ def test_a_changed_bundle_fails_and_is_named(place: Path, tmp_path: Path) -> Non
         told("bundle", "check", tmp_path / "x.zip")
     with pytest.raises(FedOrthoError, match="--data-dir"):
         told("bundle", "check", tmp_path / "x.zip", "--data-dir", "there")
+
+
+def test_what_was_checked_is_told_to_machines_too(place: Path, tmp_path: Path) -> None:
+    last = check_journal(place).last
+    journal = json.loads(told("journal", "check", place, "--json"))
+    assert (journal["entries"], journal["head"]["hash"]) == (last.number, last.hash)
+    told("bundle", "make", place / "second", "class:3", "-o", tmp_path / "b.zip")
+    found = json.loads(told("bundle", "check", tmp_path / "b.zip", "--json"))
+    assert (found["request"], found["run"]) == ("class:3", "second")
+    assert found["after"] == open_run(place / "second").record.model.digest
+    assert {claim["state"] for claim in found["claims"]} == {"checked", "not checked", "absent"}

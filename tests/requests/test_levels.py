@@ -159,7 +159,7 @@ def test_an_interruption_keeps_the_hidden_run_and_the_same_command_goes_on(
         main()
     assert not stop.value.code
     assert names == ["regrow"], "it is not hidden twice"
-    assert events(tmp_path) == ["received", "hidden", "received", "executed"]
+    assert events(tmp_path) == ["received", "hidden", "refused", "received", "executed"]
 
 
 def test_what_cannot_be_hidden_is_erased_all_the_same(

@@ -21,8 +21,9 @@ from fedortho.federated.engine import RoundProgress
 from fedortho.federated.server import local_grid, train_federation
 from fedortho.federated.transport import read_wire_log
 from fedortho.methods.paper import Paper
-from fedortho.requests import federated_jobs
-from fedortho.requests.forgetting import forget_federated_run
+from fedortho.requests import climbing, federated_jobs
+from fedortho.requests.climbing import NotPassed, forget_until_passed
+from fedortho.requests.forgetting import forget_federated_run, forget_run
 from fedortho.requests.rewind import CannotRewind, expected_saved, plan_rewind, rewind_run
 from fedortho.requests.server_app import do_job
 from fedortho.runs.federation import Federation, held_rows, sample_clients
@@ -199,6 +200,45 @@ def test_requests_in_a_row_go_back_before_the_earliest_and_what_was_edited_is_go
     assert again.source == rewound.run, "the new run has a log and kept rounds of its own"
     assert again.begin == again.first == read_log(rewound.run.path).before_contact([last])
     assert again.settings.without == f"client:{','.join(map(str, sorted((first, second, last))))}"
+
+
+def test_forgetting_exactly_in_python_goes_back_too(run: Run, tmp_path: Path) -> None:
+    request = f"client:{order_of(run)[1]}"
+    served = forget_run(run, request, level="exact", out=tmp_path / "left")
+    assert served.rewind is not None
+    assert served.rewind.begin == 1
+    assert served.run is not None
+    assert served.run.record.model.digest == rewind_run(run, request, tmp_path / "rewound").run.record.model.digest
+    assert (served.record.method, served.record.request) == ("rewind", request)
+    assert served.record.after.test == served.run.record.result.test_accuracy
+    assert served.record.cost is not None
+    assert served.record.cost.exchanges == 3, "one round of four is saved"
+
+
+def test_climbing_ends_with_a_rewind_where_rounds_were_kept(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: object) -> None:
+        raise NotPassed("no audit passes")
+
+    monkeypatch.setattr(climbing, "_validation", lambda *_: refuse)
+    request = f"client:{order_of(run)[1]}"
+    served, attempts = forget_until_passed(run, request, out=tmp_path / "left")
+    assert [attempt.level for attempt in attempts] == ["hide", "exact"]
+    assert served.rewind is not None
+    monkeypatch.setattr(climbing, "_validation", None)
+    again, attempts = forget_until_passed(run, request, out=tmp_path / "left")
+    assert [attempt.level for attempt in attempts] == ["exact"], "the same call again judges nothing"
+    assert again.record.model_after == served.record.model_after
+
+
+def test_an_undo_file_means_to_retrain(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    request = f"client:{order_of(run)[1]}"
+    served = forget_run(run, request, level="exact", out=tmp_path / "left", undo=tmp_path / "undo")
+    assert served.rewind is None
+    assert served.record.method == "retrain"
+    assert "a rewind has no undo" in caplog.text
+    assert (tmp_path / "undo").exists()
 
 
 def test_a_killed_rewind_goes_on_to_the_same_bytes(run: Run, tmp_path: Path) -> None:

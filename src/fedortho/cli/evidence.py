@@ -39,10 +39,15 @@ def journal_check(
     place: Place = Path("runs"),
     head: Annotated[str, typer.Option(help="a published head (a file) or a noted hash, still in the journal")] = "",
     public: Annotated[Path | None, typer.Option(help="the public key (PEM) that must have signed the head")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Check that no entry was changed, removed, inserted or reordered; prints the hash of the last one."""
     directory, noted = _journal_place(place), _noted(head, public)
     journal = check_journal(directory, noted if isinstance(noted, str) else noted.head)
+    if as_json:
+        told = {"entries": len(journal.entries), "head": asdict(journal.last), "is-torn": bool(journal.torn)}
+        say_json(told | {"clock-backwards": [entry.number for entry in journal.backward]})
+        return
     say(f"{directory / 'journal.jsonl'}: {len(journal.entries)} entries, each following from the one before")
     if journal.torn:
         say(
@@ -129,6 +134,7 @@ def bundle_check(
     data_dir: DataDir = "",
     public: Annotated[Path | None, typer.Option(help="the public key (PEM) that must have signed it")] = None,
     digest: Annotated[str, typer.Option(help="the digest that bundle make printed")] = "",
+    as_json: AsJson = False,
 ) -> None:
     """Check a bundle and say what was not checked; with --run, measure what it claims again. Exit code 2: refused."""
     found = check_bundle(
@@ -143,6 +149,10 @@ def bundle_check(
         public=public,
         digest=digest,
     )
+    if as_json:
+        models = {"before": found.bundle.patch.before, "after": found.bundle.patch.after}
+        say_json(asdict(found.bundle.request) | models | {"claims": [asdict(claim) for claim in found.claims]})
+        return
     say(f"{file}: {found.bundle.request.request}, run {found.bundle.request.run}")
     say(f"model before {found.bundle.patch.before}")
     say(f"model after  {found.bundle.patch.after}")

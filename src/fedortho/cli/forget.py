@@ -53,11 +53,10 @@ from fedortho.requests.federated_jobs import check_backend, forget_elsewhere, re
 from fedortho.requests.forgetting import ServedRequest, forget_run, undo_run
 from fedortho.requests.judging import JudgeOptions, check_judge_options, judge_run
 from fedortho.requests.levels import ForgettingPlan, chosen_method, level_for_run, plan_climb, plan_request
-from fedortho.requests.rewind import CannotRewind, RewindPlan, plan_rewind, rewind_run
+from fedortho.requests.rewind import RewindPlan, find_rewind, rewind_run
 from fedortho.requests.tickets import Ticket
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.served import check_unserved
-from fedortho.runs.settings import FederateSettings
 from fedortho.storage.records import to_json
 from fedortho.storage.settings import read_toml
 from fedortho.unlearning.calibrate import Refused
@@ -154,7 +153,7 @@ def forget_command(
         here = {"until": until, "keep_undo": keep_undo, "data_dir": data_dir, "device": device != "auto"}
         here |= {"purge": purge, "id": ticket, "json": as_json}
         _refuse_with(f"--backend {backend}, which works elsewhere and does not judge", **here, **judging)
-    rewind = None if level != "exact" or method_name or until else _plan_rewind(run, asked, data_dir)
+    rewind = None if level != "exact" or method_name or until else find_rewind(run, asked, data_dir=data_dir)
     if rewind is None:
         _refuse_with("a request that is not served by a rewind", delete_before=delete_before)
     else:
@@ -181,24 +180,12 @@ def forget_command(
     served, data = _serve(run, parsed, plan, options, as_json, **how)
     if not as_json:
         print_served(served, run_path)
-    verdict = _judged(served, run, asked, options, data, as_json)
+    verdict = None if served.rewind else _judged(served, run, asked, options, data, as_json)
     if as_json:
         say_json(to_json(served.record) | ({} if verdict is None else {"verdict": verdict.to_json()}))
     elif verdict is not None:
         print_verdict(verdict, whole=False)
         say(f"all metrics: fedortho judge {out}; a page to read: fedortho report {out}")
-
-
-def _plan_rewind(run: Run, request: ForgetRequest, data_dir: str) -> RewindPlan | None:
-    """How far back an exact request goes; None, with the reason, if its run kept no rounds that serve it."""
-    if not isinstance(run.settings, FederateSettings):
-        return None
-    try:
-        plan = plan_rewind(run, request, data_dir=data_dir)
-    except CannotRewind as error:
-        warn(f"no rewind: {error}")
-        return None
-    return plan if plan.begin or plan.settings.keep_rounds else None
 
 
 def _rewind(

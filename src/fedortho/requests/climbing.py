@@ -18,6 +18,7 @@ from fedortho.requests.forgetting import ServedRequest, forget_run
 from fedortho.requests.judging import JudgeOptions, references_for
 from fedortho.requests.levels import levels_for, method_of_level, training_cost_words
 from fedortho.requests.references import case_of
+from fedortho.requests.rewind import holds_rewind
 from fedortho.requests.transaction import holds_result
 from fedortho.runs.run import Run, open_run
 from fedortho.training.loop import Watch
@@ -68,6 +69,8 @@ def forget_until_passed(
     methods = {level: method_of_level(run, level) for level in levels}
     if done := [level for level in levels if holds_result(run, asked, methods[level], out, ticket=ticket)]:
         return forget_run(run, request, level=done[0], hide_first=False, **how), (LevelAttempt(done[0], ""),)
+    if holds_rewind(run, asked, out, data_dir=options.data_dir):
+        return forget_run(run, request, level="exact", **how), (LevelAttempt("exact", ""),)
     check = _validation(run, asked, options, data, on_training, on_step)
     attempts: list[LevelAttempt] = []
     for level in levels:

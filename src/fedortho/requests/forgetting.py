@@ -3,7 +3,7 @@
 import logging
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -34,23 +34,25 @@ from fedortho.federated.server import (
 from fedortho.federated.transport import append_wire_log
 from fedortho.methods import unlearn
 from fedortho.methods.method import ForgetResult, Method
-from fedortho.models.patch import undo_patch, write_undo
+from fedortho.models.patch import patch_between, undo_patch, write_undo
 from fedortho.models.predictions import accuracy
 from fedortho.requests.levels import chosen_method, hidden_path, level_for_run, method_of_level, training_cost_words
 from fedortho.requests.measuring import measured_record
+from fedortho.requests.references import reference_cost
+from fedortho.requests.rewind import RewindPlan, find_rewind, rewind_run
 from fedortho.requests.tickets import Ticket
 from fedortho.requests.transaction import Step, Transaction, Unconfirmed, find_served, relative_out, transaction
-from fedortho.runs.derived import build_derived, building, check_output_paths, write_derived
+from fedortho.runs.derived import build_derived, building, tidy, write_derived
 from fedortho.runs.federation import held_rows
 from fedortho.runs.purge import purge_run
-from fedortho.runs.record import ResultRecord, ServedRecord
+from fedortho.runs.record import ResultRecord, RunRecord, ServedRecord, read_run_record
 from fedortho.runs.rows import hash_key
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.served import check_unserved, excluded_by, last_request, served_requests
 from fedortho.runs.settings import FederateSettings
 from fedortho.statistics.ledger import forget_lines, load_ledger, rebind_ledger
 from fedortho.storage.files import tensors_digest
-from fedortho.storage.journal import append_entry
+from fedortho.storage.journal import append_entry, read_journal
 from fedortho.storage.records import write_record
 from fedortho.unlearning.calibrate import Refused
 
@@ -72,6 +74,7 @@ class ServedRequest:
     run: Run | None = None  # None: nothing was written
     was_finished: bool = False  # it was served before; nothing was done now
     copies: tuple[DataCopy, ...] = ()  # of the images, where they were purged
+    rewind: RewindPlan | None = None  # of a run that was trained again from a round before it met the data
 
     @property
     def advise_retraining(self) -> bool:
@@ -106,12 +109,18 @@ def forget_run(
     after the images were deleted. With `purge` forgotten images are removed from the decoded images on this machine;
     None: if they are samples of your own data. With `hash_ids` the records name samples by keyed
     hashes; the key is beside the run. `data` is the run's data if it is already loaded. A federation is simulated here.
+    At the level `exact` a federation that kept rounds goes back to one of them, as by `rewind_run`. The new run never
+    met the data: it has no patch, undo file or ticket, and nothing is purged; with one of these it is retrained.
     Raises `Refused`, with the trials that were measured, if target and budget cannot both hold.
     """
     run = open_run(run)
     request = ForgetRequest.parse(request) if isinstance(request, str) else request
     out, undo = (None if path is None else Path(path) for path in (out, undo))
     level = level_for_run(run, request, level, method)
+    if level == "exact" and not method and out is not None:
+        unused = {"undo": undo, "accept": accept, "ticket": ticket, "purge": purge, "hash_ids": hash_ids}
+        if served := _serve_by_rewind(run, request, out, [name for name, value in unused.items() if value], data_dir):
+            return served
     if isinstance(method, str):
         method = chosen_method(run, method) if method else method_of_level(run, level)
     details = {} if out is None else {"out": relative_out(run, out)}
@@ -168,6 +177,29 @@ def _serve_run(
         flags = "--max-retain-drop or --target" if request.classes else "--max-retain-drop"
         advice = f"raise {flags}, edit more layers with --layers mid,deep, or retrain ({training_cost_words(run)})"
         raise Refused(f"{refusal}; {advice}", refusal.frontier) from refusal
+
+
+def _serve_by_rewind(
+    run: Run, request: ForgetRequest, out: Path, unused: Sequence[str], data_dir: str
+) -> ServedRequest | None:
+    """Go back to a round that the run kept, and measure the new run; None where it is to be retrained."""
+    if (plan := find_rewind(run, request, data_dir=data_dir)) is None:
+        return None
+    if unused:
+        logger.warning("a rewind has no %s: the federation is retrained from the start", " and no ".join(unused))
+        return None
+    for line in plan.lines():
+        logger.info("%s", line)
+    new = rewind_run(plan.run, plan.request, out).run
+    assert new is not None, "it was written"
+    data, settings = plan.run.load_data(), plan.settings
+    before, after = plan.run.load_model(), new.load_model()
+    patch = patch_between(before, after, request=str(plan.request), method="rewind")
+    result = ForgetResult(plan.request, "rewind", {}, after, patch, reference_cost(new, data, plan.begin))
+    clients = held_rows(data, settings, settings.partition_seed)
+    record = measured_record(plan.run, before, result, data, CentralEngine(data), clients, choose_device("cpu"))
+    paid = record.retain_paid + sum(earlier.retain_paid for earlier in run.record.requests)
+    return ServedRequest(result, record, paid, new, rewind=plan)
 
 
 def _served_before(finished: Run) -> ServedRequest:
@@ -339,12 +371,19 @@ def undo_run(run: Run | Path | str, undo: Path | str, out: Path | str) -> Run:
     """
     run, undo, out = open_run(run), Path(undo), Path(out)
     last_request(run)  # refuses a run that has none
-    check_output_paths(out, None)
     restored = undo_patch(undo, run.load_model())
     before, after = run.record.model.digest, tensors_digest(restored.state_dict())
     *earlier, last = run.record.requests
     undone = (*run.record.undone, last.request)
     changed = replace(run.record, requests=tuple(earlier), undone=undone, result=ResultRecord(last.before.test))
-    derived = write_derived(out, run, restored, changed, patch=None, ledger=None)
-    append_entry(run.path.absolute().parent, "undone", run.path.name, last.request, before=before, after=after)
+    done, directory = read_run_record(out), run.path.absolute().parent
+    told = ("undone", run.path.name, last.request, before, after)
+    if isinstance(done, RunRecord) and (done.parent, done.model.digest, done.undone) == (before, after, undone):
+        tidy(out)
+        derived = open_run(out)  # by a call that was killed before it told the journal, or by the same call
+        if told in {(e.event, e.run, e.request, e.before, e.after) for e in read_journal(directory).entries}:
+            return derived
+    else:
+        derived = write_derived(out, run, restored, changed, patch=None, ledger=None)
+    append_entry(directory, *told[:3], before=before, after=after)
     return derived

@@ -39,7 +39,7 @@ def method_of_level(
 ) -> Method:
     """The method that serves a level on this run.
 
-    `exact` is retraining by the run's recipe; where a federation kept rounds, `rewind_run` comes to the same bytes.
+    `exact` is retraining by the run's recipe; where a federation kept rounds, `forget_run` rewinds to the same bytes.
     """
     return chosen_method(run, LEVELS[level], settings, changes)
 

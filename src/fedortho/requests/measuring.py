@@ -1,6 +1,7 @@
 """The record of a request that a method has served: accuracies before and after, cost, trials."""
 
 import logging
+from functools import partial
 
 import torch
 from torch import nn
@@ -30,10 +31,20 @@ def measured_record(
     device: torch.device | str,
 ) -> ServedRecord:
     """The record of a result, with accuracies on test images before and after; `model` is that of the run."""
-    before, after, all_forgotten = _measure(run, model, result, data, engine, clients, device)
-    patch, plan = result.patch, result.plan
+    request, forgotten, patch, plan = result.request, excluded_by(run), result.patch, result.plan
+    measure = partial(accuracies_of, data=data, clients=clients, device=device)
+    is_remote = engine.info.is_federated and clients is None  # training images lie with the clients only
+    counted: tuple[float | None, float | None] = (None, None)
+    if is_remote and request.kind != "class":
+        counted = _counted_by_clients(engine, model, patch, request, forgotten)
+    before, after = (
+        measure(net, request=request, forgotten=forgotten, forget=forget)
+        for net, forget in zip((model, result.model), counted, strict=True)
+    )
+    _warn_of_nothing_to_do(result, before)
+    earlier = _measurable_requests(run, data, clients, is_remote)
     return ServedRecord(
-        request=str(result.request),
+        request=str(request),
         method=result.method,
         settings=result.settings,
         before=before,
@@ -42,7 +53,8 @@ def measured_record(
         cost=result.cost,
         model_before=patch.before,
         model_after=patch.after,
-        all_forgotten=all_forgotten,
+        all_forgotten={str(each): measure(result.model, request=each).forget for each in earlier}
+        | {str(request): after.forget},
         kernels={site: len(edit["kernels"]) for site, edit in patch.note["sites"].items()},
         directions=dict(patch.note.get("directions", {})),
         opposed_kernels=0 if plan is None else plan.opposed,
@@ -55,37 +67,19 @@ def measured_record(
     )
 
 
-def _measure(
-    run: Run,
-    model: nn.Module,
-    result: ForgetResult,
-    data: Dataset,
-    engine: Engine,
-    clients: Clients | None,
-    device: torch.device | str,
-) -> tuple[Accuracies, Accuracies, dict[str, float]]:
-    """Accuracies before and after, and the forget accuracy of every request that the run has served so far."""
-    request, forgotten = result.request, excluded_by(run)
-    is_remote = engine.info.is_federated and clients is None  # training images lie with the clients only
-    counted: tuple[float | None, float | None] = (None, None)
-    if is_remote and request.kind != "class":
-        counted = _counted_by_clients(engine, model, result.patch, request, forgotten)
-    before, after = (
-        accuracies_of(net, data, request, forgotten=forgotten, clients=clients, device=device, forget=forget)
-        for net, forget in zip((model, result.model), counted, strict=True)
-    )
+def _warn_of_nothing_to_do(result: ForgetResult, before: Accuracies) -> None:
     target = result.settings.get("target")
-    if request.kind == "class" and target is not None and before.forget <= target:
+    if result.request.kind == "class" and target is not None and before.forget <= target:
         share = f"{before.forget:.1%}"
-        logger.warning("forget accuracy of %s was %s before the edit: already below the target", request, share)
-    measured = [earlier for earlier in served_requests(run) if earlier.kind == "class" or not is_remote]
+        logger.warning("forget accuracy of %s was %s before the edit: already below the target", result.request, share)
+
+
+def _measurable_requests(run: Run, data: Dataset, clients: Clients | None, is_remote: bool) -> list[ForgetRequest]:
+    """The requests that the run has served and whose images, or other images of their classes, are here."""
+    served = [request for request in served_requests(run) if request.kind == "class" or not is_remote]
     if len(data.gone):  # images of earlier requests that were deleted can no longer be measured
-        measured = [earlier for earlier in measured if len(forget_eval_images(data, earlier, clients))]
-    all_forgotten = {
-        str(earlier): accuracies_of(result.model, data, earlier, clients=clients, device=device).forget
-        for earlier in measured
-    }
-    return before, after, all_forgotten | {str(request): after.forget}
+        served = [request for request in served if len(forget_eval_images(data, request, clients))]
+    return served
 
 
 def _counted_by_clients(
@@ -94,7 +88,8 @@ def _counted_by_clients(
     """Forget accuracy before and after the patch, as the clients that hold the images count it."""
     statistic = Statistic("right", layers="all", edit="conv", tap="conv", patches=(NOTHING, patch))
     ((correct,),) = engine.measure(model, [Query((Selection("train", request, forgotten),), statistic)])
-    return float(correct.mean("0")), float(correct.mean("1"))
+    before, after = correct.mean("right").tolist()
+    return before, after
 
 
 def _trial_record(trial: Trial) -> TrialRecord:

@@ -168,13 +168,13 @@ def check_reference(run: Run, reference: Run, request: ForgetRequest) -> None:
         logger.warning("%s was trained with another recipe (%s): compare with care", reference.path, ", ".join(other))
 
 
-def reference_cost(reference: Run, data: Dataset) -> Cost:
-    """The cost of training a reference model, from its history and its log of exchanges."""
+def reference_cost(reference: Run, data: Dataset, begin: int = 0) -> Cost:
+    """The cost of training a model, or of its rounds after `begin`, from its history and its log of exchanges."""
     log = read_wire_log(reference.path / "wire.json")
     rounds = [exchange for exchange in log if exchange.kind == TrainLocal.action]
     up, down = total_bytes(rounds)
     tally = Tally(exchanges=len(rounds), bytes_up=up, bytes_down=down)
-    history = reference.history()
+    history = reference.history()[begin:]
     if not isinstance(reference.settings, FederateSettings):  # early runs did not count images: each once per epoch
         history = [replace(entry, images=entry.images or reference.record.data.train) for entry in history]
     return training_cost(history, reference.load_model(), data.train.shape, reference.settings, tally)

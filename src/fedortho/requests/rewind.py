@@ -3,6 +3,7 @@
 The result has the digest of `federate --without` all requests so far: it is the same training, begun later.
 """
 
+import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from fedortho.storage.provenance import environment
 if TYPE_CHECKING:
     from flwr.serverapp import Grid
 
+logger = logging.getLogger(__name__)
 Requests = ForgetRequest | str | Sequence[ForgetRequest | str]
 
 
@@ -108,6 +110,26 @@ def plan_rewind(run: Run | Path | str, request: Requests, *, data_dir: str = "")
         expected_saved(settings, len(every), settings.rounds),
         _remarks(source, log, first),
     )
+
+
+def find_rewind(run: Run, request: Requests, *, data_dir: str = "") -> RewindPlan | None:
+    """As `plan_rewind`; None, and the log says why, where an exact request means to retrain."""
+    if not isinstance(run.settings, FederateSettings):
+        return None
+    try:
+        plan = plan_rewind(run, request, data_dir=data_dir)
+    except CannotRewind as error:
+        logger.warning("no rewind: %s", error)
+        return None
+    return plan if plan.begin or plan.settings.keep_rounds else None
+
+
+def holds_rewind(run: Run, request: Requests, out: Path, *, data_dir: str = "") -> bool:
+    """Whether `out` is the finished run of a rewind for this request."""
+    if not (out / "run.json").exists():
+        return False
+    plan = find_rewind(run, request, data_dir=data_dir)
+    return plan is not None and open_run(out).settings == plan.settings
 
 
 def rewind_run(
