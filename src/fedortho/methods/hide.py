@@ -1,4 +1,4 @@
-"""The smallest edit of kernels that reaches the target within the retain budget (default)."""
+"""An edit of few kernels that reaches the target within the retain budget (default)."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -15,13 +15,15 @@ from fedortho.unlearning.settings import CalibrationSettings, KernelSettings
 
 @dataclass(frozen=True)
 class Hide(CalibrationSettings, KernelSettings, PlanningMethod):
-    """FedOrtho: the smallest edit that reaches the target within the budget, repaired, scrubbed if need be."""
+    """FedOrtho: an edit of few kernels that reaches the target within the budget, repaired, scrubbed if need be."""
 
     name: ClassVar[str] = "hide"
     kinds: ClassVar[tuple[str, ...]] = KINDS
     needs: ClassVar[str] = "all: one forward pass, none with a ledger; retain: a forward pass over some, to repair"
     norms: ClassVar[str] = "re-estimated behind the edit"
 
+    repair_images: Annotated[int, "retained images for the repair"] = 256
+    trial_images: Annotated[int, "retained images for trials, at most; half as many of the forget set; 0: all"] = 512
     edit: Annotated[str, "channel (what leaves the layer) or conv (the kernel, as the paper prints)"] = "channel"
     tap: Annotated[str, "where responses are read: conv, bn, relu, or stream (residual groups as one)"] = "stream"
     contrast: Annotated[str, "rank against all retained images (retain) or those of the same labels (same-class)"] = (
