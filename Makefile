@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 FEDERATION := --data fashion-mini --clients 10 --split dirichlet:0.3 --fraction 1 --rounds 6 --batch-size 32 --threads 1 --workers 2
 SAMPLED := --data fashion-mini --clients 20 --split dirichlet:0.3 --fraction 0.1 --rounds 10 --threads 1 --workers 2
 
-.PHONY: help demo test types pytest test-slow docs benchmark lock sbom clean
+.PHONY: help demo test types pytest test-slow docs benchmark fuzz chaos lock sbom clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,6 +69,12 @@ docs: $(VENV)/.docs  ## the documentation as a site, site/index.html; a broken l
 
 benchmark: $(STAMP)  ## overhead of the penalties, in one run (about half an hour on two cores)
 	$(BIN)/python benchmarks/overhead.py
+
+fuzz: $(STAMP)  ## 24,000 hostile inputs over every door (some minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/fuzz.py
+
+chaos: $(STAMP)  ## a kill at every file operation of every command (an hour or more)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/chaos.py
 
 lock: $(STAMP)  ## requirements.lock: the hashes of all pinned packages, from the package index
 	$(BIN)/python scripts/lock.py hashes

@@ -1,4 +1,6 @@
-"""Tables of federations under malice and curiosity."""
+"""Tables of federations: under malice and curiosity, with many clients, and after kills."""
+
+from collections import Counter
 
 from result_text import grid, origin, read
 
@@ -33,3 +35,44 @@ def server_view() -> str:
     ]
     same = "Both requests end with the same model, bit for bit." if result["same_model"] else "The models differ."
     return grid(["sums", "message", "times", "a reply contains", "bytes"], rows) + f"\n{same}\n" + origin(result)
+
+
+def scale() -> str:
+    result = read("scale")
+    header = ["clients", "clients compute", "CPU s", "of which server", "ms of server per client", "peak MB"]
+    header += ["MB more than before", "MB down", "MB up"]
+    rows = []
+    for row in result["rows"]:
+        server = 1000 * row["cpu_seconds_server"] / row["clients"]
+        memory = [str(row["peak_mb"]), str(row["peak_mb"] - row["peak_mb_before"])]
+        sent = [f"{row[way] / 1e6:,.1f}" for way in ("bytes_down", "bytes_up")]
+        who = "ten, the others repeat them" if row["recorded"] else "all"
+        cpu = [f"{row['cpu_seconds']:,.1f}", f"{row['cpu_seconds_server']:,.1f}", f"{server:.1f}"]
+        rows.append([f"{row['clients']:,}", who, *cpu, *memory, *sent])
+    return grid(header, rows) + origin(result)
+
+
+def million() -> str:
+    """What one request would cost a single server at a million clients, if it goes on as in the largest row."""
+    row = max(read("scale")["rows"], key=lambda row: row["clients"])
+    times = 1_000_000 / row["clients"]
+    cpu, memory = times * row["cpu_seconds_server"], times * (row["peak_mb"] - row["peak_mb_before"]) / 1000
+    down, up = (times * row[way] / 1e9 for way in ("bytes_down", "bytes_up"))
+    rows = [
+        ["CPU of the server", f"{cpu / 60:,.0f} minutes", "one core"],
+        ["memory of the server beside the model", f"{memory:,.1f} GB", "message ids, sizes by client, the log"],
+        ["sent to clients", f"{down:,.0f} GB", f"{8 * down / 10 / 60:,.1f} minutes at 10 Gbit/s"],
+        ["received from clients", f"{up:,.2f} GB", f"{8 * up:,.0f} s at 1 Gbit/s"],
+    ]
+    return grid(["one request, a million clients, one server", "by proportion", "that is"], rows)
+
+
+def kills() -> str:
+    result = read("kills")
+    counted = Counter((row["what"], row["target"], row["outcome"]) for row in result["rows"])
+    names = {"all": "driver, server app and clients", "node": "one of two processes with clients"}
+    rows = [[what, names[target], outcome, str(number)] for (what, target, outcome), number in sorted(counted.items())]
+    lost = sum(row["outcome"] == "lost" for row in result["rows"])
+    early = sum(row["outcome"] == "it had ended" for row in result["rows"])
+    total = f"\n\n{len(result['rows']) - early} kills in {len(result['rows'])} trials, {lost} lost."
+    return grid(["killed in", "killed", "after the same call again", "times"], rows) + total + origin(result)

@@ -21,7 +21,7 @@ from comparison_tables import (
 )
 from decision_table import decision
 from erasing_tables import erasing, erasing_figures, regrow, regrow_tried
-from federation_tables import malice, server_view
+from federation_tables import kills, malice, million, scale, server_view
 from result_text import RESULTS, ROOT, depth, grid, origin, read, stale_figures
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -311,6 +311,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "erasing": erasing,
     "regrow": regrow,
     "regrow-tried": regrow_tried,
+    "scale": scale,
+    "million": million,
+    "kills": kills,
     "malice": malice,
     "server-view": server_view,
 }

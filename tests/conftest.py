@@ -29,11 +29,12 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 # Files with the most seconds, longest first, and then the others: so the workers of `make test` end together.
 LONG = (
-    *("cli/test_app", "requests/test_judging", "requests/test_tuning", "methods/test_contract"),
-    *("federated/test_server", "federated/test_engine", "requests/test_checking", "requests/test_comparing"),
-    *("methods/test_federated", "audits/test_audits", "audits/test_attacks", "runs/test_training"),
-    *("requests/test_deleting", "reports/test_page", "reports/test_browser", "evidence/test_bundle"),
-    *("test_examples", "experiments/test_runner", "test_readme"),
+    *("methods/test_contract", "audits/test_audits", "federated/test_server", "federated/test_engine"),
+    *("cli/test_app", "requests/test_judging", "test_examples", "federated/test_workers", "reports/test_page"),
+    *("methods/test_federated", "requests/test_deleting", "requests/test_qualifying", "methods/test_federaser"),
+    *("federated/test_faults", "requests/test_rewind", "runs/test_training", "requests/test_forgetting"),
+    *("evidence/test_bundle", "requests/test_checking", "requests/test_comparing", "requests/test_tuning"),
+    *("test_readme", "requests/test_transaction", "unlearning/test_plan", "experiments/test_runner"),
 )
 
 

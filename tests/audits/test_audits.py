@@ -94,14 +94,6 @@ def test_the_papers_edit_before_batch_norm_fails_the_norm_attacks(world: World) 
         assert recovered["unlearned"] == pytest.approx(recovered["original"], abs=0.02)  # the edit is gone
 
 
-@pytest.fixture
-def one_tail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One new tail of 50 images behind every entry instead of two of 50 and 250."""
-    monkeypatch.setattr(reset_tail, "TAILS", 1)
-    monkeypatch.setattr(reset_tail, "SAMPLES", (50,))
-
-
-@pytest.mark.usefixtures("one_tail")
 def test_another_retrained_network_passes_everything_that_is_run(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relearn, "STEPS", 10)  # with 30 no model relearns either
     case = world.case(world.references[2], second=True)
@@ -113,7 +105,6 @@ def test_another_retrained_network_passes_everything_that_is_run(world: World, m
     assert "more than 10 steps (one reference model more than 10; speed-up unknown)" in by_name(audits)["C3"].finding
 
 
-@pytest.mark.usefixtures("one_tail")
 def test_the_original_itself_fails_and_relearns_at_once(world: World) -> None:
     audits = run_audits(world.case(world.original, second=True), "full", only=("C3", "C5"), cache=world.cache)
     found = by_name(audits)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedortho.data.images import Images
+from fedortho.data.images import Dataset, Images
 from fedortho.data.request import EmptyGroup, ForgetRequest
 from fedortho.errors import FedOrthoError, UnknownName
 
@@ -156,3 +156,10 @@ def test_hashed_samples_need_no_key_where_no_image_can_be_named(toy: Images) -> 
     assert torch.equal(request.mask(apart), apart.labels == 1)
     with pytest.raises(FedOrthoError, match="its key is not here"):
         request.mask(toy)
+
+
+@pytest.mark.parametrize("word", ["client:", "class:", "samples:", "samples:1/"])
+def test_a_number_of_thousands_of_digits_is_refused_in_one_line(digits: Dataset, word: str) -> None:
+    with pytest.raises(FedOrthoError) as refused:
+        ForgetRequest.parse(word + "9" * 5000).resolved(digits).split(digits.train)
+    assert "digits" not in str(refused.value)

@@ -114,7 +114,7 @@ def test_counts_by_label_leave_out_labels_of_few_images_and_totals_do_not(client
     (total,), (by_label,) = unpack_observations(tensors, queries)
     assert total.counts.tolist() == [8]
     assert by_label.counts.tolist() == [0, 6, 0, 0], "counts of two dogs would reveal how each is classified"
-    assert float(by_label.sums["0"][3]) == 0
+    assert float(by_label.sums["right"][3]) == 0
 
 
 class Killed(Exception):

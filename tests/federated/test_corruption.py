@@ -201,7 +201,7 @@ def with_counts(content: RecordDict, name: str, change: Callable[[Any], Any]) ->
     [
         ("0.1.counts", lambda counts: counts * 0 + 400, "0.1.counts is 400; expected at most"),
         ("0.0.counts", lambda counts: counts.astype("float64") * float("nan"), "0.0.counts is float64"),
-        ("1.1.sums.0", lambda sums: sums + 1000, "1.1.sums.0 is below 0 or above its count"),
+        ("1.1.sums.right", lambda sums: sums + 1000, "1.1.sums.right is below 0 or above its count"),
     ],
 )
 def test_a_refusal_names_the_client_and_the_field(

@@ -170,3 +170,25 @@ def test_classes_are_agreed_by_name_and_by_the_models_outputs() -> None:
         agreed_task({0: told(NUMBERS), 1: told(NUMBERS, (1, 9, 9))}, net())
     with pytest.raises(FedOrthoError, match="wrap the client app"):
         agreed_task({}, net())
+
+
+def test_the_app_of_the_repository_runs_with_flowers_defaults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As `flwr run app` runs it: two nodes that have nothing but their number, and no setting is given."""
+    from fedortho.federated.client import client_app
+    from fedortho.requests.federated_jobs import app_config
+    from fedortho.requests.server_app import server_app
+
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    config = app_config() | {"model": "small:TinyNet", "rounds": 1, "epochs": 1, "device": "cpu"}
+    grid = LocalGrid(client_app(), 2, run_config=config)
+    server_app()(grid, Context(1, 1, {}, RecordDict(), config))
+    run = fo.open_run(tmp_path / "fedortho-runs" / "run-1")
+    assert isinstance(run.settings, fo.FederateSettings)
+    assert run.settings.clients == 2
+    assert len(list((run.path / "clients").glob("client-*/state.json"))) == 2
+    wrong = config | {"do": "dance"}
+    with pytest.raises(FedOrthoError, match="dance"):
+        server_app()(grid, Context(1, 1, {}, RecordDict(), wrong))
+    assert "no job 'dance'; choose from" in caplog.text

@@ -30,6 +30,7 @@ from fedortho.runs.purge import known_copies, purge_run
 from fedortho.runs.run import open_run
 from fedortho.runs.settings import FederateSettings, TrainSettings
 from fedortho.runs.training import train_run
+from fedortho.storage.files import read_tensors
 
 SIZES = {"cat": 40, "dog": 24, "emu": 16}
 
@@ -189,9 +190,18 @@ def test_a_deleted_class_keeps_the_runs_classes(home: Path) -> None:
         purge_run("runs/first")
     blob = pixels_of("cat/0000.png")
     assert blob in cache_bytes(), "a class is purged only when asked"
+    ledger = Path("runs/first/ledger.safetensors")
+    before, note = read_tensors(ledger)
+    assert 0 in before["kept.labels"].tolist()
     copies = purge_run("runs/second")
     assert blob not in cache_bytes()
     assert copies[0].images == copies[1].removed == SIZES["cat"]
+    after, same = read_tensors(ledger)
+    assert set(after["kept.labels"].tolist()) == {1, 2}, "activations of forgotten images go from the run before too"
+    assert len({len(tensor) for name, tensor in after.items() if name.startswith("kept.")}) == 1
+    assert (copies[-1].what, copies[-1].removed) == ("activations", int((before["kept.labels"] == 0).sum()))
+    assert same == note, "the run before stays usable"
+    assert all(torch.equal(after[name], value) for name, value in before.items() if not name.startswith("kept."))
     shutil.rmtree("photos/cat")
     data = open_run("runs/second").load_data()
     assert data.train.names == ("cat", "dog", "emu")

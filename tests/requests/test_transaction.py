@@ -2,12 +2,11 @@
 completes it."""
 
 import errno
-import io
 import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 from small import SETTINGS as FEDERATION
+from stopping import Killed, counted, full_at, killed_at, operations
 from torch import nn
 
 from fedortho.data.images import Dataset
@@ -28,87 +28,10 @@ from fedortho.runs.derived import building
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
-from fedortho.storage import files
 from fedortho.storage.files import locked, read_tensors, tensors_digest
 from fedortho.storage.journal import check_journal, read_journal
 
 SETTINGS = TrainSettings(data="digits", model="small:TinyNet", epochs=1, threads=1, crop=0, flip=0.0, device="cpu")
-WRITING = ("replace", "rename", "link", "mkdir", "fsync", "write", "truncate", "chmod")
-REMOVING = ("unlink", "rmdir")
-
-
-class Killed(BaseException):
-    """The process is gone: no handler mends anything, and no further file operation happens."""
-
-
-@contextmanager
-def counted(stop: Callable[[int, str], None]) -> Iterator[None]:
-    """Call `stop` with the number and name of every file operation before it is done; what it raises stops it.
-
-    A write that is stopped has written the first half.
-    """
-    number = 0
-
-    def watched(name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*words: Any, **more: Any) -> Any:
-            nonlocal number
-            is_open = name == "open"
-            mode = words[1] if len(words) > 1 else more.get("mode", more.get("flags", "r"))
-            if is_open and not (
-                mode & (os.O_WRONLY | os.O_RDWR) if isinstance(mode, int) else set(str(mode)) & set("wax+")
-            ):
-                return operation(*words, **more)
-            number += 1
-            try:
-                stop(number, name)
-            except BaseException:
-                if name == "write":
-                    operation(words[0], words[1][: len(words[1]) // 2])
-                if name == "save_file":
-                    operation(*words, **more)
-                    os_truncate(words[1], Path(words[1]).stat().st_size // 2)
-                raise
-            return operation(*words, **more)
-
-        return call
-
-    os_truncate = os.truncate
-    with pytest.MonkeyPatch.context() as patched:
-        for name in (*WRITING, *REMOVING, "open"):
-            patched.setattr(os, name, watched(name, getattr(os, name)))
-        patched.setattr("builtins.open", watched("open", io.open))
-        patched.setattr(io, "open", watched("open", io.open))
-        patched.setattr(files, "save_file", watched("save_file", files.save_file))
-        yield
-
-
-def killed_at(place: int) -> Callable[[int, str], None]:
-    def stop(number: int, name: str) -> None:
-        if number >= place:
-            raise Killed(name)
-
-    return stop
-
-
-def full_at(place: int) -> Callable[[int, str], None]:
-    def stop(number: int, name: str) -> None:
-        if number >= place and name not in REMOVING:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    return stop
-
-
-def operations(work: Callable[[], object]) -> int:
-    """How many file operations some work takes."""
-    last = 0
-
-    def count(number: int, _: str) -> None:
-        nonlocal last
-        last = number
-
-    with counted(count):
-        work()
-    return last
 
 
 @pytest.fixture(scope="module")

@@ -75,7 +75,7 @@ def test_rows_that_were_left_out_of_training_may_be_missing(tmp_path: Path, rows
 
 def test_a_file_of_other_tensors_is_refused(tmp_path: Path) -> None:
     write_tensors(tmp_path / "rows.safetensors", {"weight": torch.zeros(1)})
-    with pytest.raises(BadCheckpoint, match=r"rows.safetensors has no 'digests'; restore the file"):
+    with pytest.raises(BadCheckpoint, match=r"rows.safetensors is damaged \(KeyError: 'digests'\); restore it"):
         read_rows(tmp_path, TrainSettings())
 
 

@@ -160,3 +160,10 @@ def test_an_archive_that_would_grow_when_it_is_read_is_refused(tmp_path: Path) -
     assert read_weights(tmp_path / "plain.pt")["fc.weight"].shape == (10**6,)
     with pytest.raises(BadCheckpoint, match="is packed and would grow"):
         read_weights(tmp_path / "packed.pt")
+
+
+def test_a_classifier_without_rows_is_refused_by_its_shape() -> None:
+    weights = network().state_dict()
+    last = [name for name, tensor in weights.items() if tensor.dim() == 1][-1]
+    with pytest.raises(BadCheckpoint, match=r"does not fit the model: it has other shapes for .*one value"):
+        load_weights(network(), weights | {last: torch.tensor(1.0)}, Path("x"))

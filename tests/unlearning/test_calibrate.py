@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedortho.models.patch import Patch
-from fedortho.unlearning.calibrate import Refused, calibrate, first_place
+from fedortho.unlearning.calibrate import SCRUBS, Refused, calibrate, first_place
 from fedortho.unlearning.directions import SHARES
 from fedortho.unlearning.trials import Candidate, Score, Trial, is_at_most, is_within
 
@@ -19,17 +19,22 @@ class FakeBench:
     classifier = "fc"
 
     def __init__(
-        self, forget_rate: float, retain_cost: float, scrub_cost: float = 0.0, is_parallel: bool = False
+        self,
+        forget_rate: float,
+        retain_cost: float,
+        scrub_cost: float = 0.0,
+        is_parallel: bool = False,
+        scrub_rate: float = 1.0,
     ) -> None:
         self.forget_rate, self.retain_cost, self.scrub_cost = forget_rate, retain_cost, scrub_cost
-        self.is_parallel, self.asked = is_parallel, []  # how many candidates each time
+        self.scrub_rate, self.is_parallel, self.asked = scrub_rate, is_parallel, []  # how many candidates each time
 
     def attempt(self, candidates: list[Candidate]) -> list[Trial]:
         self.asked.append(len(candidates))
         return [self._one(c.ratio, c.scrub, c.patch) for c in candidates]
 
     def _one(self, ratio: float, scrub: float, patch: Patch) -> Trial:
-        forget = max(0.0, 0.8 - self.forget_rate * ratio - 1.0 * scrub)
+        forget = max(0.0, 0.8 - self.forget_rate * ratio - self.scrub_rate * scrub)
         return Trial(ratio, scrub, forget, 0.01, 0.9 - self.retain_cost * ratio - self.scrub_cost * scrub, patch)
 
 
@@ -37,9 +42,9 @@ def run(runner: FakeBench, *, may_scrub: bool = True) -> tuple[Trial, list[Trial
     return calibrate(runner, lambda ratio: NOTHING, 0.89, may_scrub=may_scrub)  # type: ignore[arg-type]
 
 
-def test_the_smallest_ratio_that_reaches_the_target_is_chosen_with_few_trials() -> None:
+def test_without_a_scrub_the_smallest_ratio_that_reaches_the_target_is_chosen_with_few_trials() -> None:
     runner = FakeBench(forget_rate=8.0, retain_cost=0.05)
-    chosen, made = run(runner)
+    chosen, made = run(runner, may_scrub=False)
     assert (chosen.ratio, chosen.scrub) == (0.1, 0.0)
     assert len(made) == sum(runner.asked) <= 6
 
@@ -58,27 +63,29 @@ def test_the_largest_ratio_within_the_budget_is_taken_where_more_is_better(is_pa
     assert chosen.scrub > 0, "what directions do not reach, scrub finishes"
 
 
-def test_a_federation_takes_the_first_edit_that_does_and_all_strengths_of_a_scrub_together() -> None:
-    runner = FakeBench(forget_rate=20.0, retain_cost=0.05, is_parallel=True)
+@pytest.mark.parametrize("is_parallel", [False, True])
+def test_the_first_edit_that_does_is_taken_and_all_strengths_of_a_ratio_are_tried_at_once(is_parallel: bool) -> None:
+    runner = FakeBench(forget_rate=20.0, retain_cost=0.05, is_parallel=is_parallel)
     chosen, _ = run(runner)
-    assert (chosen.ratio, runner.asked) == (0.08, [1]), "0.04 would do as well"
-    runner = FakeBench(forget_rate=4.0, retain_cost=0.1, is_parallel=True)
+    assert (chosen.ratio, chosen.scrub, runner.asked) == (0.08, 0.0, [len(SCRUBS)]), "0.04 would do as well"
+    runner = FakeBench(forget_rate=4.0, retain_cost=0.1, is_parallel=is_parallel)
     chosen, _ = run(runner)
-    assert chosen.scrub == 0.5
-    assert set(runner.asked) == {1, 4}, "a ratio's strengths at once"
+    assert (chosen.ratio, chosen.scrub) == (0.08, 0.5), "the least strength that reaches the target"
+    assert runner.asked == [len(SCRUBS)]
 
 
-def test_scrub_finishes_what_the_budget_does_not_allow_to_prune() -> None:
-    chosen, _ = run(FakeBench(forget_rate=4.0, retain_cost=0.1))
-    assert chosen.ratio == 0.1, "the largest ratio within the budget"
-    assert chosen.scrub == 0.4375, "the least strength that reaches the target"
+def test_the_ratio_is_halved_until_it_is_within_the_budget() -> None:
+    runner = FakeBench(forget_rate=4.0, retain_cost=0.3)
+    chosen, made = run(runner)
+    assert (chosen.ratio, chosen.scrub) == (0.02, 0.75)
+    assert sorted({trial.ratio for trial in made}) == [0.02, 0.04, 0.08]
     assert chosen.retain >= 0.89
 
 
-def test_a_smaller_ratio_is_taken_when_scrub_itself_costs_retention() -> None:
-    chosen, _ = run(FakeBench(forget_rate=4.0, retain_cost=0.06, scrub_cost=0.01))
-    assert 0 < chosen.ratio < 0.15, "0.15 alone is within the budget"
-    assert chosen.reaches
+def test_a_larger_ratio_is_taken_where_no_scrub_reaches_the_target() -> None:
+    runner = FakeBench(forget_rate=4.0, retain_cost=0.05, scrub_rate=0.2)
+    chosen, _ = run(runner)
+    assert (chosen.ratio, chosen.scrub) == (0.15, 1.0)
     assert chosen.retain >= 0.89
 
 
@@ -98,7 +105,7 @@ def test_where_every_ratio_costs_too_much_the_classifier_is_edited_alone(is_para
     assert chosen.scrub >= 0.79
     assert chosen.patch.note == {"edit": "classifier", "sites": {}}
     assert chosen.retain >= 0.89
-    assert all(trial.ratio for trial in made if not trial.scrub), "pruning was tried first"
+    assert made[0].ratio, "pruning was tried first"
     with pytest.raises(Refused):
         run(FakeBench(forget_rate=4.0, retain_cost=3.0, is_parallel=is_parallel), may_scrub=False)
 

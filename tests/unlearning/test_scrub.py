@@ -3,7 +3,8 @@ import torch
 from torch import nn
 
 from fedortho.models.classifier import find_classifier
-from fedortho.unlearning.scrub import scrub
+from fedortho.statistics.observe import Observation
+from fedortho.unlearning.scrub import scrub, scrubbed
 
 
 @pytest.mark.parametrize("strength", [0.25, 1.0])
@@ -25,6 +26,21 @@ def test_a_full_scrub_moves_the_class_mean_onto_the_retain_mean() -> None:
     new_weight, new_bias = scrub(weight, bias, gone, kept, variance, strength=1.0)
     assert torch.allclose(new_weight @ gone + new_bias, weight @ kept + bias)
     assert torch.allclose(new_weight @ kept + new_bias, weight @ kept + bias)
+
+
+def test_a_scrub_of_a_class_own_row_leaves_the_answers_among_other_classes() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(4, 6, generator=generator), torch.randn(4, generator=generator)
+    gone, kept = torch.randn(50, 6, generator=generator).double() + 1, torch.randn(80, 6, generator=generator).double()
+    sums = [
+        Observation({"0:sum": part.sum(0, keepdim=True), "0:square": part.square().sum(0, keepdim=True)}, number)
+        for part, number in ((gone, torch.tensor([50])), (kept, torch.tensor([80])))
+    ]
+    whole, own = (scrubbed(weight, bias, sums[:1], sums[1], 0, 1.0, rows) for rows in (None, [(2,)]))
+    for name, before in (("weight", weight), ("bias", bias)):
+        assert torch.equal(own[name][[0, 1, 3]], before[[0, 1, 3]])
+        assert torch.equal(own[name][2], whole[name][2])
+        assert not torch.equal(whole[name][0], before[0])
 
 
 def test_a_class_that_is_no_different_is_left_alone() -> None:

@@ -130,7 +130,7 @@ def without_forgotten(data: Dataset) -> Dataset:
 class DataCopy:
     """A place that has, or had, images of a forget set."""
 
-    what: str  # source, or decoded images
+    what: str  # source, decoded images, or activations of a ledger
     where: str
     images: int  # that are still there
     removed: int  # that were there

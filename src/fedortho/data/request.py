@@ -20,6 +20,7 @@ from fedortho.data.rows import SAMPLE, training_rows
 from fedortho.errors import BadCheckpoint, FedOrthoError, unknown
 from fedortho.storage.files import read_limited
 
+DIGITS = 18  # of a number, at most
 KINDS = ("class", "client", "samples")
 WORD = re.compile(r"""(?:"[^"]*"|'[^']*'|\\.|[^ \t\r\n"'\\])+""", re.DOTALL)  # of a request's text, with its quotes
 QUOTED_NAMES = re.compile(r'class:([^"]*,)?"')
@@ -76,8 +77,8 @@ class ForgetRequest:
         if not any(found.values()):
             raise FedOrthoError(f"{text!r} asks for nothing; write class:3, class:cat, client:12 or samples:FILE")
         for word in found["client"]:
-            if not word.isdecimal():
-                raise FedOrthoError(f"client:{word} must be a number, counted from 0")
+            if not word.isdecimal() or len(word) > DIGITS:
+                raise FedOrthoError(f"client:{word[:40]} must be a number, counted from 0")
         unique = {kind: tuple(dict.fromkeys(words)) for kind, words in found.items()}
         return cls(unique["class"], tuple(map(int, unique["client"])), unique["samples"])
 
@@ -268,7 +269,7 @@ def _quoted(word: str) -> str:
 
 def _label(word: str, names: Sequence[str]) -> int:
     same = [label for label, name in enumerate(names) if name == word]
-    if not same and word.isdecimal() and int(word) < len(names):
+    if not same and word.isdecimal() and len(word) <= DIGITS and int(word) < len(names):
         return int(word)
     folded = word.strip().casefold()
     same = same or [label for label, name in enumerate(names) if name.casefold() == folded]

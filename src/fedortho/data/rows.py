@@ -12,7 +12,7 @@ from fedortho.data.images import Dataset, RowIds
 from fedortho.errors import FedOrthoError, UnknownName
 
 logger = logging.getLogger(__name__)
-SAMPLE = re.compile(r"(?:(\d+)/)?(\d+)")  # row, or client/row
+SAMPLE = re.compile(r"(?:(\d{1,18})/)?(\d{1,18})")  # row, or client/row
 DIGEST = re.compile(r"sha256:([0-9a-f]*)")
 LEAST_DIGITS = 8  # of a digest
 
@@ -23,7 +23,7 @@ def find_rows(word: str, ids: RowIds) -> list[int]:
     A word is a row, `sha256:` and at least 8 hex digits, a file name or a glob. A file name is relative to the data
     directory, or a path to it from here.
     """
-    if word.isdecimal():
+    if word.isdecimal() and len(word) <= 18:
         return [int(word)] if int(word) < len(ids.digests) else []
     if match := DIGEST.fullmatch(word.lower()):
         return _rows_of_digest(match[1], ids)

@@ -220,15 +220,12 @@ def _tried(context: QueryContext, images: Images) -> Iterator[tuple[int, nn.Modu
 def _right(context: QueryContext, images: Images) -> Observation:
     """Correct answers of each candidate, by label, and where their correctness differs from the first candidate's."""
 
-    def counted(which: Tensor) -> Tensor:
-        return torch.bincount(images.labels[which], minlength=context.train.classes).double().unsqueeze(1)  # on the CPU
+    def counted(several: Sequence[Tensor]) -> Tensor:
+        counts = [torch.bincount(images.labels[which], minlength=context.train.classes) for which in several]
+        return torch.stack(counts, 1).double()  # on the CPU; (labels, candidates)
 
-    sums: dict[str, Tensor] = {}
-    first = None
-    for number, patch in enumerate(context.statistic.patches):
-        right = _is_right(context, images, patch)
-        first = right if first is None else first
-        sums |= {f"{number}": counted(right), f"{number}:changed": counted(right != first)}
+    right = [_is_right(context, images, patch) for patch in context.statistic.patches]
+    sums = {"right": counted(right), "changed": counted([each != right[0] for each in right])}
     return Observation(sums, torch.bincount(images.labels, minlength=context.train.classes))
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedortho.errors import FedOrthoError
-from fedortho.storage.files import replacing
+from fedortho.storage.files import PRIVATE, read_limited, replacing
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -21,13 +21,17 @@ def make_key(path: Path) -> tuple[Path, str]:
     """Write a new private key, readable by its owner only, and a public key beside it; its path and its hex."""
     ed25519, serialization = _cryptography()
     public = path.with_suffix(".pub")
-    for file in (path, public):
-        if file.exists() or path == public:
-            raise FedOrthoError(f"{file} exists already or is the public key's name; choose another, such as my.pem")
-    key, pem = ed25519.Ed25519PrivateKey.generate(), serialization.Encoding.PEM
-    with replacing(path, 0o600) as temporary:
-        private = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        temporary.write_bytes(key.private_bytes(pem, *private))
+    if public.exists() or path == public:
+        taken = path if path.exists() else public
+        raise FedOrthoError(f"{taken} exists already or is the public key's name; choose another, such as my.pem")
+    pem = serialization.Encoding.PEM
+    if path.exists():
+        key = load_key(path)  # of a call that was killed: it gets its public half, and is never overwritten
+    else:
+        key = ed25519.Ed25519PrivateKey.generate()
+        with replacing(path, PRIVATE) as temporary:
+            private = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+            temporary.write_bytes(key.private_bytes(pem, *private))
     with replacing(public) as temporary:
         form = serialization.PublicFormat.SubjectPublicKeyInfo
         temporary.write_bytes(key.public_key().public_bytes(pem, form))
@@ -69,10 +73,9 @@ def check_signature(public: str, signature: bytes, message: bytes) -> None:
 
 def _parse(path: Path, load: Any) -> Any:
     try:
-        with path.open("rb") as stream:
-            return load(stream.read(LONGEST))
-    except OSError as error:
-        raise BadSignature(f"the key {path} cannot be read: {error.strerror}") from error
+        return load(read_limited(path, LONGEST, BadSignature))
+    except BadSignature:
+        raise
     except Exception as error:  # cryptography raises several kinds; each one means the same to the user
         raise BadSignature(f"{path} is not a PEM key without a password; fedortho bundle key makes one") from error
 

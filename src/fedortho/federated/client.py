@@ -32,7 +32,14 @@ class ClientFailed(Exception):
 
 def client_app(config: Config | None = None) -> "ClientApp":
     """The app; its settings come from `config`, or from the run's configuration without one."""
-    return flower_app(lambda context: find_client(context.node_config, config or context.run_config))
+
+    def find(context: "Context") -> ClientState:
+        given = config or settled(context.run_config, context.run_id, context.node_config.get("num-partitions", 0))
+        if context.run_config.get("clients") == 0:  # of Flower's simulation, whose nodes have no configuration
+            given = {**given, "store": given["store"] or str(Path(str(given["run"] or given["out"])) / "clients")}
+        return find_client(context.node_config, given)
+
+    return flower_app(find)
 
 
 def flower_app(find: "Callable[[Context], ClientState]", mods: "Sequence[Mod]" = ()) -> "ClientApp":
@@ -70,6 +77,14 @@ def client_reply(
         else:
             logger.exception("client %s: %s failed", client, action)
         raise ClientFailed("failed; the client's own log says why") from None
+
+
+def settled(config: Config, run_id: int, clients: Any) -> dict[str, Any]:
+    """A run's configuration; with 0 clients, as `flwr run app` has it, there are as many as nodes, and out is given."""
+    if config.get("clients") != 0:
+        return dict(config)
+    out = config["out"] or str(Path.home() / "fedortho-runs" / f"run-{run_id}")
+    return {**config, "clients": int(clients), "out": out}
 
 
 def find_client(node: Config, config: Config) -> ClientState:

@@ -5,7 +5,6 @@ import ipaddress
 import os
 import re
 import shlex
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import version
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fedortho.errors import BadSetting, FedOrthoError
 from fedortho.federated import SWITCHES
 from fedortho.federated.launch import CONNECTION, Scalar, connection_toml, need_flower
+from fedortho.storage.files import private_place
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -52,8 +52,8 @@ def write_deployment(
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             return _refuse_unless_same(out, texts)
         out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as fresh:
-            folder = Path(fresh) / out.name
+        with private_place(out) as fresh:
+            folder = fresh / "new"
             folder.mkdir(mode=0o700)  # keys are inside: for its owner only
             _fill(folder, texts, {} if insecure else _certificates(address) | _node_keys(nodes))
             folder.replace(out)

@@ -30,7 +30,7 @@ from fedortho.models.norms import batch_norms, frozen_norms
 from fedortho.runs.federation import Federation, sample_clients
 from fedortho.runs.rounds import RoundRecord, StartRound, contacts_of
 from fedortho.statistics.observe import Observation
-from fedortho.storage.files import read_tensors, tensors_digest, write_tensors
+from fedortho.storage.files import damage_named, read_tensors, tensors_digest, write_tensors
 from fedortho.storage.records import from_json, to_json
 from fedortho.training.adapters import base_tensors
 from fedortho.training.batches import step_seed
@@ -308,7 +308,8 @@ class FederatedEngine(Roster):
             self.transport.resume(saved.exchanges)
             begin = StartRound(path, weights, saved.history, saved.log)
         if begin is not None:
-            current.load_state_dict({name: value.clone() for name, value in begin.weights.items()})
+            with damage_named(begin.run):
+                current.load_state_dict({name: value.clone() for name, value in begin.weights.items()})
             self.history, self.log = list(begin.history), list(begin.log)
 
     def _save(self, path: Path, identity: str, current: nn.Module) -> None:

@@ -14,15 +14,15 @@ import sys
 import tempfile
 import threading
 import time
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedortho.errors import FedOrthoError
+from fedortho.errors import BadSetting, FedOrthoError
 from fedortho.federated import SWITCHES, switch_off
+from fedortho.storage.settings import read_toml
 
 logger = logging.getLogger(__name__)
 Scalar = bool | int | float | str
@@ -174,13 +174,13 @@ def submit(deployment: Path, config: Mapping[str, Scalar], *, say: Callable[[str
 def _read_deployment(folder: Path, config: Mapping[str, Scalar]) -> tuple[str, Path | None]:
     """The address of a deployment's SuperLink and its certificate; refused if the app lacks a key of `config`."""
     try:
-        connection = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))["superlink"][CONNECTION]
-        project = tomllib.loads((folder / "app" / "pyproject.toml").read_text(encoding="utf-8"))
+        connection = read_toml(folder / "config.toml")["superlink"][CONNECTION]
+        project = read_toml(folder / "app" / "pyproject.toml")
         known = project["tool"]["flwr"]["app"]["config"]
         is_insecure = connection.get("insecure")
         certificate = None if is_insecure else folder.absolute() / "ca.crt"  # the folder may have been moved
         link = str(connection["address"])
-    except (OSError, KeyError, tomllib.TOMLDecodeError) as error:
+    except (BadSetting, AttributeError, KeyError, TypeError) as error:
         raise FedOrthoError(f"{folder} is not a deployment ({error}); write one with fedortho deploy") from error
     if certificate is not None and not certificate.is_file():
         raise FedOrthoError(f"there is no {certificate}: copy it from the folder that fedortho deploy wrote")

@@ -21,7 +21,7 @@ from fedortho.federated.client_state import ClientState, open_client, relabelled
 from fedortho.federated.engine import FederatedEngine
 from fedortho.federated.messages import Hello, HelloReply, TaskInfo
 from fedortho.federated.node_policy import read_policy
-from fedortho.federated.transport import Transport
+from fedortho.federated.transport import Exchange, Transport
 from fedortho.methods import LEVELS as METHOD_OF_LEVEL
 from fedortho.methods import Data, as_dataset, level_of, unlearn
 from fedortho.methods.method import ForgetResult, Method
@@ -138,6 +138,7 @@ class Unlearner:
         switch_off(os.environ)
         self.model = model
         self.confirmed: tuple[int, ...] = ()  # clients that have the model
+        self.exchanges: list[Exchange] = []  # of the last request: bytes by client, and who failed why
         self._grid, self._names, self._clients, self._ledger = grid, tuple(names), clients, ledger
         self._federation = Federation(timeout=timeout, quorum=quorum, least_group=least_group)
         requests = [ForgetRequest.parse(each) if isinstance(each, str) else each for each in forgotten]
@@ -192,6 +193,7 @@ class Unlearner:
         left = [client for _, request in self._served for client in request.clients]
         engine = FederatedEngine(self._grid, federation, task, left=left, build=lambda s: reinitialised(known, s))
         engine.transport, engine.clients = transport, clients
+        self.exchanges = transport.log
         patches = [(patch, request) for patch, request in self._served if patch is not None]
         engine.bring_up_to_date(known, patches, self.forgotten, ledger=self._ledger)
         digest = tensors_digest(known.state_dict())

@@ -15,6 +15,7 @@ from fedortho.errors import FedOrthoError
 from fedortho.federated.messages import PatchInfo, WireMessage
 from fedortho.models.patch import Patch, unpack_patch
 from fedortho.statistics.observe import Observation
+from fedortho.storage.files import parse_json
 from fedortho.storage.records import from_json, to_json
 
 if TYPE_CHECKING:
@@ -69,15 +70,11 @@ def record_of(arrays: "Mapping[str, Array]", value: Json) -> "RecordDict":
 def unpack_json(content: "RecordDict") -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the message as JSON, not yet validated."""
     try:
-        value = json.loads(str(content["message"]["json"]), parse_constant=_refuse_constant)
+        value = parse_json(str(content["message"]["json"]))
         tensors = {name: torch.from_numpy(array.numpy()) for name, array in content["tensors"].items()}  # type: ignore[union-attr]  # an ArrayRecord, or it fails here
     except Exception as error:  # whatever a stranger's bytes make the readers of JSON and of arrays raise
         raise BadReply(f"the record is not a fedortho message ({type(error).__name__})") from error
     return tensors, value
-
-
-def _refuse_constant(word: str) -> float:
-    raise ValueError(f"{word} is not JSON")
 
 
 def count_bytes(content: "RecordDict") -> int:
@@ -241,6 +238,10 @@ def _unpacked(part: Tensors, kind: str, at: str, most: int | None) -> Observatio
             raise BadReply(f"{at}.sums.{key} is not finite")
     if kind == "right":
         for key, value in sums.items():
-            if value.dim() != 2 or len(value) != len(counts) or bool((value < 0).any() | (value.sum(1) > counts).any()):
+            if (
+                value.dim() != 2
+                or len(value) != len(counts)
+                or bool((value < 0).any() | (value > counts.unsqueeze(1)).any())
+            ):
                 raise BadReply(f"{at}.sums.{key} is below 0 or above its count")
     return Observation(sums, counts)

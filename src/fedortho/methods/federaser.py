@@ -15,7 +15,7 @@ from fedortho.engines.query import Selection
 from fedortho.engines.training_plan import PlanPart, TrainingPlan
 from fedortho.errors import BadCheckpoint, BadSetting
 from fedortho.methods.method import CannotServe, forget_and_retain
-from fedortho.storage.files import read_tensors
+from fedortho.storage.files import damage_named, read_tensors
 from fedortho.training.batches import step_seed
 from fedortho.training.objectives import FitOptions
 from fedortho.training.recipe import Recipe, learning_rate
@@ -123,12 +123,13 @@ def read_round(place: Path, model: nn.Module, request: ForgetRequest) -> StoredR
     if {name: tensor.shape for name, tensor in state.items()} != {n: t.shape for n, t in model.state_dict().items()}:
         raise BadCheckpoint(f"{place} holds the updates of another network; choose another directory")
     clients, images = {}, {}
-    for path in sorted(place.glob("client-*.safetensors")):
-        client = int(path.stem.partition("-")[2])
-        if client not in request.clients:
-            clients[client], about = read_tensors(path)
-            images[client] = int(about["images"])
-    return StoredRound(state, clients, images, int(note["epochs"]), int(place.name.partition("-")[2]))
+    with damage_named(place):
+        for path in sorted(place.glob("client-*.safetensors")):
+            client = int(path.stem.partition("-")[2])
+            if client not in request.clients:
+                clients[client], about = read_tensors(path)
+                images[client] = int(about["images"])
+        return StoredRound(state, clients, images, int(note["epochs"]), int(place.name.partition("-")[2]))
 
 
 def _mean(stored: StoredRound, team: tuple[int, ...], name: str) -> Tensor:

@@ -22,6 +22,8 @@ class Hide(CalibrationSettings, KernelSettings, PlanningMethod):
     needs: ClassVar[str] = "all: one forward pass, none with a ledger; retain: a forward pass over some, to repair"
     norms: ClassVar[str] = "re-estimated behind the edit"
 
+    repair_images: Annotated[int, "retained images for the repair"] = 256
+    trial_images: Annotated[int, "retained images for trials, at most; half as many of the forget set; 0: all"] = 512
     edit: Annotated[str, "channel (what leaves the layer) or conv (the kernel, as the paper prints)"] = "channel"
     tap: Annotated[str, "where responses are read: conv, bn, relu, or stream (residual groups as one)"] = "stream"
     contrast: Annotated[str, "rank against all retained images (retain) or those of the same labels (same-class)"] = (

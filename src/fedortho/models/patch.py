@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fedortho.errors import BadCheckpoint
-from fedortho.storage.files import PRIVATE, read_tensors, tensors_digest, write_tensors
+from fedortho.storage.files import PRIVATE, damage_named, read_tensors, tensors_digest, write_tensors
 
 PATCH_SCHEMA = 1
 
@@ -37,7 +37,8 @@ class Patch:
             return copy.deepcopy(model)  # applied already: doing it twice must not weaken kernels twice
         if digest != self.before:
             raise BadCheckpoint(f"this patch is for the model {self.before[:12]}, not for {digest[:12]}")
-        edited = edit_model(model, self)
+        with damage_named("the patch"):
+            edited = edit_model(model, self)
         outcome = tensors_digest(edited.state_dict())
         if outcome != self.after:
             raise BadCheckpoint(f"the patch gave {outcome[:12]} instead of {self.after[:12]}: it is damaged")
@@ -99,7 +100,11 @@ def unpack_patch(tensors: Mapping[str, Tensor], note: Mapping[str, Any], source:
         return {name: (tensors[start + name].long(), tensors[f"{kind}.values.{name}"]) for name in names}
 
     replaced = {n.removeprefix("replaced."): t for n, t in tensors.items() if n.startswith("replaced.")}
-    return Patch(note["before"], note["after"], pairs("scaled"), pairs("put"), replaced, note["about"])
+    with damage_named(source):
+        before, after = note["before"], note["after"]
+        if not isinstance(before, str) or not isinstance(after, str):
+            raise TypeError("its digests are no texts")
+        return Patch(before, after, pairs("scaled"), pairs("put"), replaced, dict(note["about"]))
 
 
 def edit_model(model: nn.Module, patch: Patch) -> nn.Module:
@@ -161,14 +166,16 @@ def undo_patch(path: Path, edited: nn.Module) -> nn.Module:
     """The model as it was before the patch, bit for bit."""
     tensors, note = read_tensors(path)
     digest = tensors_digest(edited.state_dict())
-    if not {"before", "after"} <= note.keys():
+    before, after = note.get("before"), note.get("after")
+    if not isinstance(before, str) or not isinstance(after, str):
         raise BadCheckpoint(f"{path} is no undo file; give what forget --keep-undo wrote")
-    if note["after"] != digest:
-        wanted = f"{note['after'][:12]}, not {digest[:12]}"
+    if after != digest:
+        wanted = f"{after[:12]}, not {digest[:12]}"
         raise BadCheckpoint(f"{path} undoes the request that ended in the model {wanted}; give the run of that model")
-    restored = edit_model(edited, Patch("", "", replaced=tensors))
-    if tensors_digest(restored.state_dict()) != note["before"]:
-        raise BadCheckpoint(f"{path} does not give the model {note['before'][:12]} back: it is damaged")
+    with damage_named(path):
+        restored = edit_model(edited, Patch("", "", replaced=tensors))
+    if tensors_digest(restored.state_dict()) != before:
+        raise BadCheckpoint(f"{path} does not give the model {before[:12]} back: it is damaged")
     return restored
 
 

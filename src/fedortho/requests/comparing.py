@@ -1,6 +1,5 @@
 """Compare methods on one run: each starts from the same model; its gap to retraining and its cost are measured."""
 
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from fedortho.requests.references import (
     train_reference,
 )
 from fedortho.requests.run_context import RunContext, method_for_run, open_context
-from fedortho.runs.derived import write_derived
+from fedortho.runs.derived import build_derived, building
 from fedortho.runs.record import Accuracies, ResultRecord, ServedRecord
 from fedortho.runs.run import Run, open_run
 from fedortho.storage.files import tensors_digest
@@ -219,9 +218,10 @@ def _write_outcome(context: RunContext, request: ForgetRequest, row: Row, model:
     outcome = (before, after, before.retain - after.retain, row.cost)
     served = ServedRecord(str(request), row.method, row.settings, *outcome, row.original, row.weights)
     changed = replace(record, requests=(*record.requests, served), result=ResultRecord(after.test))
-    if path.exists():
-        shutil.rmtree(path)
-    write_derived(path, context.run, model, changed, patch=None, ledger=None)
+    with building(path, may_replace=True) as place:
+        build_derived(place.run, context.run, model, changed, patch=None, ledger=None)
+        path.with_suffix(".json").unlink(missing_ok=True)  # it tells of the run that goes
+        place.place()
 
 
 def gaps(rows: Sequence[Row]) -> dict[str, float]:

@@ -28,9 +28,13 @@ BACKENDS = ("inprocess", "ray", "superlink")
 JOB = {"do": "train", "out": "", "run": "", "request": "", "method": "hide", "forget": "", "store": ""}  # its own keys
 
 
+# defaults of `flwr run app`: small enough for a first run, with as many clients as Flower simulates
+SIMULATION = {"clients": 0, "rounds": 3, "fraction": 1.0, "data": "digits", "epochs": 2, "batch-size": 32, "threads": 1}
+
+
 def app_config(settings: FederateSettings | None = None) -> dict[str, Any]:
-    """Every key of a run configuration, with its value or default."""
-    return {**JOB, **as_mapping(settings or FederateSettings())}
+    """Every key of a run configuration, with its value; without settings, those of the app in the repository."""
+    return {**JOB, **as_mapping(settings or FederateSettings()), **({} if settings else SIMULATION)}
 
 
 def check_backend(backend: str, deployment: Path | None) -> None:

@@ -88,7 +88,8 @@ def _counted_by_clients(
     """Forget accuracy before and after the patch, as the clients that hold the images count it."""
     statistic = Statistic("right", layers="all", edit="conv", tap="conv", patches=(NOTHING, patch))
     ((correct,),) = engine.measure(model, [Query((Selection("train", request, forgotten),), statistic)])
-    return float(correct.mean("0")), float(correct.mean("1"))
+    before, after = correct.mean("right").tolist()
+    return before, after
 
 
 def _trial_record(trial: Trial) -> TrialRecord:

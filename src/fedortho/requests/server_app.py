@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadSetting, FedOrthoError
-from fedortho.federated.client import federate_settings
+from fedortho.federated.client import federate_settings, settled
 from fedortho.federated.engine import RoundProgress
 from fedortho.methods import make_method
 from fedortho.methods.method import Method
@@ -36,7 +36,13 @@ def server_app(config: Mapping[str, Any] | None = None) -> "ServerApp":
 
     @app.main()
     def main(grid: "Grid", context: "Context") -> None:
-        do_job(grid, config or context.run_config)
+        given = config or settled(context.run_config, context.run_id, len(list(grid.get_node_ids())))
+        try:
+            do_job(grid, given)
+        except FedOrthoError as error:
+            remote.error("%s", error)  # on one line, before Flower's traceback
+            raise
+        remote.info("done: %s", given.get("out") or given.get("run"))
 
     return app
 

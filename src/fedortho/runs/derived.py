@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import nn
 
 from fedortho.data.request import ForgetRequest
-from fedortho.errors import FedOrthoError
+from fedortho.errors import Busy, FedOrthoError
 from fedortho.models.patch import Patch
 from fedortho.runs.record import RunRecord
 from fedortho.runs.rows import read_rows
@@ -52,6 +52,7 @@ class Building:
     path: Path
     out: Path
     undo: Path | None = None
+    may_replace: bool = False  # a run at `out` is removed when the new one is complete
 
     @property
     def run(self) -> Path:
@@ -73,6 +74,8 @@ class Building:
             write_text(self.path / UNDO_PATH, str(self.undo.absolute()))
             _place_file(self.undo_file, self.undo)
         sync_directory(self.run)
+        if self.may_replace and self.out.exists():
+            self.out.rename(self.path / "replaced")
         check_output_paths(self.out, None)  # a rename would replace an empty directory
         self.run.rename(self.out)
         sync_directory(self.out.parent)
@@ -85,7 +88,7 @@ class Building:
 
 
 @contextmanager
-def building(out: Path, undo: Path | None = None) -> Iterator[Building]:
+def building(out: Path, undo: Path | None = None, *, may_replace: bool = False) -> Iterator[Building]:
     """A building directory for a run at `out`, locked for this process and removed at the end.
 
     What killed processes left behind for the same `out` is removed first.
@@ -96,14 +99,20 @@ def building(out: Path, undo: Path | None = None) -> Iterator[Building]:
             with suppress(FileExistsError):  # a file there is refused below, as no directory
                 out.parent.mkdir(parents=True, exist_ok=True)
             remove_leftovers(out)
-            check_output_paths(out, undo)
+            check_output_paths(None if may_replace else out, undo)
             path = Path(tempfile.mkdtemp(prefix=f".{out.name}.building-", dir=out.parent))
-            yield Building(path, out, undo)
+            yield Building(path, out, undo, may_replace)
         except OSError as error:
             raise FedOrthoError(f"{out} cannot be written: {error.strerror or error}; choose another --out") from error
         finally:
             if path is not None:
                 _discard(path)
+
+
+def tidy(out: Path) -> None:
+    """Remove what killed processes left behind when they wrote to `out`, unless another one is writing there now."""
+    with suppress(Busy), locked(out):
+        remove_leftovers(out)
 
 
 def remove_leftovers(out: Path) -> None:

@@ -10,21 +10,40 @@ from fedortho.data.cache import DataCopy, decoded_copies, purge_images
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import FedOrthoError
+from fedortho.runs.record import RunRecord, read_run_record
 from fedortho.runs.rows import read_rows
 from fedortho.runs.run import Run, open_run
+from fedortho.statistics.ledger import drop_activations
 
 
 def purge_run(run: Run | Path | str, *, data: Dataset | None = None, data_dir: str = "") -> list[DataCopy]:
     """Remove what a run has forgotten from the decoded images on this machine, and keep later trainings from using it.
 
-    Returns the copies that were found. The files of the images are their owner's to delete; the run stays usable. While
-    they are there, runs that were trained on them can still read them; new trainings leave them out.
+    The ledgers of runs beside it on the same data lose the activations of these images. Returns the copies that were
+    found. The files of the images are their owner's to delete; the run stays usable. While they are there, runs that
+    were trained on them can still read them; new trainings leave them out.
     """
     run = open_run(run)
     if run.excluded is None:
         raise FedOrthoError(f"{run.path} has forgotten nothing; give the run that fedortho forget wrote")
-    digests, source = _forget_set(run, run.excluded, data or run.load_data(data_dir))
-    return [source, *purge_images(digests)]
+    data = data or run.load_data(data_dir)
+    digests, source = _forget_set(run, run.excluded, data)
+    return [source, *purge_images(digests), *_purge_ledgers(run, run.excluded, data)]
+
+
+def _purge_ledgers(run: Run, request: ForgetRequest, data: Dataset) -> list[DataCopy]:
+    """Remove activations of the forget set from the ledgers of runs, and of their simulated clients, on this data."""
+    known = replace(data.train, rows=data.known_rows)
+    rows, labels = known.rows[request.mask(known, run.clients(data))], request.labels(data.train.names)
+    copies = []
+    for path in sorted(run.path.resolve().parent.glob("*/run.json")):
+        record = read_run_record(path.parent)
+        if not isinstance(record, RunRecord) or record.data.digest != run.record.data.digest:
+            continue
+        for ledger in sorted(path.parent.glob("**/ledger.safetensors")):
+            if removed := drop_activations(ledger, rows, labels):
+                copies.append(DataCopy("activations", str(ledger), 0, removed))
+    return copies
 
 
 def known_copies(run: Run, request: ForgetRequest, data: Dataset) -> list[DataCopy]:

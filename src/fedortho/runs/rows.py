@@ -18,7 +18,7 @@ from fedortho.data.request import Clients, ForgetRequest
 from fedortho.errors import BadCheckpoint, BadData
 from fedortho.runs.federation import partitioned
 from fedortho.runs.settings import FederateSettings, TrainSettings
-from fedortho.storage.files import PRIVATE, locked, read_limited, read_tensors, replacing, write_tensors
+from fedortho.storage.files import PRIVATE, damage_named, locked, read_limited, read_tensors, replacing, write_tensors
 
 ROWS_FILE = "rows.safetensors"
 KEY_FILE = "hash-ids.key"
@@ -174,14 +174,12 @@ def read_rows(directory: Path, settings: TrainSettings) -> TrainedRows | None:
         return None
     tensors, note = read_tensors(directory / ROWS_FILE)
     stores, key = {}, hash_key(directory)
-    try:
+    with damage_named(directory / ROWS_FILE):
         for split, prefix in PREFIXES.items():
             if split != "valid" or f"{prefix}digests" in tensors:
                 digests, files, labels = (tensors[f"{prefix}{part}"] for part in ("digests", "files", "labels"))
                 stores[split] = Store(RowIds(digests, unpack_names(files), key=key), labels)
         known = TrainedRows(stores, tensors["rows"], tensors["left-out"], tuple(note["mean"]), tuple(note["std"]))
-    except KeyError as error:
-        raise BadCheckpoint(f"{directory / ROWS_FILE} has no {error}; restore the file that training wrote") from error
     if not isinstance(settings, FederateSettings):
         return known
     return replace(known, clients=partitioned(known.rows, stores["train"].labels, settings, settings.partition_seed))

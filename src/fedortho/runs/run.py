@@ -26,6 +26,8 @@ from fedortho.storage.trusted_code import check_trusted, remember_code
 from fedortho.training.loop import Epoch
 from fedortho.training.recipe import Recipe
 
+FEW = 16  # channels that a network can have without a tensor of that size, such as one with groups
+
 
 @dataclass(frozen=True)
 class Run:
@@ -42,8 +44,14 @@ class Run:
 
     def load_model(self) -> nn.Module:
         """The trained model, in eval mode; weights that the record does not describe are refused."""
-        model = self.new_model()
         weights, _ = read_tensors(self.path / "model.safetensors")
+        about, sizes = self.record.model, {size for tensor in weights.values() for size in tensor.shape}
+        if about.num_classes not in sizes or (about.channels > FEW and about.channels not in sizes):
+            raise BadCheckpoint(
+                f"{self.path / 'run.json'} tells of {about.num_classes} classes and {about.channels} channels; "
+                "no tensor of model.safetensors has so many"
+            )
+        model = self.new_model()
         load_weights(model, fold_weight_norm(weights), self.path / "model.safetensors")
         if tensors_digest(weights) != self.record.model.digest:
             raise BadCheckpoint(f"{self.path / 'model.safetensors'} is not the model that run.json describes")

@@ -2,7 +2,9 @@
 
 import logging
 import re
+import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +25,7 @@ from fedortho.errors import BadSetting, FedOrthoError
 from fedortho.models.predictions import accuracy, evaluate
 from fedortho.models.prepare import prepare_model
 from fedortho.models.zoo import build_model, check_output
+from fedortho.runs.derived import building, tidy
 from fedortho.runs.record import (
     DataRecord,
     ModelRecord,
@@ -38,7 +41,15 @@ from fedortho.runs.run import Run, load_run_data, open_run, settings_of
 from fedortho.runs.settings import FREE, FederateSettings, ImportSettings, TrainSettings
 from fedortho.statistics.ledger import write_ledger
 from fedortho.storage.checkpoints import fitted_weights, load_weights, read_weights
-from fedortho.storage.files import locked, read_tensors, tensors_digest, write_json, write_tensors
+from fedortho.storage.files import (
+    TEMPORARY,
+    damage_named,
+    locked,
+    read_tensors,
+    tensors_digest,
+    write_json,
+    write_tensors,
+)
 from fedortho.storage.provenance import environment
 from fedortho.storage.records import write_record
 from fedortho.storage.settings import as_mapping
@@ -132,7 +143,8 @@ def _train_centrally(
     how: dict[str, Any] = {"valid": data.valid, "device": device, "checkpoint": checkpoint, "watch": keep}
     trained = fit(model, data.train, settings.recipe, **how)
     if not history and checkpoint.exists():  # interrupted after the last epoch
-        history = [Epoch(**entry) for entry in read_tensors(checkpoint)[1]["progress"]["history"]]
+        with damage_named(checkpoint):
+            history = [Epoch(**entry) for entry in read_tensors(checkpoint)[1]["progress"]["history"]]
     return trained, history
 
 
@@ -178,8 +190,8 @@ def _refuse_occupied(path: Path) -> None:
 
 
 def _is_left_over(file: Path) -> bool:
-    """Whether this is the temporary file of an interrupted write."""
-    return re.fullmatch(r"\.[a-z]+\.(json|safetensors)\.\w{8}", file.name) is not None
+    """Whether this is the temporary directory of an interrupted write."""
+    return re.fullmatch(rf"\.[a-z]+\.(json|safetensors)({TEMPORARY}|\.)\w{{8}}", file.name) is not None
 
 
 def _begun(
@@ -243,8 +255,8 @@ def _finish(
         )
     known = {each.name: getattr(record, each.name) for each in fields(record) if each.name != "status"}
     write_record(path / "run.json", RunRecord(**known, model=about, result=result))
-    for file in filter(_is_left_over, list(path.iterdir())):
-        file.unlink(missing_ok=True)
+    for left in filter(_is_left_over, list(path.iterdir())):
+        shutil.rmtree(left) if left.is_dir() else left.unlink()  # files: of earlier versions
     return open_run(path)
 
 
@@ -264,9 +276,9 @@ def import_run(
     trained.
     """
     path, weights = Path(path), Path(weights)
-    if read_run_record(path) is not None:
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        tidy(path)
         raise FedOrthoError(f"{path} exists already; choose a new directory for --out")
-    _refuse_occupied(path)
     remember_code(*settings.code)
     state, known, device = read_weights(weights), settings.as_training(recipe), choose_device(settings.device)
     data = load_run_data(known, progress=progress, forgotten=True)  # weights from elsewhere may know them
@@ -287,10 +299,14 @@ def import_run(
     if known.without:
         without = as_request(known.without, data)
         known, data = replace(known, without=str(without)), replace(data, train=without.split(data.train)[1])
-    record = _begun(path, known, data, device, weights.name)
-    _write_rows(path, known, whole, whole.gone)
-    write_json(path / "history.json", [])
-    return _finish(path, record, model, data, device=device, observing=observing)
+    with suppress(OSError):
+        path.rmdir()  # if it is empty
+    with building(path) as place:
+        record = _begun(place.run, known, data, device, weights.name)
+        _write_rows(place.run, known, whole, whole.gone)
+        write_json(place.run / "history.json", [])
+        _finish(place.run, record, model, data, device=device, observing=observing)
+        return place.place()
 
 
 def _measure_scales(model: nn.Module, images: Images, device: torch.device, weights: Path) -> None:

@@ -5,7 +5,7 @@ leaves those activations as they are, and moves the sums by as much as the peaks
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from fedortho.errors import BadCheckpoint, FedOrthoError
 from fedortho.models.sites import Site, Structure, trace_structure
 from fedortho.models.split import find_split, image_activations
 from fedortho.statistics.observe import Kept, KeptRecord, Observation, key_of, observe, steady_order, tail_peaks
-from fedortho.storage.files import read_tensors, tensors_digest
+from fedortho.storage.files import damage_named, read_tensors, tensors_digest, write_tensors
 from fedortho.storage.records import from_json
 
 logger = logging.getLogger(__name__)
@@ -133,6 +133,18 @@ def forget_lines(ledger: Observation, stays: Images) -> Observation:
     return replace(left, kept=kept.where(named & (~kept.training | torch.isin(kept.rows, stays.rows))))
 
 
+def drop_activations(path: Path, rows: Tensor, labels: Sequence[int]) -> int:
+    """Remove the kept activations of these rows and labels from a ledger's file; how many there were."""
+    tensors, note = read_tensors(path)
+    kept = {name: tensor for name, tensor in tensors.items() if name.startswith("kept.")}
+    if not kept:
+        return 0
+    gone = torch.isin(kept["kept.rows"], rows) | torch.isin(kept["kept.labels"], torch.tensor(labels).long())
+    if bool(gone.any()):
+        write_tensors(path, tensors | {name: tensor[~gone] for name, tensor in kept.items()}, note)
+    return int(gone.sum())
+
+
 def load_ledger(path: Path, model: nn.Module) -> Observation | None:
     """A saved ledger, None where there is none; one that belongs to another model is refused."""
     if not path.exists():
@@ -143,8 +155,9 @@ def load_ledger(path: Path, model: nn.Module) -> Observation | None:
         raise BadCheckpoint(f"{path} is the ledger of another model ({str(note.get('model'))[:12]}, not {digest[:12]})")
     sums = {name.removeprefix("sums."): t for name, t in tensors.items() if name.startswith("sums.")}
     kept = None
-    if "kept" in note:
-        about = from_json(KeptRecord, note["kept"], path)
-        images = {name.removeprefix("kept."): t for name, t in tensors.items() if name.startswith("kept.")}
-        kept = Kept(about.structure, about.split, about.flops, **images)
-    return Observation(sums, tensors["counts"], digest, tuple(note["stale"]), kept)
+    with damage_named(path):
+        if "kept" in note:
+            about = from_json(KeptRecord, note["kept"], path)
+            images = {name.removeprefix("kept."): t for name, t in tensors.items() if name.startswith("kept.")}
+            kept = Kept(about.structure, about.split, about.flops, **images)
+        return Observation(sums, tensors["counts"], digest, tuple(map(str, note["stale"])), kept)

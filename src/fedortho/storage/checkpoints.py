@@ -144,7 +144,9 @@ def _likely_cause(mine: Shapes, weights: Shapes, missing: list[str], extra: list
     classifiers = {([n for n in each if each[n].dim() == 2] or [""])[-1].rpartition(".")[0] for each in (mine, weights)}
     if all(name.rpartition(".")[0] in classifiers for name in [*missing, *extra, *shapes]):
         last = shapes[-1] if shapes else ""
-        classes = f"{len(weights[last])} classes, the model {len(mine[last])}" if last else "another name"
+        sizes = [_shape(each[last]) for each in (weights, mine)] if last else []
+        numbers = [size.partition("x")[0] for size in sizes]
+        classes = f"{numbers[0]} classes, the model {numbers[1]}" if last else "another name"
         return f"another classifier: the file's has {classes}"
     if not missing and not extra:
         return "the same architecture with another width, or for images with another number of channels"

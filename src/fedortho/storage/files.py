@@ -36,7 +36,7 @@ def replacing(path: Path, mode: int = 0o666) -> Iterator[Path]:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _private_place(path) as place:
+        with private_place(path) as place:
             temporary = place / "file"
             os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
             mode = stat.S_IMODE(temporary.stat().st_mode)  # safetensors writes another file, with a mode of its own
@@ -54,7 +54,7 @@ def replacing(path: Path, mode: int = 0o666) -> Iterator[Path]:
 
 
 @contextmanager
-def _private_place(path: Path) -> Iterator[Path]:
+def private_place(path: Path) -> Iterator[Path]:
     """A directory beside `path` for this process alone, removed at the end; those of killed processes are removed."""
     for left in path.parent.glob(f".{glob.escape(path.name)}{TEMPORARY}*"):
         with suppress(Timeout, OSError), FileLock(left / "lock", timeout=0):  # a writer who lives has the lock
@@ -79,7 +79,7 @@ def locked(path: Path, timeout: float = 0.0) -> Iterator[None]:
 
     The lock ends with the process.
     """
-    name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]
+    name = hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()[:32]
     try:
         file = state_directory() / "locks" / f"{name}.lock"
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -233,6 +233,15 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if not isinstance(note, dict):
         raise BadCheckpoint(f"{path} has a note that is no mapping; restore the file")
     return tensors, note
+
+
+@contextmanager
+def damage_named(source: Path | str) -> Iterator[None]:
+    """Turn whatever the content of a damaged file leads to into one error that names the file."""
+    try:
+        yield
+    except (AttributeError, LookupError, ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+        raise BadCheckpoint(f"{source} is damaged ({type(error).__name__}: {first_line(error)}); restore it") from error
 
 
 def file_digest(path: Path, kind: type[FedOrthoError] = BadCheckpoint) -> str:

@@ -32,8 +32,8 @@ from typing import Any, ClassVar
 
 from filelock import FileLock, Timeout
 
-from fedortho.errors import BadRecord, FedOrthoError, first_line, unknown
-from fedortho.storage.files import canonical_json, sync_directory, write_text
+from fedortho.errors import BadCheckpoint, BadRecord, FedOrthoError, first_line, unknown
+from fedortho.storage.files import canonical_json, read_json, read_limited, sync_directory, write_text
 from fedortho.storage.records import from_json, to_json
 
 logger = logging.getLogger(__name__)
@@ -50,6 +50,7 @@ EVENTS = {
 }  # journals from before `judged` existed have `verified` for every outcome: only with `passes` it means this
 START = "0" * 64  # `previous` of the first entry
 NOTICE = 10.0  # seconds after which a writer that waits for others says so, and says so again
+MOST_JOURNAL = 1 << 30  # bytes
 SCHEMA = 3  # of new lines; older lines keep their form (those of schema 1 have no such key), since hashes cover it
 
 
@@ -202,8 +203,8 @@ def served_beside(directory: Path) -> list[str]:
     """The names of the runs in a directory that have served requests."""
     found = []
     for file in sorted(directory.glob("*/run.json")):
-        with suppress(ValueError, RecursionError, OSError):  # what is no record is no evidence of a journal
-            value = json.loads(file.read_bytes())
+        with suppress(BadCheckpoint):  # what is no record is no evidence of a journal
+            value = read_json(file)
             found += [file.parent.name] if isinstance(value, dict) and value.get("requests") else []
     return found
 
@@ -360,12 +361,7 @@ def _parse_head(path: Path, text: bytes | None, has_journal: bool) -> Head:
 
 
 def _read(path: Path) -> bytes | None:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise BadJournal(f"{path} cannot be read: {error.strerror}") from error
+    return read_limited(path, MOST_JOURNAL, BadJournal) if os.path.lexists(path) else None
 
 
 def _digest(text: str) -> str:

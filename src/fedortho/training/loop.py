@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from fedortho.models.layout import arranged, memory_format_of
 from fedortho.models.norms import frozen_norms
 from fedortho.models.predictions import accuracy, answers_of
 from fedortho.models.prepare import is_prepared, prepare_model, released
-from fedortho.storage.files import read_tensors, tensors_digest, write_tensors
+from fedortho.storage.files import damage_named, read_tensors, tensors_digest, write_tensors
 from fedortho.training.augmentation import Augment
 from fedortho.training.batches import plan_steps, read_step, step_seed
 from fedortho.training.objectives import (
@@ -209,13 +210,16 @@ class _State:
             raise BadCheckpoint(f"{error}; remove it to start again") from error
         if note.get("belongs_to") != self.belongs_to:
             raise BadCheckpoint(f"{path} belongs to other settings, data or weights; remove it to start again")
+        with damage_named(path):
+            self._restore(tensors, note["progress"])
+
+    def _restore(self, tensors: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
         weights = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
         self.model.load_state_dict(weights)
         for name, parameter in self.model.named_parameters():
             if f"momentum.{name}" in tensors:
                 momentum = torch.empty_like(parameter).copy_(tensors[f"momentum.{name}"]).detach()
                 self.optimiser.state[parameter]["momentum_buffer"] = momentum
-        saved = note["progress"]
         self.epoch, self.step, self.seen, self.seconds = (saved[k] for k in ("epoch", "step", "seen", "seconds"))
         self.loss_sum.fill_(saved["loss_sum"])
         self.right.fill_(saved["right"])

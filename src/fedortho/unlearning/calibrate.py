@@ -19,6 +19,7 @@ from fedortho.unlearning.trials import (
 
 RATIOS = (0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.125, 0.15, 0.175, 0.2, 0.25, 0.3, 0.4, 0.5, 0.65, 0.8)
 STRENGTHS = tuple(step / 16 for step in range(1, 17))
+SCRUBS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25)  # of a class's own rows, which costs no retain accuracy; 0: none
 UNPRUNED = Candidate(Patch("", "", note={"edit": "classifier", "sites": {}}), 0.0)
 HOPELESS = 0.03  # retain accuracy beyond the budget, at which no larger edit is tried
 
@@ -51,11 +52,12 @@ def find_edit(
     if baseline is None:
         measured = task.engine.measure(task.model, baseline_queries(task, settings))
         baseline = read_baseline(task, settings, measured)
-    runner = make_runner(task, settings, baseline, repair=repair)
+    runner = make_runner(task, settings, baseline, repair=repair, sequential=largest)
     runner.decide_all = largest
     ratios = ratios if task.sites else ()
-    # a class has its share of the kernels
-    start = sum(ratio < 1 / len(task.engine.info.class_names) for ratio in ratios) - 1 if task.request.classes else 0
+    # a class has its share of the kernels; half of it is mostly within the budget at once
+    share = (1 if largest else 1 / 2) / len(task.engine.info.class_names)
+    start = sum(ratio < share for ratio in ratios) - 1 if task.request.classes else 0
     least = baseline.retain - settings.max_retain_drop
     chosen, trials = calibrate(runner, edit, least, ratios, max(start, 0), largest=largest, may_scrub=settings.scrub)
     pruned = next((trial.forget for trial in trials if trial.ratio == chosen.ratio and not trial.scrub), None)
@@ -75,12 +77,17 @@ def calibrate(
 ) -> tuple[Trial, list[Trial]]:
     """The chosen trial and all that were made; `Refused` if target and budget cannot both hold.
 
-    First the smallest ratio that reaches the target, or the `largest` within the budget, searched from `start`
-    outwards. If that misses the other of the two, smaller ratios in growing steps, each finished by the least scrub
-    that reaches the target; then a scrub of the unpruned network, which edits the classifier alone; then the ratios
-    that the steps left out.
+    Where a scrub may finish what pruning leaves, the first edit that does is taken; see `_prune_and_scrub`. Otherwise
+    the smallest ratio that reaches the target, or the `largest` within the budget, is searched from `start` outwards.
+    If the largest misses the target, smaller ratios in growing steps are scrubbed, then the unpruned network.
     """
     trials = _Trials(runner, edit)
+    may_scrub = may_scrub and runner.classifier is not None
+    if may_scrub and not largest:
+        chosen = _prune_and_scrub(trials, ratios, start, least_retain)
+        if chosen is not None:
+            return chosen, trials.all
+        raise _refusal(trials.all, least_retain)
     if runner.is_parallel and ratios and not largest:  # in a federation the first edit that does is taken
         trial = trials[ratios[start], 0.0]
         if trial.reaches and trial.keeps(least_retain):
@@ -95,16 +102,16 @@ def calibrate(
         trial = trials[ratios[place], 0.0]
         if trial.reaches and trial.keeps(least_retain):
             return trial, trials.all
-    if may_scrub and runner.classifier is not None:
+    if may_scrub:
         places = [place - step for step in (0, 1, 2, 4, 8, 16) if place >= step]
         rest = [each for each in range(place - 1, -1, -1) if each not in places]  # before the request is refused
         for ratio in [*(ratios[each] for each in places), UNPRUNED.ratio, *(ratios[each] for each in rest)]:
             scrubbed = _scrubbed(trials, ratio)
             if scrubbed is not None and scrubbed.keeps(least_retain):
                 return scrubbed, trials.all
-    just = [trial for trial in trials.all if trial.forget <= trial.limit and trial.retain >= least_retain]
-    if just:  # by the estimates, with nothing to spare
-        return max(just, key=lambda trial: trial.retain), trials.all
+    just = trials.just(least_retain)
+    if just is not None:
+        return just, trials.all
     raise _refusal(trials.all, least_retain)
 
 
@@ -130,9 +137,41 @@ class _Trials:
             self.made.update(zip(new, found, strict=True))
         return [self.made[key] for key in keys]
 
+    def just(self, least_retain: float) -> Trial | None:
+        """The best that meets both by its estimates, with nothing to spare."""
+        just = [trial for trial in self.all if trial.forget <= trial.limit and trial.retain >= least_retain]
+        return max(just, key=lambda trial: trial.retain, default=None)
+
     def first(self, ratios: Sequence[float], start: int, holds: Callable[[Trial], bool]) -> int | None:
         """The place of the first ratio for which a monotone condition holds; None: it holds for none."""
         return first_place(len(ratios), start, lambda place: holds(self[ratios[place], 0.0]))
+
+
+def _prune_and_scrub(trials: _Trials, ratios: Sequence[float], start: int, least_retain: float) -> Trial | None:
+    """The first ratio whose weakest scrub that reaches the target is within the budget; all strengths at once.
+
+    From `start` the ratio is halved where that costs too much, down to the unpruned network, and the next larger one
+    is taken where no strength reaches the target. Before giving up: what just meets both, then ratios left out.
+    """
+    tried: list[int] = []
+
+    def attempt(place: int) -> Trial | None:
+        tried.append(place)
+        ratio = ratios[place] if place >= 0 else UNPRUNED.ratio
+        made = trials.several([(ratio, scrub) for scrub in SCRUBS if ratio or scrub])
+        return next((trial for trial in made if trial.reaches), None)
+
+    place = start if ratios else -1
+    while place < len(ratios) and place not in tried:
+        found = attempt(place)
+        if found is not None and found.keeps(least_retain):
+            return found
+        place = place + 1 if found is None else sum(ratio <= ratios[max(place, 0)] / 2 for ratio in ratios) - 1
+    for place in (each for each in range(start - 1, -1, -1) if each not in tried):
+        if (just := trials.just(least_retain)) is not None:
+            return just
+        attempt(place)
+    return trials.just(least_retain)
 
 
 def _scrubbed(trials: _Trials, ratio: float) -> Trial | None:

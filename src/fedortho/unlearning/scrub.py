@@ -19,17 +19,21 @@ def scrubbed(
     retain: Observation,
     number: int,
     strength: float,
+    own: Sequence[Sequence[int]] | None = None,
 ) -> dict[str, Tensor]:
     """The classifier's weight and bias without the mean direction of each forget set, one after the other.
 
-    The observations are sums of the inputs that the classifier of candidate `number` receives (`inputs`).
+    The observations are sums of the inputs that the classifier of candidate `number` receives (`inputs`). With `own`
+    only the rows of each forget set's own classes lose its direction.
     """
     mean, square = retain.mean(f"{number}:sum"), retain.mean(f"{number}:square")
     variance = (square - mean.square()).clamp_min(0) * retain.images / max(retain.images - 1, 1)
     rows = weight.detach().cpu().double()
     shift = torch.zeros(len(rows), dtype=torch.float64) if bias is None else bias.detach().cpu().double()
-    for part in forget:
-        rows, shift = scrub(rows, shift, part.mean(f"{number}:sum"), mean, variance, strength=strength)
+    for place, part in enumerate(forget):
+        new = scrub(rows, shift, part.mean(f"{number}:sum"), mean, variance, strength=strength)
+        which = torch.arange(len(rows)) if own is None else torch.tensor(own[place])
+        rows, shift = rows.index_copy(0, which, new[0][which]), shift.index_copy(0, which, new[1][which])
     changed = {"weight": rows.to(weight.dtype)}
     return changed if bias is None else changed | {"bias": shift.to(weight.dtype)}
 

@@ -28,6 +28,7 @@ from fedortho.unlearning.scrub import scrubbed
 from fedortho.unlearning.settings import CalibrationSettings
 from fedortho.unlearning.task import Task
 
+SCRUB_FORGET, SCRUB_RETAIN = 64, 128  # images that show the direction of a scrub
 ERROR, DEVIATIONS = 0.05, 1.645  # of an early decision: the probability of a wrong one, and its normal quantile
 
 
@@ -78,15 +79,17 @@ class Look:
     retain: Selection
 
 
+def look_at(task: Task, images: int, skip: int = 0, part: int = 4) -> Look:
+    """So many validation images, less those that are drawn first; of each part of the request a `part` as many."""
+    forget = task.forget_sets(images // part, skip // part, steady=True)
+    return Look(tuple(forget), task.retain_set(images, "valid", skip, steady=True))
+
+
 def looks(task: Task, images: int) -> list[Look]:
-    """An eighth of the images, then the others; of each part of the request a quarter as many."""
-    ranges = [(0, images // 8), (images // 8, images)] if images >= 32 else [(0, images)]
-    return [
-        Look(
-            tuple(task.forget_sets(to // 4, since // 4, steady=True)), task.retain_set(to, "valid", since, steady=True)
-        )
-        for since, to in ranges
-    ]
+    """An eighth of the images, then the others."""
+    if images < 32:
+        return [look_at(task, images)]
+    return [look_at(task, images // 8), look_at(task, images, images // 8)]
 
 
 @dataclass
@@ -100,17 +103,15 @@ class Score:
     lost: int = 0  # right answers of the original less those of the candidate
     changed: int = 0  # answers that only one of the two has right
 
-    def add_forget(self, counted: Sequence[Observation], key: str) -> None:
-        new = [(int(part.sums[key].sum()), part.images) for part in counted]
+    def add_forget(self, counted: Sequence[Observation], place: int) -> None:
+        new = [(int(part.sums["right"][:, place].sum()), part.images) for part in counted]
         self.parts = [(a + c, b + d) for (a, b), (c, d) in zip(self.parts, new, strict=True)] if self.parts else new
 
-    def add_retain(self, counted: Observation, key: str) -> None:
-        before, right, changed = (int(counted.sums[name].sum()) for name in ("0", key, f"{key}:changed"))
-        self.images, self.lost, self.changed = (
-            self.images + counted.images,
-            self.lost + before - right,
-            self.changed + changed,
-        )
+    def add_retain(self, counted: Observation, place: int) -> None:
+        right, changed = counted.sums["right"].sum(0), counted.sums["changed"].sum(0)
+        self.images += counted.images
+        self.lost += int(right[0] - right[place])
+        self.changed += int(changed[place])
 
     @property
     def worst(self) -> tuple[float, float]:
@@ -199,12 +200,12 @@ def read_baseline(task: Task, settings: CalibrationSettings, measured: Sequence[
         raise BadData(
             f"no validation image is left to measure trials on{hint}; train with --valid above 0, or give --ratio"
         )
-    overall = float(retain.mean("0"))
+    overall = float(retain.mean("right"))
     limits = [
         settings.target if part.classes else _unseen_accuracy(by_label[place], by_label[-1], overall)
         for place, part in enumerate(task.parts)
     ]
-    seen = [(float(part.mean("0")), limit) for part, limit in zip(forget, limits, strict=True) if part.images]
+    seen = [(float(part.mean("right")), limit) for part, limit in zip(forget, limits, strict=True) if part.images]
     return Baseline(overall, tuple(limits), max(seen, key=lambda pair: pair[0] - pair[1])[0] if seen else 0.0)
 
 
@@ -213,7 +214,7 @@ def _unseen_accuracy(part: Observation, retain: Observation, overall: float) -> 
 
     For a label that no client counts (clients withhold counts of few images) it is the accuracy on all unseen images.
     """
-    shares = torch.where(retain.counts > 0, retain.sums["0"].flatten() / retain.counts.clamp_min(1), overall)
+    shares = torch.where(retain.counts > 0, retain.sums["right"].flatten() / retain.counts.clamp_min(1), overall)
     return float((part.counts * shares).sum() / part.images) if part.images else overall
 
 
@@ -234,12 +235,14 @@ class TrialRunner:
 
     task: Task
     looks: Sequence[Look]
+    inputs: Sequence[Look]  # images that the classifier's inputs are measured on, for the scrub
     baseline: Baseline
     budget: float  # retain accuracy that may be lost
     repair: Selection  # images for the repair
     norms: Sequence[str] = ()  # batch norms to repair; none: no repair
     layerwise: bool = False
     classifier: str | None = None
+    own_rows: bool = True  # a scrub changes the classifier's rows of the forgotten classes alone
     decide_all: bool = False  # also whether candidates that miss the target are within the budget
     _repaired: dict[float, Patch] = field(default_factory=dict)  # by ratio
 
@@ -278,9 +281,9 @@ class TrialRunner:
             queries.append(Query((look.retain,), replace(statistic, patches=beside)))
         found = self.task.engine.measure(self.task.model, queries) if queries else []
         for place, number in enumerate(forget):
-            scores[number].add_forget(found[0], f"{place}")
+            scores[number].add_forget(found[0], place)
         for place, number in enumerate(retain, 1):
-            scores[number].add_retain(found[-1][0], f"{place}")
+            scores[number].add_retain(found[-1][0], place)
 
     def repaired(self, candidates: Sequence[Candidate]) -> list[Patch]:
         """The candidates with re-estimated batch norms; a ratio is repaired once, whatever scrub follows."""
@@ -330,12 +333,14 @@ class TrialRunner:
         assert isinstance(linear, nn.Linear)
         weight, bias = f"{self.classifier}.weight", f"{self.classifier}.bias"
         patches = list(patches)
+        names = self.task.engine.info.class_names
+        own = [part.labels(names) for part in self.task.parts] if self.own_rows else None
         for number in wanted:
-            place, own = ratios.index(candidates[number].ratio), patches[number].replaced
-            tensors = own.get(weight, linear.weight), own.get(bias, linear.bias)
-            rows = scrubbed(*tensors, forget, retain, place, candidates[number].scrub)
+            place, replaced = ratios.index(candidates[number].ratio), patches[number].replaced
+            tensors = replaced.get(weight, linear.weight), replaced.get(bias, linear.bias)
+            rows = scrubbed(*tensors, forget, retain, place, candidates[number].scrub, own)
             named = {f"{self.classifier}.{name}": value for name, value in rows.items()}
-            patches[number] = replace(patches[number], replaced={**own, **named})
+            patches[number] = replace(patches[number], replaced={**replaced, **named})
         return patches
 
     def _classifier_inputs(self, patches: Sequence[Patch]) -> list[Observation]:
@@ -345,22 +350,35 @@ class TrialRunner:
             replace(patch, replaced={name: t for name, t in patch.replaced.items() if not name.startswith(own)})
             for patch in patches
         )
-        sets = [Query((*look.forget, look.retain), replace(statistic, patches=bodies)) for look in self.looks]
+        sets = [Query((*look.forget, look.retain), replace(statistic, patches=bodies)) for look in self.inputs]
         return [reduce(add, several) for several in zip(*self.task.engine.measure(self.task.model, sets), strict=True)]
 
 
 def make_runner(
-    task: Task, settings: CalibrationSettings, baseline: Baseline | None, *, repair: bool = True
+    task: Task,
+    settings: CalibrationSettings,
+    baseline: Baseline | None,
+    *,
+    repair: bool = True,
+    sequential: bool = False,
 ) -> TrialRunner:
-    """A runner for this task; without a baseline (a fixed ratio) any accuracy counts as forgotten."""
+    """A runner for this task; without a baseline (a fixed ratio) any accuracy counts as forgotten.
+
+    Trials are `sequential` where many ratios are tried; one look at all images is cheaper where one or two are.
+    """
     any_accuracy = Baseline(1.0, (1.0,) * len(task.parts), 1.0)
     classes, example = len(task.engine.info.class_names), task.example
+    retained = replace(task.retain_set(settings.repair_images), steady=True)
+    few = Look(tuple(task.forget_sets(SCRUB_FORGET, steady=True)), replace(retained, limit=SCRUB_RETAIN))
+    several = looks(task, settings.trial_images)
     return TrialRunner(
         task,
-        looks=looks(task, settings.trial_images),
+        looks=several if sequential else [look_at(task, settings.trial_images, part=2)],
+        inputs=several if sequential else [few],
+        own_rows=not sequential,
         baseline=baseline or any_accuracy,
         budget=settings.max_retain_drop if baseline else 1.0,
-        repair=replace(task.retain_set(settings.repair_images), steady=True),
+        repair=retained,
         norms=norms_behind(task.model, task.sites, example) if repair else [],
         layerwise=settings.repair_by == "layers",
         classifier=find_classifier(task.model, classes, example) if task.request.kind == "class" else None,
