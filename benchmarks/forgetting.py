@@ -41,7 +41,7 @@ from fedortho.unlearning.plan import ForgetPlan
 
 HERE = Path(__file__).parent
 PAPER_EDIT = Hide(edit="conv", tap="conv", spread="equal", alpha=0.5, repair=False, scrub=False)  # that of Paper, tried
-METHODS = ("original", "hide", "paper", "paper, best ratio")
+METHODS = ("original", "hide", "hide of before", "paper", "paper, best ratio")
 PAPER_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
 
 

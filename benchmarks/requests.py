@@ -1,11 +1,15 @@
 """What a class request costs by each method: seconds, FLOPs, images, bytes and memory.
 
-    python benchmarks/requests.py --data-dir ../shared/data [--networks DIR] [--parts central,repeated,large,federation]
+    python benchmarks/requests.py --data-dir ../shared/data [--networks DIR]
+        [--parts central,rivals,repeated,large,federation] [--federation DIR]
 
-`central`: vgg-mini on CIFAR-10, hide with and without kept statistics, at a given ratio, and paper; of methods that
-train the cost of one pass by what torch counts for an image (`computed`, no seconds). `repeated`: five classes one
-after the other, with what keeping the ledger current costs. `large`: ResNet-18 and ResNet-50 with new weights, on
-random images. `federation`: ten clients, fashion-mini, Dirichlet 0.3, three rounds. Rows are added to
+`central`: vgg-mini on CIFAR-10, hide with and without kept statistics, at a given ratio, and paper, with what each
+statistic takes of it; retraining by what torch counts for an image (`computed`, no seconds). `rivals`: one pass of
+fine-tuning and of SalUn, and SSD, on the same network. `repeated`: five classes one after the other, with what keeping
+the ledger current costs. `large`: ResNet-18 and ResNet-50 with new weights, on random images, at a given ratio and
+calibrated for a target and a budget that any accuracy meets (new weights answer one class whatever is pruned);
+`client-bytes` are the messages that a client with these images would send. `federation`: ten clients, fashion-mini,
+Dirichlet 0.3, three rounds (kept in --federation), and one round of fine-tuning. Rows are added to
 benchmarks/results/requests.json as they are measured.
 """
 
@@ -13,7 +17,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,29 +26,38 @@ import torch
 from forgetting import ledger_of
 from manifest import benchmark_parser, open_network, original_name
 from result_files import add_row
-from torch import Tensor, nn
+from torch import nn
 
 from fedortho.data.images import Dataset, evaluation_batches, images_from_tensors
 from fedortho.data.request import ForgetRequest, union_of
 from fedortho.devices import FlopCounter
 from fedortho.engines.central import central_engine
-from fedortho.engines.cost import flops_per_image
+from fedortho.engines.cost import Meter, flops_per_image
 from fedortho.engines.engine import Engine
-from fedortho.engines.query import Query, Selection, Statistic
+from fedortho.engines.query import Query
 from fedortho.federated.server import train_federation
 from fedortho.federated.wire import count_bytes, pack_json, pack_observations
 from fedortho.methods import unlearn
+from fedortho.methods.finetune import FineTune
 from fedortho.methods.hide import Hide
 from fedortho.methods.method import ForgetResult, Method
 from fedortho.methods.paper import Paper
-from fedortho.models.norms import norms_behind
+from fedortho.methods.salun import SalUn
+from fedortho.methods.ssd import SSD
 from fedortho.models.predictions import accuracy
 from fedortho.models.zoo import build_model
 from fedortho.requests.comparing import compare
 from fedortho.runs.run import Run
 from fedortho.runs.settings import FederateSettings
-from fedortho.statistics.ledger import KEPT_TRAINING, forget_lines, load_ledger, rebind_ledger, write_ledger
-from fedortho.statistics.observe import Observation, key_of
+from fedortho.statistics.ledger import (
+    KEPT_TRAINING,
+    KEPT_VALIDATION,
+    forget_lines,
+    load_ledger,
+    rebind_ledger,
+    write_ledger,
+)
+from fedortho.statistics.observe import Observation, steady_order
 from fedortho.storage.records import to_json
 
 OUT = Path(__file__).parent / "results" / "requests.json"
@@ -60,13 +73,16 @@ CASES: tuple[tuple[str, Method, bool], ...] = (
 FEDERATION = FederateSettings(
     data="fashion-mini", clients=10, fraction=1.0, rounds=3, split="dirichlet:0.3", batch_size=32, threads=1
 )
+TRAINING = 3000  # images of the large networks' runs
+ANY_BUDGET = Hide(max_retain_drop=1.0, target=1.0)  # one ratio with all its strengths; new weights miss any target
 KEY = ("part", "network", "method", "request")
 Row = dict[str, Any]
 
 
 def main(words: list[str] | None = None) -> None:
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--parts", default="central,repeated,large,federation")
+    parser.add_argument("--parts", default="central,rivals,repeated,large,federation")
+    parser.add_argument("--federation", type=Path, help="where the federation is trained, or was; default: not kept")
     parser.add_argument("--out", type=Path, default=OUT)
     given = parser.parse_args(words)
     torch.set_num_threads(1)
@@ -74,8 +90,9 @@ def main(words: list[str] | None = None) -> None:
     steps: dict[str, Callable[[], Iterator[Row]]] = {
         "central": lambda: central(run, run.load_data(given.data_dir)),
         "repeated": lambda: repeated(run, run.load_data(given.data_dir)),
+        "rivals": lambda: rivals(run, run.load_data(given.data_dir)),
         "large": large,
-        "federation": federation,
+        "federation": lambda: federation(given.federation),
     }
     command = "python benchmarks/requests.py " + " ".join(sys.argv[1:] if words is None else words)
     for part in given.parts.split(","):
@@ -99,28 +116,55 @@ def served(
     return result, to_json(result.cost) | computed
 
 
+class WatchedEngine(Meter):
+    """An engine that notes FLOPs, CPU seconds and a client's bytes by what is asked, one answer after the other."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.profile: dict[str, dict[str, float]] = {}
+
+    def measure(self, model: nn.Module, queries: Sequence[Query]) -> list[list[Observation]]:
+        answers = []
+        for query in queries:
+            started = time.process_time()
+            with FlopCounter() as counter:
+                (found,) = super().measure(model, [query])
+            answers.append(found)
+            sums, _ = pack_observations([[each.collapsed() for each in found]], [query])
+            spent = {"seconds": time.process_time() - started, "flops": counter.flops}
+            spent["bytes"] = count_bytes(pack_json(sums, {}))
+            noted = self.profile.setdefault(query.statistic.kind, dict.fromkeys(("asked", *spent), 0))
+            for key, value in {"asked": 1, **spent}.items():
+                noted[key] += value
+        return answers
+
+
+def rivals(run: Run, data: Dataset) -> Iterator[Row]:
+    """Methods that compute gradients, one pass each."""
+    model = run.load_model()
+    for name, method in (
+        ("ssd", SSD()),
+        ("finetune, one pass", FineTune(epochs=1)),
+        ("salun, one pass", SalUn(epochs=1)),
+    ):
+        cost = served(method, model, central_engine(model, data), "class:1")[1]
+        yield {"network": "vgg-mini", "method": name, "request": "class:1", "cost": cost}
+
+
 def central(run: Run, data: Dataset) -> Iterator[Row]:
     model, ledger = run.load_model(), ledger_of(run, data)
     plain = peak(lambda: [model(inputs) for inputs, _ in evaluation_batches(data.valid.subset(range(1000)))])
     for label in CLASSES:
         for name, method, has_ledger in CASES:
-            engine = central_engine(model, data, ledger if has_ledger else None)
+            engine = WatchedEngine(central_engine(model, data, ledger if has_ledger else None))
             found: list[Row] = []
             memory = peak(lambda: found.append(served(method, model, engine, f"class:{label}")[1])) / plain  # noqa: B023  # called at once
             about = {"network": "vgg-mini", "method": name, "request": f"class:{label}", "memory": round(memory, 2)}
-            yield about | {"cost": found[0]}
-    both = flops_per_image(model, data.train.shape)[1]
-    images, forget = len(data.train), int((data.train.labels == 1).sum())
-    retain = images - forget
-    for name, flops in (
-        ("finetune, one pass", both * retain),
-        ("salun, one pass", both * (images + forget)),
-        ("ssd, nothing kept", both * (images + forget)),
-        ("ssd, importances kept", both * forget),
-        ("retrain", both * retain * int(run.settings.epochs)),
-    ):
-        cost = {"flops": float(flops), "request-flops": float(flops)}
-        yield {"network": "vgg-mini", "method": name, "request": "class:1", "computed": True, "cost": cost}
+            yield about | {"cost": found[0], "profile": engine.profile}
+    retain = int((data.train.labels != 1).sum())
+    flops = float(flops_per_image(model, data.train.shape)[1] * retain * int(run.settings.epochs))
+    about = {"network": "vgg-mini", "method": "retrain", "request": "class:1", "computed": True}
+    yield about | {"cost": {"flops": flops, "request-flops": flops}}
 
 
 def repeated(run: Run, data: Dataset) -> Iterator[Row]:
@@ -151,7 +195,11 @@ def repeated(run: Run, data: Dataset) -> Iterator[Row]:
 
 
 def large() -> Iterator[Row]:
-    """The edit alone and repaired, on networks of full size."""
+    """The edit alone, repaired and calibrated, on networks of full size.
+
+    Images are copies of 40, each a row of its own. Kept are the activations of as many training and validation images
+    as of a real run, those of every tenth image of the class that the network answers among them.
+    """
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (40, 3, 32, 32), dtype=torch.uint8, generator=generator)
     images = images_from_tensors(pixels, torch.arange(40) % 10)
@@ -163,55 +211,50 @@ def large() -> Iterator[Row]:
             ledger = load_ledger(Path(place) / "ledger.safetensors", model)
         assert ledger is not None
         assert ledger.kept is not None
-        copies = torch.arange(KEPT_TRAINING) % 40  # each image several times, as rows of their own
-        kept = ledger.kept
-        many = replace(kept.where(copies), rows=torch.arange(KEPT_TRAINING), labels=copies % 10)
-        repeated_images = replace(
-            images, pixels=pixels[copies], store_labels=copies % 10, rows=torch.arange(KEPT_TRAINING)
+        with torch.no_grad():
+            answered = int(model(images.normalise(pixels)).argmax(1).bincount(minlength=10).argmax())
+        copies = torch.arange(TRAINING + KEPT_VALIDATION) % 40
+        labels = torch.where(torch.arange(len(copies)) % 10 == 0, answered, (answered + 1 + copies % 9) % 10)
+        labels[TRAINING - 2 * KEPT_TRAINING : TRAINING] = answered  # enough of them to measure trials on
+        every = replace(images, pixels=pixels[copies], store_labels=labels, rows=torch.arange(len(copies)))
+        train, valid = every.subset(range(TRAINING)), every.subset(range(TRAINING, len(copies)))
+        stored = torch.cat([steady_order(train.rows, 0)[:KEPT_TRAINING], valid.rows])
+        with torch.no_grad():
+            right = model(images.normalise(pixels)).argmax(1)[copies[stored]] == labels[stored]
+        parts = {"rows": stored, "labels": labels[stored], "training": stored < TRAINING, "right": right}
+        ledger = replace(
+            ledger,
+            kept=replace(ledger.kept.where(copies[stored]), **parts),
+            counts=torch.bincount(train.labels, minlength=10),
         )
-        ledger = replace(ledger, kept=many, counts=torch.bincount(copies % 10, minlength=10))
-        data = Dataset("random", repeated_images, repeated_images.subset([]), repeated_images.subset([]), "")
-        for what, method, _ in CASES[:2]:
-            _, cost = served(method, model, central_engine(model, data, ledger), "class:3")
-            sent = {"client-bytes": bytes_of_client(model, ledger)}
-            yield {"network": name, "method": what, "request": "class:3", "cost": cost} | sent
+        data = Dataset("random", train, valid, valid.subset([]), "")
+        plain = peak(lambda: [model(inputs) for inputs, _ in evaluation_batches(data.valid.subset(range(256)))])  # noqa: B023  # called at once
+        for what, method in (*((what, method) for what, method, _ in CASES[:2]), (f"hide, {KEPT}", ANY_BUDGET)):
+            engine = WatchedEngine(central_engine(model, data, ledger))
+            found: list[Row] = []
+            memory = peak(lambda: found.append(served(method, model, engine, f"class:{answered}")[1])) / plain  # noqa: B023  # called at once
+            sent = {kind: int(noted["bytes"]) for kind, noted in engine.profile.items()}
+            row = {"network": name, "method": what, "request": f"class:{answered}", "memory": round(memory, 2)}
+            yield row | {
+                "cost": found[0],
+                "client-bytes": sent | {"all": sum(sent.values())},
+                "profile": engine.profile,
+            }
 
 
-def bytes_of_client(model: nn.Module, ledger: Observation) -> dict[str, int]:
-    """What one client of a federation sends: the statistics of a class request, and the moments to repair one edit."""
-    assert ledger.kept is not None
-    sites = ledger.kept.structure.sites("deep", "channel", "stream")
-    peaks = ledger.among([key_of(site, "stream") for site in sites]).collapsed()
-    moments: dict[str, Tensor] = {}
-    for norm in norms_behind(model, sites, torch.rand(2, 3, 32, 32)):
-        values = model.get_buffer(f"{norm}.running_var").double().unsqueeze(0)
-        moments |= {f"0:{norm}:{kind}": 40 * values for kind in ("mean", "square")}  # of 400 images of ten clients
-    both = {"peaks": [peaks, peaks], "moments": [Observation(moments, torch.tensor([40]))]}
-    found = {}
-    for kind, observed in both.items():
-        sums, _ = pack_observations([observed], [Query((Selection(),) * len(observed), Statistic(kind))])
-        found[kind] = count_bytes(pack_json(sums, {}))
-    return found
-
-
-def federation() -> Iterator[Row]:
-    """A calibrated request of ten clients, and what one round of fine-tuning would send and compute."""
+def federation(kept: Path | None) -> Iterator[Row]:
+    """A calibrated request of ten clients, and one round of fine-tuning."""
     with tempfile.TemporaryDirectory() as place:
-        run = train_federation(Path(place) / "federation", FEDERATION)
-        (row,) = compare(run, "class:3", ["hide"], out=Path(place) / "compared")
-        told = to_json(row)
-        model = run.load_model()
-        images = run.history()[-1].images or 0
-        sent = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
-    yield {"network": "vgg-mini, ten clients", "method": "hide", "request": "class:3"} | {
-        "cost": told["cost"] and told["cost"] | {"request-flops": told["cost"]["flops"] - told["cost"]["kept-flops"]},
-        "accuracies": told["accuracies"],
-        "refused": told["refused"],
-    }
-    flops = float(flops_per_image(model, (1, 28, 28))[1] * images)
-    cost = {"flops": flops, "request-flops": flops, "bytes-up": 10 * sent}
-    about = {"network": "vgg-mini, ten clients", "method": "finetune, one round", "request": "class:3"}
-    yield about | {"computed": True, "cost": cost}
+        run = train_federation((kept or Path(place)) / "federation", FEDERATION)
+        for row in compare(run, "class:3", ["hide", "finetune"], passes="one", out=Path(place) / "compared"):
+            told = to_json(row)
+            request = {"request-flops": told["cost"]["flops"] - told["cost"]["kept-flops"]} if told["cost"] else {}
+            name = "hide" if row.method == "hide" else "finetune, one round"
+            yield {"network": "vgg-mini, ten clients", "method": name, "request": "class:3"} | {
+                "cost": told["cost"] and told["cost"] | request,
+                "accuracies": told["accuracies"],
+                "refused": told["refused"],
+            }
 
 
 def peak(work: Callable[[], object]) -> float:

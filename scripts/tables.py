@@ -286,6 +286,23 @@ def requests() -> str:
     return grid([*header, "images read", "kB up", "memory / forward pass"], rows) + origin(result)
 
 
+def profile() -> str:
+    """Where a calibrated hide spends its FLOPs and CPU seconds, by what is asked of the images."""
+    result, rows = read("requests"), []
+    steps = {"peaks": "sums of peaks", "moments": "repair", "inputs": "direction of the scrub", "right": "trials"}
+    for row in result["rows"]:
+        if row["method"] != "hide, statistics kept" or "profile" not in row:
+            continue
+        spent, cost = row["profile"], row["cost"]
+        cells = [f"{spent[kind]['flops'] / 1e9:,.1f} / {spent[kind]['seconds']:.2f}" for kind in steps]
+        flops, seconds = (sum(part[key] for part in spent.values()) for key in ("flops", "seconds"))
+        rest = f"{(cost['request-flops'] - flops) / 1e9:,.1f} / {cost['cpu-seconds'] - seconds:.2f}"
+        sent = row.get("client-bytes", {}).get("all", 0)
+        rows.append([row["network"], row["request"], *cells, rest, f"{sent / 1024:,.0f}" if sent else "–"])
+    header = ["network", "request", *steps.values(), "ranking, patches, digests", "KB of one client"]
+    return grid(header, rows) + origin(result)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "orthogonality": orthogonality,
     "overhead": overhead,
@@ -302,6 +319,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "searches": searches,
     "costs": costs,
     "requests": requests,
+    "profile": profile,
     "cheaper": cheaper_sentences,
     "verdicts": verdicts,
     "verdicts-each": verdicts_each,

@@ -74,6 +74,8 @@ def test_the_command_line_reads_every_line(page: Path) -> None:
         except (click.MissingParameter, click.BadOptionUsage):
             assert words in list(mentioned_commands(text)), f"{page.name}: {shlex.join(words)} lacks something"
         except click.UsageError as error:
+            if isinstance(error, click.BadParameter) and any(word.isupper() for word in words):
+                continue  # a number that the reader has to fill in
             pytest.fail(f"{page.name}: {shlex.join(words)}: {error.format_message()}")
 
 

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from fedortho.cli.app import app
 from fedortho.errors import FedOrthoError
 
-FAST = {"client-leaves.md": ["first drawn in round 4", "the same as federate --without client:0"]}
-SLOW = {
+TUTORIALS = {
+    "client-leaves.md": ["first drawn in round 4", "the same as federate --without client:0"],
     "federation.md": ["Class 3 is no longer predicted", "exchanges with clients"],
     "audit.md": ["failed: C3", "FAIL C3"],
     "own-model.md": ["by preprocessing: 0-1", "restore them, or use the run that has forgotten them"],
@@ -82,19 +82,25 @@ def reader(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, 
     return Reader(capsys, monkeypatch)
 
 
-@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TUTORIALS)
 def test_a_tutorial_works_as_printed(name: str, reader: Reader) -> None:
     printed = reader.read(DOCS / name)
-    for words in (FAST | SLOW)[name]:
+    for words in TUTORIALS[name]:
         assert words in printed, f"{name}: no line prints {words!r}"
 
 
-def test_the_commands_of_the_readme_run_as_printed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In order, with one epoch on small images."""
+@pytest.mark.parametrize("number", [2, pytest.param(None, marks=pytest.mark.slow)], ids=["first", "all"])
+def test_the_commands_of_the_readme_run_as_printed(
+    number: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In order, with one epoch on small images; in `make test` the training and the plan."""
     monkeypatch.chdir(tmp_path)
-    for words in commands((ROOT / "README.md").read_text(encoding="utf-8")):
+    lines = list(commands((ROOT / "README.md").read_text(encoding="utf-8")))[:number]
+    for words in lines:
         told(*words, *(["--epochs", 1, "--image-size", 8, "--threads", 1] if words[0] == "train" else []))
-    assert (tmp_path / "runs" / "first-class-Dress" / "report.html").exists()
+    assert (tmp_path / "runs" / "first" / "run.json").exists()
+    assert (tmp_path / "runs" / "first-class-Dress" / "report.html").exists() is (number is None)
 
 
 CHAINS = {  # pages that go on from another, or that a role begins with, and what the last of them prints

@@ -8,7 +8,7 @@ from federations import CLASS, PEAKS, greeted, grid_of
 from malice import Hostile
 from torch import nn
 
-from fedortho.engines.query import Query, Selection
+from fedortho.engines.query import Query, Selection, Statistic
 from fedortho.federated.aggregation import blank_observations
 from fedortho.federated.engine import FederatedEngine
 from fedortho.federated.pooling import Pool, model_limits
@@ -91,3 +91,15 @@ def test_clients_beyond_the_sample_are_bounded_one_by_one(make_engine, tiny_digi
     truth = honest.measure(tiny_digits, QUERIES)
     monkeypatch.setattr("fedortho.federated.pooling.SAMPLE", 3)
     assert distance(engine_with(honest, "bounded").measure(tiny_digits, QUERIES), truth) == 0
+
+
+def test_moments_that_no_values_have_are_refused(make_engine, tiny_digits: nn.Module) -> None:
+    honest = make_engine()
+    honest.send_model(tiny_digits)
+    norms = tuple(name for name, m in tiny_digits.named_modules() if isinstance(m, nn.BatchNorm2d))
+    moments = [Query((Selection(),), Statistic("moments", "all", "conv", "conv", norms=norms))]
+    assert engine_with(honest, "bounded").measure(tiny_digits, moments)[0][0].images
+    for attack in ("scaled sums", "sign flips"):
+        engine = engine_with(honest, "bounded", attack)
+        engine.measure(tiny_digits, moments)
+        assert "is below the square of its mean" in engine.transport.log[-1].failed[0]

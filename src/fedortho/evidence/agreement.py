@@ -8,7 +8,7 @@ from typing import Any
 from fedortho.audits.result import ROUNDING
 from fedortho.audits.verdict import DERIVED, Verdict
 from fedortho.evaluation.case import REFERENCES
-from fedortho.evidence.contents import BadBundle, Bundle
+from fedortho.evidence.contents import BadBundle, Bundle, made_here
 from fedortho.requests.judging import edited_parts
 from fedortho.storage.records import is_digest
 
@@ -35,7 +35,8 @@ def check_agreement(bundle: Bundle, verdict_file: dict[str, Any] | None) -> None
             raise BadBundle(f"{bundle.source}: its files disagree about {what}: {', '.join(map(str, values))}"[:300])
     if bundle.verdict is not None and verdict_file is not None:
         _check_verdict(bundle, bundle.verdict, verdict_file)
-    _check_journal(bundle)
+    told = None if bundle.verdict is None else str((verdict_file or {}).get("label", bundle.verdict.label))
+    _check_journal(bundle, told)
 
 
 def _digests(bundle: Bundle) -> dict[str, Any]:
@@ -87,15 +88,15 @@ def _check_verdict(bundle: Bundle, verdict: Verdict, file: dict[str, Any]) -> No
         if result in verdict.audits and not verdict.has_reference:
             raise BadBundle(f"{source}: verdict.json: {result.name} is PASS, but no reference model was measured")
     derived = verdict.to_json()
-    for key in DERIVED:
+    for key in DERIVED if bundle.manifest.made_by == made_here() else ("passes",):  # other versions word it otherwise
         if key in file and file[key] != derived[key]:
             raise BadBundle(
                 f"{source}: verdict.json: {key} is {file[key]!r:.100}; its numbers give {derived[key]!r:.100}"
             )
 
 
-def _check_journal(bundle: Bundle) -> None:
-    """Refuse lines that do not end where digests.json says, or that tell of another verdict."""
+def _check_journal(bundle: Bundle, label: str | None) -> None:
+    """Refuse lines that do not end where digests.json says, or that tell of a verdict with another label."""
     source, chain, end, verdict = bundle.source, bundle.chain, bundle.digests.journal, bundle.verdict
     if (end is None) != (not chain.entries):
         raise BadBundle(f"{source}: journal.jsonl has {len(chain.entries)} entries; digests.json tells of {end}")
@@ -103,7 +104,5 @@ def _check_journal(bundle: Bundle) -> None:
         raise BadBundle(f"{source}: journal.jsonl does not lead to entry {end.number} with the hash {end.hash[:16]}")
     judged = [e for e in chain.entries if e.event in ("judged", "verified") and e.after == bundle.digests.after]
     outcomes = [(e.details.get("label"), e.details.get("passes", verdict and verdict.passes)) for e in judged]
-    if verdict is not None and judged and (verdict.label, verdict.passes) not in outcomes:
-        raise BadBundle(
-            f"{source}: verdict.json says {verdict.label!r:.100}; journal.jsonl tells of {outcomes[-1][0]!r:.100}"
-        )
+    if verdict is not None and judged and (label, verdict.passes) not in outcomes:
+        raise BadBundle(f"{source}: verdict.json says {label!r:.100}; journal.jsonl tells of {outcomes[-1][0]!r:.100}")

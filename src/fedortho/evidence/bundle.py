@@ -59,7 +59,7 @@ def make_bundle(
     files = _collect(run, index_of_request(run, request), journal or run.path.resolve().parent)
     key = None if sign is None else load_key(sign)
     manifest = Manifest(
-        made_by=f"fedortho {environment().versions['fedortho']}",
+        made_by=contents.made_here(),
         files={name: _listed(data) for name, data in files.items()},
         signer=None if key is None else public_half(key),
         digest="",

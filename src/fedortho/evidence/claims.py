@@ -24,7 +24,7 @@ from fedortho.devices import choose_device
 from fedortho.evaluation.case import REFERENCES
 from fedortho.evaluation.metric_suite import MetricSuite
 from fedortho.evidence.bundle import lines_about
-from fedortho.evidence.contents import Bundle
+from fedortho.evidence.contents import Bundle, made_here
 from fedortho.evidence.findings import Findings
 from fedortho.reports.gallery import NO_ORIGINAL, NO_REFERENCE, audit_pictures, draw_gallery
 from fedortho.reports.page import render
@@ -36,7 +36,6 @@ from fedortho.runs.derived import build_derived
 from fedortho.runs.record import ResultRecord, RunRecord, read_run_record
 from fedortho.runs.run import Run
 from fedortho.storage.journal import read_journal
-from fedortho.storage.provenance import environment
 from fedortho.storage.records import to_json
 
 # of entry.json, what another machine or another hour gives otherwise, and who took part
@@ -184,11 +183,9 @@ def derived_run(bundle: Bundle, again: Repeated) -> Iterator[Run]:
 
 def check_report(found: Findings, bundle: Bundle, derived: Run, again: Repeated) -> None:
     """Render the report again from the bundle's records and the data, and compare it line by line."""
-    here = f"fedortho {environment().versions['fedortho']}"
-    if bundle.manifest.made_by != here:
-        found.unchecked(
-            f"report.html: made by {bundle.manifest.made_by}, and this is {here}, which renders another page"
-        )
+    maker = bundle.manifest.made_by
+    if maker != made_here():
+        found.unchecked(f"report.html: made by {maker}, and this is {made_here()}, which renders another page")
         return
     page = bundle.files["report.html"].decode("utf-8", "replace")
     words, request = unescape(page), ForgetRequest.parse(bundle.entry.request)

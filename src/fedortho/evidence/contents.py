@@ -10,7 +10,7 @@ from fedortho.errors import BadRecord, FedOrthoError
 from fedortho.evidence.chain import Chain
 from fedortho.models.patch import Patch
 from fedortho.runs.record import ServedRecord
-from fedortho.storage.provenance import Environment
+from fedortho.storage.provenance import Environment, environment
 from fedortho.storage.records import Scalar
 
 NEEDED = (
@@ -110,6 +110,11 @@ RECORDS: Mapping[str, type] = {  # NAME.json → its kind
     "digests": DigestsFile,
     "environment": EnvironmentFile,
 }
+
+
+def made_here() -> str:
+    """This version, as a manifest names it."""
+    return f"fedortho {environment().versions['fedortho']}"
 
 
 class BadBundle(FedOrthoError):

@@ -90,7 +90,9 @@ def check_bundle(
         _tell_unmeasured(found, bundle, has_model=model is not None)
     else:
         _measure_again(found, bundle, open_run(run), audits, [open_run(each) for each in references], data_dir)
-    found.unchecked("times, costs, copies of the images and the environment of its maker: nobody else can measure them")
+    found.unchecked(
+        "times, costs, copies of the images, name of the run, environment of its maker: nobody else can measure them"
+    )
     if found.lies:
         raise BadBundle(f"{bundle.source}: {'; '.join(found.lies)}")
     return BundleCheck(bundle, tuple(found.made))

@@ -1,6 +1,6 @@
 """Observations of clients, added up so that no single client decides: bounded by the model and by the other clients.
 
-Bounded: a client whose sums no image can give is refused, and one whose mean is longer than `FACTOR` times the median
+Bounded: a client whose sums no images can give is refused, and one whose mean is longer than `FACTOR` times the median
 client's is scaled down to that. Of honest clients nothing changes. Trimmed: of every value the share `TRIM` of clients
 at each end is left out, and no client weighs more than three times the median client; the mean of the rest counts.
 """
@@ -57,6 +57,8 @@ class Pool:
         add_observations(self._blank, found)
         for (number, place), limits in self._limits.items():
             _check_limits(found[number][place], limits, f"{number}.{place}")
+        if self._how != "sum":
+            _check_squares(found, self._queries)
         self.clients += 1
         if self._how == "sum":
             self._total = add_observations(self._total, found)
@@ -182,6 +184,18 @@ def _check_limits(observed: Observation | None, limits: dict[str, Tensor], at: s
     for key, value in _means(observed, "", every=True).items():
         if key in limits and bool((value.abs() > limits[key]).any()):
             raise BadReply(f"{at}.sums.{key} is beyond what the model can produce")
+
+
+def _check_squares(found: Found, queries: Sequence[Query]) -> None:
+    """Refuse moments that no values have: the square of a mean is at most the mean of the squares."""
+    for number, query in enumerate(queries):
+        for place, observed in enumerate(found[number] if query.statistic.kind in SQUARES else ()):
+            means = _means(observed, "", every=True)
+            for key, square in means.items():
+                first = key.removesuffix("square") + ("sum" if query.statistic.kind == "inputs" else "mean")
+                rounding = 1e-3 * square.abs() + 1e-3
+                if key.endswith(":square") and bool((means[first].square() > square + rounding).any()):
+                    raise BadReply(f"{number}.{place}.sums.{key} is below the square of its mean")
 
 
 def model_limits(

@@ -1,4 +1,4 @@
-"""The smallest edit of kernels that reaches the target within the retain budget (default)."""
+"""An edit of few kernels that reaches the target within the retain budget (default)."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -15,7 +15,7 @@ from fedortho.unlearning.settings import CalibrationSettings, KernelSettings
 
 @dataclass(frozen=True)
 class Hide(CalibrationSettings, KernelSettings, PlanningMethod):
-    """FedOrtho: the smallest edit that reaches the target within the budget, repaired, scrubbed if need be."""
+    """FedOrtho: an edit of few kernels that reaches the target within the budget, repaired, scrubbed if need be."""
 
     name: ClassVar[str] = "hide"
     kinds: ClassVar[tuple[str, ...]] = KINDS

@@ -145,7 +145,7 @@ def render(report: Report) -> str:
         tiles=summary.tiles_of(report),
         source=summary.source_of(report.run),
         is_refused=report.refusal is not None,
-        numbers=_numbers(report),
+        numbers=tables.metrics_table(verdict.metrics if verdict is not None else ()),
         pictures=sorted((*report.audit_pictures, *report.gallery.pictures), key=lambda each: ORDER.index(each.name)),
         gallery=report.gallery,
         is_class=report.request.kind == "class",
@@ -180,15 +180,6 @@ def _policy(style: str, script: str) -> str:
 
 def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-def _numbers(report: Report) -> tables.Table:
-    """The metrics of the verdict, or the accuracies that the run recorded."""
-    if report.verdict is not None and report.verdict.metrics:
-        return tables.metrics_table(report.verdict.metrics)
-    if report.served is None:
-        return tables.build_table("Accuracy", [], [])
-    return tables.accuracy_table(report.served.before, report.served.after)
 
 
 def _not_tested(verdict: Verdict | None) -> list[str]:

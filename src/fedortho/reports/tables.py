@@ -8,7 +8,6 @@ from typing import Any
 
 from fedortho.engines.cost import Cost
 from fedortho.evaluation.metrics import Metric
-from fedortho.runs.record import Accuracies
 
 LONG = 40  # letters; a cell with more gets a least width
 SIGNS = {"PASS": "✓", "FAIL": "✗", "ERROR": "!", "INCONCLUSIVE": "~", "NOT RUN": "–", "NO REFERENCE": "?"}
@@ -106,15 +105,6 @@ def plain(text: str) -> str:
     text = re.sub(r" \([^()]*--[^()]*\)|; use --[^;.]*", "", text)
     text = re.sub(r"--([a-z]+(?:-[a-z]+)*)", lambda flag: flag[1].replace("-", " "), text)
     return re.sub(r"(?<=\d) ?%", "\N{NO-BREAK SPACE}%", text)
-
-
-def accuracy_table(before: Accuracies, after: Accuracies) -> Table:
-    """Accuracies that a run recorded, where no metrics were measured."""
-    rows: list[list[str | Cell]] = [
-        [f"{name} accuracy", number_cell(getattr(before, name), 0, 1), number_cell(getattr(after, name), 0, 1)]
-        for name in ("forget", "retain", "test")
-    ]
-    return build_table("Accuracy before and after", ["accuracy", "before", "after"], rows)
 
 
 def metrics_table(metrics: Sequence[Metric]) -> Table:

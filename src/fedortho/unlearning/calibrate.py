@@ -1,4 +1,4 @@
-"""From a target and a retain budget to the smallest edit that meets both, or a refusal with its frontier."""
+"""From a target and a retain budget to an edit that meets both, or a refusal with its frontier."""
 
 from collections.abc import Callable, Sequence
 
