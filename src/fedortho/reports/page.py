@@ -63,14 +63,10 @@ def write_report(
     path = run.path / "report.html" if out is None else Path(out)
     if path.is_dir():
         raise FedOrthoError(f"{path} is a directory; give the file to write, such as --out {path / 'report.html'}")
-    asked, entries = (
-        run.request(request, data_dir) if request else None,
-        read_journal(run.path.absolute().parent).entries,
-    )
+    asked, entries = run.request(request, data_dir) if request else None, _journal(run)
     if refusal := find_refusal(run, asked, entries):
-        write_text(
-            path, render(Report(run, ForgetRequest.parse(refusal.request), None, entries=entries, refusal=refusal))
-        )
+        refused = ForgetRequest.parse(refusal.request)
+        write_text(path, render(Report(run, refused, None, entries=entries, refusal=refusal)))
         return path
     request, verdict = _subject(run, asked)
     before = original_for(run, request) if original is None else open_run(original)
@@ -89,6 +85,7 @@ def write_report(
         for remark in gallery.remarks:
             on_remark(remark)
     pictures = tuple(audit_pictures(verdict.audits)) if verdict is not None else ()
+    entries = entries if before is None else _journal(before) or entries  # a request is told beside the run before it
     write_text(path, render(Report(run, request, verdict, gallery, pictures, entries)))
     return path
 
