@@ -54,6 +54,11 @@ def commands() -> set[str]:
     return found
 
 
+def test_no_public_name_hides_a_package() -> None:
+    packages = {path.parent.name for path in Path(fo.__file__).parent.glob("*/__init__.py")}
+    assert not packages & set(fo.__all__)
+
+
 def test_the_names_are_sorted_few_and_documented() -> None:
     assert fo.__all__ == sorted(fo.__all__)
     assert 25 <= len(fo.__all__) <= 46

@@ -3,7 +3,7 @@
 Models and data in memory: `load_images`, `build_model`, `fit`, `forget`, `judge`. Run directories, as the command line
 writes them: `train_run`, `federate_run`, `import_run`, `forget_run`, `rewind_run`, `judge_run`, `audit_run`, `compare`,
 `tune`, `write_report`, `make_bundle`, `undo_run`; each takes a `Run` or its path, and a `ForgetRequest` or its text.
-A Flower app of your own: `unlearning` and `retained` on a client, `Unlearner` on the server.
+A Flower app of your own: `unlearning_app` and `retained` on a client, `Unlearner` on the server.
 """
 
 from importlib.metadata import version
@@ -19,7 +19,7 @@ from fedortho.errors import FedOrthoError
 from fedortho.evaluation.accuracies import accuracies_of
 from fedortho.evidence.bundle import make_bundle
 from fedortho.evidence.recheck import check_bundle
-from fedortho.federated.own_app import Unlearner, retained, unlearning
+from fedortho.federated.own_app import Unlearner, retained, unlearning_app
 from fedortho.methods import forget, make_method, plan
 from fedortho.methods.method import ForgetResult
 from fedortho.models.predictions import evaluate
@@ -87,6 +87,6 @@ __all__ = [
     "train_run",
     "tune",
     "undo_run",
-    "unlearning",
+    "unlearning_app",
     "write_report",
 ]

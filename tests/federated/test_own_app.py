@@ -60,7 +60,7 @@ def grid_of(parts: list[Sets], store: Path, **how: Any) -> LocalGrid:
     def images(context: Context) -> Sets:
         return parts[int(context.node_config["partition-id"])]
 
-    app = fo.unlearning(plain_app(), images=images, model=net, threads=1, device="cpu", **how)
+    app = fo.unlearning_app(plain_app(), images=images, model=net, threads=1, device="cpu", **how)
     return LocalGrid(app, len(parts), {"store": str(store)})
 
 
@@ -140,7 +140,7 @@ def test_a_partitioner_of_flwr_datasets_and_a_loader_are_images(
         def load_partition(self, partition_id: int) -> DataLoader[Any]:
             return DataLoader(parts[partition_id][0], batch_size=64, shuffle=True)
 
-    app = fo.unlearning(plain_app(), images=Partitioner(), model=net, threads=1, device="cpu")
+    app = fo.unlearning_app(plain_app(), images=Partitioner(), model=net, threads=1, device="cpu")
     unlearner = fo.Unlearner(LocalGrid(app, CLIENTS, {"store": str(tmp_path)}), trained)
     unlearner.forget("class:3", "logit-mask")
     assert unlearner.confirmed == (0, 1, 2)

@@ -41,4 +41,4 @@ def evaluate(message: Message, context: Context) -> Message:
     return Message(RecordDict({"metrics": metrics}), reply_to=message)
 
 
-app = fo.unlearning(app, images=node_datasets, model=task.Net)  # (+)
+app = fo.unlearning_app(app, images=node_datasets, model=task.Net)  # (+)

@@ -123,8 +123,8 @@ class ClientState:
         return ClientImages(train, valid, by_client, data.digest)
 
     def identify(self) -> str:
-        """The identity of this client's store, drawn now if it has none."""
-        if not self.record.identity:
+        """The identity of this client's store, drawn now if it has none; a client that is left out keeps no file."""
+        if not self.record.identity and self.client not in self.settings.excluded.clients:
             self._write(identity=secrets.token_hex(16))
         return self.record.identity
 

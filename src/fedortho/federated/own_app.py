@@ -1,7 +1,6 @@
 """Forgetting in a Flower app of your own: with its model, its loader and its strategy, on any grid."""
 
 import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +29,7 @@ from fedortho.models.prepare import prepare_model, released
 from fedortho.models.zoo import check_output, count_answers, reinitialised
 from fedortho.runs.federation import Federation
 from fedortho.runs.settings import FederateSettings
-from fedortho.storage.files import tensors_digest
+from fedortho.storage.files import state_directory, tensors_digest
 
 if TYPE_CHECKING:
     from flwr.app import Context, Message
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 ImagesOf = Callable[["Context"], Any]
 
 
-def unlearning(
+def unlearning_app(
     app: "ClientApp",
     *,
     images: ImagesOf | Any,
@@ -56,7 +55,7 @@ def unlearning(
     a pair of the training and the validation set; or a partitioner of flwr-datasets, whose part `partition-id` is used.
     `model` makes the network, with any weights. `mods` surround the messages of forgetting; those of the given app
     stay its own. A node keeps its model and what it has forgotten in the directory `store` of its configuration;
-    without one, in a temporary directory that only this run uses.
+    without one, in a directory of the user (`FEDORTHO_STATE`) that only this run uses.
     """
     from flwr.clientapp import ClientApp
 
@@ -95,9 +94,7 @@ def store_of(context: "Context") -> Path:
     """The directory in which the node of this context keeps its files."""
     if store := context.node_config.get("store"):
         return Path(str(store))
-    place = Path(tempfile.gettempdir()) / f"fedortho-{os.getuid() if hasattr(os, 'getuid') else ''}"
-    place.mkdir(mode=0o700, exist_ok=True)
-    return place / f"run-{context.run_id}"
+    return state_directory() / "flower" / f"run-{context.run_id}"
 
 
 def retained(dataset: Rows, context: "Context") -> Rows:
@@ -115,7 +112,7 @@ def retained(dataset: Rows, context: "Context") -> Rows:
 class Unlearner:
     """Makes a model and the clients that trained it forget, over any Flower grid.
 
-    The clients run an app of `unlearning`. Class names and image shape are agreed when they are greeted; `names` are
+    The clients run an app of `unlearning_app`. Class names and image shape are agreed in the greeting; `names` are
     those of the model's outputs if the clients cannot know them. `forgotten` are requests that the model has served.
     It waits up to `timeout` seconds for `clients` nodes (0: those that are connected) and for the replies of each
     exchange, of which the share `quorum` must come. Clients withhold sums over fewer than `least_group` images.
@@ -208,7 +205,7 @@ def agreed_task(clients: Mapping[int, HelloReply], model: nn.Module, names: Sequ
     """
     tasks = {client: reply.task for client, reply in clients.items() if reply.task is not None}
     if not tasks:
-        raise FedOrthoError("no client tells its images; wrap the client app: unlearning(app, images=…, model=…)")
+        raise FedOrthoError("no client tells its images; wrap the client app: unlearning_app(app, images=…, model=…)")
     first, task = max(tasks.items(), key=lambda found: len(found[1].names))
     for client, other in tasks.items():
         for what in ("shape", "mean", "std"):
