@@ -220,9 +220,17 @@ def read_journal(directory: Path) -> Journal:
         return Journal()  # it began just now
     head = _parse_head(head_path, first, text is not None)
     if last != first:
-        head, lines = replace(head, announced=None), (text or b"").splitlines(keepends=True)
-        text = b"".join(lines[: head.number])
+        head, text = _as_it_was(head, text or b"")
     return _examine(path, text or b"", head)
+
+
+def _as_it_was(head: Head, text: bytes) -> tuple[Head, bytes]:
+    """A head that was replaced meanwhile, and the lines up to it; with the one that it announced, if that is whole."""
+    lines = text.splitlines(keepends=True)
+    following = lines[head.number] if len(lines) > head.number else b""
+    if head.announced and following.endswith(b"\n") and head.announced.encode() in following:
+        return head, b"".join(lines[: head.number + 1])
+    return replace(head, announced=None), b"".join(lines[: head.number])
 
 
 def parse_entry(line: bytes) -> JournalEntry:
