@@ -1,7 +1,8 @@
-"""A federation in this process, which a client leaves: python examples/own_federation.py DIRECTORY."""
+"""A federation in this process, which a client leaves exactly: python examples/own_federation.py DIRECTORY."""
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import fedortho as fo
@@ -9,7 +10,7 @@ import fedortho as fo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("directory", type=Path, help="where the two runs are written")
+    parser.add_argument("directory", type=Path, help="where the three runs are written")
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
@@ -19,7 +20,8 @@ def main() -> None:
         model="vgg-mini",  # or package.module:function
         clients=given.clients,
         rounds=given.rounds,
-        fraction=1.0,  # share of the clients that train in a round
+        fraction=0.5,  # share of the clients that train in a round
+        keep_rounds="all",  # a round before a client's first contact is where forgetting it begins
         split="dirichlet:0.5",
         batch_size=32,
         crop=0,
@@ -29,17 +31,17 @@ def main() -> None:
     )
     run = fo.federate_run(given.directory / "federation", settings)
     assert run is not None, "its clients run in this process"
-    for entry in run.history():
-        print(f"round {entry.epoch + 1} of {given.rounds}: accuracy while training {entry.accuracy:.1%}")
+    log = json.loads((run.path / "rounds.json").read_text())["rounds"]
+    for number, entry in enumerate(log, start=1):
+        print(f"round {number} of {given.rounds}: clients {', '.join(map(str, entry['drawn']))}")
 
-    method = fo.make_method("hide", {"max_retain_drop": 0.05})
-    served = fo.forget_run(run, f"client:{given.clients - 1}", method, out=given.directory / "left")
-    for name, found in (("before", served.record.before), ("after", served.record.after)):
-        print(f"{name:7} forget {found.forget:.1%}  retain {found.retain:.1%}")
-    log = json.loads((given.directory / "left" / "wire.json").read_text())  # bytes per client
-    for exchange in log["exchanges"]:
-        down, up = (sum(exchange[way].values()) / 1000 for way in ("bytes-down", "bytes-up"))
-        print(f"{exchange['kind']:14} {down:9,.1f} kB down  {up:7,.1f} kB up")
+    leaver = log[-1]["drawn"][-1]
+    left = fo.rewind_run(run, f"client:{leaver}", given.directory / "left")
+    print("\n".join(left.plan.lines()))
+    never = fo.federate_run(given.directory / "never", replace(settings, without=f"client:{leaver}"))
+    assert left.run is not None
+    assert never is not None
+    print(f"left  {left.run.record.model.digest}\nnever {never.record.model.digest}")
 
 
 if __name__ == "__main__":
