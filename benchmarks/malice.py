@@ -124,12 +124,12 @@ def attacked(run: Run, data: Any, attack: str, liars: int, pooling: str) -> dict
         return row | {"forget": after.forget, "retain": after.retain, "stopped": stopped, "apart": apart}
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--run", type=Path, help="where the federation is, or will be, trained")
     parser.add_argument("--liars", type=int, nargs="*", default=[1, 2], help="numbers of hostile clients")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     torch.set_num_threads(1)
     logging.getLogger("fedortho").setLevel(logging.ERROR)
     key = ("attack", "liars", "pooling")

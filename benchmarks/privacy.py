@@ -68,11 +68,11 @@ def seen_by_server(run: Run, data: Any, sums: str) -> tuple[list[dict[str, Any]]
     return rows, tensors_digest(result.model.state_dict())
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--run", type=Path, help="where the federation is, or will be, trained")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     torch.set_num_threads(1)
     logging.getLogger("fedortho").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory(prefix="fedortho-privacy-") as place:

@@ -40,7 +40,7 @@ def test_a_forged_patch_does_not_give_the_model_after(made: Path, runs: Runs, tm
     name = min(patch.scaled)
     for wrong, told in (
         ((patch.scaled[name][0], patch.scaled[name][1] + 0.5), "instead of"),
-        ((patch.scaled[name][0] + 10_000, patch.scaled[name][1]), "cannot be applied"),
+        ((patch.scaled[name][0] + 10_000, patch.scaled[name][1]), "is out of bounds"),
     ):
         patch.scaled[name] = wrong  # type: ignore[index]  # of a copy
         patch.save(tmp_path / "wrong.safetensors")

@@ -1,8 +1,9 @@
 """Observations of clients, added up so that no single client decides: bounded by the model and by the other clients.
 
 Bounded: a client whose sums no images can give is refused, and one whose mean is longer than `FACTOR` times the median
-client's is scaled down to that. Of honest clients nothing changes. Trimmed: of every value the share `TRIM` of clients
-at each end is left out, and no client weighs more than three times the median client; the mean of the rest counts.
+client's (more for the few images of a small client) is scaled down to that. Of honest clients nothing changes. Trimmed:
+of every value the share `TRIM` of clients at each end is left out, and no client weighs more than three times the
+median client; the mean of the rest counts.
 """
 
 import copy
@@ -24,6 +25,7 @@ from fedortho.statistics.observe import Observation
 logger = logging.getLogger(__name__)
 Found = Sequence[Sequence[Observation | None]]
 FACTOR = 4.0  # of the median client's mean
+SPREAD = 3.0  # of the mean of one image around that of many; it falls with the root of their number
 SAMPLE = 256  # clients whose median is taken; those with higher numbers are held against it one by one
 TRIM, HEAVIEST = 0.25, 3.0
 MEANS = ("peaks", "averages", "gram", "responses")  # statistics with means of one sign or products: all their keys
@@ -90,15 +92,15 @@ class Pool:
     def _bounded(self, client: int, at: tuple[int, int], observed: Observation) -> Observation:
         """The observation, scaled down if a mean of it is too long."""
         assert self._medians is not None
-        share = 1.0
+        share, factor = 1.0, FACTOR * (1 + SPREAD / max(observed.images, 1) ** 0.5)
         for key, value in _means(observed, self._queries[at[0]].statistic.kind).items():
             median, length = self._medians.get((*at, key), 0.0), float(value.norm())
-            if median and length > FACTOR * median:
-                share = min(share, FACTOR * median / length)
+            if median and length > factor * median:
+                share = min(share, factor * median / length)
         if share == 1.0:
             return observed
         logger.warning(
-            "client %d: its sums are %.0f times the median client's and were bounded", client, FACTOR / share
+            "client %d: its sums are %.0f times the median client's and were bounded", client, factor / share
         )
         return replace(observed, sums={key: value * share for key, value in observed.sums.items()})
 
