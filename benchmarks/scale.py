@@ -71,7 +71,7 @@ def measure(clients: int, is_recorded: bool) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     model = trained()
-    own = fo.unlearning(ClientApp(), images=images_of, model=network, threads=1, device="cpu")
+    own = fo.unlearning_app(ClientApp(), images=images_of, model=network, threads=1, device="cpu")
     app, spent = timed(recorded(own) if is_recorded else own)
     with tempfile.TemporaryDirectory(prefix="fedortho-scale-") as store:
         grid = LocalGrid(app, clients, {"store": store})
