@@ -292,3 +292,14 @@ def test_an_untrained_copy_has_other_weights_and_zrf_of_it_is_1(data: Dataset) -
 
     with pytest.raises(BadSetting, match="Bare"):
         reinitialised(Bare(), 0)
+
+
+def test_features_are_those_of_the_images_also_where_the_architecture_was_never_seen(data: Dataset) -> None:
+    """Its memory format is tried on examples first; they were taken for images of the set."""
+    channels, classes = data.train.shape[0], data.train.classes
+    novel = nn.Sequential(
+        nn.Conv2d(channels, 7, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(7, classes)
+    )
+    case = replace(case_of(data, "class:1"), unlearned=novel)
+    outputs = ModelOutputs("a model", novel, EvaluationSets(case))
+    assert outputs.features("forget").shape == (len(outputs.sets.images("forget")), 7)

@@ -22,6 +22,7 @@ from fedortho.evaluation.membership_attacks import (
 )
 from fedortho.models.capture import capture
 from fedortho.models.classifier import find_classifier
+from fedortho.models.layout import memory_format_of
 from fedortho.models.predictions import evaluating, logits_of
 
 SAMPLE = 2500  # images of a set that is only sampled
@@ -93,9 +94,10 @@ class ModelOutputs:
 
     def _forward(self, of: str) -> tuple[Tensor, Tensor | None]:
         if of not in self._outputs:
-            names = [] if self._classifier is None else [self._classifier]
+            names, images = [] if self._classifier is None else [self._classifier], self.sets.images(of)
+            memory_format_of(self.model, images.shape)  # tries the network where it is new: not inside the capture
             with capture(self.model, names, lambda inputs: inputs.cpu().double(), inputs=True) as captured:
-                logits = logits_of(self.model, self.sets.images(of), device=self.sets.case.device)
+                logits = logits_of(self.model, images, device=self.sets.case.device)
             self._outputs[of] = logits, torch.cat(captured[names[0]]) if names else None
         return self._outputs[of]
 
