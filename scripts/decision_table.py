@@ -32,7 +32,7 @@ def decision() -> str:
 NOTES = {
     "a": "`benchmarks/results/erasing.json`: full audits, test images,",
     "b": "`verdicts.json` and `comparison.json`: test images, the probe before the classifier only (≥: the worst depth "
-    "was not measured),",
+    "was not measured), hide as it was in 0.1.0,",
     "c": "`regrow.json`: validation images of the classes on which erase was chosen, no audit but the probe,",
 }
 UNKNOWN = (
