@@ -133,7 +133,7 @@ def test_only_a_verdict_with_everything_run_and_passed_passes() -> None:
             one = verdict(**{name: outcome})
             assert not one.passes
             assert one.label != verdict().label
-    assert "retrain without the forget set (about 10 minutes here)" in verdict(C1="FAIL").advice
+    assert "retrain without the forget set (--level exact, about 10 minutes here)" in verdict(C1="FAIL").advice
     assert "--max-retain-drop" in verdict(retention="FAIL").advice
     assert "--audit full" in verdict(C4="NOT RUN").advice
     assert verdict().advice == ""

@@ -145,18 +145,18 @@ class Verdict:
         if self.passes:
             return ""
         is_class = self.subject.startswith("class")
-        cost = "" if self.retrain_seconds is None else f" (about {spoken_time(self.retrain_seconds)} here)"
-        retrain = f"retrain without the forget set{cost}"
+        cost = "" if self.retrain_seconds is None else f", about {spoken_time(self.retrain_seconds)} here"
+        retrain = f"retrain without the forget set (--level exact{cost})"
         if "retention" in self.failed and (self.failed == ["retention"] or not is_class):
             price = "too much accuracy" if self.failed == ["retention"] else "more than it forgets"
             return f"The edit costs {price}: lower --max-retain-drop, or {retrain}."
         if self.failed:
             erase = "forget it with --level erase, or " if is_class and self.method not in TRAINED_ANEW else ""
-            return f"To erase it, {erase}{retrain} (--level exact)."
+            return f"To erase it, {erase}{retrain}."
         if not self.has_reference:
-            return f"Give a reference model (--reference RUN), or have one trained (--retrain){cost}."
+            return f"Give a reference model (--reference RUN), or have one trained (--retrain{cost})."
         if any(audit.outcome == "NOT RUN" for audit in self.audits):
-            return "Run the remaining audits (--audit full --retrain, and --shadows 16 for membership)."
+            return "Run the remaining audits (fedortho judge RUN --audit full --retrain; --shadows 16 for membership)."
         return "An inconclusive audit is not passed: judge against up to three reference models, each of another seed."
 
     @property
