@@ -105,7 +105,7 @@ def test_the_commands_of_the_readme_run_as_printed(
 
 CHAINS = {  # pages that go on from another, or that a role begins with, and what the last of them prints
     ("networks.md", "comparing.md"): "logit-mask",
-    ("start-engineer.md", "start-auditor.md"): "applying the patch to the model before reproduces the model after",
+    ("start-engineer.md", "start-auditor.md"): "applying the patch to the model before gives the model after",
     ("start-researcher.md",): "logit-mask",
 }
 
