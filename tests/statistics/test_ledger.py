@@ -83,6 +83,21 @@ def test_the_ledger_of_an_edited_model_ranks_as_observing_it_anew(
     assert abs(float(valid.right.float().mean()) - evaluate(edited, whole).accuracy) < 0.02
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_the_ledger_of_an_edited_model_says_nothing_of_silenced_kernels_that_no_image_gives(
+    digits: Dataset, digit_nets: dict[str, nn.Module], ledgers: dict[str, Observation], name: str
+) -> None:
+    model = digit_nets[name]
+    edited = edit_model(model, Hide(ratio=0.1).plan(model, CentralEngine(digits), ForgetRequest.parse("class:5")).patch)
+    moved = rebind_ledger(ledgers[name], model, edited, digits.train)
+    anew = observe(edited, digits.train, ledger_taps(model, SHAPE), classes=10)
+    silent = {key: (sums == 0).all(0) for key, sums in anew.sums.items() if key.startswith(("relu:", "stream:"))}
+    assert sum(int(each.sum()) for each in silent.values()) > 0
+    for key, is_silent in silent.items():
+        assert not moved.sums[key][:, is_silent].any()
+        assert bool((moved.sums[key] >= 0).all()), "a rectifier gives nothing below 0"
+
+
 def test_an_edit_before_the_split_drops_the_activations(
     digits: Dataset, digit_nets: dict[str, nn.Module], ledgers: dict[str, Observation]
 ) -> None:

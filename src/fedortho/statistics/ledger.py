@@ -87,8 +87,8 @@ def _answers(model: nn.Module, kept: Kept, taps: list[tuple[Site, str]]) -> tupl
 def rebind_ledger(ledger: Observation, before: nn.Module, after: nn.Module, images: Images) -> Observation:
     """The ledger of an edited model.
 
-    Its sums by label move by the number of images times the mean change of the kept training images. If no activations
-    are kept, or the edit changes them, entries that differ for 64 images are marked stale instead.
+    Its sums by label move by the number of images times the mean change of the kept training images, within the range of
+    what these give: a mean beyond it no image could explain, and servers refuse it. If no activations are kept, or the edit changes them, entries that differ for 64 images are marked stale instead.
     """
     digest, kept = tensors_digest(after.state_dict()), ledger.kept
     if kept is not None and len(kept.rows) and not _changes_prefix(kept, before, after):
@@ -119,7 +119,9 @@ def _moved(ledger: Observation, kept: Kept, before: nn.Module, after: nn.Module)
             mine = of_training.labels == label
             if int(mine.sum()) >= LEAST_KEPT:
                 moves[label] = change[mine].mean(0)
-        sums[key] = sums[key] + ledger.counts.unsqueeze(1) * moves
+        means = sums[key] / ledger.counts.clamp_min(1).unsqueeze(1) + moves
+        lowest, highest = new[key][kept.training].aminmax(dim=0)  # a silenced kernel has no response: exactly 0
+        sums[key] = ledger.counts.unsqueeze(1) * means.clamp(lowest, highest)
     return replace(ledger, sums=sums, kept=replace(kept, right=right))
 
 
