@@ -6,7 +6,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.flop_counter import flop_registry
 
 from fedortho.errors import BadSetting
@@ -50,28 +50,10 @@ def sum_dtype(device: torch.device | str) -> torch.dtype:
     return torch.float32 if torch.device(device).type == "mps" else torch.float64
 
 
-class FlopCounter(TorchDispatchMode):
-    """Counts the FLOPs that this thread computes inside the block, by torch's formulas; about 5 µs an operation.
+class _Counting(TorchDispatchMode):
+    """Adds up the FLOPs of every operation by torch's formulas; about 5 µs an operation."""
 
-    Counters nest, and the outer one counts what the inner one does, unless the inner one counts `apart`.
-    """
-
-    def __init__(self, *, apart: bool = False) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's modes lack types
-        self.flops, self._apart = 0, apart
-        self._outer: FlopCounter | None = None
-
-    def __enter__(self) -> "FlopCounter":
-        self._outer = _COUNTER.get()
-        _COUNTER.set(self)
-        super().__enter__()  # type: ignore[no-untyped-call]  # torch's modes lack types
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's modes lack types
-        _COUNTER.set(self._outer)
-        if self._apart and self._outer is not None:
-            self._outer.flops -= self.flops
+    flops = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -82,7 +64,61 @@ class FlopCounter(TorchDispatchMode):
         return result
 
 
-_COUNTER: ContextVar[FlopCounter | None] = ContextVar("counter", default=None)  # the innermost of this thread
+_COUNTING: ContextVar[_Counting | None] = ContextVar("counting", default=None)  # one per thread, shared by its counters
+
+
+class FlopCounter:
+    """Counts the FLOPs that this thread computes inside the block.
+
+    Counters nest, and the outer one counts what the inner one does, unless the inner one counts `apart`.
+    """
+
+    def __init__(self, *, apart: bool = False) -> None:
+        self._flops, self._begin, self._apart, self._is_outermost = 0, 0, apart, False
+        self._counting: _Counting | None = None
+
+    @property
+    def flops(self) -> int:
+        return self._flops + (0 if self._counting is None else self._counting.flops - self._begin)
+
+    def __enter__(self) -> "FlopCounter":
+        counting = _COUNTING.get()
+        self._is_outermost = counting is None
+        if counting is None:
+            counting = _Counting()  # type: ignore[no-untyped-call]  # torch's modes lack types
+            counting.__enter__()  # type: ignore[no-untyped-call]
+            _COUNTING.set(counting)
+        self._counting, self._begin = counting, counting.flops
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        counting = self._counting
+        assert counting is not None, "the block was entered"
+        self._flops, self._counting = self.flops, None
+        if self._apart:
+            counting.flops = self._begin
+        if self._is_outermost:
+            counting.__exit__(*error)  # type: ignore[no-untyped-call]
+            _COUNTING.set(None)
+
+
+@contextmanager
+def counted_once(known: dict[object, int], key: object) -> Iterator[None]:
+    """Count the block's operations if the key is new; else add the number that is known, which takes no time."""
+    counting = _COUNTING.get()
+    if counting is None or (key in known and _get_current_dispatch_mode() is not counting):  # a mode within ours stays
+        yield
+    elif key in known:
+        counting.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            counting.__enter__()  # type: ignore[no-untyped-call]
+        counting.flops += known[key]
+    else:
+        before = counting.flops
+        yield
+        known[key] = counting.flops - before
 
 
 def flops_of(work: Callable[[], object]) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fedortho.data.images import Images
 from fedortho.data.loaders import ImageSource
-from fedortho.devices import sum_dtype
+from fedortho.devices import counted_once, sum_dtype
 from fedortho.errors import BadCheckpoint, BadSetting, FedOrthoError
 from fedortho.models.layout import arranged, memory_format_of
 from fedortho.models.norms import frozen_norms
@@ -152,6 +152,7 @@ class _State:
         self.optimiser = OPTIMISERS[options.optimiser](self.model.parameters(), recipe, fused)
         self.epoch, self.history = 0, list[Epoch]()
         self.belongs_to = ""
+        self.step_flops: dict[object, int] = {}  # by the number of images and whether the penalty acts
         self.measured: tuple[float, float | None] = (-math.inf, None)  # when the penalty was measured, and its value
         self.begin_epoch()
 
@@ -254,7 +255,9 @@ def _run_epoch(state: _State, valid: Images | ImageSource | None, checkpoint: Pa
     started = saved = read = time.perf_counter()
     seen_before, seconds_before = state.seen, state.seconds
     for step in range(state.step, len(batches)):
-        _take_step(state, batches[step], step, len(batches))
+        sizes, since = tuple(map(len, batches[step])), state.epoch * len(batches) + step
+        with counted_once(state.step_flops, (sizes, state.penalties.is_due(since))):
+            _take_step(state, batches[step], step, len(batches))
         state.step = step + 1
         now = time.perf_counter()
         state.seconds = seconds_before + now - started

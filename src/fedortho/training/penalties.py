@@ -26,10 +26,14 @@ class Penalties:
     def add_gradients(self, lr: float, step: int) -> None:
         """Add the gradients at this step since the start; orthogonality acts at every `ortho_every`-th."""
         recipe = self.recipe
-        if recipe.ortho and lr and step % recipe.ortho_every == 0:
+        if lr and self.is_due(step):
             add_ortho_gradient(self.convs, recipe.ortho * recipe.ortho_every, curvature_limit(recipe, lr))
         if self.aligned:
             add_align_gradient(self.aligned, self.reference, recipe.align)
+
+    def is_due(self, step: int) -> bool:
+        """Whether orthogonality acts at this step, if the learning rate is not 0."""
+        return bool(self.recipe.ortho) and step % self.recipe.ortho_every == 0
 
     def ortho(self) -> float | None:
         """The orthogonality penalty, summed over the layers; None if there is none."""
