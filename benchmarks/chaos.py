@@ -2,17 +2,21 @@
 
     python benchmarks/chaos.py [--commands forget,undo] [--every 1]
 
-A command runs once undisturbed. Then, for each of its file operations, it runs in a copy of the same files, is killed
-at that operation, and runs again. Failures: after the kill a file in its place that cannot be read (`torn`); after the
-second run an error (`stuck`), other files than those of the undisturbed run, temporary ones too (`leftover`), other
-weights (`differ`), or other events in the journal than there should be (`lost`).
+A command runs once. Before each of its file operations, and in the middle of each write, the files are looked at: that
+is what a kill would leave. Every state that differs from the others is put back, and the command runs on it. States
+are the same if they differ in nothing but the contents of temporary directories, which no command reads: it removes
+them. Failures: a file in its place that cannot be read (`torn`); an error of the repeated command (`stuck`), other
+files than those of the undisturbed run, temporary ones too (`leftover`), other weights (`differ`), or other events in
+the journal than there should be (`lost`).
 """
 
 import argparse
-import contextlib
+import hashlib
 import logging
 import os
+import re
 import shutil
+import stat
 import sys
 import tempfile
 import time
@@ -26,8 +30,9 @@ from unittest.mock import patch
 import torch
 from doors import HOW, REQUEST, SMALL, write_images
 from result_files import add_row
-from stopping import Killed, counted, killed_at, operations
+from stopping import counted
 
+from fedortho.audits import relearn, reset_tail
 from fedortho.errors import FedOrthoError
 from fedortho.evidence.bundle import make_bundle
 from fedortho.evidence.signature import make_key
@@ -37,6 +42,7 @@ from fedortho.reports.page import write_report
 from fedortho.requests.comparing import compare
 from fedortho.requests.forgetting import forget_run, undo_run
 from fedortho.requests.judging import JudgeOptions, judge_run
+from fedortho.requests.qualifying import QualifyOptions, qualify_run
 from fedortho.requests.rewind import rewind_run
 from fedortho.requests.search import Budget
 from fedortho.requests.tuning import tune
@@ -49,6 +55,7 @@ from fedortho.storage.journal import read_journal
 
 COMMAND = "python benchmarks/chaos.py"
 RESULT = Path(__file__).parent / "results" / "chaos.json"
+PRIVATE = re.compile(rf"^(?:[^/]*/)*\.[^/]*?(?:{re.escape(TEMPORARY)}|\.building-)")  # directories of one process
 FAILURES = ("torn", "stuck", "leftover", "differ", "lost")
 
 
@@ -89,6 +96,12 @@ def _compare_again(at: Path) -> object:
     return compare(at / "runs" / "run", REQUEST, "ssd", out=at / "compared", settings=settings)
 
 
+def _qualify(at: Path) -> object:
+    """One class to choose on, with its reference; what the audits find is not of interest, so they are short."""
+    with patch.object(relearn, "STEPS", 2), patch.multiple(reset_tail, STEPS=1, MOST_STEPS=1, TAILS=1):
+        return qualify_run(at / "runs" / "run", QualifyOptions(1, 1, references=1, candidates=(HOW,), device="cpu"))
+
+
 COMMANDS: dict[str, Callable[[Path], object]] = {
     "train": _train,
     "import": _import,
@@ -106,6 +119,7 @@ COMMANDS: dict[str, Callable[[Path], object]] = {
     "federate": lambda at: train_federation(at / "runs" / "trained", _federation(at)),
     "forget in a federation": lambda at: _forget(at, "federation"),
     "rewind": lambda at: rewind_run(at / "runs" / "federation", "client:0", at / "runs" / "rewound"),
+    "qualify": _qualify,
     "sync": lambda at: sync(open_run(at / "runs" / "federation")),
 }
 
@@ -131,9 +145,10 @@ def build_base(at: Path) -> Path:
 class Tally:
     """What happened to a command that was killed at its operations."""
 
-    every: int = 1  # it was killed at the first operation, and then at every n-th
-    operations: int = 0
-    kills: int = 0
+    every: int = 1  # the first state, and then every n-th, was completed
+    operations: int = 0  # at each of which it would have been killed
+    states: int = 0  # that these kills leave
+    completed: int = 0  # states on which the command ran again
     torn: int = 0
     stuck: int = 0
     leftover: int = 0
@@ -148,35 +163,70 @@ class Tally:
             self.failures.append(f"operation {place}: {kind}: {why[:300]}")
 
 
-def kill_everywhere(name: str, base: Path, at: Path, every: int = 1) -> Tally:
-    """Kill a command at each of its file operations, or at some; `base` is copied to `at`, the same path every time."""
-    tally, begin, work = Tally(every=every), time.monotonic(), COMMANDS[name]
+class States:
+    """The states of a directory, each kept once, in memory; contents that several files have are kept once too."""
 
-    def fresh() -> None:
-        shutil.rmtree(at, ignore_errors=True)
-        shutil.copytree(base, at, symlinks=True)
+    def __init__(self, at: Path) -> None:
+        self.at, self.contents = at, dict[str, bytes]()  # by digest
+        self.found: dict[object, tuple[int, dict[str, tuple[int, str]]]] = {}  # by what tells them apart
 
-    fresh()
-    tally.operations = operations(lambda: work(at))
-    names, weights, events = names_in(at), weights_in(at), events_in(at)
-    for place in range(1, tally.operations + 1, every):
-        fresh()
-        tally.kills += 1
+    def look(self, place: int) -> None:
+        """Keep the state at this operation if it is a new one."""
+        files = {str(path.relative_to(self.at)): self._kept(path) for path in sorted(self.at.rglob("*"))}
+        own = {name: kept for name, kept in files.items() if not PRIVATE.search(name)}
+        private = Counter(PRIVATE.split(name)[0] for name in files if re.fullmatch(f"{PRIVATE.pattern}[^/]*", name))
+        self.found.setdefault((frozenset(own.items()), frozenset(private.items())), (place, files))
+
+    def _kept(self, path: Path) -> tuple[int, str]:
+        """Mode and digest of a file, whose contents are kept; a directory has no digest."""
         try:
-            with counted(killed_at(place)), contextlib.suppress(Killed):
-                work(at)
-        except Exception as error:  # what a kill turns into must not be taken for an answer
-            tally.fail("stuck", place, f"while killed: {type(error).__name__}: {error}")
+            mode = path.stat().st_mode
+            if not stat.S_ISREG(mode):
+                return mode, ""
+            contents = path.read_bytes()
+        except FileNotFoundError:  # a lock that another thread has just removed
+            return 0, ""
+        digest = hashlib.sha256(contents).hexdigest()
+        self.contents.setdefault(digest, contents)
+        return mode, digest
+
+    def restore(self, files: dict[str, tuple[int, str]]) -> None:
+        shutil.rmtree(self.at, ignore_errors=True)
+        self.at.mkdir()
+        for name, (mode, digest) in files.items():
+            if stat.S_ISDIR(mode):
+                (self.at / name).mkdir(parents=True, exist_ok=True)
+            elif digest:
+                (self.at / name).write_bytes(self.contents[digest])
+                (self.at / name).chmod(stat.S_IMODE(mode))
+
+
+def kill_everywhere(name: str, base: Path, at: Path, every: int = 1) -> Tally:
+    """Complete a command from each state that a kill leaves, or from some; `base` is copied to `at`."""
+    tally, begin, work = Tally(every=every), time.monotonic(), COMMANDS[name]
+    shutil.rmtree(at, ignore_errors=True)
+    shutil.copytree(base, at, symlinks=True)
+    states = States(at)
+
+    def look(number: int = 0, _: str = "") -> None:
+        tally.operations = max(tally.operations, number)
+        states.look(tally.operations)
+
+    with counted(look, look):
+        work(at)
+    names, weights, events = names_in(at), weights_in(at), events_in(at)
+    tally.states = len(states.found)
+    for place, files in list(states.found.values())[::every]:
+        states.restore(files)
+        tally.completed += 1
         for torn in torn_in(at):
             tally.fail("torn", place, torn)
-        stuck = ""
         try:
             work(at)
         except Exception as error:  # a command that never overwrites says so if it was killed after its last step
-            stuck = "" if "exists already" in str(error) else f"{type(error).__name__}: {error}"
-        if stuck:
-            tally.fail("stuck", place, stuck)
-            continue
+            if "exists already" not in str(error):
+                tally.fail("stuck", place, f"{type(error).__name__}: {error}")
+                continue
         if odd := names_in(at) ^ names:
             tally.fail("leftover", place, ", ".join(sorted(odd)[:3]))
         now = weights_in(at)
@@ -241,13 +291,11 @@ def main(words: list[str] | None = None) -> None:
         at.rename(base := at.with_name("base"))
         for name in chosen.commands.split(",") if chosen.commands else COMMANDS:
             tally = kill_everywhere(name, base, at, chosen.every)
+            sys.stdout.write(f"{name}: {tally.operations} operations, {tally.completed} of {tally.states} states: ")
             numbers = ", ".join(f"{getattr(tally, kind)} {kind}" for kind in FAILURES)
-            sys.stdout.write(
-                f"{name}: {tally.kills} kills at {tally.operations} operations: {numbers}, {tally.seconds} s\n"
-            )
-            sys.stdout.write("".join(f"  {why}\n" for why in tally.failures))
+            sys.stdout.write("\n  ".join([f"{numbers}, {tally.seconds} s", *tally.failures]) + "\n")
             sys.stdout.flush()
-            row, what = {"command": name, **vars(tally)}, "kills at every file operation, or at every n-th"
+            row, what = {"command": name, **vars(tally)}, "states that a kill at any file operation leaves, completed"
             add_row(chosen.out, row, ("command",), lambda each: list(COMMANDS).index(each["command"]), what, COMMAND)
             failed += sum(getattr(tally, kind) for kind in FAILURES)
     sys.exit(bool(failed))

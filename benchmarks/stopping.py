@@ -1,4 +1,4 @@
-"""Stop a process at one of its file operations, as a kill or a full disk does; for tests and `chaos.py`."""
+"""Stop a process at its file operations, as a kill or a full disk does, or look at them; for tests and `chaos.py`."""
 
 import errno
 import io
@@ -23,10 +23,11 @@ class Killed(BaseException):
 
 
 @contextmanager
-def counted(stop: Stop) -> Iterator[None]:
+def counted(stop: Stop, torn: Callable[[], None] | None = None) -> Iterator[None]:
     """Call `stop` with the number and name of every file operation before it is done; what it raises stops it.
 
-    A write that is stopped has written the first half.
+    A write that is stopped has written the first half. With `torn` nothing is stopped: it is called when half of a
+    write is done, which then is completed.
     """
     number, os_truncate = 0, os.truncate
 
@@ -46,7 +47,16 @@ def counted(stop: Stop) -> Iterator[None]:
                     operation(*words, **more)
                     os_truncate(words[1], Path(words[1]).stat().st_size // 2)
                 raise
-            return operation(*words, **more)
+            if torn is not None and name == "write" and len(words[1]) > 1:
+                half = operation(words[0], words[1][: len(words[1]) // 2])
+                torn()
+                return half + operation(words[0], words[1][half:])
+            done = operation(*words, **more)
+            if torn is not None and name == "save_file":
+                os_truncate(words[1], Path(words[1]).stat().st_size // 2)
+                torn()
+                operation(*words, **more)
+            return done
 
         return call
 
