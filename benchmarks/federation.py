@@ -20,8 +20,8 @@ from torch import nn
 
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
+from fedortho.engines.engine import PlanPart, TrainingPlan
 from fedortho.engines.query import Selection
-from fedortho.engines.training_plan import PlanPart, TrainingPlan
 from fedortho.errors import FedOrthoError
 from fedortho.evaluation.accuracies import accuracies_of
 from fedortho.federated.engine import RoundProgress

@@ -14,9 +14,8 @@ from fedortho.data.request import ForgetRequest
 from fedortho.devices import FlopCounter, flops_of
 from fedortho.engines.central import CentralEngine
 from fedortho.engines.cost import Cost, Meter, flops_per_image, training_cost
-from fedortho.engines.engine import Tally
+from fedortho.engines.engine import PlanPart, Tally, TrainingPlan
 from fedortho.engines.query import Query, Selection, Statistic
-from fedortho.engines.training_plan import PlanPart, TrainingPlan
 from fedortho.methods.unsir import UNSIR
 from fedortho.models.patch import NOTHING
 from fedortho.statistics.ledger import ledger_taps

@@ -9,8 +9,8 @@ import torch
 from small import SETTINGS, write_images
 
 from fedortho.data.request import ForgetRequest
+from fedortho.engines.engine import as_training_plan
 from fedortho.engines.query import Query, Selection, Statistic
-from fedortho.engines.training_plan import as_training_plan
 from fedortho.errors import BadCheckpoint, BadData, FedOrthoError
 from fedortho.federated.client import federate_settings, find_client
 from fedortho.federated.client_handlers import apply_patch, hello, keep_model, observe_images, train_local

@@ -15,8 +15,8 @@ from torch import nn
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.engines.central import CentralEngine
+from fedortho.engines.engine import PlanPart, TrainingPlan
 from fedortho.engines.query import Query, Selection, Statistic
-from fedortho.engines.training_plan import PlanPart, TrainingPlan
 from fedortho.errors import BadCheckpoint
 from fedortho.federated.aggregation import RunningMean
 from fedortho.federated.messages import ObserveReply

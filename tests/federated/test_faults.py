@@ -12,8 +12,8 @@ from torch import nn
 
 from fedortho.data.images import Dataset
 from fedortho.data.request import EmptyGroup, ForgetRequest
+from fedortho.engines.engine import PlanPart, TrainingPlan
 from fedortho.engines.query import Query, Selection
-from fedortho.engines.training_plan import PlanPart, TrainingPlan
 from fedortho.errors import FedOrthoError
 from fedortho.federated.engine import FederatedEngine
 from fedortho.federated.local_grid import FIRST_NODE, LocalGrid

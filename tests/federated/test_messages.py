@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from fedortho.data.request import ForgetRequest
+from fedortho.engines.engine import PlanPart, TrainingPlan
 from fedortho.engines.query import Query, Selection, Statistic
-from fedortho.engines.training_plan import PlanPart, TrainingPlan
 from fedortho.errors import BadRecord
 from fedortho.federated.messages import (
     ORDERS,

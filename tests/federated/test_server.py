@@ -10,8 +10,8 @@ from small import SETTINGS, write_images
 
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
+from fedortho.engines.engine import PlanPart, TrainingPlan
 from fedortho.engines.query import Query, Selection, Statistic
-from fedortho.engines.training_plan import PlanPart, TrainingPlan
 from fedortho.errors import FedOrthoError
 from fedortho.evaluation.accuracies import accuracies_of
 from fedortho.federated.engine import FederatedEngine

@@ -10,8 +10,8 @@ from small import TinyNet
 
 from fedortho.data.images import made_images
 from fedortho.data.request import ForgetRequest
+from fedortho.engines.engine import PlanPart, TrainingPlan
 from fedortho.engines.query import Query, Selection, Statistic
-from fedortho.engines.training_plan import PlanPart, TrainingPlan
 from fedortho.errors import FedOrthoError
 from fedortho.federated.messages import ModelReply, Observe, TaskInfo, TrainLocal
 from fedortho.federated.wire import (

@@ -14,9 +14,8 @@ from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.data.sources import load_images
 from fedortho.engines.central import CentralEngine
-from fedortho.engines.engine import Engine
+from fedortho.engines.engine import Engine, TrainingPlan
 from fedortho.engines.query import Selection
-from fedortho.engines.training_plan import TrainingPlan
 from fedortho.federated.engine import FederatedEngine
 from fedortho.federated.server import federated_engine, local_grid
 from fedortho.methods import METHODS, make_method, unlearn

@@ -13,8 +13,8 @@ from fedortho.data.images import Dataset
 from fedortho.data.request import EmptyGroup, ForgetRequest
 from fedortho.data.sources import load_images
 from fedortho.engines.central import CentralEngine
+from fedortho.engines.engine import TrainingPlan, as_training_plan
 from fedortho.engines.query import Query, Selection, Statistic
-from fedortho.engines.training_plan import TrainingPlan, as_training_plan
 from fedortho.errors import FedOrthoError
 from fedortho.federated import client_state
 from fedortho.federated.engine import FederatedEngine

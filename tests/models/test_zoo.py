@@ -108,7 +108,7 @@ def test_a_model_that_does_not_fit_the_data_is_refused() -> None:
 def test_a_model_that_fails_in_its_own_way_or_answers_with_a_pair_is_refused(own_module: str) -> None:
     with pytest.raises(BadSetting, match="cannot read images of 1x8x8: wrong image size"):
         check_output(build_model(f"{own_module}:picky", num_classes=2), (1, 8, 8), 2)
-    with pytest.raises(BadSetting, match="answers one image with tuple"):
+    with pytest.raises(BadSetting, match="answers 1 images with tuple"):
         check_output(build_model(f"{own_module}:pair", num_classes=2), (1, 8, 8), 2)
 
 

@@ -129,5 +129,5 @@ def test_what_does_not_fit_is_refused(tiny: TinyNet, toy: Images) -> None:
         Observation(one.sums, one.counts, "a" * 64) + Observation(one.sums, one.counts, "b" * 64)
     with pytest.raises(BadData, match="no image was observed"):
         one.mean("conv:a")
-    with pytest.raises(BadData, match="label 3 but 2 classes"):
+    with pytest.raises(BadData, match="label 3 but the model has only 2 classes"):
         observe(tiny, toy, taps_of(tiny, "conv"), classes=2)

@@ -268,17 +268,17 @@ def test_evaluation_refuses_labels_that_the_model_does_not_know_and_no_images(to
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"epochs": -1}, "epochs must not be negative"),
+        ({"epochs": -1}, "epochs must be at least 0"),
         ({"batch_size": 0}, "batch-size"),
         ({"ortho_every": 0}, "ortho-every must be at least 1"),
-        ({"momentum": 1.5}, "momentum must be between 0 and 1"),
+        ({"momentum": 1.5}, "momentum must be at least 0 and at most 1"),
         ({"milestones": "a,b"}, "milestones must be numbers"),
         ({"schedule": "cosin"}, "did you mean 'cosine'"),
         ({"precision": "float8"}, "choose from bfloat16, float32"),
         ({"tall": "x"}, "choose from columns, rows, skip"),
         ({"lr": math.nan}, "lr must be a finite number"),
         ({"ortho": math.inf}, "ortho must be a finite number, not inf"),
-        ({"seed": 2**63}, "seed must be below"),
+        ({"seed": 2**63}, "seed must be at least 0 and below"),
     ],
 )
 def test_a_recipe_out_of_range_is_refused(change: dict[str, object], message: str) -> None:

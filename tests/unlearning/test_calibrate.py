@@ -118,7 +118,7 @@ def test_the_first_place_that_holds_is_found_from_any_start(number: int, start: 
         asked.append(place)
         return place >= first
 
-    assert first_place(number, start, holds) == (first if first < number else None)
+    assert first_place(number, start, holds) == min(first, number)
     assert len(asked) == len(set(asked)), "no place is tried twice"
 
 

@@ -210,9 +210,9 @@ def test_paper_is_the_edit_of_hide_with_everything_added_since_switched_off(
 def test_settings_out_of_range_are_refused() -> None:
     with pytest.raises(UnknownName, match="did you mean 'hide'"):
         make_method("hides")
-    with pytest.raises(BadSetting, match="target must be between 0 and 1"):
+    with pytest.raises(BadSetting, match="target must be at least 0 and at most 1"):
         Hide(target=2)
-    with pytest.raises(BadSetting, match="rank-base must be 0 or 1"):
+    with pytest.raises(BadSetting, match="rank-base must be at least 0 and at most 1"):
         Hide(rank_base=2)
 
 

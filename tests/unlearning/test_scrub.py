@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedortho.models.classifier import find_classifier
+from fedortho.models.split import find_classifier
 from fedortho.statistics.observe import Observation
 from fedortho.unlearning.scrub import scrub, scrubbed
 

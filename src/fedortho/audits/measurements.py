@@ -13,10 +13,10 @@ from fedortho.errors import BadData, BadSetting
 from fedortho.evaluation.accuracies import share_correct
 from fedortho.evaluation.case import Case
 from fedortho.models.capture import capture
-from fedortho.models.classifier import find_classifier
 from fedortho.models.graph import stage_entries
 from fedortho.models.layout import ordered_batches
 from fedortho.models.predictions import answers_of, refuse_broken
+from fedortho.models.split import find_classifier
 
 T = TypeVar("T")
 PER_CLASS, MAX_SAMPLE = 250, 5000  # images of a class, and in all, whose features are used

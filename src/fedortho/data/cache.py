@@ -92,8 +92,8 @@ def unpack_names(packed: Tensor) -> tuple[str, ...]:
 
 def is_among(digests: Tensor, others: Tensor) -> Tensor:
     """Which rows of `digests`, (n, 16 or 32) uint8, are among those of `others`; the first 16 bytes count."""
-    kind = f"V{SHORT}"
-    mine, theirs = (np.ascontiguousarray(each[:, :SHORT].numpy()).view(kind)[:, 0] for each in (digests, others))
+    parts = [np.ascontiguousarray(each[:, :SHORT].numpy()) for each in (digests, others)]
+    mine, theirs = (part.view(f"V{SHORT}")[:, 0] for part in parts)
     return torch.from_numpy(np.isin(mine, theirs))
 
 
@@ -118,9 +118,7 @@ def _forgotten() -> Tensor:
 
 def without_forgotten(data: Dataset) -> Dataset:
     """The dataset without training and validation images that were forgotten and purged."""
-    mask = forgotten_mask(data.train.ids)
-    gone = mask.nonzero().flatten()
-    left = data.without_rows(gone)
+    left = data.without_rows(forgotten_mask(data.train.ids).nonzero().flatten())
     if number := len(data.train) + len(data.valid) - len(left.train) - len(left.valid):
         logger.info("%s: %d images that were forgotten are left out (see fedortho data purge)", data.name, number)
     return left

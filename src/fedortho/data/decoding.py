@@ -143,7 +143,11 @@ def _open_parquet(source: SplitFiles) -> EncodedImages:
             raise BadData(f"{file} has other class names than {source.files[0]}; load them as separate datasets")
         names = own
         labels.append(_labels(file, table[label], own))
-        splits += _splits(file, table["split"].to_pylist()) if with_split else []
+        roles = [split_of(str(value)) for value in table["split"].to_pylist()] if with_split else []
+        if "" in roles:
+            row = roles.index("")
+            raise BadData(f"{file}, row {row}: split {table['split'][row].as_py()!r}; choose from train, test, valid")
+        splits += roles
     whole = torch.cat(labels)
     if len(splits) not in (0, len(whole)):
         raise BadData(f"some of the files beside {source.files[0]} lack the column 'split'; add it to all or to none")
@@ -175,10 +179,8 @@ def _column(file: Path, schema: Any, kind: str, wanted: str, usual: Sequence[str
     for name in choices:
         if name in schema.names:
             return name
-    raise BadData(
-        f"{file} has no {kind} column: looked for {' or '.join(map(repr, choices))}, "
-        f"its columns are {', '.join(schema.names) or 'none'}; rename one"
-    )
+    found = f"its columns are {', '.join(schema.names) or 'none'}; rename one"
+    raise BadData(f"{file} has no {kind} column: looked for {' or '.join(map(repr, choices))}, {found}")
 
 
 def _class_names(schema: Any, label: str) -> tuple[str, ...]:
@@ -205,14 +207,6 @@ def _labels(file: Path, column: Any, names: Sequence[str]) -> Tensor:
         high = f"0 to {len(names) - 1}" if names else "from 0"
         raise BadData(f"{file}, row {row}: label {int(labels[row])} is out of range, labels run {high}")
     return labels
-
-
-def _splits(file: Path, values: Sequence[object]) -> list[str]:
-    roles = [split_of(str(value)) for value in values]
-    if "" in roles:
-        row = roles.index("")
-        raise BadData(f"{file}, row {row}: split {values[row]!r}; choose from train, test, valid")
-    return roles
 
 
 def _encoded_images(file: Path, wanted: str) -> Iterator[list[Encoded]]:
@@ -251,10 +245,8 @@ def _decode(encoded: EncodedImages, size: int, progress: Report | None) -> tuple
                 if not done:
                     pixels, origin = np.empty((total, *image.shape), np.uint8), where
                 if (shape := image.shape[1:]) != (first := pixels.shape[2:]):
-                    raise BadData(
-                        f"{where}: the image is {shape[1]}x{shape[0]} pixels, the first one ({origin}) is "
-                        f"{first[1]}x{first[0]}; pass --image-size N to resize them all"
-                    )
+                    known = f"the first one ({origin}) is {first[1]}x{first[0]}; pass --image-size N to resize them all"
+                    raise BadData(f"{where}: the image is {shape[1]}x{shape[0]} pixels, {known}")
                 if len(image) > pixels.shape[1]:
                     pixels = np.repeat(pixels, 3, axis=1)
                 pixels[done], digests[done] = image, np.frombuffer(digest, np.uint8)
@@ -274,9 +266,8 @@ def _decode_image(where: str, blob: bytes | None, size: int) -> NDArray[np.uint8
         with Image.open(io.BytesIO(blob), formats=FORMATS) as image:
             plain = plain_picture(image, where)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise BadData(
-            f"{where}: the image cannot be decoded ({first_line(error).partition(' <')[0]}); use {', '.join(FORMATS)}"
-        ) from error
+        why = first_line(error).partition(" <")[0]
+        raise BadData(f"{where}: the image cannot be decoded ({why}); use {', '.join(FORMATS)}") from error
     if size and plain.size != (size, size):
         plain = plain.resize((size, size), Image.Resampling.BILINEAR)
     array = np.asarray(plain)

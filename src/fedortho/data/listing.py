@@ -7,6 +7,8 @@ from fedortho.data.images import Dataset, Images
 from fedortho.data.request import ForgetRequest
 from fedortho.data.rows import find_rows, no_such_image
 
+SPLITS = ("train", "valid", "test")
+
 
 @dataclass(frozen=True)
 class ImageRow:
@@ -28,26 +30,26 @@ def list_images(data: Dataset, words: Iterable[str] = (), *, label: str = "", li
     words = list(words)
     found = [row for word in words for row in _named(data, word)]
     if not words:
-        parts = {split: getattr(data, split) for split in ("train", "valid", "test")}
-        found = [row for split, images in parts.items() for row in _described(split, images, images.rows.tolist())]
+        found = [row for split in SPLITS for row in _described(data, split, getattr(data, split).rows.tolist())]
     name = data.train.names[ForgetRequest((label,)).labels(data.train.names)[0]] if label else ""
     return [row for row in dict.fromkeys(found) if name in ("", row.label)][: limit or None]
 
 
 def _named(data: Dataset, word: str) -> list[ImageRow]:
     found: list[ImageRow] = []
-    for split in ("train", "valid") if word.isdecimal() else ("train", "valid", "test"):
+    for split in SPLITS[:2] if word.isdecimal() else SPLITS:
         images: Images = getattr(data, split)
         if images.ids is not None:
             rows = find_rows(word, images.ids)
             rows = [*rows, *(row - len(images.pixels) for row in rows)]  # own validation images count from the end
-            found += _described(split, images, sorted({*images.rows.tolist()}.intersection(rows)))
+            found += _described(data, split, sorted({*images.rows.tolist()}.intersection(rows)))
     if not found:
         raise no_such_image(word, data.train.ids)
     return found
 
 
-def _described(split: str, images: Images, rows: Sequence[int]) -> list[ImageRow]:
+def _described(data: Dataset, split: str, rows: Sequence[int]) -> list[ImageRow]:
+    images: Images = getattr(data, split)
     ids, found = images.ids, []
     for row in rows:
         file = ids.files[row] if ids is not None and ids.files else ""

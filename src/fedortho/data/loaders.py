@@ -70,9 +70,8 @@ def _openers(source: ImageSource, name: str) -> tuple[Callable[[], Iterator[Any]
     if isinstance(source, Iterable):
         return source.__iter__, source.__iter__
     if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
-        raise BadData(
-            f"{name} gives no images; pass Images (such as data.test), a DataLoader or a Dataset with a length"
-        )
+        known = "Images (such as data.test), a DataLoader or a Dataset with a length"
+        raise BadData(f"{name} gives no images; pass {known}")
     return (lambda: (source[place] for place in range(len(source))),) * 2
 
 

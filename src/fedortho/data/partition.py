@@ -11,9 +11,10 @@ from torch import Tensor
 from fedortho.errors import BadSetting, unknown
 
 Ints = NDArray[np.int64]
-Deal = Callable[[Ints, int, np.random.Generator], Ints]  # labels, number of clients -> the client of each position
+Deal = Callable[[str, Ints, int, np.random.Generator], Ints]  # number, labels, clients -> the client of each position
 
 REDRAWS = 20
+EXAMPLES = ("iid", "dirichlet:0.3", "shards:2")
 
 
 def partition(labels: Tensor, clients: int, scheme: str, *, seed: int, minimum: int = 1) -> list[Tensor]:
@@ -30,14 +31,17 @@ def partition(labels: Tensor, clients: int, scheme: str, *, seed: int, minimum: 
     if minimum < 0 or seed < 0:
         raise BadSetting(f"minimum and seed must be 0 or more, not {minimum} and {seed}")
     if clients * minimum > len(labels):
-        raise BadSetting(
-            f"{len(labels)} images cannot give each of {clients} clients at least {minimum}; "
-            f"ask for at most {len(labels) // minimum} clients, or for a smaller minimum"
-        )
-    deal = _parse(scheme)
-    numbers, random = labels.cpu().numpy().astype(np.int64), np.random.default_rng(seed)
+        advice = f"ask for at most {len(labels) // minimum} clients, or for a smaller minimum"
+        raise BadSetting(f"{len(labels)} images cannot give each of {clients} clients at least {minimum}; {advice}")
+    name, _, number = scheme.partition(":")
+    if name not in SCHEMES:
+        raise unknown("partition", scheme, EXAMPLES)
+    known, random = labels.cpu().numpy().astype(np.int64), np.random.default_rng(seed)
     for _ in range(REDRAWS):
-        owners = deal(numbers, clients, random)
+        try:
+            owners = SCHEMES[name](number, known, clients, random)
+        except ValueError as error:
+            raise BadSetting(f"no partition {scheme!r}: {error}; write it like {', '.join(EXAMPLES)}") from error
         if np.bincount(owners, minlength=clients).min() >= minimum:
             break
     else:
@@ -46,22 +50,11 @@ def partition(labels: Tensor, clients: int, scheme: str, *, seed: int, minimum: 
     return list(order.split(np.bincount(owners, minlength=clients).tolist()))
 
 
-def _parse(scheme: str) -> Deal:
-    name, _, number = scheme.partition(":")
-    if name not in SCHEMES:
-        raise unknown("partition", scheme, EXAMPLES)
-    try:
-        return SCHEMES[name](number)
-    except ValueError as error:
-        raise BadSetting(f"no partition {scheme!r}: {error}; write it like {', '.join(EXAMPLES)}") from error
-
-
 def _mend(owners: Ints, clients: int, minimum: int, random: np.random.Generator) -> Ints:
     """Move single random images from the largest client to those below the minimum."""
     owners = owners.copy()
-    order = random.permutation(len(owners))
     held: list[list[int]] = [[] for _ in range(clients)]
-    for position in order.tolist():
+    for position in random.permutation(len(owners)).tolist():
         held[owners[position]].append(position)
     largest = [(-len(positions), client) for client, positions in enumerate(held)]
     heapq.heapify(largest)
@@ -73,53 +66,40 @@ def _mend(owners: Ints, clients: int, minimum: int, random: np.random.Generator)
     return owners
 
 
-def _iid(number: str) -> Deal:
+def _iid(number: str, labels: Ints, clients: int, random: np.random.Generator) -> Ints:
     """A random partition of equal sizes, up to one image."""
     if number:
         raise ValueError("iid takes no number")
-
-    def deal(labels: Ints, clients: int, random: np.random.Generator) -> Ints:
-        return random.permutation(np.arange(len(labels)) % clients)
-
-    return deal
+    return random.permutation(np.arange(len(labels)) % clients)
 
 
-def _dirichlet(number: str) -> Deal:
+def _dirichlet(number: str, labels: Ints, clients: int, random: np.random.Generator) -> Ints:
     """Split each class in proportions drawn from a symmetric Dirichlet; a small beta gives clients few classes."""
     beta = float(number)
     if not 0 < beta <= 1e6:
         raise ValueError("beta must be above 0 and at most 1e6")
-
-    def deal(labels: Ints, clients: int, random: np.random.Generator) -> Ints:
-        owners = np.empty(len(labels), np.int64)
-        for label in np.unique(labels):
-            positions = random.permutation(np.flatnonzero(labels == label))
-            ends = np.cumsum(random.dirichlet(np.full(clients, beta))) * len(positions)
-            places = np.arange(len(positions)) + random.random()  # a random start, so rounding favours no client
-            owners[positions] = np.searchsorted(ends[:-1], places)
-        return owners
-
-    return deal
+    owners = np.empty(len(labels), np.int64)
+    for label in np.unique(labels):
+        positions = random.permutation(np.flatnonzero(labels == label))
+        ends = np.cumsum(random.dirichlet(np.full(clients, beta))) * len(positions)
+        places = np.arange(len(positions)) + random.random()  # a random start, so rounding favours no client
+        owners[positions] = np.searchsorted(ends[:-1], places)
+    return owners
 
 
-def _shards(number: str) -> Deal:
+def _shards(number: str, labels: Ints, clients: int, random: np.random.Generator) -> Ints:
     """Sort by label, cut into equal shards, and give each client `number` of them at random."""
     each = int(number)
     if each < 1:
         raise ValueError("a client needs at least 1 shard")
-
-    def deal(labels: Ints, clients: int, random: np.random.Generator) -> Ints:
-        if clients * each > len(labels):
-            raise BadSetting(f"{len(labels)} images cannot be cut into {clients} x {each} shards; ask for fewer")
-        order = random.permutation(len(labels))
-        order = order[np.argsort(labels[order], kind="stable")]
-        shard = np.arange(len(labels)) * (clients * each) // len(labels)
-        owners = np.empty(len(labels), np.int64)
-        owners[order] = random.permutation(np.arange(clients * each) % clients)[shard]
-        return owners
-
-    return deal
+    if clients * each > len(labels):
+        raise BadSetting(f"{len(labels)} images cannot be cut into {clients} x {each} shards; ask for fewer")
+    order = random.permutation(len(labels))
+    order = order[np.argsort(labels[order], kind="stable")]
+    shard = np.arange(len(labels)) * (clients * each) // len(labels)
+    owners = np.empty(len(labels), np.int64)
+    owners[order] = random.permutation(np.arange(clients * each) % clients)[shard]
+    return owners
 
 
-SCHEMES: dict[str, Callable[[str], Deal]] = {"iid": _iid, "dirichlet": _dirichlet, "shards": _shards}
-EXAMPLES = ("iid", "dirichlet:0.3", "shards:2")
+SCHEMES: dict[str, Deal] = {"iid": _iid, "dirichlet": _dirichlet, "shards": _shards}

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import TextIO
 
 import torch
 from torch import Tensor
@@ -22,10 +21,9 @@ from fedortho.storage.files import read_limited
 
 DIGITS = 18  # of a number, at most
 KINDS = ("class", "client", "samples")
+FORMS = "class:3, class:cat, client:12 or samples:FILE"
 WORD = re.compile(r"""(?:"[^"]*"|'[^']*'|\\.|[^ \t\r\n"'\\])+""", re.DOTALL)  # of a request's text, with its quotes
 QUOTED_NAMES = re.compile(r'class:([^"]*,)?"')
-
-
 Clients = Mapping[int, Tensor]  # the rows that each client holds
 
 
@@ -67,15 +65,13 @@ class ForgetRequest:
         for word in words:
             kind, colon, rest = word.partition(":")
             if not colon or not rest:
-                raise FedOrthoError(
-                    f"{word!r} is not a request; write class:3, class:cat, client:12 or samples:FILE, "
-                    "with quotes around all of it if a name has spaces: 'class:Ankle boot'"
-                )
+                quoted = "with quotes around all of it if a name has spaces: 'class:Ankle boot'"
+                raise FedOrthoError(f"{word!r} is not a request; write {FORMS}, {quoted}")
             if kind not in KINDS:
                 raise unknown("kind of request", kind, KINDS)
             found[kind] += _sample_ids(rest) if kind == "samples" else _listed(rest)
         if not any(found.values()):
-            raise FedOrthoError(f"{text!r} asks for nothing; write class:3, class:cat, client:12 or samples:FILE")
+            raise FedOrthoError(f"{text!r} asks for nothing; write {FORMS}")
         for word in found["client"]:
             if not word.isdecimal() or len(word) > DIGITS:
                 raise FedOrthoError(f"client:{word[:40]} must be a number, counted from 0")
@@ -107,11 +103,7 @@ class ForgetRequest:
 
     @property
     def kinds(self) -> list[str]:
-        """The kinds that the request names.
-
-        >>> ForgetRequest.parse("class:3 client:1").kinds
-        ['class', 'client']
-        """
+        """The kinds that the request names."""
         return [kind for kind, words in zip(KINDS, self._words, strict=True) if words]
 
     def __add__(self, other: "ForgetRequest") -> "ForgetRequest":
@@ -205,21 +197,17 @@ class ForgetRequest:
             why = f"; ids are rows {min(known)} to {max(known)} without the validation set"
             why = ": that image is in the validation set, or was forgotten before" if "/" in missing[0] else why
             raise EmptyGroup(f"no training image has the id {', '.join(missing[:3])}{more}{why}")
-        chosen = self.mask(images, clients)
+        chosen, text = self.mask(images, clients), str(self)
+        short = text if len(text) < 60 else f"{text[:57]}..."
         if not chosen.any() and not deleted:
-            raise EmptyGroup(f"{_short(self)} selects none of the {len(images)} images; the forget set is empty")
+            raise EmptyGroup(f"{short} selects none of the {len(images)} images; the forget set is empty")
         if chosen.all():
-            raise EmptyGroup(f"{_short(self)} selects all {len(images)} images; the retain set is empty")
-        return images.subset(chosen.nonzero().flatten()), images.subset((~chosen).nonzero().flatten())
+            raise EmptyGroup(f"{short} selects all {len(images)} images; the retain set is empty")
+        return images.subset(chosen), images.subset(~chosen)
 
 
 def _is_id(word: str) -> bool:
     return SAMPLE.fullmatch(word) is not None or word.startswith("hmac:")
-
-
-def _short(request: ForgetRequest) -> str:
-    text = str(request)
-    return text if len(text) < 60 else text[:57] + "..."
 
 
 def _sample_ids(text: str) -> list[str]:
@@ -235,20 +223,16 @@ def _sample_ids(text: str) -> list[str]:
         return [text]
     try:
         stream = io.StringIO(read_limited(path).decode("utf-8-sig"), newline="")
-        lines = _column(path, column, stream) if is_table else [line.strip() for line in stream]
+        rows = csv.DictReader(stream) if is_table else None
+        if rows and column not in (rows.fieldnames or ()):
+            raise unknown(f"column of {path}", column, rows.fieldnames or ())
+        lines = [line.strip() for line in ((row[column] or "" for row in rows) if rows else stream)]
     except (BadCheckpoint, UnicodeDecodeError, csv.Error) as error:
         raise FedOrthoError(f"samples:{text}: {path} cannot be read ({error}); give a text file") from error
     words = [word for line in lines for word in (line.split() if all(map(SAMPLE.fullmatch, line.split())) else [line])]
     if not words:
         raise FedOrthoError(f"{path} names no sample; write one row, client/row, file name or sha256:DIGEST a line")
     return words
-
-
-def _column(path: Path, name: str, stream: TextIO) -> list[str]:
-    table = csv.DictReader(stream)
-    if name not in (table.fieldnames or ()):
-        raise unknown(f"column of {path}", name, table.fieldnames or ())
-    return [(line[name] or "").strip() for line in table]
 
 
 def _listed(text: str) -> list[str]:
@@ -259,11 +243,7 @@ def _listed(text: str) -> list[str]:
 
 
 def _quoted(word: str) -> str:
-    """A name as `_listed` reads it.
-
-    >>> _quoted("cat"), _quoted("black, white")
-    ('cat', '"black, white"')
-    """
+    """A name as `_listed` reads it."""
     return '"' + word.replace('"', '""') + '"' if set(word) & set(',"\r\n') else word
 
 
@@ -291,9 +271,7 @@ def _rows_of(client: int, clients: Clients | None) -> Tensor:
 def _row(word: str, clients: Clients | None, ids: RowIds | None) -> int:
     if word.startswith("hmac:"):
         if ids is None or word not in ids.by_hash:
-            raise FedOrthoError(
-                f"samples:{word} is a hashed id, and its key is not here; put hash-ids.key beside the run"
-            )
+            raise FedOrthoError(f"samples:{word} is a hashed id without its key; put hash-ids.key beside the run")
         return ids.by_hash[word]
     if (match := SAMPLE.fullmatch(word)) is None:
         what = "neither ids nor a readable file; names of images: request.resolved(data)"

@@ -4,9 +4,10 @@ import difflib
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from unicodedata import normalize
+
+import torch
 
 from fedortho.data.images import Dataset, RowIds
 from fedortho.errors import FedOrthoError, UnknownName
@@ -30,19 +31,18 @@ def find_rows(word: str, ids: RowIds) -> list[int]:
     spellings = _spellings(word, ids.root)
     if exact := next(filter(None, map(ids.by_file.get, spellings)), None):
         return exact
-    if not any(sign in word for sign in "*?["):
-        return []
-    matching = [file for file in ids.by_file if any(fnmatchcase(file, glob) for glob in spellings)]
+    globs = spellings if set(word) & set("*?[") else []
+    matching = (file for file in ids.by_file if any(fnmatchcase(file, glob) for glob in globs))
     return sorted(row for file in matching for row in ids.by_file[file])
 
 
 def _rows_of_digest(digits: str, ids: RowIds) -> list[int]:
     if not LEAST_DIGITS <= len(digits) <= 64:
-        wanted = f"expected {LEAST_DIGITS} to 64 of those that sha256sum prints"
-        raise FedOrthoError(f"sha256:{digits} has {len(digits)} digits; {wanted}")
+        expected = f"expected {LEAST_DIGITS} to 64 of those that sha256sum prints"
+        raise FedOrthoError(f"sha256:{digits} has {len(digits)} digits; {expected}")
     found = [(digest, row) for digest, row in ids.by_digest if digest.startswith(digits)]
-    if len({digest for digest, _ in found}) > 1:
-        one, *_, other = (digest[: len(digits) + 8] for digest, _ in found)
+    if found and found[0][0] != found[-1][0]:  # they are sorted
+        one, other = (digest[: len(digits) + 8] for digest, _ in (found[0], found[-1]))
         raise FedOrthoError(f"sha256:{digits} begins the digests of several images ({one}, {other}); give more digits")
     return sorted(row for _, row in found)
 
@@ -71,17 +71,11 @@ def training_rows(word: str, data: Dataset) -> list[int]:
         raise FedOrthoError(f"samples:{word} is a validation or test image: the model was not trained on it")
     if others := len(rows) - len(chosen):
         logger.info("samples:%s also names %d validation or test images, which were not trained on", word, others)
-    if twins := sorted(row for row in _same_bytes(chosen, ids) if row in trained):
+    same = torch.cat([(ids.digests == ids.digests[row]).all(1).nonzero().flatten() for row in chosen])
+    if twins := sorted(({*same.tolist()} & trained).difference(chosen)):
         names = ", ".join(ids.files[row] if ids.files else str(row) for row in twins[:3])
         logger.warning("samples:%s has copies that the request does not name: %s", word, names)
     return chosen
-
-
-def _same_bytes(rows: Sequence[int], ids: RowIds) -> Iterator[int]:
-    """Other rows with the bytes of these rows."""
-    for row in rows:
-        same = (ids.digests == ids.digests[row]).all(1).nonzero().flatten()
-        yield from (other for other in same.tolist() if other not in rows)
 
 
 def no_such_image(word: str, ids: RowIds | None) -> UnknownName:

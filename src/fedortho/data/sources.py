@@ -133,10 +133,9 @@ def _test_images(name: str, whole: Images, train: DecodedImages, test: DecodedIm
     if test.pixels.shape[1] == 1:
         pixels = pixels.expand(-1, whole.pixels.shape[1], -1, -1)  # a view: grey images among coloured ones
     if pixels.shape[1:] != whole.pixels.shape[1:]:
-        raise BadData(
-            f"{name}: training images are {_shape(whole.pixels)}, test images {_shape(pixels)}; "
-            "save both alike, or pass --image-size N if only the size differs"
-        )
+        of_train, of_test = ("x".join(map(str, each.shape[1:])) for each in (whole.pixels, pixels))
+        advice = "save both alike, or pass --image-size N if only the size differs"
+        raise BadData(f"{name}: training images are {of_train}, test images {of_test}; {advice}")
     if test is train:  # one source: training rows keep their numbers, the test set gets its own tensors
         pixels, labels, ids = pixels[test.test], labels[test.test], ids.subset(test.test)
     return replace(whole, pixels=pixels, store_labels=labels, rows=torch.arange(len(labels)), ids=ids)
@@ -148,10 +147,6 @@ def _renumbered(labels: Tensor, names: Sequence[str], classes: Sequence[str]) ->
         return labels
     number = {known: label for label, known in enumerate(classes)}
     return torch.tensor([number.get(name, len(classes)) for name in names])[labels]
-
-
-def _shape(pixels: Tensor) -> str:
-    return "x".join(map(str, pixels.shape[1:]))
 
 
 def _locate(name: str, source: Source | None, data_dir: Path | None) -> tuple[SplitFiles, ...]:
@@ -172,13 +167,10 @@ def _within(name: str, source: Source, data_dir: Path) -> Path:
     """The dataset's folder in `data_dir`, or `data_dir` itself if that has the dataset's name."""
     choices = [data_dir / folder for folder in source.folders]
     choices += [data_dir] * (data_dir.resolve().name in source.folders)
-    for directory in choices:
-        if directory.is_dir():
-            return directory
-    raise BadData(
-        f"{name}: there is no directory {' or '.join(map(str, choices))}; --data-dir must hold "
-        f"{source.folders[0]}/train*.parquet (or leave it out to fetch {source.hub} from the hub)"
-    )
+    if found := next((directory for directory in choices if directory.is_dir()), None):
+        return found
+    wanted = f"{source.folders[0]}/train*.parquet (or leave it out to fetch {source.hub} from the hub)"
+    raise BadData(f"{name}: there is no directory {' or '.join(map(str, choices))}; --data-dir must hold {wanted}")
 
 
 def _split_files(directory: Path) -> tuple[SplitFiles, ...]:
@@ -213,7 +205,8 @@ def _folder_splits(directory: Path) -> dict[str, SplitFiles]:
         folders = {"": directory}
     splits = {}
     for role, folder in folders.items():
-        files = [(file, child.name) for child in _subfolders(folder) for file in _pictures(child)]
+        found = [(file, child.name) for child in _subfolders(folder) for file in sorted(child.rglob("*"))]
+        files = [(f, name) for f, name in found if f.suffix.lower() in SUFFIXES and not f.name.startswith(".")]
         if odd := [file for file, _ in files if NOT_UTF8.search(str(file))]:
             raise BadData(f"{str(odd[0])!a} is a name that is not UTF-8; rename it")
         if files and (role or folder is directory):  # beside train and test, folders with other names are ignored
@@ -226,11 +219,6 @@ def _subfolders(directory: Path) -> list[Path]:
     return [child for child in sorted(directory.iterdir()) if child.is_dir() and not child.name.startswith(".")]
 
 
-def _pictures(folder: Path) -> list[Path]:
-    files = sorted(folder.rglob("*"))
-    return [file for file in files if file.suffix.lower() in SUFFIXES and not file.name.startswith(".")]
-
-
 def _from_hub(name: str, source: Source) -> Path:
     """Download a dataset once as Parquet files into the cache."""
     directory = cache_dir() / "hub" / name
@@ -239,17 +227,13 @@ def _from_hub(name: str, source: Source) -> Path:
     try:
         import datasets
     except ImportError as error:
-        raise BadData(
-            f"{name} is not part of the package: pass --data-dir DIR with {source.folders[0]}/train*.parquet, "
-            "or fetch it from the hub after: pip install 'fedortho[hub]'"
-        ) from error
+        ways = f"{source.folders[0]}/train*.parquet, or fetch it from the hub after: pip install 'fedortho[hub]'"
+        raise BadData(f"{name} is not part of the package: pass --data-dir DIR with {ways}") from error
     try:
         splits = dict(datasets.load_dataset(source.hub))
     except Exception as error:  # the hub's errors come from four libraries and share no base class
-        raise BadData(
-            f"{source.hub} could not be fetched from the hub ({first_line(error)}); "
-            "check the network or pass --data-dir DIR"
-        ) from error
+        why = f"({first_line(error)}); check the network or pass --data-dir DIR"
+        raise BadData(f"{source.hub} could not be fetched from the hub {why}") from error
     try:
         for split in sorted(splits, key="train".__eq__):  # train last: its file marks a complete download
             with replacing(directory / f"{split}.parquet") as temporary:
@@ -261,7 +245,8 @@ def _from_hub(name: str, source: Source) -> Path:
 
 def _load_decoded(files: SplitFiles, size: int, progress: Report | None) -> DecodedImages:
     """The decoded images of these files, with those that were forgotten and purged from the cache."""
-    digest = _content_digest(files)
+    with ThreadPoolExecutor(THREADS) as pool:
+        digest = _joined([*pool.map(partial(file_digest, kind=BadData), files.files), *files.folders])
     key = _joined([digest, str(DECODER), str(size), files.role, files.image, files.label])
     store = cached(key, lambda: decode_files(files, size, digest, progress))
     purged = (store.labels < 0).nonzero().flatten()
@@ -270,12 +255,6 @@ def _load_decoded(files: SplitFiles, size: int, progress: Report | None) -> Deco
     root = str(files.root)  # names are not part of the digest: the same images may have others now
     names = tuple(str(file)[len(root) + 1 :] for file in files.files) if files.folders else store.ids.files
     return replace(store, ids=replace(store.ids, files=names, root=root))
-
-
-def _content_digest(files: SplitFiles) -> str:
-    with ThreadPoolExecutor(THREADS) as pool:
-        digests = list(pool.map(partial(file_digest, kind=BadData), files.files))
-    return _joined([*digests, *files.folders])
 
 
 def _joined(words: Sequence[str]) -> str:

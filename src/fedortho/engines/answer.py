@@ -1,7 +1,7 @@
 """How a holder of images answers a query: sums over its images and their number, and nothing else."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -14,11 +14,10 @@ from fedortho.engines.cost import flops_per_image
 from fedortho.engines.engine import Tally
 from fedortho.engines.query import Statistic
 from fedortho.models.capture import capture
-from fedortho.models.classifier import classifier_inputs
 from fedortho.models.norms import estimate_norms, norm_sums
 from fedortho.models.patch import Patch, edit_in_place
 from fedortho.models.sites import Site, trace_structure
-from fedortho.models.split import Split, find_split, image_activations, run_tail, tail_model
+from fedortho.models.split import Split, classifier_inputs, find_split, image_activations, run_tail, tail_model
 from fedortho.statistics.gram import gram_sums
 from fedortho.statistics.observe import Kept, Observation, key_of, observe, steady_order, weighted_difference
 from fedortho.statistics.responses import response_sums
@@ -94,11 +93,12 @@ def answer(
     if statistic.kind == "difference":
         forget, retain = (_peaks(context, images) for images in groups)
         return [weighted_difference(forget, retain)]
-    found = []
+    found, tally = [], context.cache.tally
     for images in groups:
         with FlopCounter() as counter:
             found.append(ANSWERS[statistic.kind](context, images))
-        context.cache.tally.kept_flops += counter.flops * _kept_share(context, images)
+        tally.kept_flops += counter.flops * _kept_share(context, images)
+        tally.images_read += len(images) if statistic.kind in SUMS else 0
     return found if statistic.by_label else [observation.collapsed() for observation in found]
 
 
@@ -109,7 +109,7 @@ def _kept_share(context: QueryContext, images: Images) -> float:
     """
     if not len(images) or not bool(torch.isin(images.rows, context.train.rows).all()):
         return 0.0
-    if context.statistic.kind in ("averages", "spread", "gram"):
+    if context.statistic.kind in ("averages", "gram"):
         whole = torch.bincount(images.labels) == torch.bincount(context.train.labels)[: int(images.labels.max()) + 1]
         return float(whole[images.labels].float().mean())
     return float(context.statistic.kind in GRADIENTS and len(images) == len(context.train))
@@ -180,41 +180,37 @@ def _from_ledger(
 
 def _tail(context: QueryContext, images: Images) -> CachedTail:
     """The activations before the first layer that candidates edit: those kept with the ledger, the others computed."""
-    key = (*context.which, images.rows.numpy().tobytes())
-    if key not in context.cache.tails:
-        kept = context.cache.kept if context.which == DEEP else None
-        if kept is None:
-            example = images.normalise(images.pixels[images.rows[:2]].to(context.device))
-            found = find_split(context.model, context.sites(), example)
-            inputs = image_activations(context.model, found, images, context.device)
-            context.cache.tally.images_read += len(images)
-            context.cache.tails[key] = CachedTail(found, inputs)
-        else:
-            context.cache.tails[key] = CachedTail(kept.split, _kept_inputs(context, kept, images))
-    return context.cache.tails[key]
+    tails, key = context.cache.tails, (*context.which, images.rows.numpy().tobytes())
+    kept = context.cache.kept if context.which == DEEP else None
+    if key not in tails and kept is not None:
+        tails[key] = CachedTail(kept.split, _kept_inputs(context, kept, images))
+    elif key not in tails:
+        example = images.normalise(images.pixels[images.rows[:2]].to(context.device))
+        split = find_split(context.model, context.sites(), example)
+        tails[key] = CachedTail(split, image_activations(context.model, split, images, context.device))
+        context.cache.tally.images_read += len(images)
+    return tails[key]
 
 
 def _kept_inputs(context: QueryContext, kept: Kept, images: Images) -> Tensor:
     """Kept activations, and those computed of the other images."""
     places = kept.places(images.rows)
-    missing = images.subset(places < 0)
-    if not len(missing):
+    is_known = places >= 0
+    if bool(is_known.all()):
         return kept.inputs[places].to(context.device).float()
-    read = image_activations(context.model, kept.split, missing, context.device)
-    context.cache.tally.images_read += len(missing)
+    read = image_activations(context.model, kept.split, images.subset(~is_known), context.device)
+    context.cache.tally.images_read += len(read)
     inputs = read.new_empty(len(images), *read.shape[1:])
-    inputs[(places < 0).nonzero().flatten().to(read.device)] = read
-    known = (places >= 0).nonzero().flatten()
-    if len(known):
-        inputs[known.to(read.device)] = kept.inputs[places[known]].to(read)
+    inputs[(~is_known).to(read.device)] = read
+    if bool(is_known.any()):
+        inputs[is_known.to(read.device)] = kept.inputs[places[is_known]].to(read)
     return inputs
 
 
-def _tried(context: QueryContext, images: Images) -> Iterator[tuple[int, nn.Module, CachedTail]]:
-    """Every candidate: its number, the network's tail with it applied, and the tail's inputs; none without images."""
-    for number, patch in enumerate(context.statistic.patches if len(images) else ()):
-        tail = _tail(context, images)
-        yield number, edit_in_place(tail_model(context.model, tail.split), patch), tail
+def _edited(context: QueryContext, images: Images, patch: Patch) -> tuple[nn.Module, Split, Tensor]:
+    """The network's tail with a candidate applied, where it begins, and its inputs."""
+    tail = _tail(context, images)
+    return edit_in_place(tail_model(context.model, tail.split), patch), tail.split, tail.inputs
 
 
 def _right(context: QueryContext, images: Images) -> Observation:
@@ -237,9 +233,8 @@ def _is_right(context: QueryContext, images: Images, patch: Patch) -> Tensor:
     if kept is not None and not patch.names() and bool(((places := kept.places(images.rows)) >= 0).all()):
         return kept.right[places]
     if not context.statistic.classifier:
-        tail = _tail(context, images)
         with torch.no_grad():
-            outputs = run_tail(edit_in_place(tail_model(context.model, tail.split), patch), tail.split, tail.inputs)
+            outputs = run_tail(*_edited(context, images, patch))
     else:
         weight, bias = (f"{context.statistic.classifier}.{name}" for name in ("weight", "bias"))
         body = replace(patch, replaced={name: t for name, t in patch.replaced.items() if name not in (weight, bias)})
@@ -251,21 +246,19 @@ def _is_right(context: QueryContext, images: Images, patch: Patch) -> Tensor:
 
 def _features(context: QueryContext, images: Images, body: Patch) -> Tensor:
     """The classifier's inputs, (n, features), behind a candidate that leaves the classifier as it is; computed once."""
-    key = (tensors_digest(body.packed()[0]), context.statistic.classifier, images.rows.numpy().tobytes())
-    if key not in context.cache.features:
-        tail = _tail(context, images)
-        twin = edit_in_place(tail_model(context.model, tail.split), body)
-        found = classifier_inputs(twin, tail.split, context.statistic.classifier, tail.inputs)
-        context.cache.features[key] = found
-    return context.cache.features[key]
+    name, known = context.statistic.classifier, context.cache.features
+    key = (tensors_digest(body.packed()[0]), name, images.rows.numpy().tobytes())
+    if key not in known:
+        known[key] = classifier_inputs(*_edited(context, images, body), name)
+    return known[key]
 
 
 def _moments(context: QueryContext, images: Images) -> Observation:
     """First and second moments of batch-norm inputs, as each candidate's own batch statistics give them."""
-    several = images if len(images) > 1 else images.subset([])  # batch statistics of one image are no statistics
     sums, count = _no_moments(context), 0
-    for number, twin, tail in _tried(context, several):
-        buffers, count = estimate_norms(twin, tail.split, context.statistic.norms, tail.inputs)
+    for number, patch in enumerate(context.statistic.patches if len(images) > 1 else ()):  # one has no batch statistics
+        twin, split, inputs = _edited(context, images, patch)
+        buffers, count = estimate_norms(twin, split, context.statistic.norms, inputs)
         for norm in context.statistic.norms:
             mean, variance = (buffers[f"{norm}.running_{kind}"].cpu().double() for kind in ("mean", "var"))
             sums[f"{number}:{norm}:mean"] = count * mean.unsqueeze(0)
@@ -286,24 +279,20 @@ def _layer(context: QueryContext, images: Images) -> Observation:
     """Sums of one batch norm's inputs and of their squares, by each candidate as it is; exact on any partition."""
     (norm,) = context.statistic.norms
     sums, count = _no_moments(context), 0
-    for number, twin, tail in _tried(context, images):
-        total, count = norm_sums(twin, tail.split, norm, tail.inputs)
+    for number, patch in enumerate(context.statistic.patches if len(images) else ()):
+        total, count = norm_sums(*_edited(context, images, patch), norm)
         sums |= {f"{number}:{norm}:mean": total[:1], f"{number}:{norm}:square": total[1:]}
     return Observation(sums, torch.tensor([count]))
 
 
 def _classifier_inputs(context: QueryContext, images: Images) -> Observation:
     """Sums of the classifier's inputs and of their squares, for each candidate."""
-    linear = context.model.get_submodule(context.statistic.classifier)
-    assert isinstance(linear, nn.Linear)
-    nothing = torch.zeros(1, linear.in_features, dtype=torch.float64)
-    sums = {
-        f"{number}:{kind}": nothing for number in range(len(context.statistic.patches)) for kind in ("sum", "square")
-    }
-    for number, patch in enumerate(context.statistic.patches if len(images) else ()):
-        given = _features(context, images, patch).double()  # on the CPU
-        sums[f"{number}:sum"] = given.sum(0, keepdim=True)
-        sums[f"{number}:square"] = given.square().sum(0, keepdim=True)
+    width = context.model.get_parameter(f"{context.statistic.classifier}.weight").shape[1]
+    sums: dict[str, Tensor] = {}
+    for number, patch in enumerate(context.statistic.patches):
+        given = _features(context, images, patch) if len(images) else torch.zeros(0, width)
+        given = given.double()  # on the CPU
+        sums |= {f"{number}:sum": given.sum(0, keepdim=True), f"{number}:square": given.square().sum(0, keepdim=True)}
     return Observation(sums, torch.tensor([len(images)]))
 
 
@@ -359,20 +348,7 @@ def _averages(context: QueryContext, images: Images) -> Observation:
                 context.model(inputs)
             for module, means in seen.items():
                 sums[at[module]].index_add_(0, labels.cpu(), means[-1].cpu().double())
-    context.cache.tally.images_read += len(images)
     return Observation(sums, torch.bincount(images.labels, minlength=context.train.classes))
-
-
-def _responses(context: QueryContext, images: Images) -> Observation:
-    """Sums of each site's responses: by position, of products of channels, and weighted by predicted probabilities."""
-    context.cache.tally.images_read += len(images)
-    return response_sums(context.model, images, context.sites(), context.device)
-
-
-def _gram(context: QueryContext, images: Images) -> Observation:
-    """Sums of products of each layer's inputs."""
-    context.cache.tally.images_read += len(images)
-    return gram_sums(context.model, images, context.device)
 
 
 ANSWERS: Mapping[str, AnswerFunction] = {
@@ -382,11 +358,12 @@ ANSWERS: Mapping[str, AnswerFunction] = {
     "layer": _layer,
     "inputs": _classifier_inputs,
     "averages": _averages,
-    "responses": _responses,
+    "responses": lambda context, images: response_sums(context.model, images, context.sites(), context.device),
     "drift": _drift,
-    "gram": _gram,
+    "gram": lambda context, images: gram_sums(context.model, images, context.device),
     "fisher": _gradient_sums(Tensor.square),
     "fisher-abs": _gradient_sums(Tensor.abs),
     "gradient": _gradient_sums(lambda gradient: gradient),
 }
+SUMS = ("averages", "responses", "gram")  # one forward pass over the images
 GRADIENTS = ("fisher", "fisher-abs", "gradient", "drift")  # statistics of one pass over all images

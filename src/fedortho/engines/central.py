@@ -11,9 +11,8 @@ from torch import nn
 from fedortho.data.images import Dataset, Images
 from fedortho.data.request import Clients, ForgetRequest
 from fedortho.engines.answer import AnswerCache, answer
-from fedortho.engines.engine import EngineInfo, Tally
+from fedortho.engines.engine import EngineInfo, Tally, TrainingPlan, as_training_plan
 from fedortho.engines.query import Query, Selection
-from fedortho.engines.training_plan import TrainingPlan, as_training_plan
 from fedortho.errors import BadData
 from fedortho.models.split import on_device
 from fedortho.models.zoo import reinitialised

@@ -3,7 +3,7 @@
 import copy
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 
 import torch
@@ -11,9 +11,8 @@ from torch import nn
 
 from fedortho.data.request import ForgetRequest
 from fedortho.devices import FlopCounter, flops_of
-from fedortho.engines.engine import Engine, EngineInfo, Tally
+from fedortho.engines.engine import Engine, EngineInfo, Tally, TrainingPlan
 from fedortho.engines.query import Query, Selection
-from fedortho.engines.training_plan import TrainingPlan
 from fedortho.errors import FedOrthoError
 from fedortho.statistics.observe import Observation
 from fedortho.training.loop import Epoch, Mask
@@ -107,17 +106,10 @@ class Meter:
 
     def cost(self) -> Cost:
         """The cost since the meter was made."""
-        spent = self.engine.tally.since(self._before)
-        return Cost(
-            time.perf_counter() - self._started,
-            spent.images_read,
-            spent.images_trained,
-            self._counter.flops + spent.flops,
-            spent.exchanges,
-            spent.bytes_up,
-            spent.bytes_down,
-            spent.kept_flops,
-        )
+        spent = asdict(self.engine.tally.since(self._before))
+        spent["flops"] += self._counter.flops
+        known = {field.name: spent[field.name] for field in fields(Cost) if field.name in spent}
+        return Cost(seconds=time.perf_counter() - self._started, **known)
 
 
 def training_cost(

@@ -21,9 +21,9 @@ from fedortho.evaluation.membership_attacks import (
     predictions_from,
 )
 from fedortho.models.capture import capture
-from fedortho.models.classifier import find_classifier
 from fedortho.models.layout import memory_format_of
 from fedortho.models.predictions import evaluating, logits_of
+from fedortho.models.split import find_classifier
 
 SAMPLE = 2500  # images of a set that is only sampled
 MIN_CLIENT_IMAGES = 20  # sampled images of each client, if it has that many

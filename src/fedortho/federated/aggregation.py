@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from fedortho.data.images import Images
 from fedortho.engines.answer import answer
+from fedortho.engines.engine import TrainingPlan
 from fedortho.engines.query import Query, Selection
-from fedortho.engines.training_plan import TrainingPlan
 from fedortho.federated.messages import LocalResult
 from fedortho.federated.wire import BadReply
 from fedortho.models.norms import frozen_norms

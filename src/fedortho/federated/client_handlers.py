@@ -14,9 +14,8 @@ from torch import nn
 from fedortho.data.images import Images
 from fedortho.devices import FlopCounter, choose_device, using_threads
 from fedortho.engines.answer import AnswerCache, answer
-from fedortho.engines.engine import Tally
+from fedortho.engines.engine import Tally, TrainingPlan
 from fedortho.engines.query import Query
-from fedortho.engines.training_plan import TrainingPlan
 from fedortho.errors import FedOrthoError
 from fedortho.federated import messages, wire
 from fedortho.federated.client_state import ClientImages, ClientState

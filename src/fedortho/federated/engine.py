@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import nn
 
-from fedortho.engines.engine import EngineInfo, Tally
+from fedortho.engines.engine import EngineInfo, Tally, TrainingPlan, as_training_plan
 from fedortho.engines.query import Query, Selection, Statistic
-from fedortho.engines.training_plan import TrainingPlan, as_training_plan
 from fedortho.errors import BadCheckpoint, FedOrthoError, first_line
 from fedortho.federated import aggregation, wire
 from fedortho.federated.aggregation import RunningMean, TrainingJob, check_state, round_history

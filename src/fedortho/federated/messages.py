@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
 from fedortho.data.request import ForgetRequest
+from fedortho.engines.engine import TrainingPlan
 from fedortho.engines.query import Query
-from fedortho.engines.training_plan import TrainingPlan
 from fedortho.errors import BadRecord
 from fedortho.models.patch import PATCH_SCHEMA
 from fedortho.storage.records import Scalar

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fedortho.data.images import made_images
+from fedortho.engines.engine import TrainingPlan
 from fedortho.engines.query import Query
-from fedortho.engines.training_plan import TrainingPlan
 from fedortho.errors import FedOrthoError
 from fedortho.federated.messages import PatchInfo, WireMessage
 from fedortho.models.patch import Patch, unpack_patch

@@ -99,8 +99,7 @@ def find_method(name: str) -> type[Method]:
     """The class of a method, by its name."""
     if name in METHODS:
         return METHODS[name]
-    added = _added()
-    if name not in added:
+    if name not in (added := _added()):
         raise unknown("method", name, known_methods())
     try:
         kind: type[Method] = added[name].load()
@@ -140,25 +139,20 @@ def unlearn(
     method does not serve is refused with the names of those that do.
     """
     request, method = _checked(request, method)
-    about = (request, method.name, as_mapping(method))
-    if isinstance(method, PlanningMethod):
-        with Meter(engine, forgotten) as meter:
-            found = method.plan(model, meter, request, forgotten)
-        edited = edit_model(model, found.patch)  # the patch was bound to this model just now
-        return ForgetResult(*about, edited, found.patch, meter.cost(), found)
     with Meter(engine, forgotten) as meter:
-        edited = method(model, meter, request)
+        found = method.plan(model, meter, request, forgotten) if isinstance(method, PlanningMethod) else None
+        # a patch was bound to this model just now
+        edited = edit_model(model, found.patch) if found else method(model, meter, request)
         cost = meter.cost()
-    patch = patch_between(model, edited, request=str(request), method=method.name)
-    return ForgetResult(*about, edited, patch, cost)
+    patch = found.patch if found else patch_between(model, edited, request=str(request), method=method.name)
+    return ForgetResult(request, method.name, as_mapping(method), edited, patch, cost, found)
 
 
 def _checked(request: ForgetRequest | str, method: Method | str) -> tuple[ForgetRequest, Method]:
     request = ForgetRequest.parse(request) if isinstance(request, str) else request
     method = make_method(method) if isinstance(method, str) else method
     if not serves(method, request):
-        able = [name for name in known_methods() if serves(find_method(name), request)]
-        raise refusal(method, request, able)
+        raise refusal(method, request, [name for name in known_methods() if serves(find_method(name), request)])
     if getattr(method, "epochs", 1) < 1:
         raise BadSetting(f"epochs of {method.name} is 0; expected at least 1: nothing would be trained")
     return request, method
@@ -182,13 +176,12 @@ def forget(
     """Make a model forget what the request names; the given model stays as it was.
 
     The model may be wrapped, compiled, in half precision or answer with more than logits; the result's is a plain
-    float32 copy (see `models.prepare`) whose answers have the form of the given one's.
-    `data` is what the model was trained on: a dataset or its name, images, a `DataLoader`, a dataset of PyTorch or
-    Hugging Face, or a mapping of those with the keys train, test and valid. `level` is `hide` or `erase`, the default
-    for classes; `method` is instead a name (`directions`, `ssd`, …) or a method with its hyper-parameters. The level
-    `exact` needs the recipe of a run: `forget_run`, or `make_method("retrain", …)`.
-    `clients` are the rows that each client holds, for requests that name clients; a `ledger` of the model saves the
-    forward pass over all images.
+    float32 copy whose answers have the form of the given one's. `data` is what the model was trained on: a dataset or
+    its name, images, a `DataLoader`, a dataset of PyTorch or Hugging Face, or a mapping of those with the keys train,
+    test and valid. `level` is `hide` or `erase`, the default for classes; `method` is instead a name (`directions`,
+    `ssd`, …) or a method with its hyper-parameters. The level `exact` needs the recipe of a run: `forget_run`, or
+    `make_method("retrain", …)`. `clients` are the rows that each client holds, for requests that name clients; a
+    `ledger` of the model saves the forward pass over all images.
     """
     dataset = as_dataset(data)
     request = as_request(request, dataset)

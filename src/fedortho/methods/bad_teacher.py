@@ -5,11 +5,10 @@ from typing import Annotated, ClassVar
 
 from torch import nn
 
-from fedortho.data.request import KINDS, ForgetRequest
-from fedortho.engines.engine import Engine, fresh_model
-from fedortho.engines.training_plan import PlanPart, TrainingPlan
-from fedortho.errors import BadSetting
+from fedortho.data.request import ForgetRequest
+from fedortho.engines.engine import Engine, PlanPart, TrainingPlan, fresh_model
 from fedortho.methods.method import Schedule, forget_and_retain
+from fedortho.storage.settings import Positive, SomeShare
 from fedortho.training.objectives import FitOptions, Target
 
 
@@ -24,30 +23,19 @@ class BadTeacher(Schedule):
     """
 
     name: ClassVar[str] = "bad-teacher"
-    kinds: ClassVar[tuple[str, ...]] = KINDS
     needs: ClassVar[str] = "forget: all epochs; retain: a share of them, all epochs; two more forward passes"
-    norms: ClassVar[str] = "updated by training"
     epochs: Annotated[int, "passes over the images; in a federation rounds"] = 1
     lr: Annotated[float, "learning rate of Adam"] = 1e-4
     batch_size: Annotated[int, "images per step"] = 256
     weight_decay: Annotated[float, "weight decay"] = 0.0
-    temperature: Annotated[float, "divides the logits"] = 1.0
-    fraction: Annotated[float, "share of the retain set that is used"] = 0.3
+    temperature: Annotated[Positive, "divides the logits"] = 1.0
+    fraction: Annotated[SomeShare, "share of the retain set that is used"] = 0.3
     per_element: Annotated[bool, "divide the loss by the number of classes, as the published code does"] = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _ = self._options
-        if not 0 < self.fraction <= 1:
-            raise BadSetting(f"fraction must be above 0 and at most 1, not {self.fraction}")
-
-    @property
-    def _options(self) -> FitOptions:
-        objective = "imitate-elements" if self.per_element else "imitate"
-        return FitOptions(optimiser="adam", objective=objective, temperature=self.temperature)
 
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
         forget, retain = forget_and_retain(self, engine, request)
         parts = (PlanPart(forget, Target(teacher="bad")), PlanPart(retain, Target(teacher="good"), self.fraction))
         teachers = {"good": model, "bad": fresh_model(engine, self.seed + 1)}
-        return engine.fit(model, TrainingPlan(parts, self._options, teachers), self.recipe)
+        objective = "imitate-elements" if self.per_element else "imitate"
+        options = FitOptions(optimiser="adam", objective=objective, temperature=self.temperature)
+        return engine.fit(model, TrainingPlan(parts, options, teachers), self.recipe)

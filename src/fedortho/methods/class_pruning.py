@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from fedortho.data.request import ForgetRequest
 from fedortho.engines.engine import Engine, withheld_hint
 from fedortho.engines.query import Query, Selection, Statistic
-from fedortho.errors import BadData, BadSetting
+from fedortho.errors import BadData
 from fedortho.methods.method import Schedule, forget_and_retain
 from fedortho.models.patch import edit_model
 from fedortho.models.sites import find_sites
+from fedortho.storage.settings import Count, Range
 from fedortho.unlearning.select import kernel_count, kernel_patch
 
 
@@ -32,30 +33,23 @@ class ClassPruning(Schedule):
     needs: ClassVar[str] = "all: one forward pass; retain: a few epochs"
     norms: ClassVar[str] = "those of pruned channels reset, the others updated by training"
     lr: Annotated[float, "learning rate"] = 0.005
-    ratio: Annotated[float, "share of all channels that is pruned"] = 0.05
+    ratio: Annotated[float, Range(0, 1, "()"), "share of all channels that is pruned"] = 0.05
     layers: Annotated[str, "which convolutions: a depth, names, patterns"] = "all"
     tap: Annotated[str, "where activations are read: relu (after the batch norm) or conv (before it)"] = "relu"
-    images: Annotated[int, "images per class for the scores, at most; 0: all"] = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.ratio < 1 or self.images < 0:
-            raise BadSetting(f"ratio must be between 0 and 1 and images not negative, not {self.ratio}, {self.images}")
+    images: Annotated[Count, "images per class for the scores, at most; 0: all"] = 0
 
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
         _, retain = forget_and_retain(self, engine, request)
         sites = find_sites(model, engine.info.image_shape, self.layers, "channel", self.tap)
-        groups = tuple(
-            Selection("train", ForgetRequest((name,)), None, self.images, self.seed) for name in engine.info.class_names
-        )
+        names = engine.info.class_names
+        groups = tuple(Selection("train", ForgetRequest((name,)), None, self.images, self.seed) for name in names)
         statistic = Statistic("averages", self.layers, "channel", self.tap)
         (observations,) = engine.measure(model, [Query(groups, statistic)])
-        if not all(observation.images for observation in observations):
-            empty = [name for name, seen in zip(engine.info.class_names, observations, strict=True) if not seen.images]
+        if empty := [name for name, seen in zip(names, observations, strict=True) if not seen.images]:
             hint = withheld_hint(engine)
             raise BadData(f"class {empty[0]} has no training images{hint}; TF-IDF needs images of every class")
         means = {site.name: torch.stack([o.mean(site.name) for o in observations]) for site in sites}
-        chosen = highest_channels(tf_idf(means, request.labels(engine.info.class_names)), self.ratio)
+        chosen = highest_channels(tf_idf(means, request.labels(names)), self.ratio)
         patch = kernel_patch(model, sites, {s: (k, torch.ones(len(k)).double()) for s, k in chosen.items()}, "channel")
         return engine.fit(edit_model(model, patch), retain, self.recipe, trainable=patch.trainable(model))
 

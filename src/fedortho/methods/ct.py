@@ -1,17 +1,16 @@
 """Convolution transpose: transpose every kernel, then fine-tune on the retain set (DeepUnlearn, NeurIPS 2024)."""
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import torch
 from torch import nn
 
-from fedortho.data.request import KINDS, ForgetRequest
+from fedortho.data.request import ForgetRequest
 from fedortho.engines.engine import Engine
 from fedortho.errors import BadSetting
 from fedortho.methods.method import Schedule, forget_and_retain
-from fedortho.training.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -23,15 +22,10 @@ class ConvolutionTranspose(Schedule):
     """
 
     name: ClassVar[str] = "ct"
-    kinds: ClassVar[tuple[str, ...]] = KINDS
     needs: ClassVar[str] = "retain: a few epochs"
-    norms: ClassVar[str] = "updated by training"
+    schedule: ClassVar[str] = "cosine"
     epochs: Annotated[int, "passes over the images; in a federation rounds"] = 3
     lr: Annotated[float, "learning rate at the start; a cosine takes it to 0"] = 0.001
-
-    @property
-    def recipe(self) -> Recipe:
-        return replace(super().recipe, schedule="cosine")
 
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
         _, retain = forget_and_retain(self, engine, request)

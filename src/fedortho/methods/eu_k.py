@@ -1,19 +1,18 @@
 """EU-k and CF-k: train the last k layers on the retain set, from new weights or from theirs (Goel et al., 2022)."""
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from torch import nn
 
-from fedortho.data.request import KINDS, ForgetRequest
-from fedortho.engines.engine import Engine, fresh_model
-from fedortho.engines.training_plan import PlanPart, TrainingPlan
+from fedortho.data.request import ForgetRequest
+from fedortho.engines.engine import Engine, PlanPart, TrainingPlan, fresh_model
 from fedortho.errors import BadSetting
 from fedortho.methods.method import Schedule, forget_and_retain
 from fedortho.models.graph import WEIGHTED, weighted_order
+from fedortho.storage.settings import Number
 from fedortho.training.objectives import FitOptions
-from fedortho.training.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -30,22 +29,13 @@ class EUk(Schedule):
     """
 
     name: ClassVar[str] = "eu-k"
-    kinds: ClassVar[tuple[str, ...]] = KINDS
     needs: ClassVar[str] = "retain: all epochs, backward through the last k layers only"
     norms: ClassVar[str] = "new in the last k layers, frozen in the others"
+    schedule: ClassVar[str] = "cosine"
     resets: ClassVar[bool] = True
     epochs: Annotated[int, "passes over the images; in a federation rounds"] = 62
     lr: Annotated[float, "learning rate at the start; a cosine takes it to 0"] = 0.1
-    k: Annotated[int, "layers with weights that are trained, counted from the output"] = 3
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.k < 1:
-            raise BadSetting(f"k must be at least 1, not {self.k}")
-
-    @property
-    def recipe(self) -> Recipe:
-        return replace(super().recipe, schedule="cosine")
+    k: Annotated[Number, "layers with weights that are trained, counted from the output"] = 3
 
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
         _, retain = forget_and_retain(self, engine, request)

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from fedortho.data.request import ForgetRequest
-from fedortho.engines.engine import Engine
+from fedortho.engines.engine import Engine, PlanPart, TrainingPlan
 from fedortho.engines.query import Selection
-from fedortho.engines.training_plan import PlanPart, TrainingPlan
-from fedortho.errors import BadCheckpoint, BadSetting
+from fedortho.errors import BadCheckpoint
 from fedortho.methods.method import CannotServe, forget_and_retain
 from fedortho.storage.files import damage_named, read_tensors
+from fedortho.storage.settings import Count, Number, SomeShare, Weight
 from fedortho.training.batches import step_seed
 from fedortho.training.objectives import FitOptions
-from fedortho.training.recipe import Recipe, learning_rate
+from fedortho.training.recipe import SCHEDULES, Recipe, learning_rate
 
 State = Mapping[str, Tensor]
 
@@ -52,33 +52,25 @@ class FedEraser(Recipe):
     kinds: ClassVar[tuple[str, ...]] = ("client",)
     needs: ClassVar[str] = "retain: a calibrating epoch for each stored round; every client's stored updates"
     norms: ClassVar[str] = "updated by the calibrating training"
-    epochs: Annotated[int, "rounds of the replayed training, for the schedule of lr"] = 100
-    lr: Annotated[float, "learning rate at the start"] = 0.005
-    schedule: Annotated[str, "schedule of lr, by rounds"] = "constant"
-    ortho: Annotated[float, "weight of the orthogonality penalty; 0: off"] = 0.0
-    align: Annotated[float, "not used: in a calibration each client has no earlier model"] = 0.0
+    epochs: Annotated[Count, "rounds of the replayed training, for the schedule of lr"] = 100
+    lr: Annotated[Weight, "learning rate at the start"] = 0.005
+    schedule: Annotated[str, SCHEDULES, "schedule of lr, by rounds"] = "constant"
+    ortho: Annotated[Weight, "weight of the orthogonality penalty; 0: off"] = 0.0
+    align: Annotated[Weight, "not used: in a calibration each client has no earlier model"] = 0.0
     most: Annotated[int, "stored rounds to replay, at most, from the first; 0: all"] = 0
-    ratio: Annotated[float, "share of the former local epochs used for calibration"] = 0.5
-    interval: Annotated[int, "replay every n-th stored round"] = 1
+    ratio: Annotated[SomeShare, "share of the former local epochs used for calibration"] = 0.5
+    interval: Annotated[Number, "replay every n-th stored round"] = 1
     average_first: Annotated[bool, "normalise the mean update, as the published code does, not each client's"] = False
     updates: Annotated[str, "directory of the stored updates"] = ""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.ratio <= 1 or self.interval < 1:
-            raise BadSetting(f"ratio must be in (0, 1] and interval at least 1, not {self.ratio} and {self.interval}")
 
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
         forget_and_retain(self, engine, request)
         places = sorted(Path(self.updates).glob("round-*")) if self.updates else []
         if not engine.info.is_federated or not places:
-            raise CannotServe(
-                f"federaser replays a federation's stored updates, and {self.updates or 'no directory'} holds none; "
-                "train with --keep-updates, or retrain"
-            )
-        places = places[:: self.interval]
+            missing = f"{self.updates or 'no directory'} holds none; train with --keep-updates, or retrain"
+            raise CannotServe(f"federaser replays a federation's stored updates, and {missing}")
         new = copy.deepcopy(model).cpu().eval()
-        for number, place in enumerate(places[: self.most or None]):
+        for number, place in enumerate(places[:: self.interval][: self.most or None]):
             stored = read_round(place, model, request)
             if number == 0:
                 new.load_state_dict(_first(stored))

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar
 
 from torch import nn
 
-from fedortho.data.request import KINDS, ForgetRequest
+from fedortho.data.request import ForgetRequest
 from fedortho.engines.engine import Engine
 from fedortho.methods.method import Schedule, forget_and_retain
 
@@ -18,9 +18,7 @@ class FineTune(Schedule):
     """
 
     name: ClassVar[str] = "finetune"
-    kinds: ClassVar[tuple[str, ...]] = KINDS
     needs: ClassVar[str] = "retain: a few epochs"
-    norms: ClassVar[str] = "updated by training"
     lr: Annotated[float, "learning rate"] = 0.001
 
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:

@@ -6,13 +6,10 @@ from typing import Annotated, ClassVar
 import torch
 from torch import nn
 
-from fedortho.data.request import KINDS, ForgetRequest
-from fedortho.engines.engine import Engine
+from fedortho.data.request import ForgetRequest
+from fedortho.engines.engine import Engine, PlanPart, TrainingPlan
 from fedortho.engines.query import Query, Selection, Statistic
-from fedortho.engines.training_plan import PlanPart, TrainingPlan
-from fedortho.errors import unknown
 from fedortho.methods.method import Schedule, forget_and_retain
-from fedortho.storage.settings import kebab
 from fedortho.training.adapters import ADAPTERS, Adapters, attach, merge
 from fedortho.training.objectives import FitOptions, Target
 
@@ -33,25 +30,18 @@ class FUSED(Schedule):
     """
 
     name: ClassVar[str] = "fused"
-    kinds: ClassVar[tuple[str, ...]] = KINDS
     needs: ClassVar[str] = "all: one local epoch; retain: all epochs; forget (relabel): all epochs"
     norms: ClassVar[str] = "frozen"
     epochs: Annotated[int, "passes over the images; in a federation rounds"] = 10
     lr: Annotated[float, "learning rate of the adapters"] = 0.005
-    adapter: Annotated[str, "sparse (paper) or low-rank (released code)"] = "sparse"
+    adapter: Annotated[str, ADAPTERS, "sparse (paper) or low-rank (released code)"] = "sparse"
     layers: Annotated[str, "comma-separated layer names; empty: the layers that change most"] = ""
     number: Annotated[int, "number of layers, if they are not named"] = 4
-    size: Annotated[str, "change of a layer: sum over its weights (paper, favours large layers) or mean"] = "sum"
+    size: Annotated[str, SIZES, "change of a layer: sum over its weights (paper, favours large layers) or mean"] = "sum"
     density: Annotated[float, "share of a layer's weights in a sparse adapter"] = 0.05
     rank: Annotated[int, "of a low-rank adapter"] = 16
     scale: Annotated[float, "of a low-rank adapter (released code: 32 / 16)"] = 2.0
-    class_mode: Annotated[str, "forget set: exclude (paper) or relabel (released code)"] = "exclude"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for kind, choices in (("adapter", ADAPTERS), ("class_mode", CLASS_MODES), ("size", SIZES)):
-            if getattr(self, kind) not in choices:
-                raise unknown(kebab(kind), getattr(self, kind), choices)
+    class_mode: Annotated[str, CLASS_MODES, "forget set: exclude (paper) or relabel (released code)"] = "exclude"
 
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
         adapted, adapters = self.adapt(model, engine, request)

@@ -35,27 +35,18 @@ def read_settings(data: str, model: str, source: str = "published") -> dict[str,
     `source` is `published`, `short` (few steps), `tuned` (for this data and this network), or a JSON file that
     `fedortho tune` wrote.
     """
+    path, tuned = Path(source), TUNED / f"{data}-{model}.json"
     if source == "short":
         return {name: dict(values) for name, values in SHORT.items()}
-    if source == "tuned":
-        return _read(_tuned(data, model))
     if source == "published":
         return {}
-    if not source.endswith(".json") and not Path(source).is_file():
-        raise unknown("settings", source, (*SOURCES, "FILE.json"))
-    return _read(Path(source))
-
-
-def _tuned(data: str, model: str) -> Path:
-    """What was found for this data and this network."""
-    file = TUNED / f"{data}-{model}.json"
-    if not file.is_file():
+    if source == "tuned" and not tuned.is_file():
         known = ", ".join(sorted(path.stem for path in TUNED.glob("*.json")))
-        raise FedOrthoError(
-            f"there are no tuned settings for {file.stem}, only for {known}; "
-            "run fedortho tune all RUN REQUEST --out FILE.json, then give --settings FILE.json"
-        )
-    return file
+        advice = "run fedortho tune all RUN REQUEST --out FILE.json, then give --settings FILE.json"
+        raise FedOrthoError(f"there are no tuned settings for {tuned.stem}, only for {known}; {advice}")
+    if source != "tuned" and path.suffix != ".json" and not path.is_file():
+        raise unknown("settings", source, (*SOURCES, "FILE.json"))
+    return _read(tuned if source == "tuned" else path)
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:

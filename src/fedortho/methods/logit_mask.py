@@ -11,7 +11,7 @@ from fedortho.data.request import ForgetRequest
 from fedortho.engines.engine import Engine
 from fedortho.errors import BadSetting
 from fedortho.methods.method import forget_and_retain
-from fedortho.models.classifier import find_classifier
+from fedortho.models.split import find_classifier
 
 NEVER = -1e4  # a logit below all others
 

@@ -6,12 +6,13 @@ from typing import Annotated, Any, ClassVar, Protocol, runtime_checkable
 
 from torch import nn
 
-from fedortho.data.request import ForgetRequest
+from fedortho.data.request import KINDS, ForgetRequest
 from fedortho.engines.cost import Cost
 from fedortho.engines.engine import Engine
 from fedortho.engines.query import Selection
 from fedortho.errors import FedOrthoError
 from fedortho.models.patch import Patch
+from fedortho.storage.settings import check_settings
 from fedortho.training.recipe import Recipe
 from fedortho.unlearning.plan import ForgetPlan
 from fedortho.unlearning.trials import Trial
@@ -73,7 +74,7 @@ class CannotServe(FedOrthoError):
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a method trains after, or instead of, an edit: at a constant rate, with no penalty of ours."""
+    """How a method trains after, or instead of, an edit: at a constant rate by default, with no penalty of ours."""
 
     epochs: Annotated[int, "passes over the images; in a federation rounds"] = 5
     lr: Annotated[float, "learning rate"] = 0.01
@@ -83,14 +84,18 @@ class Schedule:
     crop: Annotated[int, "pixels of padding before a random crop; 0: none"] = 2
     flip: Annotated[float, "probability of a left-right flip"] = 0.5
     seed: Annotated[int, "of everything that is drawn"] = 0
+    kinds: ClassVar[tuple[str, ...]] = KINDS
+    norms: ClassVar[str] = "updated by training"
+    schedule: ClassVar[str] = "constant"  # of lr
 
     def __post_init__(self) -> None:
+        check_settings(self)
         _ = self.recipe  # its ranges are ours
 
     @property
     def recipe(self) -> Recipe:
         given = {field.name: getattr(self, field.name) for field in fields(Schedule)}
-        return Recipe(**given, schedule="constant", ortho=0.0, align=0.0)
+        return Recipe(**given, schedule=self.schedule, ortho=0.0, align=0.0)
 
 
 def serves(method: Method | type[Method], request: ForgetRequest) -> bool:
@@ -108,8 +113,5 @@ def forget_and_retain(method: Method, engine: Engine, request: ForgetRequest) ->
     if not serves(method, request):
         raise refusal(method, request)
     engine.check(request, None)
-    return Selection("train", request, seed=_seed(method)), Selection("train", None, request, seed=_seed(method))
-
-
-def _seed(method: Method) -> int:
-    return int(getattr(method, "seed", 0))
+    seed = int(getattr(method, "seed", 0))
+    return Selection("train", request, seed=seed), Selection("train", None, request, seed=seed)

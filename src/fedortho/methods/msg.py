@@ -8,14 +8,13 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fedortho.data.request import KINDS, ForgetRequest
-from fedortho.engines.engine import Engine, withheld_hint
+from fedortho.data.request import ForgetRequest
+from fedortho.engines.engine import Engine, PlanPart, TrainingPlan, withheld_hint
 from fedortho.engines.query import Query, Statistic
-from fedortho.engines.training_plan import PlanPart, TrainingPlan
-from fedortho.errors import BadSetting, FedOrthoError
+from fedortho.errors import FedOrthoError
 from fedortho.methods.method import Schedule, forget_and_retain
+from fedortho.storage.settings import SomeShare
 from fedortho.training.objectives import FitOptions
-from fedortho.training.recipe import Recipe
 
 SLOW = 0.1  # factor of the gradients of weights that are kept
 
@@ -34,21 +33,11 @@ class MaskedSmallGradients(Schedule):
     """
 
     name: ClassVar[str] = "msg"
-    kinds: ClassVar[tuple[str, ...]] = KINDS
     needs: ClassVar[str] = "forget: one gradient pass; retain: one of as many images, and all epochs"
-    norms: ClassVar[str] = "updated by training"
+    schedule: ClassVar[str] = "triangle"
     lr: Annotated[float, "highest learning rate"] = 0.001
-    ratio: Annotated[float, "share of each convolution's weights that is reset"] = 0.3
+    ratio: Annotated[SomeShare, "share of each convolution's weights that is reset"] = 0.3
     images: Annotated[int, "retained images whose gradient is summed; 0: as many as are forgotten"] = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.ratio <= 1:
-            raise BadSetting(f"ratio must be above 0 and at most 1, not {self.ratio}")
-
-    @property
-    def recipe(self) -> Recipe:
-        return replace(super().recipe, schedule="triangle")
 
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
         forget, retain = forget_and_retain(self, engine, request)

@@ -5,11 +5,10 @@ from typing import Annotated, ClassVar
 
 from torch import nn
 
-from fedortho.data.request import KINDS, ForgetRequest
-from fedortho.engines.engine import Engine
-from fedortho.engines.training_plan import PlanPart, TrainingPlan
-from fedortho.errors import BadSetting
+from fedortho.data.request import ForgetRequest
+from fedortho.engines.engine import Engine, PlanPart, TrainingPlan
 from fedortho.methods.method import Schedule, forget_and_retain
+from fedortho.storage.settings import Range
 from fedortho.training.objectives import FitOptions, Target
 
 
@@ -23,16 +22,9 @@ class NegGrad(Schedule):
     """
 
     name: ClassVar[str] = "neggrad"
-    kinds: ClassVar[tuple[str, ...]] = KINDS
     needs: ClassVar[str] = "forget and retain: all epochs"
-    norms: ClassVar[str] = "updated by training"
     epochs: Annotated[int, "epochs over the retain set; in a federation rounds"] = 2
-    beta: Annotated[float, "weight of the retain loss; the forget loss has weight beta − 1"] = 0.95
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.beta < 1:
-            raise BadSetting(f"beta must be at least 0 and below 1, not {self.beta}")
+    beta: Annotated[float, Range(0, 1, "[)"), "weight of the retain loss; the forget loss has weight beta − 1"] = 0.95
 
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
         forget, retain = forget_and_retain(self, engine, request)

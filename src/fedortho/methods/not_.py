@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fedortho.data.request import KINDS, ForgetRequest
+from fedortho.data.request import ForgetRequest
 from fedortho.engines.engine import Engine
 from fedortho.errors import BadSetting
 from fedortho.methods.method import Schedule, forget_and_retain
@@ -24,9 +24,7 @@ class NoT(Schedule):
     """
 
     name: ClassVar[str] = "not"
-    kinds: ClassVar[tuple[str, ...]] = KINDS
     needs: ClassVar[str] = "retain: a few epochs"
-    norms: ClassVar[str] = "updated by training"
     layers: Annotated[str, "convolutions to negate: names, patterns, depths; empty: the first"] = ""
 
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:

@@ -9,9 +9,10 @@ from fedortho.data.request import KINDS, ForgetRequest
 from fedortho.engines.engine import Engine
 from fedortho.errors import BadSetting
 from fedortho.methods.method import PlanningMethod
+from fedortho.storage.settings import Share
 from fedortho.unlearning.kernels import plan_kernels
 from fedortho.unlearning.plan import ForgetPlan
-from fedortho.unlearning.settings import KernelSettings
+from fedortho.unlearning.settings import WEIGHTINGS, KernelSettings
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,11 @@ class Paper(KernelSettings, PlanningMethod):
     needs: ClassVar[str] = "all: one forward pass, none with a ledger"
     norms: ClassVar[str] = "untouched"
 
-    ratio: Annotated[float, "share of kernels weakened in each layer"] = 0.01
-    alpha: Annotated[float, "least strength; 1 silences the kernel"] = 0.5
-    weighting: Annotated[str, "in a federation: pooled sums, or the paper's weighted local differences"] = "paper"
+    ratio: Annotated[Share, "share of kernels weakened in each layer"] = 0.01
+    alpha: Annotated[Share, "least strength; 1 silences the kernel"] = 0.5
+    weighting: Annotated[str, WEIGHTINGS, "in a federation: pooled sums, or the paper's weighted local differences"] = (
+        "paper"
+    )
 
     @property
     def edit(self) -> str:

@@ -1,18 +1,16 @@
 """Regrow: begin the last stages again, and train the network on the retain set."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from torch import nn
 
-from fedortho.data.request import KINDS, ForgetRequest
-from fedortho.engines.engine import Engine, fresh_model
-from fedortho.engines.training_plan import PlanPart, TrainingPlan
-from fedortho.errors import BadSetting
+from fedortho.data.request import ForgetRequest
+from fedortho.engines.engine import Engine, PlanPart, TrainingPlan, fresh_model
 from fedortho.methods.method import Schedule, forget_and_retain
 from fedortho.models.graph import stage_entries, weighted_order
+from fedortho.storage.settings import Number
 from fedortho.training.objectives import FitOptions
-from fedortho.training.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -26,23 +24,14 @@ class Regrow(Schedule):
     """
 
     name: ClassVar[str] = "regrow"
-    kinds: ClassVar[tuple[str, ...]] = KINDS
     needs: ClassVar[str] = "retain: all epochs"
     norms: ClassVar[str] = "new in the stages that are reset; before them updated by training, or kept (frozen)"
+    schedule: ClassVar[str] = "linear"
     epochs: Annotated[int, "passes over the images; in a federation rounds"] = 2
     lr: Annotated[float, "share of a layer's weights that a step moves at the start; falls linearly to 0"] = 0.06
     batch_size: Annotated[int, "images per step"] = 128
-    stages: Annotated[int, "stages that are reset, counted from the output"] = 2
+    stages: Annotated[Number, "stages that are reset, counted from the output"] = 2
     frozen: Annotated[bool, "train only what is reset"] = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.stages < 1:
-            raise BadSetting(f"stages must be at least 1, not {self.stages}")
-
-    @property
-    def recipe(self) -> Recipe:
-        return replace(super().recipe, schedule="linear")
 
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
         _, retain = forget_and_retain(self, engine, request)

@@ -8,6 +8,7 @@ from torch import nn
 from fedortho.data.request import KINDS, ForgetRequest
 from fedortho.engines.engine import Engine, fresh_model
 from fedortho.methods.method import CannotServe, forget_and_retain
+from fedortho.storage.settings import Weight
 from fedortho.training.recipe import Recipe
 
 NO_RECIPE = (
@@ -43,5 +44,5 @@ class RetrainPlain(Retrain):
     """Retraining without orthogonality and alignment; the difference to `retrain` is the effect of the penalties."""
 
     name: ClassVar[str] = "retrain-plain"
-    ortho: Annotated[float, "weight of the orthogonality penalty; 0: off"] = 0.0
-    align: Annotated[float, "weight of the distance to the received model, where there is one"] = 0.0
+    ortho: Annotated[Weight, "weight of the orthogonality penalty; 0: off"] = 0.0
+    align: Annotated[Weight, "weight of the distance to the received model, where there is one"] = 0.0

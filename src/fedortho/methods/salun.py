@@ -7,13 +7,12 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fedortho.data.request import KINDS, ForgetRequest
-from fedortho.engines.engine import Engine
+from fedortho.data.request import ForgetRequest
+from fedortho.engines.engine import Engine, PlanPart, TrainingPlan
 from fedortho.engines.query import Query, Statistic
-from fedortho.engines.training_plan import PlanPart, TrainingPlan
-from fedortho.errors import BadSetting
 from fedortho.methods.method import Schedule, forget_and_retain
-from fedortho.training.objectives import FitOptions, Target
+from fedortho.storage.settings import SomeShare
+from fedortho.training.objectives import ORDERS, FitOptions, Target
 
 
 @dataclass(frozen=True)
@@ -27,21 +26,15 @@ class SalUn(Schedule):
     """
 
     name: ClassVar[str] = "salun"
-    kinds: ClassVar[tuple[str, ...]] = KINDS
     needs: ClassVar[str] = "forget: one gradient pass and all epochs; retain: all epochs"
-    norms: ClassVar[str] = "updated by training"
     epochs: Annotated[int, "passes over the images; in a federation rounds"] = 10
     lr: Annotated[float, "learning rate"] = 0.013
     batch_size: Annotated[int, "images per step, and per gradient of the mask"] = 256
-    ratio: Annotated[float, "share of the weights that may change"] = 0.5
+    ratio: Annotated[SomeShare, "share of the weights that may change"] = 0.5
     exclude_true: Annotated[bool, "random labels are never the true ones"] = True
-    order: Annotated[str, "turns (forget first, then retain), or mixed in one pass (CIFAR-100 in the code)"] = "turns"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        FitOptions(self.order)
-        if not 0 < self.ratio <= 1:
-            raise BadSetting(f"ratio must be above 0 and at most 1, not {self.ratio}")
+    order: Annotated[str, ORDERS, "turns (forget first, then retain), or mixed in one pass (CIFAR-100 in the code)"] = (
+        "turns"
+    )
 
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
         forget, retain = forget_and_retain(self, engine, request)

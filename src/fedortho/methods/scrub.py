@@ -5,11 +5,10 @@ from typing import Annotated, ClassVar
 
 from torch import nn
 
-from fedortho.data.request import KINDS, ForgetRequest
-from fedortho.engines.engine import Engine
-from fedortho.engines.training_plan import PlanPart, TrainingPlan
-from fedortho.errors import BadSetting
+from fedortho.data.request import ForgetRequest
+from fedortho.engines.engine import Engine, PlanPart, TrainingPlan
 from fedortho.methods.method import Schedule, forget_and_retain
+from fedortho.storage.settings import Count, Number, Positive, Weight
 from fedortho.training.objectives import FitOptions, Target
 
 
@@ -26,42 +25,29 @@ class SCRUB(Schedule):
     """
 
     name: ClassVar[str] = "scrub"
-    kinds: ClassVar[tuple[str, ...]] = KINDS
     needs: ClassVar[str] = "forget: the first epochs; retain: all epochs; one more forward pass of each"
     norms: ClassVar[str] = "updated by training, by the forget set too"
     epochs: Annotated[int, "passes over the retain set; in a federation rounds"] = 3
-    max_epochs: Annotated[int, "epochs that begin with a pass over the forget set"] = 2
+    max_epochs: Annotated[Count, "epochs that begin with a pass over the forget set"] = 2
     lr: Annotated[float, "learning rate"] = 5e-4
     batch_size: Annotated[int, "retain images per step"] = 256
-    forget_batch_size: Annotated[int, "forget images per step"] = 512
+    forget_batch_size: Annotated[Number, "forget images per step"] = 512
     crop: Annotated[int, "pixels of padding before a random crop; 0: none"] = 0
     flip: Annotated[float, "probability of a left-right flip"] = 0.0
-    alpha: Annotated[float, "weight of the divergence on the retain set"] = 0.001
-    gamma: Annotated[float, "weight of the cross-entropy on the retain set"] = 0.99
-    temperature: Annotated[float, "divides the logits"] = 4.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _ = self._options
-        if min(self.alpha, self.gamma, self.max_epochs) < 0 or self.forget_batch_size < 1:
-            raise BadSetting(
-                f"alpha, gamma and max-epochs must not be negative and forget-batch-size above 0, not {self}"
-            )
-
-    @property
-    def _options(self) -> FitOptions:
-        return FitOptions("turns", objective="imitate", temperature=self.temperature)
+    alpha: Annotated[Weight, "weight of the divergence on the retain set"] = 0.001
+    gamma: Annotated[Weight, "weight of the cross-entropy on the retain set"] = 0.99
+    temperature: Annotated[Positive, "divides the logits"] = 4.0
 
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
         forget, retain = forget_and_retain(self, engine, request)
         scale = self.temperature**2
         leave = PlanPart(forget, Target(weight=-scale, teacher="original", batch_size=self.forget_batch_size))
         stay = PlanPart(retain, Target(weight=self.alpha * scale, teacher="original", label_weight=self.gamma))
+        options = FitOptions("turns", objective="imitate", temperature=self.temperature)
         first = min(self.max_epochs, self.epochs)
         student = model
         for parts, epochs, seed in (((leave, stay), first, 0), ((stay,), self.epochs - first, 1)):
             if epochs:
-                plan = TrainingPlan(parts, self._options, {"original": model})
                 recipe = replace(self.recipe, epochs=epochs, seed=self.seed + seed)
-                student = engine.fit(student, plan, recipe)
+                student = engine.fit(student, TrainingPlan(parts, options, {"original": model}), recipe)
         return student

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from fedortho.data.request import KINDS, ForgetRequest
 from fedortho.engines.engine import Engine
 from fedortho.engines.query import Query, Selection, Statistic
-from fedortho.errors import BadCheckpoint, BadSetting
+from fedortho.errors import BadCheckpoint
 from fedortho.methods.method import forget_and_retain
 from fedortho.storage.files import read_tensors, tensors_digest, write_tensors
+from fedortho.storage.settings import Number, Positive, Weight, check_settings
 
 Importance = Mapping[str, Tensor]  # parameter → one number per coordinate, flat
 
@@ -33,34 +34,30 @@ class SSD:
     kinds: ClassVar[tuple[str, ...]] = KINDS
     needs: ClassVar[str] = "forget: one gradient pass; all: one gradient pass, before any request if kept"
     norms: ClassVar[str] = "statistics untouched, scale and shift dampened like weights"
-    alpha: Annotated[float, "select weights whose forget importance exceeds alpha times that of all images"] = 10.0
-    lam: Annotated[float, "λ; a selected weight is multiplied by λ times the ratio of importances, at most 1"] = 1.0
-    batch_size: Annotated[int, "images per squared mean gradient; the default alpha is tuned for 64"] = 64
+    alpha: Annotated[Positive, "select weights whose forget importance exceeds alpha times that of all images"] = 10.0
+    lam: Annotated[Weight, "λ; a selected weight is multiplied by λ times the ratio of importances, at most 1"] = 1.0
+    batch_size: Annotated[Number, "images per squared mean gradient; the default alpha is tuned for 64"] = 64
     label_free: Annotated[bool, "importance by ‖logits‖², without labels"] = False
     keep: Annotated[str, "file that caches the importance of all images for later requests; empty: none"] = ""
 
     def __post_init__(self) -> None:
-        if self.alpha <= 0 or self.lam < 0 or self.batch_size < 1:
-            raise BadSetting(f"alpha and batch-size must be above 0 and lam at least 0, not {self}")
+        check_settings(self)
 
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
         forget, _ = forget_and_retain(self, engine, request)
         kind, loss = ("fisher-abs", "norm") if self.label_free else ("fisher", "cross-entropy")
         statistic = Statistic(kind, batch_size=self.batch_size, loss=loss)
-        note = self._cache_note(model, engine) if self.keep else {}
+        note: dict[str, object] = {"batch_size": self.batch_size, "label-free": self.label_free}
+        note |= {"model": tensors_digest(model.state_dict()), "images": engine.info.data_digest}
         importance, before = self._read_cache(note, engine), engine.tally.kept_flops
-        queries = [Query((forget, Selection()) if importance is None else (forget,), statistic)]
-        (observed,) = engine.measure(model, queries)
+        selections = (forget, Selection()) if importance is None else (forget,)
+        (observed,) = engine.measure(model, [Query(selections, statistic)])
         of_forget, *of_all = [{name: one.mean(name) for name in one.sums} for one in observed]
         if importance is None:
             importance = of_all[0]
             if self.keep:
                 write_tensors(Path(self.keep), importance, note | {"flops": engine.tally.kept_flops - before})
         return dampened(model, of_forget, importance, self.alpha, self.lam)
-
-    def _cache_note(self, model: nn.Module, engine: Engine) -> dict[str, object]:
-        source = {"model": tensors_digest(model.state_dict()), "images": engine.info.data_digest}
-        return source | {"batch_size": self.batch_size, "label-free": self.label_free}
 
     def _read_cache(self, expected: Mapping[str, object], engine: Engine) -> Importance | None:
         """The stored importances, if there are any; what they cost is added to the engine's tally."""
@@ -69,10 +66,8 @@ class SSD:
         tensors, note = read_tensors(Path(self.keep))
         flops = note.pop("flops", None)
         if note != expected:
-            raise BadCheckpoint(
-                f"{self.keep} holds importances of another model, batch or variant, or over other images; "
-                "choose another file for keep"
-            )
+            what = "importances of another model, batch or variant, or over other images"
+            raise BadCheckpoint(f"{self.keep} holds {what}; choose another file for keep")
         if flops is None:  # of an earlier version, which did not store what they cost: computed again
             return None
         engine.tally.flops += flops

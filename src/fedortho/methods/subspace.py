@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from fedortho.data.request import ForgetRequest
 from fedortho.engines.engine import Engine, withheld_hint
 from fedortho.engines.query import Query, Statistic
-from fedortho.errors import BadData, BadSetting
+from fedortho.errors import BadData
 from fedortho.methods.method import forget_and_retain
 from fedortho.statistics.gram import gram_matrices
+from fedortho.storage.settings import Number, Positive, check_settings
 
 
 @dataclass(frozen=True)
@@ -32,22 +33,22 @@ class Subspace:
     kinds: ClassVar[tuple[str, ...]] = ("class",)
     needs: ClassVar[str] = "forget and retain: one forward pass over some hundred images"
     norms: ClassVar[str] = "untouched"
-    alpha_retain: Annotated[float, "how much of the retain images' directions is spared; the paper: 10 to 1000"] = 100.0
-    alpha_forget: Annotated[float, "how much of the forget images' directions is removed"] = 3.0
-    images: Annotated[int, "images of the forget and of the retain set each, at most"] = 900
+    alpha_retain: Annotated[Positive, "how much of the retain images' directions is spared; the paper: 10 to 1000"] = (
+        100.0
+    )
+    alpha_forget: Annotated[Positive, "how much of the forget images' directions is removed"] = 3.0
+    images: Annotated[Number, "images of the forget and of the retain set each, at most"] = 900
     seed: Annotated[int, "of the drawn images"] = 0
 
     def __post_init__(self) -> None:
-        if min(self.alpha_retain, self.alpha_forget) <= 0 or self.images < 1:
-            raise BadSetting(f"alpha-retain, alpha-forget and images must be above 0, not {self}")
+        check_settings(self)
 
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
         selections = tuple(replace(each, limit=self.images) for each in forget_and_retain(self, engine, request))
         ((forget, retain),) = engine.measure(model, [Query(selections, Statistic("gram"))])
         if not (forget.images and retain.images):
-            raise BadData(
-                f"{request} leaves the forget or the retain set without training images{withheld_hint(engine)}"
-            )
+            hint = withheld_hint(engine)
+            raise BadData(f"{request} leaves the forget or the retain set without training images{hint}")
         twin = copy.deepcopy(model).cpu().eval()
         with torch.no_grad():
             for name in forget.sums:
@@ -56,9 +57,8 @@ class Subspace:
                     scaled_projection(gram_matrices(seen.sums[name], weight[0].numel()), alpha)
                     for seen, alpha in ((forget, self.alpha_forget), (retain, self.alpha_retain))
                 )
-                rows = (
-                    weight.cpu().double().reshape(len(of_forget), -1, of_forget.shape[-1])
-                )  # (groups, kernels, inputs)
+                # (groups, kernels, inputs)
+                rows = weight.cpu().double().reshape(len(of_forget), -1, of_forget.shape[-1])
                 removed = rows @ (of_forget - of_forget @ of_retain).mT
                 weight.copy_((rows - removed).view(weight.shape).to(weight.dtype))
         return twin

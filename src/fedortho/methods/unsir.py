@@ -10,10 +10,9 @@ from torch.nn import functional
 
 from fedortho.data.images import Images, made_images
 from fedortho.data.request import ForgetRequest
-from fedortho.engines.engine import Engine
-from fedortho.engines.training_plan import PlanPart, TrainingPlan
-from fedortho.errors import BadSetting
+from fedortho.engines.engine import Engine, PlanPart, TrainingPlan
 from fedortho.methods.method import Schedule, forget_and_retain
+from fedortho.storage.settings import Count, Number
 from fedortho.training.objectives import FitOptions
 
 
@@ -36,16 +35,11 @@ class UNSIR(Schedule):
     repair_lr: Annotated[float, "learning rate of Adam while repairing"] = 0.01
     batch_size: Annotated[int, "images per step"] = 256
     weight_decay: Annotated[float, "weight decay"] = 0.0
-    noise_images: Annotated[int, "distinct noise images per class"] = 256
-    noise_copies: Annotated[int, "repetitions of each noise image in an impairing epoch"] = 20
-    noise_steps: Annotated[int, "optimisation steps of the noise"] = 40
+    noise_images: Annotated[Number, "distinct noise images per class"] = 256
+    noise_copies: Annotated[Number, "repetitions of each noise image in an impairing epoch"] = 20
+    noise_steps: Annotated[Count, "optimisation steps of the noise"] = 40
     noise_lr: Annotated[float, "learning rate of Adam for the noise"] = 0.1
-    retain_images: Annotated[int, "retain images used, per class on average"] = 1000
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if min(self.noise_images, self.noise_copies, self.retain_images) < 1 or self.noise_steps < 0:
-            raise BadSetting("noise-images, noise-copies and retain-images must be at least 1, noise-steps at least 0")
+    retain_images: Annotated[Number, "retain images used, per class on average"] = 1000
 
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
         _, retain = forget_and_retain(self, engine, request)
@@ -54,10 +48,9 @@ class UNSIR(Schedule):
         noise = torch.cat([self.make_noise(model, label, engine.info.image_shape) for label in labels])
         engine.tally.images_trained += self.noise_steps * len(noise)  # made here, without anybody's images
         images = self._noise_images(noise, labels, engine.info.class_names)
-        plan = TrainingPlan((PlanPart(given=images), PlanPart(retain)), FitOptions(optimiser="adam"))
-        impaired = engine.fit(model, plan, self.recipe)
-        repairing = replace(self.recipe, lr=self.repair_lr)
-        return engine.fit(impaired, TrainingPlan((PlanPart(retain),), FitOptions(optimiser="adam")), repairing)
+        adam, repairing = FitOptions(optimiser="adam"), replace(self.recipe, lr=self.repair_lr)
+        impaired = engine.fit(model, TrainingPlan((PlanPart(given=images), PlanPart(retain)), adam), self.recipe)
+        return engine.fit(impaired, TrainingPlan((PlanPart(retain),), adam), repairing)
 
     def make_noise(self, model: nn.Module, label: int, shape: tuple[int, int, int]) -> Tensor:
         """Noise images, in the normalised input space, that maximise the model's loss for this label."""

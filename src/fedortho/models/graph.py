@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fedortho.errors import BadSetting, UnknownName, first_line, unknown
+from fedortho.errors import BadSetting, first_line, unknown
 from fedortho.models.capture import capture
 
 NORMS = (nn.BatchNorm2d, nn.GroupNorm, nn.InstanceNorm2d, nn.LayerNorm, nn.SyncBatchNorm)
@@ -46,13 +46,8 @@ class Layer:
         return self.kernels // self.groups > self.inputs
 
 
-Select = str | Sequence[str] | Callable[[Layer], bool]
-
-
 Traced = TypeVar("Traced")
 Trace = Callable[[nn.Module, tuple[int, int, int]], Traced]
-
-
 PLAIN = (bool, int, float, str, type(None), torch.dtype, type, FunctionType, BuiltinFunctionType)
 MOST_TRACES = 64
 
@@ -106,17 +101,16 @@ def trace_layers(model: nn.Module, shape: tuple[int, int, int]) -> list[Layer]:
     convs = {name: module for name, module in twin.named_modules() if isinstance(module, nn.Conv2d)}
     layers = []
     for name, sizes in calls.items():
-        norm = graph.norms.get(name)
-        known = replace(
-            _unreached(name, convs[name]),
-            size=sizes[0],
-            norm=norm,
-            norm_kind=type(twin.get_submodule(norm)).__name__ if norm else None,
-            writers=graph.writers.get(name, (name,)),
-            is_shortcut=name in graph.aside,
-            problem=graph.failure or _problem(len(sizes), graph, name),
-        )
-        layers.append(known)
+        norm, writers, problem = graph.norms.get(name), graph.writers.get(name), graph.failure
+        if problem is None and len(sizes) > 1:
+            problem = f"runs {len(sizes)} times in one pass"
+        elif problem is None and writers is None:
+            problem = "its structure could not be traced: no gradient flows through it"
+        elif problem is None and name in graph.foreign:
+            problem = f"{graph.foreign[name]} writes into the same residual stream"
+        known = replace(_unreached(name, convs[name]), size=sizes[0], writers=writers or (name,), problem=problem)
+        kind = type(twin.get_submodule(norm)).__name__ if norm else None
+        layers.append(replace(known, norm=norm, norm_kind=kind, is_shortcut=name in graph.aside))
     pointwise = {name for name in calls if convs[name].kernel_size == (1, 1)}
     return _with_stages(layers, pointwise) + [_unreached(n, conv) for n, conv in convs.items() if n not in calls]
 
@@ -153,15 +147,6 @@ class _Graph:
     aside: frozenset[str]
     foreign: dict[str, str]  # what else writes into a convolution's stream
     failure: str | None = None
-
-
-def _problem(times: int, graph: _Graph, name: str) -> str | None:
-    if times > 1:
-        return f"runs {times} times in one pass"
-    if name not in graph.writers:
-        return "its structure could not be traced: no gradient flows through it"
-    other = graph.foreign.get(name)
-    return None if other is None else f"{other} writes into the same residual stream"
 
 
 def _record_calls(model: nn.Module, example: Tensor) -> dict[str, list[tuple[int, int]]]:
@@ -288,22 +273,13 @@ def _with_stages(layers: list[Layer], pointwise: set[str]) -> list[Layer]:
     return numbered
 
 
-def select_layers(layers: Sequence[Layer], which: Select) -> list[Layer]:
-    """The layers that `which` names: a depth, names or patterns, or a predicate; in forward order.
+def select_layers(layers: Sequence[Layer], which: str) -> list[Layer]:
+    """The layers that the words of `which` name, with commas between: depths, names, patterns; in forward order.
 
-    Text may hold several words, separated by commas: `deep`, `layer4.*.conv2`, `re:conv[12]$`.
-    Depths leave out shortcuts: `shallow` is the first stage, `deep` the last, `mid` what is between.
-    Networks of fewer than three stages are cut into thirds instead.
+    Such as `deep`, `layer4.*.conv2`, `re:conv[12]$`. Depths leave out shortcuts: `shallow` is the first stage, `deep`
+    the last, `mid` what is between. Networks of fewer than three stages are cut into thirds instead.
     """
-    if callable(which):
-        chosen = [layer for layer in layers if which(layer)]
-        if not chosen:
-            raise UnknownName("the given function selects none of the layers: " + ", ".join(x.name for x in layers))
-        return chosen
-    words = [word.strip() for word in which.split(",")] if isinstance(which, str) else list(which)
-    names: set[str] = set()
-    for word in words:
-        names |= _named(layers, word)
+    names = set[str]().union(*(_named(layers, word.strip()) for word in which.split(",")))
     return [layer for layer in layers if layer.name in names]
 
 
@@ -327,16 +303,13 @@ def _at_depth(layers: Sequence[Layer], depth: str) -> set[str]:
     main = [layer for layer in layers if not layer.is_shortcut and layer.stage >= 0]
     if not main:
         raise BadSetting(f"no convolution lies on the main path, so there is no {depth!r} part; name the layers")
-    last = main[-1].stage
-    if depth == "all":
-        chosen = main
-    elif last >= 2:
-        wanted = {"shallow": {0}, "mid": set(range(1, last)), "deep": {last}}[depth]
-        chosen = [layer for layer in main if layer.stage in wanted]
+    last, third = main[-1].stage, max(len(main) // 3, 1)
+    if last >= 2:
+        stages = {"shallow": {0}, "mid": {*range(1, last)}, "deep": {last}, "all": {*range(last + 1)}}[depth]
+        chosen = [layer for layer in main if layer.stage in stages]
     else:
-        third = max(len(main) // 3, 1)
-        cut = {"shallow": slice(0, third), "mid": slice(third, len(main) - third), "deep": slice(-third, None)}[depth]
-        chosen = main[cut]
+        ends = {"shallow": (0, third), "mid": (third, -third), "deep": (-third, None), "all": (0, None)}[depth]
+        chosen = main[slice(*ends)]
     if not chosen:
         raise BadSetting(f"the model has {len(main)} main-path convolutions, too few for a {depth!r} part; name them")
     return {layer.name for layer in chosen}

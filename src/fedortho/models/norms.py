@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,17 +16,16 @@ LEAST = 8  # images in a last, smaller batch; fewer are left out
 
 def norms_behind(model: nn.Module, sites: Sequence[Site], example: Tensor) -> list[str]:
     """Batch norms whose input an edit of these sites can change, found by silencing them all."""
-    norms = batch_norms(model)
-    before = _inputs(model, norms, example)
+
+    def inputs() -> dict[str, Tensor]:
+        with torch.no_grad(), capture(model, batch_norms(model), Tensor.clone, inputs=True) as seen:
+            model(example)
+        return {name: given[-1] for name, given in seen.items()}
+
+    before = inputs()
     with silent(model, (layer for site in sites for layer in site.layers)):
-        after = _inputs(model, norms, example)
+        after = inputs()
     return [name for name, given in before.items() if not torch.equal(given, after[name])]
-
-
-def _inputs(model: nn.Module, names: Sequence[str], example: Tensor) -> dict[str, Tensor]:
-    with torch.no_grad(), capture(model, names, Tensor.clone, inputs=True) as seen:
-        model(example)
-    return {name: given[-1] for name, given in seen.items()}
 
 
 def batch_norms(model: nn.Module) -> list[str]:
@@ -45,20 +45,16 @@ def frozen_norms(model: nn.Module, mode: str) -> list[str]:
 
 @contextmanager
 def _estimating(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    model.eval()
-    norms = [model.get_submodule(name) for name in names]
-    momenta = [norm.momentum for norm in norms]
+    norms: dict[Any, Any] = {norm: norm.momentum for norm in map(model.eval().get_submodule, names)}
     for norm in norms:
-        assert isinstance(norm, nn.BatchNorm2d)
         norm.reset_running_stats()
         norm.momentum = None  # the plain mean over batches
         norm.train()
     try:
         yield
     finally:
-        for norm, momentum in zip(norms, momenta, strict=True):
-            assert isinstance(norm, nn.BatchNorm2d)
-            norm.momentum = momentum  # type: ignore[assignment]  # it came from there
+        for norm, momentum in norms.items():
+            norm.momentum = momentum
             norm.eval()
 
 
@@ -92,7 +88,7 @@ def usable(images: int) -> int:
     return images - rest if images > BATCH and rest < LEAST else images
 
 
-def norm_sums(twin: nn.Module, split: Split, name: str, cached: Tensor) -> tuple[Tensor, int]:
+def norm_sums(twin: nn.Module, split: Split, cached: Tensor, name: str) -> tuple[Tensor, int]:
     """Sum and sum of squares of a norm's inputs in eval mode, (2, channels), float64, and the number of values."""
 
     def moments(given: Tensor) -> tuple[Tensor, int]:

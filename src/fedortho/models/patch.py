@@ -61,13 +61,11 @@ class Patch:
 
     def trainable(self, model: nn.Module) -> dict[str, Tensor]:
         """Which coordinates later training may move: all but what was silenced; a weakened kernel may recover."""
-        parameters = dict(model.named_parameters())
-        masks: dict[str, Tensor] = {}
-        for entries in (self.scaled, self.put):
-            for name, (channels, values) in entries.items():
-                if name in parameters and bool((values == 0).any()):
-                    mask = masks.setdefault(name, torch.ones_like(parameters[name], dtype=torch.bool))
-                    mask[channels[values == 0]] = False
+        parameters, masks = dict(model.named_parameters()), dict[str, Tensor]()
+        for name, (channels, values) in (*self.scaled.items(), *self.put.items()):
+            if name in parameters and bool((values == 0).any()):
+                mask = masks.setdefault(name, torch.ones_like(parameters[name], dtype=torch.bool))
+                mask[channels[values == 0]] = False
         return masks
 
     def packed(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -164,8 +162,7 @@ def write_undo(path: Path, patch: Patch, model: nn.Module) -> None:
 
 def undo_patch(path: Path, edited: nn.Module) -> nn.Module:
     """The model as it was before the patch, bit for bit."""
-    tensors, note = read_tensors(path)
-    digest = tensors_digest(edited.state_dict())
+    (tensors, note), digest = read_tensors(path), tensors_digest(edited.state_dict())
     before, after = note.get("before"), note.get("after")
     if not isinstance(before, str) or not isinstance(after, str):
         raise BadCheckpoint(f"{path} is no undo file; give what forget --keep-undo wrote")

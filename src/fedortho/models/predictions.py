@@ -43,10 +43,8 @@ def evaluate(model: nn.Module, images: Images | ImageSource, *, device: torch.de
             counts = cells if counts is None else counts + cells
     if counts is None or not int(counts.sum()):
         raise BadData("there are no images to evaluate on")
-    table = counts.view(classes, classes)
-    total = int(counts.sum())
-    confusion = tuple(tuple(row) for row in table.tolist())
-    return Evaluation(total, float(loss) / total, int(table.trace()) / total, confusion)
+    table, total = counts.view(classes, classes), int(counts.sum())
+    return Evaluation(total, float(loss) / total, int(table.trace()) / total, tuple(map(tuple, table.tolist())))
 
 
 @contextmanager
@@ -85,10 +83,9 @@ def refuse_broken(logits: Tensor, what: str) -> None:
     bad = (~torch.isfinite(logits)).any(1)
     if bool(bad.any()):
         first = int(bad.nonzero()[0])
-        raise BadData(
-            f"{what}: {int(bad.sum())} of {len(logits)} answers are not finite (the first to image {first}: "
-            f"{float(logits[first][~torch.isfinite(logits[first])][0])}); the model is broken, retrain or restore it"
-        )
+        example = f"the first to image {first}: {float(logits[first][~torch.isfinite(logits[first])][0])}"
+        found = f"{int(bad.sum())} of {len(logits)} answers are not finite ({example})"
+        raise BadData(f"{what}: {found}; the model is broken, retrain or restore it")
 
 
 def answers_of(model: nn.Module, inputs: Tensor, num_classes: int = 0) -> Tensor:

@@ -2,7 +2,8 @@
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,11 @@ from fedortho.errors import BadSetting, first_line
 
 logger = logging.getLogger(__name__)
 WRAPPERS = {"DataParallel": "module", "DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}
+COMPUTED: dict[type[Any], tuple[Callable[[nn.Module, str], object], str]] = {  # hooks: their remover, where the name is
+    WeightNorm: (remove_weight_norm, "name"),
+    SpectralNorm: (remove_spectral_norm, "name"),
+    prune.BasePruningMethod: (prune.remove, "_tensor_name"),
+}
 
 
 def prepare_model(model: Any, num_classes: int, name: str = "the model", *, fold: bool = True) -> nn.Module:
@@ -62,11 +68,11 @@ def _hooks(model: nn.Module) -> list[int]:
     return [key for key, hook in model._forward_hooks.items() if isinstance(hook, _Logits)]
 
 
+@dataclass(frozen=True)
 class _Logits:
     """A forward hook: of whatever the network returns, the logits; it adds no name to the state dict."""
 
-    def __init__(self, num_classes: int) -> None:
-        self.num_classes = num_classes
+    num_classes: int
 
     def __call__(self, module: nn.Module, inputs: object, outputs: Any) -> Any:
         return find_logits(outputs, self.num_classes)
@@ -100,12 +106,8 @@ def _fold(module: nn.Module) -> bool:
         module.__class__ = type(kind.__name__, kind.__bases__, dict(vars(kind)))
     for name in names:
         parametrize.remove_parametrizations(module, name)
-    hooks = list(module._forward_pre_hooks.values())
-    for hook in hooks:
-        if isinstance(hook, WeightNorm):
-            remove_weight_norm(module, hook.name)
-        elif isinstance(hook, SpectralNorm):
-            remove_spectral_norm(module, hook.name)
-        elif isinstance(hook, prune.BasePruningMethod):
-            prune.remove(module, hook._tensor_name)
-    return bool(names) or any(isinstance(hook, WeightNorm | SpectralNorm | prune.BasePruningMethod) for hook in hooks)
+    computing = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, tuple(COMPUTED))]
+    for hook in computing:
+        remove, name = next(way for kind, way in COMPUTED.items() if isinstance(hook, kind))
+        remove(module, getattr(hook, name))
+    return bool(names or computing)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fedortho.errors import BadSetting, unknown
 from fedortho.models.capture import capture
-from fedortho.models.graph import DEPTHS, TRAINING, Layer, Select, once_per_architecture, select_layers, trace_layers
+from fedortho.models.graph import DEPTHS, TRAINING, Layer, once_per_architecture, select_layers, trace_layers
 
 EDITS = ("conv", "channel")
 TAPS = ("conv", "bn", "relu", "stream")
@@ -44,7 +44,7 @@ class Structure:
     findings: tuple[Finding, ...]
     streams: Mapping[str, str]  # layers that write to one residual stream, by commas → the module at its end
 
-    def sites(self, which: Select, edit: str, tap: str) -> list[Site]:
+    def sites(self, which: str, edit: str, tap: str) -> list[Site]:
         """What an edit of these layers acts on: none if `which` is a depth at which no layer can be edited.
 
         A layer that cannot be edited is refused by its name, and left out of a depth; where `deep` has no other, it is
@@ -94,14 +94,14 @@ def trace_structure(model: nn.Module, shape: tuple[int, int, int]) -> Structure:
     return Structure(tuple(_judge(model, layer, layers, streams) for layer in layers), streams)
 
 
-def find_sites(model: nn.Module, shape: tuple[int, int, int], which: Select, edit: str, tap: str) -> list[Site]:
+def find_sites(model: nn.Module, shape: tuple[int, int, int], which: str, edit: str, tap: str) -> list[Site]:
     """The sites of a network that is asked for them once; see `Structure.sites`."""
     return trace_structure(model, shape).sites(which, edit, tap)
 
 
-def is_depth(which: Select) -> bool:
+def is_depth(which: str) -> bool:
     """Whether layers are chosen by depth and not by name."""
-    return isinstance(which, str) and all(word.strip() in DEPTHS for word in which.split(","))
+    return all(word.strip() in DEPTHS for word in which.split(","))
 
 
 def _refuse_layer_norm(model: nn.Module, shape: tuple[int, int, int]) -> None:
@@ -114,16 +114,17 @@ def _refuse_layer_norm(model: nn.Module, shape: tuple[int, int, int]) -> None:
     with torch.no_grad(), capture(twin, names, lambda given: given.dim(), inputs=True) as seen:
         twin(torch.zeros(1, *shape))
     if mixing := [name for name, dims in seen.items() if max(dims) > 2]:
-        raise BadSetting(
-            f"{mixing[0]} is a LayerNorm, which normalises all channels together, so no kernel can be edited alone, as "
-            f"hide, directions and paper do; {TRAINING}"
-        )
+        why = "normalises all channels together, so no kernel can be edited alone, as hide, directions and paper do"
+        raise BadSetting(f"{mixing[0]} is a LayerNorm, which {why}; {TRAINING}")
 
 
 def _judge(model: nn.Module, layer: Layer, layers: Sequence[Layer], streams: dict[str, str]) -> Finding:
-    problem = layer.problem or _shared(model, layer) or _depthwise(layer)
-    channel = problem or _norm_problem(model, layer)
-    group = None
+    problem = layer.problem or _shared(model, layer)
+    if not problem and layer.groups == layer.kernels > 1:
+        problem = "depthwise: each kernel only filters one channel; edit the layer before it"
+    channel, group = problem, None
+    if not problem and layer.norm and model.get_submodule(layer.norm).weight is None:
+        channel = f"its norm {layer.norm} has no scale to edit (affine=False)"
     if len(layer.writers) > 1:
         others = [problem for x in layers if x.name in layer.writers and (problem := x.problem or _shared(model, x))]
         group = channel or (others[0] if others else None)
@@ -137,21 +138,6 @@ def _shared(model: nn.Module, layer: Layer) -> str | None:
     weight = model.get_parameter(f"{layer.name}.weight")
     owners = [name for name, p in model.named_parameters(remove_duplicate=False) if p is weight]
     return f"shares its weights with {owners[1]}" if len(owners) > 1 and owners[0] != owners[1] else None
-
-
-def _depthwise(layer: Layer) -> str | None:
-    if layer.groups == layer.kernels > 1:
-        return "depthwise: each kernel only filters one channel; edit the layer before it"
-    return None
-
-
-def _norm_problem(model: nn.Module, layer: Layer) -> str | None:
-    if layer.norm is None:
-        return None  # weight and bias are the channel
-    norm = model.get_submodule(layer.norm)
-    if norm.weight is None:
-        return f"its norm {layer.norm} has no scale to edit (affine=False)"
-    return None
 
 
 def _find_streams(model: nn.Module, shape: tuple[int, int, int], layers: Sequence[Layer]) -> dict[str, str]:

@@ -10,8 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from fedortho.errors import BadSetting, first_line, unknown
+from fedortho.models.predictions import answers_of, evaluating
 from fedortho.models.prepare import prepare_model
 from fedortho.storage.trusted_code import code_of_others, load_function
+
+BUILD = "build=, a function from a seed to a network"
 
 
 class BasicBlock(nn.Module):
@@ -175,10 +178,8 @@ def _own_model(name: str, num_classes: int, channels: int) -> Any:
     factory = load_function(name, "model")
     with code_of_others(f"the function {name} tells no parameters"):  # as some of those written in C
         known = inspect.signature(factory).parameters
-    needed = [
-        p.name for p in known.values() if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    ]
-    if missing := sorted(set(needed) - set(sizes)):
+    by_name = [p for p in known.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if missing := sorted({p.name for p in by_name if p.default is p.empty} - set(sizes)):
         raise BadSetting(f"{name} needs {', '.join(missing)}; a factory may require only {', '.join(sorted(sizes))}")
     with code_of_others(f"the function {name} fails"):
         return factory(**{key: value for key, value in sizes.items() if key in known})
@@ -186,30 +187,22 @@ def _own_model(name: str, num_classes: int, channels: int) -> Any:
 
 def check_output(model: nn.Module, shape: tuple[int, int, int], num_classes: int) -> None:
     """Raise BadSetting for a model that cannot read images of this shape or lacks one output per class."""
-    answers = count_answers(model, shape)
-    if answers != num_classes:
-        raise BadSetting(
-            f"the model gives (1, {answers}) for one image; the data has {num_classes} classes, so (1, {num_classes})"
-        )
+    if (answers := count_answers(model, shape)) != num_classes:
+        expected = f"the data has {num_classes} classes, so (1, {num_classes})"
+        raise BadSetting(f"the model gives (1, {answers}) for one image; {expected}")
 
 
 def count_answers(model: nn.Module, shape: tuple[int, int, int]) -> int:
     """The number of outputs of a classifier; raises BadSetting if it cannot read images of this shape."""
-    was_training = model.training
-    model.eval()
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
     try:
-        with torch.no_grad():
-            device = next((p.device for p in model.parameters()), torch.device("cpu"))
-            answer = model(torch.zeros(1, *shape, device=device))
+        with evaluating(model):
+            return answers_of(model, torch.zeros(1, *shape, device=device)).shape[1]
+    except BadSetting:
+        raise
     except Exception as error:  # code of others may raise anything
         sizes = "x".join(map(str, shape))
         raise BadSetting(f"the model cannot read images of {sizes}: {first_line(error)}") from error
-    finally:
-        model.train(was_training)
-    if not isinstance(answer, Tensor) or answer.dim() != 2 or len(answer) != 1:
-        got = tuple(answer.shape) if isinstance(answer, Tensor) else type(answer).__name__
-        raise BadSetting(f"the model answers one image with {got}, not with a tensor (1, classes)")
-    return answer.shape[1]
 
 
 def reinitialised(model: nn.Module, seed: int) -> nn.Module:
@@ -222,8 +215,6 @@ def reinitialised(model: nn.Module, seed: int) -> nn.Module:
             if callable(reset):
                 reset()
             elif next(module.parameters(recurse=False), None) is not None:
-                raise BadSetting(
-                    f"{name or type(module).__name__} has weights and no reset_parameters(), so no new network can be "
-                    "made of this one; give the engine build=, a function from a seed to a network"
-                )
+                why = f"{name or type(module).__name__} has weights and no reset_parameters()"
+                raise BadSetting(f"{why}, so no new network can be made of this one; give the engine {BUILD}")
     return fresh

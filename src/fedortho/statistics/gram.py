@@ -14,7 +14,8 @@ BATCH = 50  # images; the patches of a 3x3 convolution take nine times the memor
 def gram_sums(model: nn.Module, images: Images, device: torch.device | str = "cpu") -> Observation:
     """Upper triangles of R Rᵀ for each convolution and linear layer, per group of channels."""
     layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.Linear)}
-    sums = {name: _upper(_no_gram(layer)) for name, layer in layers.items()}
+    sizes = {name: (getattr(m, "groups", 1), m.weight[0].numel()) for name, m in layers.items()}
+    sums = {name: torch.zeros(1, n * size * (size + 1) // 2, dtype=torch.float64) for name, (n, size) in sizes.items()}
     with torch.no_grad():
         for inputs, _ in evaluation_batches(images, BATCH, device):
             with capture(model, layers, Tensor.clone, inputs=True) as seen:
@@ -44,11 +45,6 @@ def gram_matrices(sums: Tensor, size: int) -> Tensor:
     matrices[:, first, second] = upper
     matrices[:, second, first] = upper
     return matrices
-
-
-def _no_gram(layer: nn.Conv2d | nn.Linear) -> Tensor:
-    size, groups = layer.weight[0].numel(), layer.groups if isinstance(layer, nn.Conv2d) else 1
-    return torch.zeros(groups, size, size, dtype=torch.float64)
 
 
 def _upper(matrices: Tensor) -> Tensor:

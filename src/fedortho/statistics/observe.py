@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedortho.data.images import Images
+from fedortho.data.images import Images, check_labels
 from fedortho.data.loaders import ImageSource
 from fedortho.errors import BadData
 from fedortho.models.capture import capture
 from fedortho.models.layout import ordered_batches
+from fedortho.models.predictions import evaluating
 from fedortho.models.sites import Site, Structure
 from fedortho.models.split import Split, run_tail, tail_model
 from fedortho.storage.files import PRIVATE, tensors_digest, write_tensors
@@ -148,18 +149,16 @@ class KeptRecord:
 def weighted_difference(forget: Observation, retain: Observation) -> Observation:
     """One client's term in the paper: number of images times (forget mean − retain mean); 0 if it lacks either set."""
     number = forget.images + retain.images if forget.images and retain.images else 0
-    sums = {}
-    for key, value in forget.sums.items():
-        empty = torch.zeros(1, value.shape[1], dtype=torch.float64)
-        sums[key] = number * (forget.mean(key) - retain.mean(key)).unsqueeze(0) if number else empty
+    sums = {key: value.new_zeros(1, value.shape[1]) for key, value in forget.sums.items()}
+    if number:
+        sums = {key: number * (forget.mean(key) - retain.mean(key)).unsqueeze(0) for key in sums}
     return Observation(sums, torch.tensor([number]), forget.model)
 
 
 def key_of(site: Site, tap: str) -> str:
     """Where an observation keeps a site: `conv:features.3`; the tap `stream` of a single layer is its relu."""
-    if site.is_stream:
-        return f"stream:{site.name}"
-    return f"{'relu' if tap == 'stream' else tap}:{site.name}"
+    kind = "stream" if site.is_stream else "relu" if tap == "stream" else tap
+    return f"{kind}:{site.name}"
 
 
 def observe(
@@ -175,23 +174,17 @@ def observe(
     wanted = _modules(taps)
     sums = {key: torch.zeros(classes, kernels, dtype=torch.float64) for key, (_, _, kernels) in wanted.items()}
     counts = torch.zeros(classes, dtype=torch.int64)
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            for inputs, labels in ordered_batches(model, images, device):
-                if len(labels) and int(labels.max()) >= classes:
-                    raise BadData(f"label {int(labels.max())} but {classes} classes are known")
-                with capture(model, _names(wanted), _peak, stop=True) as seen:
-                    model(inputs)
-                peaks = _peaks({module: outputs[-1] for module, outputs in seen.items()}, wanted)
-                for key, peak in peaks.items():
-                    sums[key].index_add_(0, labels.cpu(), peak.cpu().double())
-                counts += torch.bincount(labels.cpu(), minlength=classes)
-                if progress is not None and isinstance(images, Images):
-                    progress(int(counts.sum()), len(images))
-    finally:
-        model.train(was_training)
+    with evaluating(model):
+        for inputs, labels in ordered_batches(model, images, device):
+            check_labels(labels, classes)
+            with capture(model, _names(wanted), _peak, stop=True) as seen:
+                model(inputs)
+            peaks = _peaks({module: outputs[-1] for module, outputs in seen.items()}, wanted)
+            for key, peak in peaks.items():
+                sums[key].index_add_(0, labels.cpu(), peak.cpu().double())
+            counts += torch.bincount(labels.cpu(), minlength=classes)
+            if progress is not None and isinstance(images, Images):
+                progress(int(counts.sum()), len(images))
     return Observation(sums, counts, tensors_digest(model.state_dict()))
 
 
@@ -211,13 +204,12 @@ def _peak(out: Tensor) -> Tensor:
 
 def _modules(taps: Sequence[tuple[Site, str]]) -> dict[str, tuple[str, str, int]]:
     """Of each key the module whose output is read, the kind of tap, and the number of kernels."""
-    wanted: dict[str, tuple[str, str, int]] = {}  # key → module, kind, kernels
+    wanted = {}
     for site, tap in taps:
         key = key_of(site, tap)
         kind, layer = key.partition(":")[0], site.layers[0]
-        at_norm = kind in ("bn", "relu") and layer.norm is not None
-        module = site.name if site.is_stream else (layer.norm or layer.name) if at_norm else layer.name
-        wanted[key] = (module, kind, site.kernels)
+        single = layer.norm if kind in ("bn", "relu") and layer.norm else layer.name
+        wanted[key] = (site.name if site.is_stream else single, kind, site.kernels)
     return wanted
 
 
@@ -226,5 +218,4 @@ def _names(wanted: Mapping[str, tuple[str, str, int]]) -> list[str]:
 
 
 def _peaks(seen: Mapping[str, Tensor], wanted: Mapping[str, tuple[str, str, int]]) -> dict[str, Tensor]:
-    peaks = {key: (seen[module], kind) for key, (module, kind, _) in wanted.items()}
-    return {key: peak.clamp_min(0) if kind == "relu" else peak for key, (peak, kind) in peaks.items()}
+    return {key: seen[at].clamp_min(0) if kind == "relu" else seen[at] for key, (at, kind, _) in wanted.items()}

@@ -54,10 +54,7 @@ def response_sums(
             assert found is not None, "checked before"
             flat = found.flatten(2)  # (n, kernels, positions)
             rows = flat.transpose(0, 1).flatten(1)
-            for what, value in (
-                ("mean", flat.sum(0)),
-                ("second", rows @ rows.T),
-                ("answered", flat.mean(2).T @ shares),
-            ):
+            found_sums = {"mean": flat.sum(0), "second": rows @ rows.T, "answered": flat.mean(2).T @ shares}
+            for what, value in found_sums.items():
                 sums[f"{name}:{what}"] += value.cpu().double().flatten()
     return Observation(sums, torch.tensor([len(images)]))

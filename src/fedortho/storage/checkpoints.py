@@ -24,28 +24,25 @@ ODD = ("meta", "quantized", "nested")  # kinds of tensors that are not read
 def read_weights(path: Path) -> dict[str, Tensor]:
     """The state dict in a safetensors file, or in a file of torch.save that holds tensors and plain values only."""
     if not path.is_file():
-        what = "is a directory" if path.is_dir() else "does not exist"
-        raise BadCheckpoint(f"{path} {what}; give a file of weights")
+        raise BadCheckpoint(f"{path} {'is a directory' if path.is_dir() else 'does not exist'}; give a file of weights")
     if path.suffix == ".safetensors":
         return plain_weights(read_tensors(path)[0], path)
     try:
-        _refuse_packed(path)
+        with suppress(zipfile.BadZipFile), zipfile.ZipFile(path) as archive:  # old files are no archives
+            if sum(info.file_size for info in archive.infolist()) > path.stat().st_size:  # torch.save packs nothing
+                raise BadCheckpoint(f"{path} is packed and would grow when it is read; write it with torch.save")
         value = torch.load(path, map_location="cpu", weights_only=True)
     except BadCheckpoint:
         raise
     except Exception as error:  # torch raises many types here, with one meaning for the user
-        raise BadCheckpoint(
-            f"{path} is not a plain state dict; files that could run code are never loaded; "
-            "save it with safetensors, or torch.save(model.state_dict(), FILE)"
-        ) from error
+        advice = "files that could run code are never loaded; save safetensors, or torch.save(model.state_dict(), FILE)"
+        raise BadCheckpoint(f"{path} is not a plain state dict; {advice}") from error
     while isinstance(value, dict) and (inner := [key for key in NESTED if isinstance(value.get(key), dict)]):
         value = value[inner[0]]
     if not isinstance(value, dict) or not value or not all(isinstance(t, Tensor) for t in value.values()):
         keys = f" under the keys {', '.join(map(str, value))[:200]}" if isinstance(value, dict) else ""
-        raise BadCheckpoint(
-            f"{path} is not a state dict: it has a {type(value).__name__}{keys}; expected names and tensors, at the "
-            f"top or under {', '.join(NESTED)}"
-        )
+        expected = f"expected names and tensors, at the top or under {', '.join(NESTED)}"
+        raise BadCheckpoint(f"{path} is not a state dict: it has a {type(value).__name__}{keys}; {expected}")
     return plain_weights({str(name): tensor for name, tensor in value.items()}, path)
 
 
@@ -60,13 +57,6 @@ def plain_weights(weights: Shapes, source: Path) -> dict[str, Tensor]:
         if odd:
             raise BadCheckpoint(f"{source}: {name[:80]} is {odd[0]}; expected a dense tensor of real numbers")
     return dict(weights)
-
-
-def _refuse_packed(path: Path) -> None:
-    """Refuse an archive that would grow when it is read: torch.save packs nothing."""
-    with suppress(zipfile.BadZipFile), zipfile.ZipFile(path) as archive:  # old files of torch.save are no archives
-        if sum(info.file_size for info in archive.infolist()) > path.stat().st_size:
-            raise BadCheckpoint(f"{path} is packed and would grow when it is read; write it with torch.save")
 
 
 def fitted_weights(model: nn.Module, weights: Shapes, source: Path) -> dict[str, Tensor]:
@@ -120,14 +110,11 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], source: Path) -> 
     shapes = [name for name in mine if name in weights and mine[name].shape != weights[name].shape]
     if missing or extra or shapes:
         both = [f"{n} ({_shape(weights[n])}, not {_shape(mine[n])})" for n in shapes]
-        parts = [("lacks", missing), ("has unknown", extra), ("has other shapes for", both)]
-        differences = "; ".join(
-            f"{what} {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
-            for what, names in parts
-            if names
-        )
+        parts = {"lacks": missing, "has unknown": extra, "has other shapes for": both}
+        more = {what: f" and {len(names) - 3} more" * (len(names) > 3) for what, names in parts.items()}
+        differences = [f"{what} {', '.join(names[:3])}{more[what]}" for what, names in parts.items() if names]
         cause = _likely_cause(mine, weights, missing, extra, shapes)
-        raise BadCheckpoint(f"{source} does not fit the model: it {differences}; likely cause: {cause}")
+        raise BadCheckpoint(f"{source} does not fit the model: it {'; '.join(differences)}; likely cause: {cause}")
     model.load_state_dict(weights)
 
 
@@ -143,10 +130,8 @@ def _likely_cause(mine: Shapes, weights: Shapes, missing: list[str], extra: list
             return f"{whose} names begin with {longer[0].removesuffix(others[0])!r}; rename the tensors"
     classifiers = {([n for n in each if each[n].dim() == 2] or [""])[-1].rpartition(".")[0] for each in (mine, weights)}
     if all(name.rpartition(".")[0] in classifiers for name in [*missing, *extra, *shapes]):
-        last = shapes[-1] if shapes else ""
-        sizes = [_shape(each[last]) for each in (weights, mine)] if last else []
-        numbers = [size.partition("x")[0] for size in sizes]
-        classes = f"{numbers[0]} classes, the model {numbers[1]}" if last else "another name"
+        rows = [_shape(each[shapes[-1]]).partition("x")[0] for each in (weights, mine)] if shapes else []
+        classes = f"{rows[0]} classes, the model {rows[1]}" if rows else "another name"
         return f"another classifier: the file's has {classes}"
     if not missing and not extra:
         return "the same architecture with another width, or for images with another number of channels"

@@ -4,13 +4,12 @@ journal.jsonl   one JSON line per entry
 journal.head    number and hash of the last entry; during an append also the hash announced for the new entry
 journal.torn    incomplete lines that crashes left behind
 
-The chain shows any change, removal, insertion or reordering of entries; the head shows that the last entries were
-removed. Every event of a request is in the journal of the directory that holds the run it was received for, wherever
-the new run was written (`--out`); an undo is received for the run that it undoes.
+The chain shows any change, removal, insertion or reordering of entries; the head shows that the last were removed.
+Every event of a request is in the journal of the directory that holds the run it was received for, wherever the new
+run was written (`--out`); an undo is received for the run that it undoes.
 
-This protects against accidents and against an edit of the journal alone. Whoever can rewrite both files can recompute
-all hashes from any entry on, or remove the last entries and reset the head, and nothing here would show it. So publish
-the head from time to time (`evidence/published_head.py`): a journal that no longer contains it was rewritten or cut.
+Whoever can rewrite both files can recompute all hashes from any entry on, or cut the journal and reset the head. So
+publish the head from time to time (`evidence/published_head.py`): a journal that no longer has it was rewritten or cut.
 
 Lines of schema 3 chain two digests, that of the entry before and that of the entry's body. A bundle can so prove that
 its lines belong to the chain and show of other entries only the digest of the body, which a salt makes unguessable.
@@ -23,7 +22,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -171,32 +170,25 @@ def check_journal(directory: Path, noted: Head | str = "") -> Journal:
     `noted` is a head that was published earlier, or its hash: the entry must still be there.
     """
     number, known = (noted.number, noted.hash) if isinstance(noted, Head) else (0, noted)
-    if not (directory / "journal.jsonl").exists() and not (directory / "journal.head").exists():
-        raise BadJournal(_nothing(directory, number))
-    path, journal = directory / "journal.jsonl", read_journal(directory)
+    path = directory / "journal.jsonl"
+    if not path.exists() and not (directory / "journal.head").exists():
+        why = "; give the directory that holds the runs"
+        if number:
+            why = f", but its entry {number} was published: it was removed"
+        elif served := served_beside(directory):
+            some = f", but runs there have served requests ({', '.join(served[:5])})"
+            why = f"{some}: it was removed, or it is in the directory of the run that they were derived from"
+        raise BadJournal(f"there is no journal in {directory}{why}")
+    journal = read_journal(directory)
+    entries = f"{len(journal.entries)} entries"
     if number > len(journal.entries):
-        raise BadJournal(
-            f"{path} has {len(journal.entries)} entries, but entry {number} was published: the last were removed"
-        )
+        raise BadJournal(f"{path} has {entries}, but entry {number} was published: the last were removed")
     if number and journal.entries[number - 1].hash != known:
         raise BadJournal(f"{path}: entry {number} is not the published one: it or one before it was rewritten")
     if known and not number and known not in {entry.hash for entry in journal.entries}:
-        raise BadJournal(
-            f"{path}: none of its {len(journal.entries)} entries has the noted hash {known[:16]}: the journal was "
-            "rewritten or cut, or the hash is of another one"
-        )
+        why = "the journal was rewritten or cut, or the hash is of another one"
+        raise BadJournal(f"{path}: none of its {entries} has the noted hash {known[:16]}: {why}")
     return journal
-
-
-def _nothing(directory: Path, published: int) -> str:
-    if published:
-        return f"there is no journal in {directory}, but its entry {published} was published: it was removed"
-    if served := served_beside(directory):
-        return (
-            f"there is no journal in {directory}, but runs there have served requests ({', '.join(served[:5])}): it "
-            "was removed, or it is in the directory of the run that they were derived from"
-        )
-    return f"there is no journal in {directory}; give the directory that holds the runs"
 
 
 def served_beside(directory: Path) -> list[str]:
@@ -242,9 +234,8 @@ def parse_entry(line: bytes) -> JournalEntry:
         raise ValueError("its hash does not match its text")
     schema = value.setdefault("schema", 1)
     if type(schema) is not int or schema > SCHEMA:
-        raise BadJournal(
-            f"a journal entry has schema {schema!r}; expected 1 to {SCHEMA}; read it with a newer fedortho"
-        )
+        expected = f"expected 1 to {SCHEMA}; read it with a newer fedortho"
+        raise BadJournal(f"a journal entry has schema {schema!r}; {expected}")
     try:
         return from_json(JournalEntry, value, "it")
     except BadRecord as error:
@@ -286,57 +277,48 @@ def _examine(path: Path, text: bytes, head: Head) -> Journal:
             raise BadJournal(f"{path}: entry {number} does not follow from entry {number - 1}: one was changed")
         hashed, line_digest = entry.hash, _digest(line.decode())
         entries.append(entry)
-    _compare(path, entries, head)
+    if len(entries) < head.number:
+        raise BadJournal(f"{path}: entry {len(entries) + 1} is missing: the head names {head.number} entries")
+    if head.number and entries[head.number - 1].hash != head.hash:
+        raise BadJournal(f"{path}: entry {head.number} was changed: the head has another hash of it")
+    for entry in entries[head.number :]:  # the head's entry is the last, or one further that was announced
+        if entry.number > head.number + 1 or entry.hash != head.announced:
+            raise BadJournal(f"{path}: entry {entry.number} was inserted: the head ends at entry {head.number}")
     if rest and not (head.announced and len(entries) == head.number):
         raise BadJournal(f"{path}: entry {len(entries) + 1} is an incomplete line, and no append was under way")
     return Journal(tuple(entries), head, rest)
 
 
-def _compare(path: Path, entries: list[JournalEntry], head: Head) -> None:
-    """Refuse a chain that does not end at the head's entry, or one further if that one was announced."""
-    if len(entries) < head.number:
-        raise BadJournal(f"{path}: entry {len(entries) + 1} is missing: the head names {head.number} entries")
-    if head.number and entries[head.number - 1].hash != head.hash:
-        raise BadJournal(f"{path}: entry {head.number} was changed: the head has another hash of it")
-    for entry in entries[head.number :]:
-        if entry.number > head.number + 1 or entry.hash != head.announced:
-            raise BadJournal(f"{path}: entry {entry.number} was inserted: the head ends at entry {head.number}")
-
-
 def _recover(directory: Path, journal: Journal) -> Journal:
     """Move an incomplete last line to journal.torn, so that the next entry begins a new line."""
+    path, number = directory / "journal.jsonl", journal.last.number
     if journal.torn:
-        path = directory / "journal.jsonl"
         _append(directory / "journal.torn", journal.torn.rstrip(b"\n") + b"\n")
         os.truncate(path, path.stat().st_size - len(journal.torn))
-        logger.warning(
-            "%s ended in an incomplete line after entry %d; moved to journal.torn", path, len(journal.entries)
-        )
-    elif journal.last.number > journal.head.number:
-        logger.info("entry %d was written just before a crash; the head is updated", journal.last.number)
+        logger.warning("%s ended in an incomplete line after entry %d; moved to journal.torn", path, number)
+    elif number > journal.head.number:
+        logger.info("entry %d was written just before a crash; the head is updated", number)
     return replace(journal, torn=b"")
 
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Exclude other writers; the lock file is beside the journal, so it works for any temporary directory."""
+    """Exclude other writers, however long they take; the lock is beside the journal, whatever FEDORTHO_STATE is."""
+    started, lock = time.monotonic(), FileLock(directory / ".journal.lock")
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with _waited_for(directory):
+        while not lock.is_locked:
+            try:
+                lock.acquire(timeout=NOTICE)
+            except Timeout:
+                seconds = time.monotonic() - started
+                logger.warning("waiting for the journal in %s, which others write: %.0f s so far", directory, seconds)
+        try:
             yield
+        finally:
+            lock.release()
     except OSError as error:
         raise BadJournal(f"the journal in {directory} cannot be written: {error.strerror or error}") from error
-
-
-def _waited_for(directory: Path) -> AbstractContextManager[object]:
-    """The lock of a journal, as soon as other writers leave it; a wait is told of and has no end."""
-    started = time.monotonic()
-    while True:
-        try:
-            return FileLock(directory / ".journal.lock").acquire(timeout=NOTICE)
-        except Timeout:
-            seconds = time.monotonic() - started
-            logger.warning("waiting for the journal in %s, which others write, for %.0f s so far", directory, seconds)
 
 
 def _append(path: Path, text: bytes) -> None:

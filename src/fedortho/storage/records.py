@@ -74,19 +74,13 @@ def _record(kind: type[R], value: Any, source: str, at: str) -> R:
         raise BadRecord(f"{place} is {_short(value)}; expected a mapping of {kind.__name__}")
     value = _current(kind, value, place)
     keys = {kebab(name): (name, wanted) for name, wanted in field_types(kind).items()}
-    required = {kebab(field.name) for field in dataclasses.fields(kind) if _is_required(field)}  # type: ignore[arg-type]  # R is a dataclass
-    if missing := sorted(required - value.keys()):
+    required = [f for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING]  # type: ignore[arg-type]  # R is a dataclass
+    if missing := sorted({kebab(field.name) for field in required} - value.keys()):
         raise BadRecord(f"{place} lacks {', '.join(missing)}")
     if extra := sorted(str(key) for key in value.keys() - keys.keys()):
         raise BadRecord(f"{place} has unknown keys: {', '.join(extra)}; expected {', '.join(sorted(keys))}")
-    given = {
-        keys[key][0]: _value(keys[key][1], each, source, f"{at}.{key}" if at else key) for key, each in value.items()
-    }
-    return kind(**given)
-
-
-def _is_required(field: dataclasses.Field[Any]) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    inner = f"{at}." if at else ""
+    return kind(**{keys[key][0]: _value(keys[key][1], each, source, inner + key) for key, each in value.items()})
 
 
 def _schema_of(kind: type[Any]) -> int | None:
@@ -136,16 +130,10 @@ def _value(wanted: Any, value: Any, source: str, at: str) -> Any:
             each = [_value(k, v, source, f"{at}[{n}]") for n, (k, v) in enumerate(zip(kinds, value, strict=True))]
             return each if origin is list else tuple(each)
     if origin in (Mapping, dict) and isinstance(value, dict):
-        return {_key(inner[0], key, source, at): _value(inner[1], v, source, f"{at}.{key}") for key, v in value.items()}
+        if inner[0] is int and (odd := [key for key in value if not key.isdecimal() or len(key) > 18]):
+            raise BadRecord(f"{source}: {at} has the key {odd[0][:40]!r}; expected whole numbers")
+        return {inner[0](key): _value(inner[1], v, source, f"{at}.{key}") for key, v in value.items()}
     raise BadRecord(f"{source}: {at} is {_short(value)}; expected {_named(wanted)}")
-
-
-def _key(wanted: Any, key: str, source: str, at: str) -> Any:
-    if wanted is int:
-        if not key.isdecimal() or len(key) > 18:
-            raise BadRecord(f"{source}: {at} has the key {key[:40]!r}; expected whole numbers")
-        return int(key)
-    return key
 
 
 def _one_of(kinds: Sequence[Any], value: Any, source: str, at: str) -> Any:

@@ -1,17 +1,71 @@
-"""Settings: flat frozen dataclasses of scalars, read from TOML and flags; an unknown key is refused by name."""
+"""Settings: flat frozen dataclasses of scalars, read from TOML and flags; an unknown key is refused by name.
+
+The `Annotated` type of a field has its help text, and a `Range` or the words that it may be.
+"""
 
 import dataclasses
 import math
 import tomllib
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 from fedortho.errors import BadSetting, first_line, unknown
 from fedortho.storage.files import read_limited
 
 S = TypeVar("S")
 MOST_TOML = 1 << 20  # bytes of a settings file
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """The numbers that a setting may be; `ends` says, as intervals do, whether the two ends are among them.
+
+    >>> print(Range(0, 1, "(]"), 0 in Range(0, 1, "(]"))
+    above 0 and at most 1 False
+    """
+
+    low: float = 0
+    high: float = math.inf
+    ends: str = "[]"
+
+    def __contains__(self, value: float) -> bool:
+        above = value >= self.low if self.ends[0] == "[" else value > self.low
+        return above and (value <= self.high if self.ends[1] == "]" else value < self.high)
+
+    def __str__(self) -> str:
+        low = f"{'at least' if self.ends[0] == '[' else 'above'} {self.low:g}"
+        high = f" and {'at most' if self.ends[1] == ']' else 'below'} {self.high:g}"
+        return low + high * (self.high < math.inf)
+
+
+Count = Annotated[int, Range()]
+Number = Annotated[int, Range(1)]
+Seed = Annotated[int, Range(0, 2**63, "[)")]
+Weight = Annotated[float, Range()]
+Positive = Annotated[float, Range(ends="(]")]
+Share = Annotated[float, Range(0, 1)]
+SomeShare = Annotated[float, Range(0, 1, "(]")]
+
+
+def check_settings(settings: Any) -> None:
+    """Refuse numbers outside their range, numbers that are not finite, and words that are none of those allowed."""
+    for name, notes in _notes(type(settings)).items():
+        value = getattr(settings, name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise BadSetting(f"{kebab(name)} must be a finite number, not {value}")
+        for allowed in notes:
+            if not isinstance(allowed, str) and value not in allowed:
+                wrong = BadSetting(f"{kebab(name)} must be {allowed}, not {value}")
+                raise wrong if isinstance(allowed, Range) else unknown(kebab(name), value, allowed)
+
+
+@cache
+def _notes(kind: type[Any]) -> dict[str, tuple[Any, ...]]:
+    """What the `Annotated` type of each field has beside the type."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {field.name: getattr(hints[field.name], "__metadata__", ()) for field in dataclasses.fields(kind)}
 
 
 def kebab(name: str) -> str:
@@ -31,8 +85,7 @@ def field_types(kind: type[Any]) -> dict[str, type[Any]]:
 
 def field_help(kind: type[Any]) -> dict[str, str]:
     """The help text of each field, from its `Annotated` type."""
-    hints = get_type_hints(kind, include_extras=True)
-    return {field.name: " ".join(getattr(hints[field.name], "__metadata__", ())) for field in dataclasses.fields(kind)}
+    return {name: " ".join(note for note in notes if isinstance(note, str)) for name, notes in _notes(kind).items()}
 
 
 def make_settings(kind: type[S], *sources: Mapping[str, Any]) -> S:

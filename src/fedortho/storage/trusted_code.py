@@ -66,10 +66,9 @@ def check_trusted(source: object, *names: str) -> None:
         if not file or name in allowed or known.get(name) == file:
             continue
         if "all" not in allowed:
-            raise FedOrthoError(
-                f"{source} names {name}, which would run code of {file}; if you trust that file, add --trust-code "
-                f"to a command with {source} (in Python: open_run(…, trust_code=True)); it is then remembered"
-            )
+            how = f"add --trust-code to a command with {source} (in Python: open_run(…, trust_code=True))"
+            what = f"{source} names {name}, which would run code of {file}"
+            raise FedOrthoError(f"{what}; if you trust that file, {how}; it is then remembered")
         remember_code(name)
 
 

@@ -56,11 +56,9 @@ class LowRank(nn.Module):
         super().__init__()
         inputs = weight[0].numel()
         rank = min(adapters.rank, inputs, len(weight))
-        bound = 1 / math.sqrt(inputs)
         draw = torch.rand(rank, inputs, generator=torch.Generator().manual_seed(seed))
-        self.down = nn.Parameter((2 * draw - 1) * bound)
-        self.up = nn.Parameter(torch.zeros(len(weight), rank))
-        self.scale = adapters.scale
+        self.down = nn.Parameter((2 * draw - 1) * (1 / math.sqrt(inputs)))
+        self.up, self.scale = nn.Parameter(torch.zeros(len(weight), rank)), adapters.scale
 
     def forward(self, weight: Tensor) -> Tensor:
         return weight + self.scale * (self.up @ self.down).view(weight.shape)

@@ -1,6 +1,6 @@
 """Batches for training: which rows make up each step of an epoch, and their augmented images and labels."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -10,6 +10,7 @@ from fedortho.devices import to_device
 from fedortho.training.augmentation import Augment
 from fedortho.training.objectives import FitOptions, Rows, TrainingSet
 
+NO_ROWS = torch.zeros(0, dtype=torch.int64)
 SMALLEST_BATCH = 8  # fewer left-over images join the step before: batch norm over two or three makes gradients explode
 
 
@@ -49,9 +50,6 @@ def _mixed(training_sets: Sequence[TrainingSet], batch_size: int, seed: int, epo
     ]
 
 
-NO_ROWS = torch.zeros(0, dtype=torch.int64)
-
-
 def _each(training_sets: Sequence[TrainingSet], batch_size: int, seed: int, epoch: int) -> list[list[Tensor]]:
     """The shuffled batches of each training set; an empty set has none."""
     first = step_seed(seed, epoch, 0)
@@ -81,7 +79,6 @@ def _turns(training_sets: Sequence[TrainingSet], batch_size: int, seed: int, epo
     return steps
 
 
-_ORDERS: Mapping[str, Callable[[Sequence[TrainingSet], int, int, int], list[Rows]]]
 _ORDERS = {"mixed": _mixed, "paired": _paired, "turns": _turns}
 
 

@@ -19,20 +19,14 @@ ORDERS = ("mixed", "paired", "turns")  # of batches from several training sets; 
 BATCH_NORM = ("train", "trainable", "frozen")
 
 
-def _sgd(weights: Iterable[nn.Parameter], recipe: Recipe, fused: bool) -> torch.optim.Optimizer:
-    return torch.optim.SGD(weights, recipe.lr, recipe.momentum, weight_decay=recipe.weight_decay, fused=fused)
-
-
-def _muon(weights: Iterable[nn.Parameter], recipe: Recipe, fused: bool) -> torch.optim.Optimizer:
-    momentum, decay = recipe.momentum, recipe.weight_decay
-    return Muon(weights, recipe.lr, momentum, weight_decay=decay, nesterov=momentum > 0, fused=fused)
-
-
-def _adam(weights: Iterable[nn.Parameter], recipe: Recipe, fused: bool) -> torch.optim.Optimizer:
-    return torch.optim.Adam(weights, lr=recipe.lr, weight_decay=recipe.weight_decay, fused=fused)
-
-
-OPTIMISERS = {"sgd": _sgd, "adam": _adam, "muon": _muon}
+Weights = Iterable[nn.Parameter]
+OPTIMISERS: Mapping[str, Callable[[Weights, Recipe, bool], torch.optim.Optimizer]] = {  # weights, recipe, fused
+    "sgd": lambda w, r, fused: torch.optim.SGD(w, r.lr, r.momentum, weight_decay=r.weight_decay, fused=fused),
+    "adam": lambda w, r, fused: torch.optim.Adam(w, lr=r.lr, weight_decay=r.weight_decay, fused=fused),
+    "muon": lambda w, r, fused: Muon(
+        w, r.lr, r.momentum, weight_decay=r.weight_decay, nesterov=r.momentum > 0, fused=fused
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -99,10 +93,9 @@ def check_training_sets(model: nn.Module, training_sets: Sequence[TrainingSet], 
         raise BadData("there are no images to train on")
     for training_set in training_sets:
         check_labels(training_set.images.labels, count_answers(model, training_set.images.shape))
-    if deep := next((name for name, weight in model.named_parameters() if weight.dim() > 4), None):
-        raise BadSetting(
-            f"{deep} has {model.get_parameter(deep).dim()} dimensions; only networks for 2d images are trained"
-        )
+    for name, weight in model.named_parameters():
+        if weight.dim() > 4:
+            raise BadSetting(f"{name} has {weight.dim()} dimensions; only networks for 2d images are trained")
     if min(batch_size, number) == 1 and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
         if number == 1:
             raise BadData("there is only one image to train on, and batch norm needs two; give more images")
@@ -110,11 +103,7 @@ def check_training_sets(model: nn.Module, training_sets: Sequence[TrainingSet], 
 
 
 Rows = list[Tensor]  # rows of one step, one tensor per training set; some may be empty
-Objective = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
-
-
-def _cross_entropy(outputs: Tensor, labels: Tensor, teacher_outputs: Tensor | None, temperature: float) -> Tensor:
-    return functional.cross_entropy(outputs, labels)
+Objective = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]  # outputs, labels, teacher's outputs, temperature
 
 
 def _imitate(outputs: Tensor, labels: Tensor, teacher_outputs: Tensor | None, temperature: float) -> Tensor:
@@ -124,14 +113,10 @@ def _imitate(outputs: Tensor, labels: Tensor, teacher_outputs: Tensor | None, te
     return functional.kl_div(student, functional.softmax(teacher_outputs / temperature, 1), reduction="batchmean")
 
 
-def _imitate_elements(outputs: Tensor, labels: Tensor, teacher_outputs: Tensor | None, temperature: float) -> Tensor:
-    return _imitate(outputs, labels, teacher_outputs, temperature) / outputs.shape[1]
-
-
 OBJECTIVES: Mapping[str, Objective] = {
-    "cross-entropy": _cross_entropy,
+    "cross-entropy": lambda outputs, labels, _, __: functional.cross_entropy(outputs, labels),
     "imitate": _imitate,  # mean over images of the divergence
-    "imitate-elements": _imitate_elements,  # mean over images and classes
+    "imitate-elements": lambda outputs, *rest: _imitate(outputs, *rest) / outputs.shape[1],  # over classes too
 }
 
 
@@ -156,23 +141,22 @@ def step_loss(
     teachers: Mapping[str, nn.Module],
 ) -> Tensor:
     """Σ weight · share · mean loss over training sets; the share of the step's images, or 1 if sets are paired."""
-    objective, start, total = OBJECTIVES[options.objective], 0, None
-    for training_set, own in zip(training_sets, rows, strict=True):
+    start, total = 0, None
+    for target, own in zip((each.target for each in training_sets), rows, strict=True):
         if not len(own):
             continue
         part = slice(start, start + len(own))
         start += len(own)
         teacher_outputs = None
-        if training_set.target.teacher:
+        if target.teacher:
             with torch.no_grad():
-                teacher_outputs = teachers[training_set.target.teacher](inputs[part]).float()
-        loss = objective(outputs[part], labels[part], teacher_outputs, options.temperature)
+                teacher_outputs = teachers[target.teacher](inputs[part]).float()
+        loss = OBJECTIVES[options.objective](outputs[part], labels[part], teacher_outputs, options.temperature)
         share = 1.0 if options.order == "paired" else len(own) / len(inputs)
-        if training_set.target.weight * share != 1.0:
-            loss = loss * (training_set.target.weight * share)
-        if training_set.target.label_weight:
-            label_loss = functional.cross_entropy(outputs[part], labels[part])
-            loss = loss + training_set.target.label_weight * share * label_loss
+        if target.weight * share != 1.0:
+            loss = loss * (target.weight * share)
+        if target.label_weight:
+            loss = loss + target.label_weight * share * functional.cross_entropy(outputs[part], labels[part])
         total = loss if total is None else total + loss
     assert total is not None, "every step has images"
     return total

@@ -64,14 +64,12 @@ def ortho_layers(
     chosen = select_layers(trace_layers(model, shape), recipe.ortho_layers)
     if unused := [layer.name for layer in chosen if layer.stage < 0]:
         raise BadSetting(f"no forward pass reaches {', '.join(unused)}; choose other ortho-layers")
-    computed = [layer.name for layer in chosen if not isinstance(_conv(model, layer.name).weight, nn.Parameter)]
-    if computed:
+    if computed := [x.name for x in chosen if not isinstance(_conv(model, x.name).weight, nn.Parameter)]:
         raise BadSetting(f"the weights of {', '.join(computed)} are computed (such as by weight norm); choose others")
-    if recipe.tall == "skip":
-        chosen = [layer for layer in chosen if not layer.is_tall]
-        if not chosen:
-            raise BadSetting(f"tall = skip leaves none of the layers {recipe.ortho_layers!r}; choose others")
-    return chosen
+    left = [layer for layer in chosen if recipe.tall != "skip" or not layer.is_tall]
+    if not left:
+        raise BadSetting(f"tall = skip leaves none of the layers {recipe.ortho_layers!r}; choose others")
+    return left
 
 
 def _conv(model: nn.Module, name: str) -> nn.Conv2d:

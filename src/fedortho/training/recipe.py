@@ -5,66 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
-from fedortho.errors import BadSetting, unknown
-from fedortho.storage.settings import kebab
+from fedortho.errors import BadSetting
+from fedortho.storage.settings import Count, Number, Seed, Share, Weight, check_settings
 from fedortho.training.orthogonality import TALL
 
-PRECISIONS = ("float32", "bfloat16")
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Hyper-parameters of training; every field is a number or a string, as TOML, flags and run configs need."""
-
-    epochs: Annotated[int, "passes over the training images"] = 6
-    batch_size: Annotated[int, "images per step"] = 64
-    lr: Annotated[float, "learning rate at the start"] = 0.05
-    schedule: Annotated[
-        str, "cosine or linear to 0, triangle, steps at the milestones, geometric (by gamma each epoch), constant"
-    ] = "cosine"
-    milestones: Annotated[str, "epochs after which the schedule steps multiplies lr by gamma"] = "30,60"
-    gamma: Annotated[float, "factor of the schedules steps and geometric (the paper: 0.1, and 0.998 a round)"] = 0.1
-    warmup: Annotated[float, "epochs over which lr rises from 0"] = 0.0
-    momentum: Annotated[float, "momentum of SGD"] = 0.9
-    weight_decay: Annotated[float, "weight decay"] = 5e-4
-    crop: Annotated[int, "pixels of padding before a random crop; 0: none"] = 2
-    flip: Annotated[float, "probability of a left-right flip"] = 0.5
-    erase: Annotated[float, "probability of erasing a rectangle"] = 0.0
-    ortho: Annotated[float, "weight of the orthogonality penalty; 0: off"] = 0.1
-    ortho_layers: Annotated[str, "its layers: shallow, mid, deep, all, names, patterns, re:EXPRESSION"] = "deep"
-    ortho_every: Annotated[int, "apply it at every n-th step with n times the weight; 1: at each step"] = 4
-    tall: Annotated[str, "layers with more kernels than inputs: columns or rows (one step, two values), or skip"] = (
-        "columns"
-    )
-    align: Annotated[float, "weight of the distance to the received model, where there is one"] = 0.1
-    align_layers: Annotated[str, "the layers of ortho-layers (ortho) or all weights (all)"] = "ortho"
-    precision: Annotated[str, "float32, or bfloat16 for mixed precision"] = "float32"
-    seed: Annotated[int, "seed of the weights, the batch order and the augmentation"] = 0
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if isinstance(value, float) and not math.isfinite(value):
-                raise BadSetting(f"{kebab(name)} must be a finite number, not {value}")
-        if self.seed >= 2**63:
-            raise BadSetting(f"seed must be below 2**63, not {self.seed}")
-        for name in ("epochs", "lr", "warmup", "weight_decay", "gamma", "ortho", "align", "crop", "seed"):
-            if getattr(self, name) < 0:
-                raise BadSetting(f"{kebab(name)} must not be negative, not {getattr(self, name)}")
-        for name in ("batch_size", "ortho_every"):
-            if getattr(self, name) < 1:
-                raise BadSetting(f"{kebab(name)} must be at least 1, not {getattr(self, name)}")
-        for name in ("momentum", "flip", "erase"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise BadSetting(f"{kebab(name)} must be between 0 and 1, not {getattr(self, name)}")
-        for name, choices in (("schedule", SCHEDULES), ("tall", TALL), ("precision", PRECISIONS)):
-            if getattr(self, name) not in choices:
-                raise unknown(name, getattr(self, name), choices)
-        if self.align_layers not in ("ortho", "all"):
-            raise unknown("align-layers", self.align_layers, ("ortho", "all"))
-        _milestones(self)
-
-
-SCHEDULES: dict[str, Callable[[Recipe, float], float]] = {  # factor of lr after so many epochs
+SCHEDULES: dict[str, Callable[["Recipe", float], float]] = {  # factor of lr after so many epochs
     "cosine": lambda recipe, clock: 0.5 * (1 + math.cos(math.pi * min(clock / max(recipe.epochs, 1e-9), 1.0))),
     "linear": lambda recipe, clock: max(1 - clock / max(recipe.epochs, 1e-9), 0.0),
     "steps": lambda recipe, clock: float(recipe.gamma ** sum(clock >= epoch for epoch in _milestones(recipe))),
@@ -72,6 +17,40 @@ SCHEDULES: dict[str, Callable[[Recipe, float], float]] = {  # factor of lr after
     "triangle": lambda recipe, clock: _triangle(math.floor(clock) + 1, recipe.epochs),
     "constant": lambda recipe, clock: 1.0,
 }
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Hyper-parameters of training; every field is a number or a string, as TOML, flags and run configs need."""
+
+    epochs: Annotated[Count, "passes over the training images"] = 6
+    batch_size: Annotated[Number, "images per step"] = 64
+    lr: Annotated[Weight, "learning rate at the start"] = 0.05
+    schedule: Annotated[
+        str, SCHEDULES, "cosine or linear to 0, triangle, steps at milestones, geometric (gamma each epoch), constant"
+    ] = "cosine"
+    milestones: Annotated[str, "epochs after which the schedule steps multiplies lr by gamma"] = "30,60"
+    gamma: Annotated[Weight, "factor of the schedules steps and geometric (the paper: 0.1, and 0.998 a round)"] = 0.1
+    warmup: Annotated[Weight, "epochs over which lr rises from 0"] = 0.0
+    momentum: Annotated[Share, "momentum of SGD"] = 0.9
+    weight_decay: Annotated[Weight, "weight decay"] = 5e-4
+    crop: Annotated[Count, "pixels of padding before a random crop; 0: none"] = 2
+    flip: Annotated[Share, "probability of a left-right flip"] = 0.5
+    erase: Annotated[Share, "probability of erasing a rectangle"] = 0.0
+    ortho: Annotated[Weight, "weight of the orthogonality penalty; 0: off"] = 0.1
+    ortho_layers: Annotated[str, "its layers: shallow, mid, deep, all, names, patterns, re:EXPRESSION"] = "deep"
+    ortho_every: Annotated[Number, "apply it at every n-th step with n times the weight; 1: at each step"] = 4
+    tall: Annotated[
+        str, TALL, "layers with more kernels than inputs: columns or rows (one step, two values), or skip"
+    ] = "columns"
+    align: Annotated[Weight, "weight of the distance to the received model, where there is one"] = 0.1
+    align_layers: Annotated[str, ("ortho", "all"), "the layers of ortho-layers (ortho) or all weights (all)"] = "ortho"
+    precision: Annotated[str, ("float32", "bfloat16"), "float32, or bfloat16 for mixed precision"] = "float32"
+    seed: Annotated[Seed, "seed of the weights, the batch order and the augmentation"] = 0
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        _milestones(self)
 
 
 def _triangle(epoch: int, epochs: int) -> float:

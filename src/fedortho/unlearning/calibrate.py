@@ -78,41 +78,21 @@ def calibrate(
     """The chosen trial and all that were made; `Refused` if target and budget cannot both hold.
 
     Where a scrub may finish what pruning leaves, the first edit that does is taken; see `_prune_and_scrub`. Otherwise
-    the smallest ratio that reaches the target, or the `largest` within the budget, is searched from `start` outwards.
-    If the largest misses the target, smaller ratios in growing steps are scrubbed, then the unpruned network.
+    it is the smallest ratio that reaches the target, or the `largest` within the budget; see `_prune`.
     """
     trials = _Trials(runner, edit)
     may_scrub = may_scrub and runner.classifier is not None
     if may_scrub and not largest:
         chosen = _prune_and_scrub(trials, ratios, start, least_retain)
-        if chosen is not None:
-            return chosen, trials.all
-        raise _refusal(trials.all, least_retain)
-    if runner.is_parallel and ratios and not largest:  # in a federation the first edit that does is taken
-        trial = trials[ratios[start], 0.0]
-        if trial.reaches and trial.keeps(least_retain):
-            return trial, trials.all
-    if largest:
-        found = trials.first(ratios, start, lambda trial: not trial.keeps(least_retain))
-        place = len(ratios) - 1 if found is None else found - 1
     else:
-        found = trials.first(ratios, start, lambda trial: trial.reaches or trial.retain < least_retain - HOPELESS)
-        place = len(ratios) - 1 if found is None else found
-    if place >= 0:
-        trial = trials[ratios[place], 0.0]
-        if trial.reaches and trial.keeps(least_retain):
-            return trial, trials.all
-    if may_scrub:
-        places = [place - step for step in (0, 1, 2, 4, 8, 16) if place >= step]
-        rest = [each for each in range(place - 1, -1, -1) if each not in places]  # before the request is refused
-        for ratio in [*(ratios[each] for each in places), UNPRUNED.ratio, *(ratios[each] for each in rest)]:
-            scrubbed = _scrubbed(trials, ratio)
-            if scrubbed is not None and scrubbed.keeps(least_retain):
-                return scrubbed, trials.all
-    just = trials.just(least_retain)
-    if just is not None:
-        return just, trials.all
-    raise _refusal(trials.all, least_retain)
+        chosen = _prune(trials, ratios, start, least_retain, largest=largest, may_scrub=may_scrub)
+    if chosen := chosen or trials.just(least_retain):
+        return chosen, trials.all
+    frontier = sorted(trials.all, key=lambda t: (t.ratio, t.scrub))
+    kept = [trial.forget for trial in frontier if trial.retain >= least_retain]
+    reached = f"the best forget accuracy within the budget is {min(kept):.1%}" if kept else "no ratio keeps the budget"
+    wanted = f"forget accuracy at most {frontier[0].limit:.1%} and retain accuracy at least {least_retain:.1%}"
+    raise Refused(f"{wanted} cannot both be had: {reached}; nothing was changed", frontier)
 
 
 class _Trials:
@@ -142,9 +122,40 @@ class _Trials:
         just = [trial for trial in self.all if trial.forget <= trial.limit and trial.retain >= least_retain]
         return max(just, key=lambda trial: trial.retain, default=None)
 
-    def first(self, ratios: Sequence[float], start: int, holds: Callable[[Trial], bool]) -> int | None:
-        """The place of the first ratio for which a monotone condition holds; None: it holds for none."""
-        return first_place(len(ratios), start, lambda place: holds(self[ratios[place], 0.0]))
+
+def _prune(
+    trials: _Trials, ratios: Sequence[float], start: int, least_retain: float, *, largest: bool, may_scrub: bool
+) -> Trial | None:
+    """The smallest ratio that reaches the target, or the `largest` within the budget, searched from `start` outwards.
+
+    If the largest misses the target, smaller ratios in growing steps are scrubbed, then the unpruned network.
+    """
+
+    def serves(trial: Trial) -> bool:
+        return trial.reaches and trial.keeps(least_retain)
+
+    def is_beyond(place: int) -> bool:
+        trial = trials[ratios[place], 0.0]
+        return not trial.keeps(least_retain) if largest else trial.reaches or trial.retain < least_retain - HOPELESS
+
+    is_parallel = trials.runner.is_parallel  # in a federation the first edit that does is taken
+    if is_parallel and ratios and not largest and serves(trial := trials[ratios[start], 0.0]):
+        return trial
+    place = first_place(len(ratios), start, is_beyond)
+    place = place - 1 if largest else min(place, len(ratios) - 1)
+    if place >= 0 and serves(trial := trials[ratios[place], 0.0]):
+        return trial
+    places = [place - step for step in (0, 1, 2, 4, 8, 16) if place >= step]
+    rest = [each for each in range(place - 1, -1, -1) if each not in places]  # before the request is refused
+    strengths = STRENGTHS[3::4] if is_parallel else STRENGTHS
+    tried = [*(ratios[each] for each in places), UNPRUNED.ratio, *(ratios[each] for each in rest)]
+    for ratio in tried if may_scrub else ():
+        bare = [(ratio, 0.0)] if ratio else []  # for the record: what pruning does alone
+        made = trials.several([*bare, *((ratio, strength) for strength in strengths)])
+        weakest = next((trial for trial in made if trial.scrub and trial.reaches), None)
+        if weakest is not None and weakest.keeps(least_retain):
+            return weakest
+    return None
 
 
 def _prune_and_scrub(trials: _Trials, ratios: Sequence[float], start: int, least_retain: float) -> Trial | None:
@@ -171,32 +182,11 @@ def _prune_and_scrub(trials: _Trials, ratios: Sequence[float], start: int, least
         if (just := trials.just(least_retain)) is not None:
             return just
         attempt(place)
-    return trials.just(least_retain)
+    return None
 
 
-def _scrubbed(trials: _Trials, ratio: float) -> Trial | None:
-    """The trial of the weakest scrub at this ratio that reaches the target; None if no strength does."""
-    strengths = STRENGTHS[3::4] if trials.runner.is_parallel else STRENGTHS
-    bare = [(ratio, 0.0)] if ratio else []  # for the record: what pruning does alone
-    made = trials.several([*bare, *((ratio, strength) for strength in strengths)])
-    return next((trial for trial in made if trial.scrub and trial.reaches), None)
-
-
-def _refusal(made: Sequence[Trial], least_retain: float) -> Refused:
-    frontier = sorted(made, key=lambda t: (t.ratio, t.scrub))
-    best = min((t.forget for t in frontier if t.retain >= least_retain), default=None)
-    reached = (
-        "no ratio keeps the budget" if best is None else f"the best forget accuracy within the budget is {best:.1%}"
-    )
-    return Refused(
-        f"forget accuracy at most {frontier[0].limit:.1%} and retain accuracy at least {least_retain:.1%} "
-        f"cannot both be had: {reached}; nothing was changed",
-        frontier,
-    )
-
-
-def first_place(number: int, start: int, holds: Callable[[int], bool]) -> int | None:
-    """The first of so many places for which a monotone condition holds; None if none does.
+def first_place(number: int, start: int, holds: Callable[[int], bool]) -> int:
+    """The first of so many places for which a monotone condition holds; `number` if none does.
 
     From `start` in steps that double, then by bisection.
 
@@ -214,4 +204,4 @@ def first_place(number: int, start: int, holds: Callable[[int], bool]) -> int | 
         else:
             at = max(high - step, 0) if low == 0 else (low + high) // 2
         step *= 2
-    return low if low < number else None
+    return low

@@ -64,8 +64,8 @@ def plan_kernels(
 
 def chosen_kernels(ranking: Ranking, method: KernelSettings, ratio: float) -> dict[str, Tensor]:
     """Site → kernels."""
-    about = {"scope": method.scope, "spread": method.spread}
-    return choose_kernels(ranking, ratio, **about, min_difference=method.min_difference)
+    settings = {"scope": method.scope, "spread": method.spread}
+    return choose_kernels(ranking, ratio, min_difference=method.min_difference, **settings)
 
 
 def weakened(task: Task, rankings: Sequence[Ranking], method: KernelSettings, ratio: float) -> Patch:
@@ -79,13 +79,11 @@ def weakened(task: Task, rankings: Sequence[Ranking], method: KernelSettings, ra
 
 def count_opposed(rankings: Sequence[Ranking], method: KernelSettings, ratio: float) -> int:
     """How many of the edited kernels respond at least as strongly to the retain set."""
-    if not ratio:
-        return 0  # nothing was edited
-    return sum(
-        int((ranking.scores[site][kernels] <= 0).sum())
-        for ranking in rankings
-        for site, kernels in chosen_kernels(ranking, method, ratio).items()
-    )
+    number = 0
+    for ranking in rankings if ratio else ():  # 0: nothing was edited
+        chosen = chosen_kernels(ranking, method, ratio)
+        number += sum(int((ranking.scores[site][kernels] <= 0).sum()) for site, kernels in chosen.items())
+    return number
 
 
 def choose_weighting(task: Task, method: KernelSettings) -> str:
@@ -141,10 +139,8 @@ def _normed_layers(task: Task) -> list[str]:
 def _check(task: Task, method: KernelSettings, calibration: CalibrationSettings | None) -> None:
     """Refuse a target that the request has no use for, and a repair that would undo the edit."""
     if calibration and not (task.request.classes or method.ratio) and calibration.target != CalibrationSettings.target:
-        raise BadSetting(
-            f"target {calibration.target:g} is for classes; {task.request.kind} requests aim at what unseen images "
-            "of the same labels get: leave --target out"
-        )
+        aim = f"{task.request.kind} requests aim at what unseen images of the same labels get: leave --target out"
+        raise BadSetting(f"target {calibration.target:g} is for classes; {aim}")
     normed = _normed_layers(task)
     if method.edit == "conv" and method.repair and method.alpha < 1 and normed:  # the norm divides the scale out again
         raise BadSetting(f"repair undoes a conv edit before batch norm ({normed[0]}); give --no-repair or --alpha 1")
@@ -153,13 +149,10 @@ def _check(task: Task, method: KernelSettings, calibration: CalibrationSettings 
 def _warn(task: Task, method: KernelSettings, opposed: int) -> None:
     """Say where the edit is weaker than it looks."""
     if opposed:
-        logger.warning(
-            "%d of the edited kernels respond at least as strongly to the retain set; --min-difference 0 spares them",
-            opposed,
-        )
+        what = "of the edited kernels respond at least as strongly to the retain set; --min-difference 0 spares them"
+        logger.warning("%d %s", opposed, what)
     normed = _normed_layers(task)
     if method.edit == "conv" and normed and method.alpha < 1:
-        logger.warning(
-            "batch norm follows %s: re-estimating its statistics undoes a conv edit; take the method hide",
-            normed[0] if len(normed) == 1 else f"{len(normed)} of the edited layers",
-        )
+        where = normed[0] if len(normed) == 1 else f"{len(normed)} of the edited layers"
+        advice = "re-estimating its statistics undoes a conv edit; take the method hide"
+        logger.warning("batch norm follows %s: %s", where, advice)

@@ -1,25 +1,12 @@
 """Hyper-parameters that methods of ours share; each method is a dataclass that adds its own."""
 
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
-from fedortho.errors import BadSetting, unknown
-from fedortho.models.sites import EDITS, TAPS
-from fedortho.storage.settings import kebab
+from fedortho.storage.settings import Count, Range, Share, check_settings
 from fedortho.unlearning.select import SCOPES, SPREADS
 
-CHOICES: Mapping[str, Collection[str]] = {
-    "edit": EDITS,
-    "tap": TAPS,
-    "scope": SCOPES,
-    "spread": SPREADS,
-    "contrast": ("retain", "same-class"),
-    "weighting": ("pooled", "paper"),
-    "repair_by": ("batches", "layers"),
-}
-SHARES = ("ratio", "alpha", "target", "max_retain_drop")  # 0 to 1
-COUNTS = ("statistics_images", "repair_images", "trial_images", "seed")
+WEIGHTINGS = ("pooled", "paper")
 
 
 @dataclass(frozen=True)
@@ -27,9 +14,9 @@ class EditSettings:
     """What every edit needs: its layers, its size, and the images it is decided on."""
 
     layers: Annotated[str, "which convolutions: a depth, names, patterns"] = "deep"
-    ratio: Annotated[float, "share of kernels, or directions, in each layer; 0: found by target and budget"] = 0.0
-    statistics_images: Annotated[int, "images per group for the statistics, at most; 0: all"] = 0
-    seed: Annotated[int, "seed of all subsamples"] = 0
+    ratio: Annotated[Share, "share of kernels, or directions, in each layer; 0: found by target and budget"] = 0.0
+    statistics_images: Annotated[Count, "images per group for the statistics, at most; 0: all"] = 0
+    seed: Annotated[Count, "seed of all subsamples"] = 0
 
     @property
     def edit(self) -> str:  # what is edited, and below where responses are read; a method may make fields of them
@@ -40,27 +27,19 @@ class EditSettings:
         return "stream"
 
     def __post_init__(self) -> None:
-        for name, choices in CHOICES.items():
-            if hasattr(self, name) and getattr(self, name) not in choices:
-                raise unknown(kebab(name), getattr(self, name), choices)
-        for name in SHARES:
-            if not 0 <= getattr(self, name, 0) <= 1:
-                raise BadSetting(f"{kebab(name)} must be between 0 and 1, not {getattr(self, name)}")
-        for name in COUNTS:
-            if getattr(self, name, 0) < 0:
-                raise BadSetting(f"{kebab(name)} must not be negative, and is {getattr(self, name)}")
-        if getattr(self, "rank_base", 0) not in (0, 1):
-            raise BadSetting(f"rank-base must be 0 or 1, not {self.rank_base}")  # type: ignore[attr-defined]  # it has one
+        check_settings(self)
 
 
 @dataclass(frozen=True)
 class KernelSettings(EditSettings):
     """How kernels are ranked, chosen and weakened (paper, sections 4.2 and 4.3)."""
 
-    alpha: Annotated[float, "least strength; 1 silences the kernel"] = 1.0
-    rank_base: Annotated[int, "first rank in S = max(alpha, 1 - rank/number): 1 as printed, or 0"] = 1
-    scope: Annotated[str, "choose kernels per layer or global"] = "layer"
-    weighting: Annotated[str, "in a federation: pooled sums, or the paper's weighted local differences"] = "pooled"
+    alpha: Annotated[Share, "least strength; 1 silences the kernel"] = 1.0
+    rank_base: Annotated[int, Range(0, 1), "first rank in S = max(alpha, 1 - rank/number): 1 as printed, or 0"] = 1
+    scope: Annotated[str, SCOPES, "choose kernels per layer or global"] = "layer"
+    weighting: Annotated[str, WEIGHTINGS, "in a federation: pooled sums, or the paper's weighted local differences"] = (
+        "pooled"
+    )
     min_difference: Annotated[float, "spare kernels whose difference is below this"] = -1e30
 
     @property
@@ -80,12 +59,14 @@ class KernelSettings(EditSettings):
 class CalibrationSettings(EditSettings):
     """A target and a retain budget instead of a ratio, and how edits are tried, repaired and scrubbed."""
 
-    spread: Annotated[str, "how the ratio is spread over layers: equal, or rising towards the last"] = "rising"
-    repair_by: Annotated[str, "pooled moments of local batches (one exchange) or exact layers (one each)"] = "batches"
-    repair_images: Annotated[int, "retained images for the repair"] = 400
+    spread: Annotated[str, SPREADS, "how the ratio is spread over layers: equal, or rising towards the last"] = "rising"
+    repair_by: Annotated[
+        str, ("batches", "layers"), "pooled moments of local batches (one exchange) or exact layers (one each)"
+    ] = "batches"
+    repair_images: Annotated[Count, "retained images for the repair"] = 400
     scrub: Annotated[bool, "finish a class request in the classifier where the edit within the budget falls short"] = (
         True
     )
-    target: Annotated[float, "forget accuracy to reach, class requests"] = 0.01
-    max_retain_drop: Annotated[float, "retain accuracy that may be lost"] = 0.01
-    trial_images: Annotated[int, "retained images for trials, at most; a quarter of the forget set; 0: all"] = 1024
+    target: Annotated[Share, "forget accuracy to reach, class requests"] = 0.01
+    max_retain_drop: Annotated[Share, "retain accuracy that may be lost"] = 0.01
+    trial_images: Annotated[Count, "retained images for trials, at most; a quarter of the forget set; 0: all"] = 1024

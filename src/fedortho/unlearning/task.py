@@ -10,10 +10,9 @@ from fedortho.data.request import EmptyGroup, ForgetRequest
 from fedortho.engines.engine import Engine, withheld_hint
 from fedortho.engines.query import Selection, Statistic
 from fedortho.errors import BadSetting
-from fedortho.models.classifier import find_classifier
 from fedortho.models.graph import select_layers
 from fedortho.models.sites import Site, trace_structure
-from fedortho.models.split import on_device
+from fedortho.models.split import find_classifier, on_device
 from fedortho.statistics.observe import Observation
 from fedortho.unlearning.settings import CalibrationSettings, EditSettings
 

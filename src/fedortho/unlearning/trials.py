@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from fedortho.engines.engine import withheld_hint
 from fedortho.engines.query import Query, Selection
 from fedortho.errors import BadData
-from fedortho.models.classifier import find_classifier
 from fedortho.models.norms import norms_behind
 from fedortho.models.patch import NOTHING, Patch
+from fedortho.models.split import find_classifier
 from fedortho.statistics.observe import Observation
 from fedortho.unlearning.repair import repaired
 from fedortho.unlearning.scrub import scrubbed
@@ -138,7 +138,7 @@ class Score:
     def reaches(self) -> bool | None:
         """Whether every part is forgotten; None: it is not decided."""
         verdicts = [is_at_most(limit, *part) for part, limit in zip(self.parts, self.limits, strict=True)]
-        return False if False in verdicts else None if None in verdicts else True
+        return None if None in verdicts and False not in verdicts else all(verdicts)
 
     def is_within(self) -> bool | None:
         return is_within(self.budget, self.lost, self.changed, max(self.images, 1))
@@ -150,24 +150,11 @@ def is_at_most(limit: float, right: int, images: int) -> bool | None:
     >>> is_at_most(0.01, 0, 300), is_at_most(0.01, 3, 50), is_at_most(0.01, 0, 50)
     (True, False, None)
     """
-    if limit >= 1:
+    from scipy.special import bdtr, bdtrc  # the two tails of the binomial distribution
+
+    if limit >= 1 or bdtr(right, images, limit) <= ERROR:
         return True
-    if limit <= 0:
-        return False if right else None
-    whole = math.lgamma(images + 1)
-    chances = [
-        math.exp(
-            whole
-            - math.lgamma(k + 1)
-            - math.lgamma(images - k + 1)
-            + k * math.log(limit)
-            + (images - k) * math.log1p(-limit)
-        )
-        for k in range(right + 1)
-    ]
-    if sum(chances) <= ERROR:
-        return True
-    return False if 1 - sum(chances[:-1]) <= ERROR else None
+    return False if bdtrc(right - 1, images, limit) <= ERROR else None
 
 
 def is_within(budget: float, lost: int, changed: int, images: int) -> bool | None:
@@ -196,10 +183,8 @@ def read_baseline(task: Task, settings: CalibrationSettings, measured: Sequence[
     """The accuracies from the answers to `baseline_queries`."""
     (*forget, retain), by_label = measured[0], measured[1] if len(measured) > 1 else ()
     if not retain.images:
-        hint = withheld_hint(task.engine)
-        raise BadData(
-            f"no validation image is left to measure trials on{hint}; train with --valid above 0, or give --ratio"
-        )
+        hint = f"{withheld_hint(task.engine)}; train with --valid above 0, or give --ratio"
+        raise BadData(f"no validation image is left to measure trials on{hint}")
     overall = float(retain.mean("right"))
     limits = [
         settings.target if part.classes else _unseen_accuracy(by_label[place], by_label[-1], overall)
@@ -289,20 +274,16 @@ class TrialRunner:
         """The candidates with re-estimated batch norms; a ratio is repaired once, whatever scrub follows."""
         new = {c.ratio: c.patch for c in candidates if c.ratio and c.ratio not in self._repaired}
         if new and self.norms:
-            turns = [(norm,) for norm in self.norms] if self.layerwise else [tuple(self.norms)]
-            patches = list(new.values())
-            for norms in turns:  # layerwise: each norm sees those before it repaired
-                patches = self._repair_norms(patches, norms)
-            self._repaired |= dict(zip(new, patches, strict=True))
+            kind = "layer" if self.layerwise else "moments"
+            for norms in [(norm,) for norm in self.norms] if self.layerwise else [tuple(self.norms)]:
+                patches = tuple(new.values())  # layerwise: each norm sees those before it repaired
+                statistic = replace(self.task.statistic, kind=kind, patches=patches, norms=norms)
+                ((pooled,),) = self.task.engine.measure(self.task.model, [Query((self.repair,), statistic)])
+                new = {ratio: repaired(new[ratio], pooled, number, norms) for number, ratio in enumerate(new)}
+            self._repaired |= new
         held = self._held()
-        patches = [self._repaired.get(c.ratio, c.patch) for c in candidates]
-        return [replace(patch, replaced={**patch.replaced, **held}) for patch in patches] if held else patches
-
-    def _repair_norms(self, patches: Sequence[Patch], norms: tuple[str, ...]) -> list[Patch]:
-        kind = "layer" if self.layerwise else "moments"
-        statistic = replace(self.task.statistic, kind=kind, patches=tuple(patches), norms=norms)
-        ((pooled,),) = self.task.engine.measure(self.task.model, [Query((self.repair,), statistic)])
-        return [repaired(patch, pooled, number, norms) for number, patch in enumerate(patches)]
+        found = [self._repaired.get(c.ratio, c.patch) for c in candidates]
+        return [replace(patch, replaced={**patch.replaced, **held}) for patch in found] if held else found
 
     def _held(self) -> dict[str, Tensor]:
         """The classifier with the rows of classes that earlier requests removed set to the mean of the other rows.
@@ -332,8 +313,7 @@ class TrialRunner:
         linear = self.task.model.get_submodule(self.classifier)
         assert isinstance(linear, nn.Linear)
         weight, bias = f"{self.classifier}.weight", f"{self.classifier}.bias"
-        patches = list(patches)
-        names = self.task.engine.info.class_names
+        names, patches = self.task.engine.info.class_names, list(patches)
         own = [part.labels(names) for part in self.task.parts] if self.own_rows else None
         for number in wanted:
             place, replaced = ratios.index(candidates[number].ratio), patches[number].replaced
