@@ -11,7 +11,7 @@ from fedortho.models.patch import NOTHING
 from fedortho.unlearning.calibrate import RATIOS
 from fedortho.unlearning.kernels import choose_weighting, peak_queries, rank_parts, weakened
 from fedortho.unlearning.task import start_task
-from fedortho.unlearning.trials import Candidate, Look, Trial, baseline_queries, make_runner, read_baseline
+from fedortho.unlearning.trials import Candidate, Trial, baseline_queries, make_runner, read_baseline
 
 IMAGES = 4000  # of the retain set, and a quarter as many of the forget set
 
@@ -27,5 +27,5 @@ def trace_frontier(
     candidates = [Candidate(NOTHING, 0.0), *(Candidate(weakened(task, rankings, method, r), r) for r in ratios)]
     baseline = read_baseline(task, method, engine.measure(task.model, baseline_queries(task, method)))
     runner = make_runner(task, method, baseline, repair=method.repair)
-    runner.looks = [Look(tuple(task.forget_sets(IMAGES // 4)), task.retain_set(IMAGES, "valid"))]
+    runner.looks = [(*task.forget_sets(IMAGES // 4), task.retain_set(IMAGES, "valid"))]
     return runner.attempt(candidates)

@@ -49,7 +49,7 @@ def test_a_sparse_adapter_has_the_coordinates_of_its_seed(tiny: TinyNet) -> None
 
 
 def test_what_no_adapter_can_be_is_refused() -> None:
-    with pytest.raises(UnknownName, match=r"no adapter 'lora'; .* choose from low-rank, sparse"):
+    with pytest.raises(UnknownName, match=r"no kind 'lora'; .*choose from low-rank, sparse"):
         Adapters(("fc",), "lora")
-    with pytest.raises(BadSetting, match="density must be in"):
+    with pytest.raises(BadSetting, match="density must be above 0 and at most 1"):
         Adapters(("fc",), density=0.0)

@@ -181,7 +181,7 @@ def test_made_images_are_not_augmented(toy: Images) -> None:
 
 
 def test_what_does_not_fit_together_is_refused(toy: Images, tiny: TinyNet, tmp_path: object) -> None:
-    with pytest.raises(UnknownName, match="no kind of labels 'wrong'; choose from any, other, true"):
+    with pytest.raises(UnknownName, match="no labels 'wrong'; choose from any, other, true"):
         Target("wrong")
     with pytest.raises(UnknownName, match="no order 'mix'"):
         FitOptions("mix")

@@ -20,7 +20,7 @@ from fedortho.models.patch import edit_model, load_patch, undo_patch, write_undo
 from fedortho.models.predictions import evaluate
 from fedortho.models.sites import Site, find_sites
 from fedortho.models.split import Split
-from fedortho.models.zoo import BasicBlock, ResNet
+from fedortho.models.zoo import BASIC, ResNet
 from fedortho.statistics.responses import response_sums
 from fedortho.unlearning.directions import Moments, erasure_patch, moments_of, projection, unerasable
 
@@ -169,7 +169,7 @@ def test_a_patch_of_directions_is_written_and_undone_bit_for_bit(
 
 
 def test_what_cannot_be_mixed_is_left_out_of_a_depth_and_refused_by_name(digits: Dataset) -> None:
-    identity = ResNet(BasicBlock, 8, [(8, 1, 1), (16, 2, 2)], 10, 1).eval()
+    identity = ResNet(BASIC, 8, [(8, 1, 1), (16, 2, 2)], 10, 1).eval()
     assert unerasable(identity, sites_of(identity), torch.rand(2, 1, 8, 8)) == {
         "layer2.1": "an identity shortcut enters it"
     }

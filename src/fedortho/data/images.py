@@ -58,14 +58,11 @@ class RowIds:
 
 @dataclass(frozen=True)
 class Images:
-    """Some rows of a store of images; a subset shares the store, so a thousand clients cost no memory.
-
-    `rows` are the positions in the store: the stable ids by which single samples are named.
-    """
+    """Some rows of a store of images; a subset shares the store, so a thousand clients cost no memory."""
 
     pixels: Tensor  # (store, channels, height, width), uint8 and often memory-mapped; or floats as a model reads them
     store_labels: Tensor  # (store,), int64
-    rows: Tensor  # (n,), int64, into the store
+    rows: Tensor  # (n,), int64: positions in the store, the stable ids by which single samples are named
     names: tuple[str, ...]  # one per class
     mean: tuple[float, ...]  # per channel, of pixels / 255
     std: tuple[float, ...]
@@ -116,10 +113,7 @@ class Images:
         return tensors_digest({"inputs": self.normalise(self.pixels[self.rows[:8]])})
 
     def apart_from(self, train: "Images") -> "Images":
-        """Validation images; those of another store than the training images get negative rows, counted from its end.
-
-        So no row is that of a training image, by which samples and clients are named and sums are kept.
-        """
+        """Validation images; those of another store get negative rows, counted from its end, which no others have."""
         is_same = self.pixels.data_ptr() == train.pixels.data_ptr()
         return self if is_same else replace(self, rows=self.rows - len(self.pixels))
 
@@ -244,10 +238,9 @@ def make_dataset(
     valid: Images | ImageSource | float = 0.1,
     seed: int = 0,
 ) -> Dataset:
-    """A dataset of your own images, loaders or datasets.
+    """A dataset of your own images, loaders or datasets; validation images are given, or a share `valid` of `train`.
 
-    The validation set is given, or a share `valid` of the training images. Bytes of all three are normalised as those
-    of `train`.
+    Bytes of all three are normalised as those of `train`.
     """
     whole = train if isinstance(train, Images) else collect_images(train)
 
@@ -280,10 +273,6 @@ def split_stratified(labels: Tensor, share: float, seed: int) -> tuple[Tensor, T
     """Positions kept and positions set aside, `share` of each label (rounded), both ascending.
 
     A label with at least two images gives at least one and keeps at least one.
-
-    >>> kept, aside = split_stratified(torch.tensor([0] * 10 + [1] * 10), 0.1, seed=0)
-    >>> len(kept), len(aside)
-    (18, 2)
     """
     if not 0 <= share < 1:
         raise BadSetting(f"valid, the share to set aside, must be at least 0 and below 1, not {share}")

@@ -47,7 +47,6 @@ class Preprocessing:
 
     @classmethod
     def parse(cls, mean: str, std: str, scale: str, transform: str) -> "Preprocessing":
-        """The preprocessing of settings, which are text."""
         try:
             means, stds = (tuple(float(word) for word in text.split(",") if word.strip()) for text in (mean, std))
         except ValueError as error:

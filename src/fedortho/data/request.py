@@ -89,11 +89,7 @@ class ForgetRequest:
 
     @property
     def word(self) -> str:
-        """A short word for names of files; long requests may share it.
-
-        >>> ForgetRequest.parse("class:3,cat client:12").word
-        'class-3-cat-client-12'
-        """
+        """A short word for names of files, such as `class-3-cat-client-12`; long requests may share it."""
         return "".join(sign if sign.isalnum() else "-" for sign in str(self))[:40].strip("-")
 
     @property
@@ -103,7 +99,6 @@ class ForgetRequest:
 
     @property
     def kinds(self) -> list[str]:
-        """The kinds that the request names."""
         return [kind for kind, words in zip(KINDS, self._words, strict=True) if words]
 
     def __add__(self, other: "ForgetRequest") -> "ForgetRequest":
@@ -112,11 +107,7 @@ class ForgetRequest:
         return ForgetRequest(classes, tuple(map(int, clients)), samples)
 
     def settled(self, names: Sequence[str]) -> "ForgetRequest":
-        """The same request in canonical form: labels as numbers (names where another class has the number as its name).
-
-        >>> str(ForgetRequest.parse("class:cat,0 client:2,1").settled(["dog", "cat"]))
-        'class:0,1 client:1,2'
-        """
+        """The same request in canonical form: labels as numbers (as names where a number is another class's name)."""
         numbers = sorted(set(self.labels(names)))
         labels = tuple(names[n] if str(n) in names and names[n] != str(n) else str(n) for n in numbers)
         return ForgetRequest(labels, tuple(sorted(self.clients)), tuple(sorted(self.samples)))
@@ -168,7 +159,6 @@ class ForgetRequest:
         return {*self.clients, *by_client, *by_row}
 
     def labels(self, names: Sequence[str]) -> list[int]:
-        """The labels of the classes asked for."""
         return [_label(word, names) for word in self.classes]
 
     def mask(self, images: Images, clients: Clients | None = None) -> Tensor:
@@ -186,9 +176,9 @@ class ForgetRequest:
     def split(
         self, images: Images, clients: Clients | None = None, *, gone: Tensor | None = None
     ) -> tuple[Images, Images]:
-        """The forget set and the retain set; raises EmptyGroup if one is empty or a sample is missing.
+        """The forget set and the retain set; raises EmptyGroup if a sample is missing or a set is empty.
 
-        With rows that are `gone`, whose images were deleted, the forget set may be empty.
+        Where images were deleted (their rows are `gone`), the forget set may be empty.
         """
         deleted = [] if gone is None else gone.tolist()
         known = {*images.rows.tolist(), *deleted} if self.samples else set()

@@ -100,22 +100,17 @@ def load_images(
         kept, aside = split_stratified(tested.labels, valid_from_test, seed)
         data = Dataset(name, whole, tested.subset(aside).apart_from(whole), tested.subset(kept), digest)
     elif not isinstance(valid, float | int):
-        own = _load_unsplit(Path(valid).expanduser(), size, progress)
+        splits = _locate(str(Path(valid).expanduser()), None, None)
+        if len(splits) > 1:
+            raise BadData(f"{valid} has splits of its own; give the folder or file of one of them")
+        own = _load_decoded(splits[0], size, progress)
+        own = replace(own, test=torch.arange(len(own.labels)))
         held_out = _test_images(str(valid), whole, store, own).apart_from(whole)
         data = Dataset(name, whole, held_out, tested, digest, valid_digest=own.digest)
     else:
         train_rows, valid_rows = split_stratified(whole.labels, valid, seed)
         data = Dataset(name, whole.subset(train_rows), whole.subset(valid_rows), tested, digest)
     return data if forgotten else without_forgotten(data)
-
-
-def _load_unsplit(path: Path, size: int, progress: Report | None) -> DecodedImages:
-    """All images at a path as one test split."""
-    splits = _locate(str(path), None, None)
-    if len(splits) > 1:
-        raise BadData(f"{path} has splits of its own; give the folder or file of one of them")
-    store = _load_decoded(splits[0], size, progress)
-    return replace(store, test=torch.arange(len(store.labels)))
 
 
 def _test_images(name: str, whole: Images, train: DecodedImages, test: DecodedImages) -> Images:

@@ -32,7 +32,7 @@ class AnswerCache:
     """What was computed for one model and is used again."""
 
     ledger: Observation | None = None
-    tails: dict[tuple[object, ...], "CachedTail"] = field(default_factory=dict)
+    tails: dict[tuple[object, ...], tuple[Split, Tensor]] = field(default_factory=dict)  # activations at its entry
     observed: dict[tuple[object, ...], Observation] = field(default_factory=dict)
     tally: Tally = field(default_factory=Tally)
     is_charged: bool = False  # whether the FLOPs that made the ledger are in the tally
@@ -54,7 +54,6 @@ class QueryContext:
     device: torch.device | str
 
     def sites(self) -> list[Site]:
-        """The sites that the statistic names."""
         kept = self.cache.kept
         structure = trace_structure(self.model, self.train.shape) if kept is None else kept.structure
         return structure.sites(*self.which)
@@ -66,14 +65,6 @@ class QueryContext:
 
 DEEP = ("deep", "channel", "stream")  # the layers before which a ledger keeps activations
 AnswerFunction = Callable[[QueryContext, Images], Observation]
-
-
-@dataclass(frozen=True)
-class CachedTail:
-    """What candidates are tried on: the split, and the activations at its entry."""
-
-    split: Split
-    inputs: Tensor
 
 
 def answer(
@@ -148,7 +139,14 @@ def _peaks(context: QueryContext, images: Images) -> Observation:
         per_image = 0 if kept else flops_per_image(context.model, context.train.shape)[0]
         spent = kept.flops if kept else float(per_image * ledger.images)
         tally.flops, tally.kept_flops, context.cache.is_charged = tally.flops + spent, tally.kept_flops + spent, True
-    return _from_ledger(ledger.among(keys), context.train, images, look)
+    ledger, counts = ledger.among(keys), torch.bincount(images.labels, minlength=context.train.classes)
+    whole = (counts == ledger.counts) & (counts > 0)
+    known = ledger.only(whole.nonzero().flatten().tolist())
+    partial = ((counts > 0) & ~whole).nonzero().flatten().tolist()
+    if not partial:
+        return known
+    left, subtract = _left_to_observe(ledger.counts, context.train, images)
+    return known + (ledger.only(partial) - look(left) if subtract else look(left))
 
 
 def _left_to_observe(kept: Tensor, train: Images, images: Images) -> tuple[Images, bool]:
@@ -164,30 +162,16 @@ def _left_to_observe(kept: Tensor, train: Images, images: Images) -> tuple[Image
     return images.subset(partial[images.labels]), False
 
 
-def _from_ledger(
-    ledger: Observation, train: Images, images: Images, look: Callable[[Images], Observation]
-) -> Observation:
-    """Sums of whole labels come from the ledger; of other labels the smaller side is observed: images or the rest."""
-    counts = torch.bincount(images.labels, minlength=train.classes)
-    whole = (counts == ledger.counts) & (counts > 0)
-    known = ledger.only(whole.nonzero().flatten().tolist())
-    partial = ((counts > 0) & ~whole).nonzero().flatten().tolist()
-    if not partial:
-        return known
-    left, subtract = _left_to_observe(ledger.counts, train, images)
-    return known + (ledger.only(partial) - look(left) if subtract else look(left))
-
-
-def _tail(context: QueryContext, images: Images) -> CachedTail:
+def _tail(context: QueryContext, images: Images) -> tuple[Split, Tensor]:
     """The activations before the first layer that candidates edit: those kept with the ledger, the others computed."""
     tails, key = context.cache.tails, (*context.which, images.rows.numpy().tobytes())
     kept = context.cache.kept if context.which == DEEP else None
     if key not in tails and kept is not None:
-        tails[key] = CachedTail(kept.split, _kept_inputs(context, kept, images))
+        tails[key] = kept.split, _kept_inputs(context, kept, images)
     elif key not in tails:
         example = images.normalise(images.pixels[images.rows[:2]].to(context.device))
         split = find_split(context.model, context.sites(), example)
-        tails[key] = CachedTail(split, image_activations(context.model, split, images, context.device))
+        tails[key] = split, image_activations(context.model, split, images, context.device)
         context.cache.tally.images_read += len(images)
     return tails[key]
 
@@ -209,20 +193,19 @@ def _kept_inputs(context: QueryContext, kept: Kept, images: Images) -> Tensor:
 
 def _edited(context: QueryContext, images: Images, patch: Patch) -> tuple[nn.Module, Split, Tensor]:
     """The network's tail with a candidate applied, where it begins, and its inputs."""
-    tail = _tail(context, images)
-    return edit_in_place(tail_model(context.model, tail.split), patch), tail.split, tail.inputs
+    split, inputs = _tail(context, images)
+    return edit_in_place(tail_model(context.model, split), patch), split, inputs
 
 
 def _right(context: QueryContext, images: Images) -> Observation:
     """Correct answers of each candidate, by label, and where their correctness differs from the first candidate's."""
-
-    def counted(several: Sequence[Tensor]) -> Tensor:
-        counts = [torch.bincount(images.labels[which], minlength=context.train.classes) for which in several]
-        return torch.stack(counts, 1).double()  # on the CPU; (labels, candidates)
-
+    labels, classes = images.labels, context.train.classes
     right = [_is_right(context, images, patch) for patch in context.statistic.patches]
-    sums = {"right": counted(right), "changed": counted([each != right[0] for each in right])}
-    return Observation(sums, torch.bincount(images.labels, minlength=context.train.classes))
+    sums = {}
+    for name, several in (("right", right), ("changed", [each != right[0] for each in right])):
+        counts = [torch.bincount(labels[which], minlength=classes) for which in several]
+        sums[name] = torch.stack(counts, 1).double()  # on the CPU; (labels, candidates)
+    return Observation(sums, torch.bincount(labels, minlength=classes))
 
 
 def _is_right(context: QueryContext, images: Images, patch: Patch) -> Tensor:
@@ -268,9 +251,9 @@ def _moments(context: QueryContext, images: Images) -> Observation:
 
 def _no_moments(context: QueryContext) -> dict[str, Tensor]:
     sums: dict[str, Tensor] = {}
-    for number in range(len(context.statistic.patches)):
-        for norm in context.statistic.norms:
-            nothing = torch.zeros(1, context.model.get_buffer(f"{norm}.running_mean").numel(), dtype=torch.float64)
+    for norm in context.statistic.norms:
+        nothing = torch.zeros(1, context.model.get_buffer(f"{norm}.running_mean").numel(), dtype=torch.float64)
+        for number in range(len(context.statistic.patches)):
             sums |= {f"{number}:{norm}:mean": nothing, f"{number}:{norm}:square": nothing}
     return sums
 
@@ -336,12 +319,10 @@ def _drift(context: QueryContext, images: Images) -> Observation:
 
 def _averages(context: QueryContext, images: Images) -> Observation:
     """Sums over images, by label, of each kernel's mean response over the map, negative responses being 0."""
-    sites = context.sites()
-    sums = {site.name: torch.zeros(context.train.classes, site.kernels, dtype=torch.float64) for site in sites}
-    at = {}  # the module whose output is read → the site
-    for site in sites:
-        layer = site.layers[0]
-        at[layer.norm if context.statistic.tap != "conv" and layer.norm else layer.name] = site.name
+    layers = {site.name: site.layers[0] for site in context.sites()}
+    sums = {n: torch.zeros(context.train.classes, x.kernels, dtype=torch.float64) for n, x in layers.items()}
+    has_norm = context.statistic.tap != "conv"  # where the output is read
+    at = {layer.norm if has_norm and layer.norm else layer.name: name for name, layer in layers.items()}
     with torch.no_grad():
         for inputs, labels in evaluation_batches(images, device=context.device):
             with capture(context.model, at, lambda out: out.clamp_min(0).mean((2, 3))) as seen:

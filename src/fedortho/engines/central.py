@@ -42,30 +42,20 @@ class CentralEngine:
 
     @cached_property
     def info(self) -> EngineInfo:
-        train = self.data.train
+        train, ledger = self.data.train, self.ledger
         rows = tensors_digest({"rows": train.rows, "labels": train.labels})
-        digest = f"{self.data.digest}:{rows}:{train.input_digest}"
-        structure = self.ledger.kept.structure if self.ledger is not None and self.ledger.kept is not None else None
-        has_ledger = self.ledger is not None
-        return EngineInfo(
-            train.names, train.shape, digest, has_ledger=has_ledger, build=self.build, structure=structure
-        )
+        known = (train.names, train.shape, f"{self.data.digest}:{rows}:{train.input_digest}")
+        structure = ledger.kept.structure if ledger is not None and ledger.kept is not None else None
+        return EngineInfo(*known, has_ledger=ledger is not None, build=self.build, structure=structure)
 
     def fit(
         self, model: nn.Module, what: Selection | TrainingPlan, recipe: Recipe, *, trainable: Mask | None = None
     ) -> nn.Module:
         plan = as_training_plan(what)
-        training_sets = [part.training_set(self._images(part.group)) for part in plan.parts]
-        trained = fit(
-            model,
-            training_sets,
-            recipe,
-            device=self.device,
-            trainable=trainable,
-            options=plan.options,
-            teachers=plan.teachers,
-        )
-        seen, taught = count_images(training_sets, recipe.batch_size, recipe.epochs, plan.options)
+        sets = [part.training_set(self._images(part.group)) for part in plan.parts]
+        options, teachers = plan.options, plan.teachers
+        trained = fit(model, sets, recipe, device=self.device, trainable=trainable, options=options, teachers=teachers)
+        seen, taught = count_images(sets, recipe.batch_size, recipe.epochs, options)
         self.tally.images_read += taught
         self.tally.images_trained += seen
         return trained

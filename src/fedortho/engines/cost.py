@@ -4,7 +4,6 @@ import copy
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
 
 import torch
 from torch import nn
@@ -50,8 +49,7 @@ def flops_per_image(model: nn.Module, shape: tuple[int, int, int]) -> tuple[int,
     >>> flops_per_image(nn.Sequential(nn.Conv2d(1, 2, 3, bias=False)), (1, 5, 5))
     (324, 648)
     """
-    twin = copy.deepcopy(model).cpu().eval()
-    inputs = torch.zeros(2, *shape)
+    twin, inputs = copy.deepcopy(model).cpu().eval(), torch.zeros(2, *shape)
 
     def work(backward: bool) -> None:
         with torch.set_grad_enabled(backward):
@@ -59,8 +57,7 @@ def flops_per_image(model: nn.Module, shape: tuple[int, int, int]) -> tuple[int,
             if outputs.requires_grad:
                 outputs.sum().backward()
 
-    forward, both = (flops_of(partial(work, backward)) // len(inputs) for backward in (False, True))
-    return forward, both
+    return flops_of(lambda: work(False)) // len(inputs), flops_of(lambda: work(True)) // len(inputs)
 
 
 class Meter:
@@ -84,10 +81,8 @@ class Meter:
 
     @property
     def info(self) -> EngineInfo:
-        info = self.engine.info
-        if self.forgotten is None:
-            return info
-        return replace(info, data_digest=f"{info.data_digest} without {self.forgotten}")
+        info, gone = self.engine.info, self.forgotten
+        return info if gone is None else replace(info, data_digest=f"{info.data_digest} without {gone}")
 
     @property
     def tally(self) -> Tally:
@@ -105,7 +100,6 @@ class Meter:
         self.engine.check(request, forgotten or self.forgotten)
 
     def cost(self) -> Cost:
-        """The cost since the meter was made."""
         spent = asdict(self.engine.tally.since(self._before))
         spent["flops"] += self._counter.flops
         known = {field.name: spent[field.name] for field in fields(Cost) if field.name in spent}

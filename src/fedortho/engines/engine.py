@@ -39,8 +39,7 @@ class PlanPart:
     def given_share(self, start: float, end: float, seed: int) -> "PlanPart":
         """The same with the generated images between two shares of their order, which the seed draws.
 
-        Copies of an image stand side by side: a share has few distinct images, and shares that do not overlap have
-        others.
+        Copies of an image stand side by side: shares that do not overlap have other images.
         """
         if self.given is None:
             return self

@@ -26,12 +26,9 @@ class Selection:
 
     def select(self, images: Images, clients: Clients | None = None) -> Images:
         """The selected images, among those of the split."""
-        chosen = (
-            torch.ones(len(images), dtype=torch.bool) if self.include is None else self.include.mask(images, clients)
-        )
+        selected = images if self.include is None else images.subset(self.include.mask(images, clients))
         if self.exclude is not None:
-            chosen &= ~self.exclude.mask(images, clients)
-        selected = images.subset(chosen)
+            selected = selected.subset(~self.exclude.mask(selected, clients))
         if not self.steady:
             return draw(selected, self.limit, self.seed)
         return selected.subset(steady_order(selected.rows, self.seed)[self.skip : self.limit or None].sort().values)
@@ -44,9 +41,7 @@ class Selection:
 
     def on_client(self, client: int, share: int, least: int = 1) -> "Selection":
         """The same selection on one of `share` clients; a client sends nothing about fewer than `least` images."""
-        include, exclude = (
-            None if request is None else request.on_client(client) for request in (self.include, self.exclude)
-        )
+        include, exclude = (request and request.on_client(client) for request in (self.include, self.exclude))
         holders = (self.include and self.include.holders()) or share
         limit, skip = (max(-(-n // min(share, holders)), least) if n else 0 for n in (self.limit, self.skip))
         return replace(self, include=include, exclude=exclude, limit=limit, skip=skip)
@@ -60,10 +55,8 @@ def draw(images: Images, most: int, seed: int) -> Images:
     return images.subset(order[:most].sort().values)
 
 
-STATISTICS = (
-    *("peaks", "difference", "right", "moments", "layer", "inputs", "averages", "responses", "drift"),
-    *("fisher", "fisher-abs", "gradient", "gram"),
-)
+STATISTICS = ("peaks", "difference", "right", "moments", "layer", "inputs", "averages", "responses", "drift", "gram")
+STATISTICS += ("fisher", "fisher-abs", "gradient")
 
 
 @dataclass(frozen=True)

@@ -72,9 +72,12 @@ class FedEraser(Recipe):
         new = copy.deepcopy(model).cpu().eval()
         for number, place in enumerate(places[:: self.interval][: self.most or None]):
             stored = read_round(place, model, request)
+            team = tuple(stored.clients)
             if number == 0:
-                new.load_state_dict(_first(stored))
-            elif stored.clients:
+                sent = stored.clients[team[0]] if team else {}  # lacks running statistics where those stay local
+                means = {n: _mean(stored, team, n) if v.is_floating_point() else v for n, v in sent.items()}
+                new.load_state_dict({**stored.begin, **means})
+            elif team:
                 new.load_state_dict(self._calibrated(new, stored, engine, request))
         # no training: pools batch-norm statistics if the settings say so
         return engine.fit(new, Selection("train", None, request), self._recipe(0, epochs=0))
@@ -127,12 +130,3 @@ def read_round(place: Path, model: nn.Module, request: ForgetRequest) -> StoredR
 def _mean(stored: StoredRound, team: tuple[int, ...], name: str) -> Tensor:
     whole = sum(stored.images[client] for client in team)
     return torch.stack([stored.clients[c][name] * (stored.images[c] / whole) for c in team]).sum(0)
-
-
-def _first(stored: StoredRound) -> State:
-    if not stored.clients:
-        return stored.begin
-    team = tuple(stored.clients)
-    sent = stored.clients[team[0]]  # lacks running statistics where those stay local
-    means = {name: _mean(stored, team, name) if value.is_floating_point() else value for name, value in sent.items()}
-    return {**stored.begin, **means}

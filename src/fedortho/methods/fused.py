@@ -51,9 +51,8 @@ class FUSED(Schedule):
         """The model with its trained adapters, not merged, and their description."""
         forget, retain = forget_and_retain(self, engine, request)
         layers = tuple(word.strip() for word in self.layers.split(",") if word.strip())
-        adapters = Adapters(
-            layers or self.critical_layers(model, engine), self.adapter, self.density, self.rank, self.scale, self.seed
-        )
+        layers = layers or self.critical_layers(model, engine)
+        adapters = Adapters(layers, self.adapter, self.density, self.rank, self.scale, self.seed)
         relabelled = PlanPart(forget, Target("other", once=True, seed=self.seed))
         parts = (PlanPart(retain), relabelled) if self.class_mode == "relabel" else (PlanPart(retain),)
         plan = TrainingPlan(parts, FitOptions(norms="frozen"), adapters=adapters)

@@ -30,9 +30,7 @@ class Hide(CalibrationSettings, KernelSettings, PlanningMethod):
     trial_images: Annotated[Count, "retained images for trials, at most; half as many of the forget set; 0: all"] = 512
     edit: Annotated[str, EDITS, "channel (what leaves the layer) or conv (the kernel, as the paper prints)"] = "channel"
     tap: Annotated[str, TAPS, "where responses are read: conv, bn, relu, or stream (residual groups as one)"] = "stream"
-    contrast: Annotated[
-        str, CONTRASTS, "rank against all retained images (retain) or those of the same labels (same-class)"
-    ] = "retain"
+    contrast: Annotated[str, CONTRASTS, "rank against all retained images or those of the same labels"] = "retain"
     repair: Annotated[bool, "re-estimate batch-norm statistics behind the edit on retained images"] = True
 
     def plan(

@@ -46,12 +46,8 @@ def read_settings(data: str, model: str, source: str = "published") -> dict[str,
         raise FedOrthoError(f"there are no tuned settings for {tuned.stem}, only for {known}; {advice}")
     if source != "tuned" and path.suffix != ".json" and not path.is_file():
         raise unknown("settings", source, (*SOURCES, "FILE.json"))
-    return _read(tuned if source == "tuned" else path)
-
-
-def _read(path: Path) -> dict[str, dict[str, Any]]:
-    told = read_json(path)
-    if not isinstance(told, dict):
+    path = tuned if source == "tuned" else path
+    if not isinstance(told := read_json(path), dict):
         raise FedOrthoError(f"{path} holds no settings by method; give a file that fedortho tune wrote")
     for name, values in told.items():
         if name not in METHODS:

@@ -47,10 +47,8 @@ class MaskedSmallGradients(Schedule):
             raise FedOrthoError(f"{request} selects no image{withheld_hint(engine)}; msg needs its gradient")
         some = replace(retain, limit=self.images or forgotten.images)
         ((retained,),) = engine.measure(model, [Query((some,), gradient)])
-        mask = {
-            name: smallest(retained.sums[name] - forgotten.sums[name], self.ratio).view(weight.shape)
-            for name, weight in kernels_of(model).items()
-        }
+        change = {name: retained.sums[name] - forgotten.sums[name] for name in kernels_of(model)}
+        mask = {n: smallest(g, self.ratio).view_as(model.get_parameter(n)) for n, g in change.items()}
         plan = TrainingPlan((PlanPart(retain),), FitOptions(masked_gradient=SLOW))
         return engine.fit(renewed(model, mask, self.seed), plan, self.recipe, trainable=mask)
 

@@ -23,20 +23,11 @@ class Paper(KernelSettings, PlanningMethod):
     kinds: ClassVar[tuple[str, ...]] = KINDS
     needs: ClassVar[str] = "all: one forward pass, none with a ledger"
     norms: ClassVar[str] = "untouched"
+    edit = tap = "conv"
 
     ratio: Annotated[Share, "share of kernels weakened in each layer"] = 0.01
     alpha: Annotated[Share, "least strength; 1 silences the kernel"] = 0.5
-    weighting: Annotated[str, WEIGHTINGS, "in a federation: pooled sums, or the paper's weighted local differences"] = (
-        "paper"
-    )
-
-    @property
-    def edit(self) -> str:
-        return "conv"
-
-    @property
-    def tap(self) -> str:
-        return "conv"
+    weighting: Annotated[str, WEIGHTINGS, "in a federation: pooled sums, or the paper's local differences"] = "paper"
 
     def __post_init__(self) -> None:
         super().__post_init__()

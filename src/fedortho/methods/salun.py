@@ -32,9 +32,7 @@ class SalUn(Schedule):
     batch_size: Annotated[int, "images per step, and per gradient of the mask"] = 256
     ratio: Annotated[SomeShare, "share of the weights that may change"] = 0.5
     exclude_true: Annotated[bool, "random labels are never the true ones"] = True
-    order: Annotated[str, ORDERS, "turns (forget first, then retain), or mixed in one pass (CIFAR-100 in the code)"] = (
-        "turns"
-    )
+    order: Annotated[str, ORDERS, "turns (forget first, then retain), or mixed (in the code for CIFAR-100)"] = "turns"
 
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
         forget, retain = forget_and_retain(self, engine, request)

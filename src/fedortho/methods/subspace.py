@@ -33,9 +33,7 @@ class Subspace:
     kinds: ClassVar[tuple[str, ...]] = ("class",)
     needs: ClassVar[str] = "forget and retain: one forward pass over some hundred images"
     norms: ClassVar[str] = "untouched"
-    alpha_retain: Annotated[Positive, "how much of the retain images' directions is spared; the paper: 10 to 1000"] = (
-        100.0
-    )
+    alpha_retain: Annotated[Positive, "how much of the retain images' directions is spared (paper: 10 to 1000)"] = 100.0
     alpha_forget: Annotated[Positive, "how much of the forget images' directions is removed"] = 3.0
     images: Annotated[Number, "images of the forget and of the retain set each, at most"] = 900
     seed: Annotated[int, "of the drawn images"] = 0

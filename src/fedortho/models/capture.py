@@ -15,39 +15,27 @@ class _AllSeen(Exception):
 
 @contextmanager
 def capture(
-    model: nn.Module,
-    names: Iterable[str],
-    keep: Callable[[Tensor], T],
-    *,
-    inputs: bool = False,
-    stop: bool = False,
+    model: nn.Module, names: Iterable[str], keep: Callable[[Tensor], T], *, inputs: bool = False, stop: bool = False
 ) -> Iterator[dict[str, list[T]]]:
     """Collect the outputs (or first inputs) of the named modules: one entry per call, modules in the order of calls.
 
     `keep` is applied at once, because an in-place activation may change the tensor a moment later. With `stop` the
     forward pass ends, and with it the block, when each module was called.
-
-    >>> model = nn.Sequential(nn.ReLU(), nn.Flatten())
-    >>> with capture(model, ["0", "1"], lambda out: tuple(out.shape)) as seen:
-    ...     _ = model(Tensor(2, 3, 4))
-    >>> seen
-    {'0': [(2, 3, 4)], '1': [(2, 12)]}
     """
-    names = list(names)
-    seen: dict[str, list[T]] = {}
+    names, seen = list(names), dict[str, list[T]]()
 
     def note(name: str, value: Any) -> None:
         seen.setdefault(name, []).append(keep(value))
         if stop and len(seen) == len(names):
             raise _AllSeen
 
-    def hook(name: str) -> Any:
+    handles = []
+    for name in names:
         module = model.get_submodule(name)
         if inputs:
-            return module.register_forward_pre_hook(lambda _, given: note(name, given[0]))
-        return module.register_forward_hook(lambda _, __, out: note(name, out))
-
-    handles = [hook(name) for name in names]
+            handles.append(module.register_forward_pre_hook(lambda _, given, name=name: note(name, given[0])))
+        else:
+            handles.append(module.register_forward_hook(lambda _, __, out, name=name: note(name, out)))
     try:
         yield seen
     except _AllSeen:

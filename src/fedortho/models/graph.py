@@ -8,7 +8,7 @@ import copy
 import fnmatch
 import functools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeVar
@@ -181,7 +181,9 @@ def _dependencies(model: nn.Module, example: Tensor, names: list[str]) -> _Graph
         if len(node.inputs) > 1 and _operation(node) in ("Add", "Sub", "Mul"):
             aside |= _side_path(node, name_of)
             if _operation(node) != "Mul":
-                streams = _joined(streams, {_label(source, name_of) for source in _sources(node)})
+                new = {_label(source, name_of) for source in _sources(node)}
+                joined = new.union(*(stream for stream in streams if stream & new))
+                streams = [*(stream for stream in streams if not stream & new), joined]
     writers: dict[str, tuple[str, ...]] = {name: (name,) for name, node in nodes.items() if node is not None}
     foreign = {}
     for stream in streams:
@@ -249,11 +251,6 @@ def _sources(join: Any) -> set[Any]:
         else:
             waiting += node.inputs
     return found
-
-
-def _joined(groups: Iterable[set[str]], new: set[str]) -> list[set[str]]:
-    apart = [group for group in groups if not group & new]
-    return [*apart, new.union(*(group for group in groups if group & new))]
 
 
 def _with_stages(layers: list[Layer], pointwise: set[str]) -> list[Layer]:

@@ -1,7 +1,6 @@
 """Batch norms: which ones keep statistics, which ones an edit reaches, and estimating their statistics again."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,25 +36,8 @@ def batch_norms(model: nn.Module) -> list[str]:
 def frozen_norms(model: nn.Module, mode: str) -> list[str]:
     """Batch norms that use and keep their running statistics in training, by the mode of `FitOptions.norms`."""
     norms = {name: m for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
-    learning = {"train": norms, "frozen": {}}.get(
-        mode, {name for name, norm in norms.items() if any(weight.requires_grad for weight in norm.parameters())}
-    )
-    return [name for name in norms if name not in learning]
-
-
-@contextmanager
-def _estimating(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    norms: dict[Any, Any] = {norm: norm.momentum for norm in map(model.eval().get_submodule, names)}
-    for norm in norms:
-        norm.reset_running_stats()
-        norm.momentum = None  # the plain mean over batches
-        norm.train()
-    try:
-        yield
-    finally:
-        for norm, momentum in norms.items():
-            norm.momentum = momentum
-            norm.eval()
+    fixed = [name for name, norm in norms.items() if not any(weight.requires_grad for weight in norm.parameters())]
+    return {"train": [], "frozen": list(norms)}.get(mode, fixed)
 
 
 def estimate_norms(
@@ -65,15 +47,21 @@ def estimate_norms(
     used = usable(len(cached))
     last = used % BATCH if used > BATCH else 0  # images of a smaller batch
     whole, rest = cached[:used].split([used - last, last])
-    counters = {f"{n}.num_batches_tracked": twin.get_buffer(f"{n}.num_batches_tracked").clone() for n in names}
-    with torch.no_grad(), _estimating(twin, names):
-        run_tail(twin, split, whole)  # equal batches: a plain mean is right
+    norms: list[Any] = [twin.eval().get_submodule(name) for name in names]
+    before = [(norm.momentum, norm.num_batches_tracked.clone()) for norm in norms]
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # the plain mean over batches, which are equal
+        norm.train()
+    with torch.no_grad():
+        run_tail(twin, split, whole)
         if last:
-            for name in names:
-                twin.get_submodule(name).momentum = last / used  # type: ignore[assignment]  # its share of all
+            for norm in norms:
+                norm.momentum = last / used  # its share of all
             run_tail(twin, split, rest)
-    for name, value in counters.items():
-        twin.get_buffer(name).copy_(value)  # it counts training batches only
+    for norm, (momentum, batches) in zip(norms, before, strict=True):
+        norm.eval().momentum = momentum
+        norm.num_batches_tracked.copy_(batches)  # it counts training batches only
     buffers = [f"{name}.{kind}" for name in names for kind in ("running_mean", "running_var")]
     return {name: twin.get_buffer(name).clone() for name in buffers}, used
 

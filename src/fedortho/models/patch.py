@@ -56,7 +56,6 @@ class Patch:
         return "\n".join(lines)
 
     def names(self) -> list[str]:
-        """All tensors that it changes."""
         return sorted({*self.scaled, *self.put, *self.replaced})
 
     def trainable(self, model: nn.Module) -> dict[str, Tensor]:
@@ -83,7 +82,6 @@ class Patch:
 
 
 def load_patch(path: Path) -> Patch:
-    """Read a saved patch."""
     return unpack_patch(*read_tensors(path), path)
 
 

@@ -79,11 +79,7 @@ class _Logits:
 
 
 def find_logits(outputs: Any, num_classes: int) -> Any:
-    """The logits in a tensor, tuple, list, dictionary or object with `logits`; the outputs as they are if none fits.
-
-    >>> find_logits((torch.zeros(2, 7), torch.ones(2, 3, 1, 1)), 3).shape
-    torch.Size([2, 3])
-    """
+    """The logits in a tensor, tuple, list, dictionary or object with `logits`; the outputs as they are if none fits."""
     if isinstance(outputs, Tensor):
         is_flat = outputs.dim() == 2 or outputs.shape[:2].numel() != outputs.numel()
         return outputs if is_flat else outputs.flatten(1)

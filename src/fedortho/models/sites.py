@@ -87,7 +87,6 @@ class Structure:
 
 @once_per_architecture
 def trace_structure(model: nn.Module, shape: tuple[int, int, int]) -> Structure:
-    """The structure of a network that reads images of this shape."""
     layers = trace_layers(model, shape)
     _refuse_layer_norm(model, shape)
     streams = _find_streams(model, shape, layers)

@@ -17,51 +17,32 @@ from fedortho.storage.trusted_code import code_of_others, load_function
 BUILD = "build=, a function from a seed to a network"
 
 
-class BasicBlock(nn.Module):
-    """Two 3x3 convolutions and a shortcut (ResNet-18, ResNet-34)."""
+BASIC, BOTTLENECK = (3, 3), (1, 3, 1)  # sizes of a block's kernels: ResNet-18 and -34, ResNet-50
 
-    widening = 1
 
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
+class Block(nn.Module):
+    """Convolutions with batch norm, the first of 3x3 with the stride, and a shortcut."""
+
+    def __init__(self, inputs: int, width: int, outputs: int, stride: int, sizes: Sequence[int]) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(inputs, width, 3, stride, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(width)
+        self.depth = len(sizes)
+        widths = [inputs] + [width] * (self.depth - 1) + [outputs]
+        for number, size in enumerate(sizes, 1):
+            step = stride if number == sizes.index(3) + 1 else 1
+            conv = nn.Conv2d(widths[number - 1], widths[number], size, step, size // 2, bias=False)
+            self.add_module(f"conv{number}", conv)
+            self.add_module(f"bn{number}", nn.BatchNorm2d(widths[number]))
         self.relu = nn.ReLU()
-        self.downsample = _shortcut(inputs, width, stride)
+        self.downsample: nn.Module = nn.Identity()
+        if stride > 1 or inputs != outputs:
+            self.downsample = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        main = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        main = x
+        for number in range(1, self.depth + 1):
+            main = self.relu(main) if number > 1 else main
+            main = self.get_submodule(f"bn{number}")(self.get_submodule(f"conv{number}")(main))
         return self.relu(main + self.downsample(x))  # type: ignore[no-any-return]  # modules return Any
-
-
-class Bottleneck(nn.Module):
-    """1x1, 3x3, 1x1 convolutions, four times as wide at the end, and a shortcut (ResNet-50)."""
-
-    widening = 4
-
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(inputs, width, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.conv2 = nn.Conv2d(width, width, 3, stride, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(width)
-        self.conv3 = nn.Conv2d(width, width * self.widening, 1, bias=False)
-        self.bn3 = nn.BatchNorm2d(width * self.widening)
-        self.relu = nn.ReLU()
-        self.downsample = _shortcut(inputs, width * self.widening, stride)
-
-    def forward(self, x: Tensor) -> Tensor:
-        main = self.relu(self.bn1(self.conv1(x)))
-        main = self.bn3(self.conv3(self.relu(self.bn2(self.conv2(main)))))
-        return self.relu(main + self.downsample(x))  # type: ignore[no-any-return]  # modules return Any
-
-
-def _shortcut(inputs: int, outputs: int, stride: int) -> nn.Module:
-    if stride == 1 and inputs == outputs:
-        return nn.Identity()
-    return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
 
 class ResNet(nn.Module):
@@ -69,7 +50,7 @@ class ResNet(nn.Module):
 
     def __init__(
         self,
-        block: type[BasicBlock] | type[Bottleneck],
+        sizes: Sequence[int],  # of a block's kernels
         stem: int,
         stages: Sequence[tuple[int, int, int]],  # width, number of blocks, stride of the first
         num_classes: int,
@@ -82,11 +63,11 @@ class ResNet(nn.Module):
         inputs = stem
         self.depth = len(stages)
         for number, (width, blocks, stride) in enumerate(stages, 1):
-            layers = []
-            for index in range(blocks):
-                layers.append(block(inputs, width, stride if index == 0 else 1))
-                inputs = width * block.widening
-            self.add_module(f"layer{number}", nn.Sequential(*layers))
+            outputs = width * (4 if sizes == BOTTLENECK else 1)
+            first = Block(inputs, width, outputs, stride, sizes)
+            others = [Block(outputs, width, outputs, 1, sizes) for _ in range(blocks - 1)]
+            self.add_module(f"layer{number}", nn.Sequential(first, *others))
+            inputs = outputs
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(inputs, num_classes)
         _initialise(self)
@@ -130,18 +111,18 @@ def _initialise(model: nn.Module) -> None:
                 nn.init.zeros_(module.bias)
 
 
-def _resnet(block: type[BasicBlock] | type[Bottleneck], *blocks: int) -> Callable[[int, int], nn.Module]:
+def _resnet(sizes: Sequence[int], *blocks: int) -> Callable[[int, int], nn.Module]:
     widths = ((64, 1), (128, 2), (256, 2), (512, 2))
-    return partial(ResNet, block, 64, [(width, n, stride) for (width, stride), n in zip(widths, blocks, strict=True)])
+    return partial(ResNet, sizes, 64, [(width, n, stride) for (width, stride), n in zip(widths, blocks, strict=True)])
 
 
 VGG16 = ([64] * 2, [128] * 2, [256] * 3, [512] * 3, [512] * 3)
 MODELS: dict[str, Callable[[int, int], nn.Module]] = {  # from the number of classes and of channels
-    "resnet18": _resnet(BasicBlock, 2, 2, 2, 2),
-    "resnet34": _resnet(BasicBlock, 3, 4, 6, 3),
-    "resnet50": _resnet(Bottleneck, 3, 4, 6, 3),
+    "resnet18": _resnet(BASIC, 2, 2, 2, 2),
+    "resnet34": _resnet(BASIC, 3, 4, 6, 3),
+    "resnet50": _resnet(BOTTLENECK, 3, 4, 6, 3),
     "vgg16": partial(VGG, VGG16, bias=True, last_pool=True),
-    "resnet-mini": partial(ResNet, BasicBlock, 32, [(48, 1, 2), (96, 1, 2), (128, 1, 2)]),
+    "resnet-mini": partial(ResNet, BASIC, 32, [(48, 1, 2), (96, 1, 2), (128, 1, 2)]),
     "vgg-mini": partial(VGG, ([32], [48, 48], [64], [128] * 4), bias=False, last_pool=False),
 }
 

@@ -64,9 +64,8 @@ def keep_activations(model: nn.Module, train: Images, valid: Images, device: tor
     example = train.normalise(train.pixels[train.rows[:2]].to(device))
     split = find_split(model.eval(), structure.sites("deep", "channel", "stream"), example)
     numbers = (KEPT_TRAINING, KEPT_VALIDATION) if split.entry is not None else (0, 0)
-    parts = [
-        each.subset(steady_order(each.rows, 0)[:number]) for each, number in zip((train, valid), numbers, strict=True)
-    ]
+    several = zip((train, valid), numbers, strict=True)
+    parts = [images.subset(steady_order(images.rows, 0)[:number]) for images, number in several]
     inputs = [image_activations(model, split, part, device).half().cpu() for part in parts if len(part)]
     rows, labels = (torch.cat([getattr(part, name) for part in parts]) for name in ("rows", "labels"))
     training = torch.arange(len(rows)) < len(parts[0])
@@ -85,13 +84,16 @@ def _answers(model: nn.Module, kept: Kept, taps: list[tuple[Site, str]]) -> tupl
 
 
 def rebind_ledger(ledger: Observation, before: nn.Module, after: nn.Module, images: Images) -> Observation:
-    """The ledger of an edited model.
+    """The ledger of an edited model: sums by label move by their images times the mean change of the kept ones.
 
-    Its sums by label move by the number of images times the mean change of the kept training images, within the range of
-    what these give: a mean beyond it no image could explain, and servers refuse it. If no activations are kept, or the edit changes them, entries that differ for 64 images are marked stale instead.
+    They stay within the range of what the kept images give: a mean beyond it no image could explain, and servers refuse
+    it. If no activations are kept, or the edit changes them, entries that differ for 64 images are marked stale instead.
     """
     digest, kept = tensors_digest(after.state_dict()), ledger.kept
-    if kept is not None and len(kept.rows) and not _changes_prefix(kept, before, after):
+    prefix = kept.split.before if kept is not None else ()
+    states = [(before.get_submodule(name).state_dict(), after.get_submodule(name).state_dict()) for name in prefix]
+    is_same = all(tensors_digest(old) == tensors_digest(new) for old, new in states)
+    if kept is not None and len(kept.rows) and is_same:
         return replace(_moved(ledger, kept, before.eval(), after.eval()), model=digest)
     few = images.subset(range(min(64, len(images))))
     taps = [pair for pair in ledger_taps(before, images.shape) if key_of(*pair) in ledger.sums]
@@ -99,11 +101,6 @@ def rebind_ledger(ledger: Observation, before: nn.Module, after: nn.Module, imag
     changed = [key for key in ledger.sums if key not in old.sums or not torch.equal(old.sums[key], new.sums[key])]
     kept = None if kept is None else kept.where(torch.zeros(len(kept.rows), dtype=torch.bool))
     return replace(ledger, model=digest, stale=tuple(sorted({*ledger.stale, *changed})), kept=kept)
-
-
-def _changes_prefix(kept: Kept, before: nn.Module, after: nn.Module) -> bool:
-    pairs = ((before.get_submodule(name), after.get_submodule(name)) for name in kept.split.before)
-    return any(tensors_digest(old.state_dict()) != tensors_digest(new.state_dict()) for old, new in pairs)
 
 
 def _moved(ledger: Observation, kept: Kept, before: nn.Module, after: nn.Module) -> Observation:

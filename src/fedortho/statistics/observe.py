@@ -6,6 +6,7 @@ of disjoint images add up.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,6 +24,8 @@ from fedortho.models.sites import Site, Structure
 from fedortho.models.split import Split, run_tail, tail_model
 from fedortho.storage.files import PRIVATE, tensors_digest, write_tensors
 from fedortho.storage.records import to_json
+
+PEAK = partial(torch.amax, dim=(2, 3))
 
 
 def steady_order(rows: Tensor, seed: int) -> Tensor:
@@ -53,7 +56,6 @@ class Kept:
         return {name: getattr(self, name) for name in ("rows", "labels", "training", "inputs", "right")}
 
     def where(self, stay: Tensor) -> "Kept":
-        """What is kept of the images where a mask is true."""
         parts: dict[str, Any] = {name: value[stay] for name, value in self.tensors().items()}
         return replace(self, **parts)
 
@@ -127,7 +129,6 @@ class Observation:
         return {f"sums.{key}": value for key, value in self.sums.items()} | {"counts": self.counts}
 
     def save(self, path: Path) -> None:
-        """Write it as a ledger."""
         tensors, note = self._tensors(), dict[str, Any](model=self.model, stale=list(self.stale))
         if (kept := self.kept) is not None:
             tensors |= {f"kept.{name}": value for name, value in kept.tensors().items()}
@@ -177,7 +178,7 @@ def observe(
     with evaluating(model):
         for inputs, labels in ordered_batches(model, images, device):
             check_labels(labels, classes)
-            with capture(model, _names(wanted), _peak, stop=True) as seen:
+            with capture(model, _names(wanted), PEAK, stop=True) as seen:
                 model(inputs)
             peaks = _peaks({module: outputs[-1] for module, outputs in seen.items()}, wanted)
             for key, peak in peaks.items():
@@ -193,13 +194,9 @@ def tail_peaks(
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Peaks at each tap, (images, kernels), and the outputs, of a network's tail for activations at the split."""
     wanted, tail = _modules(taps), tail_model(model, split)
-    with torch.no_grad(), capture(tail, _names(wanted), _peak) as seen:
+    with torch.no_grad(), capture(tail, _names(wanted), PEAK) as seen:
         outputs = run_tail(tail, split, inputs)
     return _peaks({module: torch.cat(parts) for module, parts in seen.items()}, wanted), outputs
-
-
-def _peak(out: Tensor) -> Tensor:
-    return out.amax((2, 3))
 
 
 def _modules(taps: Sequence[tuple[Site, str]]) -> dict[str, tuple[str, str, int]]:

@@ -75,10 +75,7 @@ def state_directory() -> Path:
 
 @contextmanager
 def locked(path: Path, timeout: float = 0.0) -> Iterator[None]:
-    """Lock a path for this process; another one of this user on this machine is refused after `timeout` seconds.
-
-    The lock ends with the process.
-    """
+    """Lock a path until the process ends; another one of this user on this machine is refused after the timeout."""
     name = hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()[:32]
     try:
         file = state_directory() / "locks" / f"{name}.lock"
@@ -248,13 +245,7 @@ def file_digest(path: Path, kind: type[FedOrthoError] = BadCheckpoint) -> str:
 
 
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 over names, types, shapes and bytes: equal if and only if the tensors are equal bit for bit.
-
-    >>> tensors_digest({"a": torch.zeros(2)}) == tensors_digest({"a": torch.zeros(2)})
-    True
-    >>> tensors_digest({"a": torch.zeros(2)}) == tensors_digest({"a": -torch.zeros(2)})
-    False
-    """
+    """SHA-256 over names, types, shapes and bytes: equal if and only if the tensors are equal bit for bit."""
     total = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()

@@ -82,11 +82,9 @@ class JournalEntry:
 
     @property
     def body(self) -> str:
-        """The digest of what the entry tells."""
         return _body(json.loads(self.line))
 
     def sealed(self) -> "JournalEntry":
-        """The entry with its hash."""
         return replace(self, hash=_hash(json.loads(self.line)))
 
 

@@ -40,12 +40,10 @@ def from_json(kind: type[R], value: Any, source: Path | str) -> R:
 
 
 def read_record(kind: type[R], path: Path) -> R:
-    """The record of this kind in a JSON file."""
     return from_json(kind, read_json(path), path)
 
 
 def write_record(path: Path, record: Any) -> None:
-    """Write a record as a JSON file, atomically."""
     write_json(path, to_json(record))
 
 

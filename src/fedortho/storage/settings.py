@@ -7,7 +7,6 @@ import dataclasses
 import math
 import tomllib
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -61,7 +60,6 @@ def check_settings(settings: Any) -> None:
                 raise wrong if isinstance(allowed, Range) else unknown(kebab(name), value, allowed)
 
 
-@cache
 def _notes(kind: type[Any]) -> dict[str, tuple[Any, ...]]:
     """What the `Annotated` type of each field has beside the type."""
     hints = get_type_hints(kind, include_extras=True)
@@ -69,11 +67,7 @@ def _notes(kind: type[Any]) -> dict[str, tuple[Any, ...]]:
 
 
 def kebab(name: str) -> str:
-    """The name of a field in TOML, JSON and flags.
-
-    >>> kebab("ortho_every")
-    'ortho-every'
-    """
+    """The name of a field in TOML, JSON and flags: `ortho-every` of `ortho_every`."""
     return name.replace("_", "-")
 
 
@@ -89,12 +83,7 @@ def field_help(kind: type[Any]) -> dict[str, str]:
 
 
 def make_settings(kind: type[S], *sources: Mapping[str, Any]) -> S:
-    """Build settings from mappings with kebab-case or snake_case keys; later ones win.
-
-    >>> from fedortho.training.recipe import Recipe
-    >>> make_settings(Recipe, {"epochs": 3}, {"ortho-every": 1}).ortho_every
-    1
-    """
+    """Build settings from mappings with kebab-case or snake_case keys; later ones win."""
     types = field_types(kind)
     values: dict[str, Any] = {}
     for source in sources:
@@ -124,7 +113,6 @@ def _as(wanted: type[Any], key: str, value: Any) -> Any:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The keys of a flat TOML file."""
     try:
         return tomllib.loads(read_limited(path, MOST_TOML, BadSetting).decode())
     except (ValueError, RecursionError) as error:

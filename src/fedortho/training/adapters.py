@@ -4,12 +4,13 @@ import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from fedortho.errors import BadSetting, unknown
+from fedortho.storage.settings import Number, SomeShare, check_settings
 
 ADAPTERS = ("sparse", "low-rank")
 MARK = ".parametrizations.weight"
@@ -20,17 +21,14 @@ class Adapters:
     """Which layers get which kind of adapter; server and clients build the same adapters from it."""
 
     layers: tuple[str, ...]
-    kind: str = "sparse"
-    density: float = 0.05  # sparse: share of the weights that are trained, drawn with the seed
-    rank: int = 16  # low-rank: rank of the two factors
+    kind: Annotated[str, ADAPTERS] = "sparse"
+    density: SomeShare = 0.05  # sparse: share of the weights that are trained, drawn with the seed
+    rank: Number = 16  # low-rank: rank of the two factors
     scale: float = 2.0  # low-rank: factor of their product
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in ADAPTERS:
-            raise unknown("adapter", self.kind, ADAPTERS)
-        if not 0 < self.density <= 1 or self.rank < 1:
-            raise BadSetting(f"density must be in (0, 1] and rank at least 1, not {self.density} and {self.rank}")
+        check_settings(self)
 
 
 class Sparse(nn.Module):
@@ -81,7 +79,6 @@ def base_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a tensor of an adapted model belongs to an adapter."""
     return f"{MARK}.0." in name
 
 

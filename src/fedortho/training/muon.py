@@ -23,17 +23,15 @@ class Muon(torch.optim.SGD):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         for group in self.param_groups:
             for weight in group["params"]:
-                if weight.grad is not None and weight.dim() == 4 and weight.shape[1] > 1:
-                    self._turn(weight, weight.grad, group["lr"])
+                if (gradient := weight.grad) is not None and weight.dim() == 4 and weight.shape[1] > 1:
+                    momentum = self.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight))
+                    momentum.lerp_(gradient, 1 - MOMENTUM)
+                    step = orthogonal(gradient.lerp(momentum, MOMENTUM))
+                    length = group["lr"] * weight.norm().clamp_min(LEAST) / step.norm().clamp_min(LEAST)
+                    weight.sub_(step * length)
                     weight.grad = None  # it is not for SGD
         loss: float | None = super().step(closure)
         return loss
-
-    def _turn(self, weight: Tensor, gradient: Tensor, lr: float) -> None:
-        momentum = self.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight))
-        momentum.lerp_(gradient, 1 - MOMENTUM)
-        step = orthogonal(gradient.lerp(momentum, MOMENTUM))
-        weight.sub_(step * (lr * weight.norm().clamp_min(LEAST) / step.norm().clamp_min(LEAST)))
 
 
 def orthogonal(kernels: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
@@ -11,14 +12,13 @@ from fedortho.data.images import Images, check_labels, collect_images
 from fedortho.data.loaders import ImageSource
 from fedortho.errors import BadData, BadSetting, unknown
 from fedortho.models.zoo import count_answers
+from fedortho.storage.settings import Positive, check_settings
 from fedortho.training.muon import Muon
 from fedortho.training.recipe import Recipe
 
 LABELS = ("true", "other", "any")
 ORDERS = ("mixed", "paired", "turns")  # of batches from several training sets; see training/batches.py
 BATCH_NORM = ("train", "trainable", "frozen")
-
-
 Weights = Iterable[nn.Parameter]
 OPTIMISERS: Mapping[str, Callable[[Weights, Recipe, bool], torch.optim.Optimizer]] = {  # weights, recipe, fused
     "sgd": lambda w, r, fused: torch.optim.SGD(w, r.lr, r.momentum, weight_decay=r.weight_decay, fused=fused),
@@ -27,13 +27,29 @@ OPTIMISERS: Mapping[str, Callable[[Weights, Recipe, bool], torch.optim.Optimizer
         w, r.lr, r.momentum, weight_decay=r.weight_decay, nesterov=r.momentum > 0, fused=fused
     ),
 }
+Rows = list[Tensor]  # rows of one step, one tensor per training set; some may be empty
+Objective = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]  # outputs, labels, teacher's outputs, temperature
+
+
+def _imitate(outputs: Tensor, labels: Tensor, teacher_outputs: Tensor | None, temperature: float) -> Tensor:
+    """KL(teacher ‖ student) of softmax(logits / temperature), without the factor temperature²."""
+    assert teacher_outputs is not None, "check_teachers has checked it"
+    student = functional.log_softmax(outputs / temperature, 1)
+    return functional.kl_div(student, functional.softmax(teacher_outputs / temperature, 1), reduction="batchmean")
+
+
+OBJECTIVES: Mapping[str, Objective] = {
+    "cross-entropy": lambda outputs, labels, _, __: functional.cross_entropy(outputs, labels),
+    "imitate": _imitate,  # mean over images of the divergence
+    "imitate-elements": lambda outputs, *rest: _imitate(outputs, *rest) / outputs.shape[1],  # over classes too
+}
 
 
 @dataclass(frozen=True)
 class Target:
     """What the model learns from the images of a training set: labels, or the outputs of a teacher."""
 
-    labels: str = "true"  # true, other (random, never the true one) or any (random, any class)
+    labels: Annotated[str, LABELS] = "true"  # true, other (random, never the true one) or any (random, any class)
     weight: float = 1.0  # of the loss; a negative weight ascends it
     teacher: str = ""  # name of the model whose outputs replace labels
     label_weight: float = 0.0  # of the cross-entropy with labels, beside a teacher
@@ -42,29 +58,23 @@ class Target:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.labels not in LABELS:
-            raise unknown("kind of labels", self.labels, LABELS)
+        check_settings(self)
 
 
 @dataclass(frozen=True)
 class FitOptions:
     """Batch order, optimiser, loss and batch-norm mode of a training; strings and numbers only."""
 
-    order: str = "mixed"  # one of ORDERS
-    norms: str = "train"  # batch norms that keep their statistics: none, those with fixed weights (trainable), or all
-    optimiser: str = "sgd"  # sgd, adam (which has its own momenta) or muon (kernels move by a share of their norm)
-    objective: str = "cross-entropy"  # one of OBJECTIVES: compares outputs with labels or with a teacher
-    temperature: float = 1.0  # divides the logits of teacher and student
+    order: Annotated[str, ORDERS] = "mixed"
+    norms: Annotated[str, BATCH_NORM] = "train"  # trainable: those with fixed weights keep statistics; frozen: all
+    optimiser: Annotated[str, OPTIMISERS] = "sgd"  # adam has own momenta; muon moves kernels by a share of their norm
+    objective: Annotated[str, OBJECTIVES] = "cross-entropy"  # compares outputs with labels or with a teacher
+    temperature: Positive = 1.0  # divides the logits of teacher and student
     masked_gradient: float = 0.0  # its factor where the mask is False; 0: such weights keep their value bit for bit
     local_epochs: int = 0  # in a federation: epochs of a client in a round; 0: as its settings say
 
     def __post_init__(self) -> None:
-        known = {"order": ORDERS, "norms": BATCH_NORM, "optimiser": OPTIMISERS, "objective": OBJECTIVES}
-        for name, choices in known.items():
-            if getattr(self, name) not in choices:
-                raise unknown(name, getattr(self, name), choices)
-        if self.temperature <= 0:
-            raise BadSetting(f"temperature must be above 0, not {self.temperature}")
+        check_settings(self)
 
 
 @dataclass(frozen=True)
@@ -100,24 +110,6 @@ def check_training_sets(model: nn.Module, training_sets: Sequence[TrainingSet], 
         if number == 1:
             raise BadData("there is only one image to train on, and batch norm needs two; give more images")
         raise BadSetting("batch norm cannot train on one image at a time; use a batch-size of at least 2")
-
-
-Rows = list[Tensor]  # rows of one step, one tensor per training set; some may be empty
-Objective = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]  # outputs, labels, teacher's outputs, temperature
-
-
-def _imitate(outputs: Tensor, labels: Tensor, teacher_outputs: Tensor | None, temperature: float) -> Tensor:
-    """KL(teacher ‖ student) of softmax(logits / temperature), without the factor temperature²."""
-    assert teacher_outputs is not None, "check_teachers has checked it"
-    student = functional.log_softmax(outputs / temperature, 1)
-    return functional.kl_div(student, functional.softmax(teacher_outputs / temperature, 1), reduction="batchmean")
-
-
-OBJECTIVES: Mapping[str, Objective] = {
-    "cross-entropy": lambda outputs, labels, _, __: functional.cross_entropy(outputs, labels),
-    "imitate": _imitate,  # mean over images of the divergence
-    "imitate-elements": lambda outputs, *rest: _imitate(outputs, *rest) / outputs.shape[1],  # over classes too
-}
 
 
 def check_teachers(

@@ -73,13 +73,6 @@ def moments_of(group: Observation, name: str, kernels: int) -> Moments:
     return Moments(mean, group.mean(f"{name}:second").view(kernels, kernels) / mean.shape[1])
 
 
-def answered_means(group: Observation, name: str, kernels: int, labels: Sequence[int]) -> Tensor:
-    """The mean pooled response of each of these classes; the model's probability of the class weights the images."""
-    weights = group.mean("answers")[list(labels)]
-    sums: Tensor = group.mean(f"{name}:answered").view(kernels, -1)[:, list(labels)]
-    return sums / weights.clamp_min(1e-12)
-
-
 def projection(forget: Sequence[Moments], retain: Moments, means: Tensor, number: int) -> tuple[Tensor, Tensor]:
     """The projector that removes `number` directions, and the energy in each direction that may be removed, falling.
 
@@ -123,7 +116,9 @@ def erasure_patch(
     for site, part in zip(sites, SPREADS[spread](len(sites)), strict=True):
         number = kernel_count(min(share * part, 1.0), site.kernels)
         whole = moments_of(retain, site.name, site.kernels)
-        means = answered_means(retain, site.name, site.kernels, labels)
+        # the mean pooled response of each retained class; the model's probability of the class weights the images
+        means = retain.mean(f"{site.name}:answered").view(site.kernels, -1)[:, list(labels)]
+        means = means / retain.mean("answers")[list(labels)].clamp_min(1e-12)
         projector, energies = projection([moments_of(o, site.name, site.kernels) for o in forget], whole, means, number)
         numbers[site.name] = min(number, len(energies))
         centre = whole.mean.mean(1)

@@ -32,10 +32,7 @@ def plan_kernels(
     request: ForgetRequest,
     forgotten: ForgetRequest | None,
 ) -> ForgetPlan:
-    """Measure statistics, rank kernels, weaken a ratio of them, bind the patch.
-
-    The ratio is given, or calibrated by trials, each of them repaired and scrubbed.
-    """
+    """Measure statistics, rank kernels, weaken a given ratio of them or one that trials find, bind the patch."""
     phases = Phases(engine)
     task = start_task(model, engine, request, method, forgotten)
     calibration = method if isinstance(method, CalibrationSettings) else None
@@ -63,7 +60,6 @@ def plan_kernels(
 
 
 def chosen_kernels(ranking: Ranking, method: KernelSettings, ratio: float) -> dict[str, Tensor]:
-    """Site → kernels."""
     settings = {"scope": method.scope, "spread": method.spread}
     return choose_kernels(ranking, ratio, min_difference=method.min_difference, **settings)
 

@@ -62,7 +62,6 @@ class Phases:
         self._since, self._before = time.perf_counter(), replace(engine.tally)
 
     def end(self, phase: str) -> None:
-        """The phase that began with the end of the last one is over."""
         now, tally = time.perf_counter(), replace(self.engine.tally)
         self.seconds[phase], self.spent[phase] = now - self._since, tally.since(self._before)
         self._since, self._before = now, tally

@@ -23,20 +23,15 @@ class Ranking:
 
 def rank_kernels(forget: Observation, retain: Observation, keys: Mapping[str, str]) -> Ranking:
     """Rank each site by the difference of its mean peaks; `keys` says where an observation keeps each site."""
-    stale = [key for key in keys.values() if key in forget.stale or key in retain.stale]
-    if stale:
+    if stale := [key for key in keys.values() if key in forget.stale or key in retain.stale]:
         raise BadData(f"the ledger is stale for {', '.join(stale)}: an edit came before; observe anew")
     return Ranking({site: forget.mean(key) - retain.mean(key) for site, key in keys.items()})
 
 
 def same_label_retain(forget: Observation, retain: Observation) -> Observation:
-    """The retain set, weighted so that its labels occur as often as in the forget set.
-
-    The contrast for single samples: against the whole retain set, the kernels of their class would rank first.
-    """
+    """The retain set with labels as often as in the forget set: against all, kernels of the class would rank first."""
     seen = forget.counts > 0
-    if bool((retain.counts[seen] == 0).any()):
-        missing = [int(label) for label in seen.nonzero().flatten() if not retain.counts[label]]
+    if missing := (seen & (retain.counts == 0)).nonzero().flatten().tolist():
         raise BadData(f"no retained image has label {missing[0]}; contrast with all retained images instead")
     weight = torch.where(seen, forget.counts.double() / retain.counts.clamp_min(1), 0.0)
     sums = {key: value * weight.unsqueeze(1) for key, value in retain.sums.items()}

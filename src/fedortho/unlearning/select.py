@@ -15,11 +15,7 @@ SCOPES = ("layer", "global")
 
 
 def kernel_count(ratio: float, kernels: int) -> int:
-    """N_p = ⌈ratio · kernels⌉, at least 1 and at most all, safe from rounding: 0.07 · 100 is 7.
-
-    >>> kernel_count(0.07, 100), kernel_count(0.01, 128), kernel_count(1.0, 8)
-    (7, 2, 8)
-    """
+    """N_p = ⌈ratio · kernels⌉, at least 1 and at most all, safe from rounding: 0.07 · 100 is 7."""
     return min(max(math.ceil(ratio * kernels - 1e-9), 1), kernels)
 
 
@@ -44,11 +40,8 @@ def choose_kernels(
     if not 0 < ratio <= 1:
         raise BadSetting(f"ratio must be above 0 and at most 1, not {ratio}")
     if scope == "layer":
-        shares = SPREADS[spread](len(ranking.scores))
-        numbers = {
-            site: kernel_count(min(ratio * share, 1.0), len(scores))
-            for (site, scores), share in zip(ranking.scores.items(), shares, strict=True)
-        }
+        shares = zip(ranking.scores.items(), SPREADS[spread](len(ranking.scores)), strict=True)
+        numbers = {site: kernel_count(min(ratio * share, 1.0), len(scores)) for (site, scores), share in shares}
     else:
         numbers = _global_numbers(ranking, ratio)
     chosen = {}
@@ -83,10 +76,8 @@ def merge_chosen(several: Sequence[Mapping[str, tuple[Tensor, Tensor]]]) -> dict
             place = merged.setdefault(site, {})
             for kernel, strength in zip(kernels.tolist(), strong.tolist(), strict=True):
                 place[kernel] = max(place.get(kernel, 0.0), strength)
-    return {
-        site: (torch.tensor(list(found)), torch.tensor(list(found.values()), dtype=torch.float64))
-        for site, found in merged.items()
-    }
+    pairs = {site: (list(found), list(found.values())) for site, found in merged.items()}
+    return {site: (torch.tensor(k), torch.tensor(s, dtype=torch.float64)) for site, (k, s) in pairs.items()}
 
 
 def kernel_patch(

@@ -17,14 +17,7 @@ class EditSettings:
     ratio: Annotated[Share, "share of kernels, or directions, in each layer; 0: found by target and budget"] = 0.0
     statistics_images: Annotated[Count, "images per group for the statistics, at most; 0: all"] = 0
     seed: Annotated[Count, "seed of all subsamples"] = 0
-
-    @property
-    def edit(self) -> str:  # what is edited, and below where responses are read; a method may make fields of them
-        return "channel"
-
-    @property
-    def tap(self) -> str:
-        return "stream"
+    edit, tap = "channel", "stream"  # what is edited, and where responses are read; a method may make fields of them
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -37,22 +30,9 @@ class KernelSettings(EditSettings):
     alpha: Annotated[Share, "least strength; 1 silences the kernel"] = 1.0
     rank_base: Annotated[int, Range(0, 1), "first rank in S = max(alpha, 1 - rank/number): 1 as printed, or 0"] = 1
     scope: Annotated[str, SCOPES, "choose kernels per layer or global"] = "layer"
-    weighting: Annotated[str, WEIGHTINGS, "in a federation: pooled sums, or the paper's weighted local differences"] = (
-        "pooled"
-    )
+    weighting: Annotated[str, WEIGHTINGS, "in a federation: pooled sums, or the paper's local differences"] = "pooled"
     min_difference: Annotated[float, "spare kernels whose difference is below this"] = -1e30
-
-    @property
-    def spread(self) -> str:  # this and what follows is as printed; a method may make fields of it
-        return "equal"
-
-    @property
-    def contrast(self) -> str:
-        return "retain"
-
-    @property
-    def repair(self) -> bool:
-        return False
+    spread, contrast, repair = "equal", "retain", False  # as printed; a method may make fields of them
 
 
 @dataclass(frozen=True)
@@ -64,9 +44,7 @@ class CalibrationSettings(EditSettings):
         str, ("batches", "layers"), "pooled moments of local batches (one exchange) or exact layers (one each)"
     ] = "batches"
     repair_images: Annotated[Count, "retained images for the repair"] = 400
-    scrub: Annotated[bool, "finish a class request in the classifier where the edit within the budget falls short"] = (
-        True
-    )
+    scrub: Annotated[bool, "finish a class request in the classifier if the edit within the budget falls short"] = True
     target: Annotated[Share, "forget accuracy to reach, class requests"] = 0.01
     max_retain_drop: Annotated[Share, "retain accuracy that may be lost"] = 0.01
     trial_images: Annotated[Count, "retained images for trials, at most; a quarter of the forget set; 0: all"] = 1024

@@ -86,15 +86,10 @@ def start_task(
     left_out = {layer.name: problems[layer.name] for layer in chosen if layer.name in problems}
     statistic = Statistic("peaks", layers, edit, tap)
     task = Task(model, engine, request, forgotten, sites, statistic, settings.seed, left_out)
-    if not sites and not _may_edit_classifier(task, settings):
+    may_scrub = isinstance(settings, CalibrationSettings) and settings.scrub and not settings.ratio
+    may_scrub = may_scrub and request.kind == "class"  # a class can be removed from the classifier alone
+    classes = len(engine.info.class_names)
+    if not sites and not (may_scrub and find_classifier(model, classes, task.example) is not None):
         name, reason = next(iter(left_out.items()))
         raise BadSetting(f"no layer of {layers!r} can be edited ({name}: {reason}); see fedortho check")
     return task
-
-
-def _may_edit_classifier(task: Task, settings: EditSettings) -> bool:
-    """Whether a class can be removed from the classifier alone."""
-    if not isinstance(settings, CalibrationSettings) or settings.ratio or not settings.scrub:
-        return False
-    is_class, classes = task.request.kind == "class", len(task.engine.info.class_names)
-    return is_class and find_classifier(task.model, classes, task.example) is not None

@@ -71,18 +71,13 @@ class Baseline:
     forget: float  # of several parts the one furthest above its limit
 
 
-@dataclass(frozen=True)
-class Look:
-    """Images that candidates are measured on: training images of each part, and validation images of the retain set."""
-
-    forget: tuple[Selection, ...]
-    retain: Selection
+Look = tuple[Selection, ...]  # what candidates are measured on: training images of each part, then validation images
 
 
 def look_at(task: Task, images: int, skip: int = 0, part: int = 4) -> Look:
     """So many validation images, less those that are drawn first; of each part of the request a `part` as many."""
     forget = task.forget_sets(images // part, skip // part, steady=True)
-    return Look(tuple(forget), task.retain_set(images, "valid", skip, steady=True))
+    return *forget, task.retain_set(images, "valid", skip, steady=True)
 
 
 def looks(task: Task, images: int) -> list[Look]:
@@ -102,16 +97,6 @@ class Score:
     images: int = 0  # of the retain set
     lost: int = 0  # right answers of the original less those of the candidate
     changed: int = 0  # answers that only one of the two has right
-
-    def add_forget(self, counted: Sequence[Observation], place: int) -> None:
-        new = [(int(part.sums["right"][:, place].sum()), part.images) for part in counted]
-        self.parts = [(a + c, b + d) for (a, b), (c, d) in zip(self.parts, new, strict=True)] if self.parts else new
-
-    def add_retain(self, counted: Observation, place: int) -> None:
-        right, changed = counted.sums["right"].sum(0), counted.sums["changed"].sum(0)
-        self.images += counted.images
-        self.lost += int(right[0] - right[place])
-        self.changed += int(changed[place])
 
     @property
     def worst(self) -> tuple[float, float]:
@@ -173,8 +158,7 @@ def baseline_queries(task: Task, settings: CalibrationSettings) -> list[Query]:
     """How many answers are right before any edit; by label too where the limit is that of unseen images."""
     statistic = replace(task.statistic, kind="right")
     if all(part.classes for part in task.parts):
-        first = looks(task, settings.trial_images)[0]
-        return [Query((*first.forget, first.retain), statistic)]
+        return [Query(looks(task, settings.trial_images)[0], statistic)]
     sets = (*task.forget_sets(settings.trial_images, steady=True), task.retain_set(settings.trial_images, "valid"))
     return [Query(sets, statistic), Query(sets, replace(statistic, by_label=True))]
 
@@ -186,10 +170,10 @@ def read_baseline(task: Task, settings: CalibrationSettings, measured: Sequence[
         hint = f"{withheld_hint(task.engine)}; train with --valid above 0, or give --ratio"
         raise BadData(f"no validation image is left to measure trials on{hint}")
     overall = float(retain.mean("right"))
-    limits = [
-        settings.target if part.classes else _unseen_accuracy(by_label[place], by_label[-1], overall)
-        for place, part in enumerate(task.parts)
-    ]
+    limits = [settings.target] * len(forget)
+    for place, part in enumerate(task.parts):
+        if not part.classes:
+            limits[place] = _unseen_accuracy(by_label[place], by_label[-1], overall)
     seen = [(float(part.mean("right")), limit) for part, limit in zip(forget, limits, strict=True) if part.images]
     return Baseline(overall, tuple(limits), max(seen, key=lambda pair: pair[0] - pair[1])[0] if seen else 0.0)
 
@@ -260,15 +244,20 @@ class TrialRunner:
         statistic = replace(self.task.statistic, kind="right", classifier=self.classifier or "")
         queries = []
         if forget:
-            queries.append(Query(look.forget, replace(statistic, patches=tuple(patches[n] for n in forget))))
+            queries.append(Query(look[:-1], replace(statistic, patches=tuple(patches[n] for n in forget))))
         if retain:
             beside = (NOTHING, *(patches[n] for n in retain))  # the original, for the same images
-            queries.append(Query((look.retain,), replace(statistic, patches=beside)))
+            queries.append(Query(look[-1:], replace(statistic, patches=beside)))
         found = self.task.engine.measure(self.task.model, queries) if queries else []
         for place, number in enumerate(forget):
-            scores[number].add_forget(found[0], place)
+            before = scores[number].parts or [(0, 0)] * len(found[0])
+            new = [(int(part.sums["right"][:, place].sum()), part.images) for part in found[0]]
+            scores[number].parts = [(a + c, b + d) for (a, b), (c, d) in zip(before, new, strict=True)]
         for place, number in enumerate(retain, 1):
-            scores[number].add_retain(found[-1][0], place)
+            right, changed = (found[-1][0].sums[name].sum(0) for name in ("right", "changed"))
+            scores[number].images += found[-1][0].images
+            scores[number].lost += int(right[0] - right[place])
+            scores[number].changed += int(changed[place])
 
     def repaired(self, candidates: Sequence[Candidate]) -> list[Patch]:
         """The candidates with re-estimated batch norms; a ratio is repaired once, whatever scrub follows."""
@@ -326,11 +315,9 @@ class TrialRunner:
     def _classifier_inputs(self, patches: Sequence[Patch]) -> list[Observation]:
         statistic = replace(self.task.statistic, kind="inputs", classifier=self.classifier or "")
         own = f"{self.classifier}."
-        bodies = tuple(
-            replace(patch, replaced={name: t for name, t in patch.replaced.items() if not name.startswith(own)})
-            for patch in patches
-        )
-        sets = [Query((*look.forget, look.retain), replace(statistic, patches=bodies)) for look in self.inputs]
+        kept = [{n: t for n, t in patch.replaced.items() if not n.startswith(own)} for patch in patches]
+        bodies = tuple(replace(patch, replaced=each) for patch, each in zip(patches, kept, strict=True))
+        sets = [Query(look, replace(statistic, patches=bodies)) for look in self.inputs]
         return [reduce(add, several) for several in zip(*self.task.engine.measure(self.task.model, sets), strict=True)]
 
 
@@ -349,7 +336,7 @@ def make_runner(
     any_accuracy = Baseline(1.0, (1.0,) * len(task.parts), 1.0)
     classes, example = len(task.engine.info.class_names), task.example
     retained = replace(task.retain_set(settings.repair_images), steady=True)
-    few = Look(tuple(task.forget_sets(SCRUB_FORGET, steady=True)), replace(retained, limit=SCRUB_RETAIN))
+    few = (*task.forget_sets(SCRUB_FORGET, steady=True), replace(retained, limit=SCRUB_RETAIN))
     several = looks(task, settings.trial_images)
     return TrialRunner(
         task,
