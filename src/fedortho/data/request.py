@@ -261,7 +261,8 @@ def _rows_of(client: int, clients: Clients | None) -> Tensor:
 def _row(word: str, clients: Clients | None, ids: RowIds | None) -> int:
     if word.startswith("hmac:"):
         if ids is None or word not in ids.by_hash:
-            raise FedOrthoError(f"samples:{word} is a hashed id without its key; put hash-ids.key beside the run")
+            advice = "its key is not here; put hash-ids.key beside the run"
+            raise FedOrthoError(f"samples:{word} is a hashed id, and {advice}")
         return ids.by_hash[word]
     if (match := SAMPLE.fullmatch(word)) is None:
         what = "neither ids nor a readable file; names of images: request.resolved(data)"

@@ -162,8 +162,11 @@ def _left_to_observe(kept: Tensor, train: Images, images: Images) -> tuple[Image
     return images.subset(partial[images.labels]), False
 
 
-def _tail(context: QueryContext, images: Images) -> tuple[Split, Tensor]:
-    """The activations before the first layer that candidates edit: those kept with the ledger, the others computed."""
+def _edited(context: QueryContext, images: Images, patch: Patch) -> tuple[nn.Module, Split, Tensor]:
+    """The network's tail with a candidate applied, where it begins, and its inputs.
+
+    Inputs are activations before the first layer that candidates edit: kept with the ledger, or computed.
+    """
     tails, key = context.cache.tails, (*context.which, images.rows.numpy().tobytes())
     kept = context.cache.kept if context.which == DEEP else None
     if key not in tails and kept is not None:
@@ -173,7 +176,8 @@ def _tail(context: QueryContext, images: Images) -> tuple[Split, Tensor]:
         split = find_split(context.model, context.sites(), example)
         tails[key] = split, image_activations(context.model, split, images, context.device)
         context.cache.tally.images_read += len(images)
-    return tails[key]
+    split, inputs = tails[key]
+    return edit_in_place(tail_model(context.model, split), patch), split, inputs
 
 
 def _kept_inputs(context: QueryContext, kept: Kept, images: Images) -> Tensor:
@@ -189,12 +193,6 @@ def _kept_inputs(context: QueryContext, kept: Kept, images: Images) -> Tensor:
     if bool(is_known.any()):
         inputs[is_known.to(read.device)] = kept.inputs[places[is_known]].to(read)
     return inputs
-
-
-def _edited(context: QueryContext, images: Images, patch: Patch) -> tuple[nn.Module, Split, Tensor]:
-    """The network's tail with a candidate applied, where it begins, and its inputs."""
-    split, inputs = _tail(context, images)
-    return edit_in_place(tail_model(context.model, split), patch), split, inputs
 
 
 def _right(context: QueryContext, images: Images) -> Observation:
@@ -251,9 +249,9 @@ def _moments(context: QueryContext, images: Images) -> Observation:
 
 def _no_moments(context: QueryContext) -> dict[str, Tensor]:
     sums: dict[str, Tensor] = {}
-    for norm in context.statistic.norms:
-        nothing = torch.zeros(1, context.model.get_buffer(f"{norm}.running_mean").numel(), dtype=torch.float64)
-        for number in range(len(context.statistic.patches)):
+    for number in range(len(context.statistic.patches)):
+        for norm in context.statistic.norms:
+            nothing = torch.zeros(1, context.model.get_buffer(f"{norm}.running_mean").numel(), dtype=torch.float64)
             sums |= {f"{number}:{norm}:mean": nothing, f"{number}:{norm}:square": nothing}
     return sums
 

@@ -55,8 +55,8 @@ def draw(images: Images, most: int, seed: int) -> Images:
     return images.subset(order[:most].sort().values)
 
 
-STATISTICS = ("peaks", "difference", "right", "moments", "layer", "inputs", "averages", "responses", "drift", "gram")
-STATISTICS += ("fisher", "fisher-abs", "gradient")
+STATISTICS: tuple[str, ...] = ("peaks", "difference", "right", "moments", "layer", "inputs", "averages", "responses")
+STATISTICS += ("drift", "gram", "fisher", "fisher-abs", "gradient")
 
 
 @dataclass(frozen=True)

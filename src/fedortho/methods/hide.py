@@ -36,4 +36,4 @@ class Hide(CalibrationSettings, KernelSettings, PlanningMethod):
     def plan(
         self, model: nn.Module, engine: Engine, request: ForgetRequest, forgotten: ForgetRequest | None = None
     ) -> ForgetPlan:
-        return plan_kernels(self, self.name, model, engine, request, forgotten)
+        return plan_kernels(self, model, engine, request, forgotten)

@@ -13,19 +13,15 @@ SOURCES = ("published", "short", "tuned")
 TUNED = Path(__file__).parent / "tuned"  # DATA-MODEL.json; all trials are in benchmarks/results/tuning
 # few steps, small batches: minutes on two cores for small data; rates set beforehand and not tuned
 SHORT: Mapping[str, Mapping[str, Any]] = {
+    **{name: {"epochs": 2} for name in ("class-pruning", "eu-k", "cf-k", "ct", "msg")},
     "finetune": {"epochs": 2, "lr": 0.01},
     "not": {"epochs": 2, "lr": 0.02},
     "fused": {"epochs": 2, "lr": 0.02},
     "salun": {"epochs": 2, "batch_size": 64},
     "unsir": {"lr": 0.002, "repair_lr": 0.001, "batch_size": 64, "noise_images": 64, "noise_copies": 4},
     "bad-teacher": {"lr": 1e-3, "batch_size": 64},
-    "class-pruning": {"epochs": 2},
     "neggrad": {"epochs": 1},
     "scrub": {"epochs": 2, "max_epochs": 1, "lr": 0.002, "batch_size": 64, "forget_batch_size": 64},
-    "eu-k": {"epochs": 2},
-    "cf-k": {"epochs": 2},
-    "ct": {"epochs": 2},
-    "msg": {"epochs": 2},
 }
 
 

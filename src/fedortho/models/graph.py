@@ -41,10 +41,6 @@ class Layer:
     stage: int  # 0 for the first; see `trace_layers`
     problem: str | None  # why it cannot be treated, if so
 
-    @property
-    def is_tall(self) -> bool:
-        return self.kernels // self.groups > self.inputs
-
 
 Traced = TypeVar("Traced")
 Trace = Callable[[nn.Module, tuple[int, int, int]], Traced]

@@ -22,7 +22,9 @@ def gram_sums(model: nn.Module, images: Images, device: torch.device | str = "cp
                 model(inputs)
             for name, given in seen.items():
                 columns = layer_columns(layers[name], torch.cat(given))
-                sums[name] += _upper((columns @ columns.mT).cpu().double())
+                gram = (columns @ columns.mT).cpu().double()
+                first, second = torch.triu_indices(gram.shape[1], gram.shape[1])
+                sums[name] += gram[:, first, second].reshape(1, -1)
     return Observation(sums, torch.tensor([len(images)]))
 
 
@@ -45,8 +47,3 @@ def gram_matrices(sums: Tensor, size: int) -> Tensor:
     matrices[:, first, second] = upper
     matrices[:, second, first] = upper
     return matrices
-
-
-def _upper(matrices: Tensor) -> Tensor:
-    first, second = torch.triu_indices(matrices.shape[1], matrices.shape[1])
-    return matrices[:, first, second].reshape(1, -1)

@@ -86,8 +86,8 @@ def _answers(model: nn.Module, kept: Kept, taps: list[tuple[Site, str]]) -> tupl
 def rebind_ledger(ledger: Observation, before: nn.Module, after: nn.Module, images: Images) -> Observation:
     """The ledger of an edited model: sums by label move by their images times the mean change of the kept ones.
 
-    They stay within the range of what the kept images give: a mean beyond it no image could explain, and servers refuse
-    it. If no activations are kept, or the edit changes them, entries that differ for 64 images are marked stale instead.
+    They stay within the range of what kept images give: a mean beyond it no image could explain, and servers refuse it.
+    If no activations are kept, or the edit changes them, entries that differ for 64 images are marked stale instead.
     """
     digest, kept = tensors_digest(after.state_dict()), ledger.kept
     prefix = kept.split.before if kept is not None else ()

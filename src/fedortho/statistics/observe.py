@@ -82,18 +82,15 @@ class Observation:
     kept: Kept | None = None  # of a ledger
 
     def __add__(self, other: "Observation") -> "Observation":
-        return self._combined(other, 1)
-
-    def __sub__(self, other: "Observation") -> "Observation":
-        return self._combined(other, -1)
-
-    def _combined(self, other: "Observation", sign: int) -> "Observation":
         if self.sums.keys() != other.sums.keys():
             raise BadData("observations of different layers or taps do not add up")
         if self.model and other.model and self.model != other.model:
             raise BadData(f"observations of two models do not add up ({self.model[:12]} and {other.model[:12]})")
-        sums = {key: value + sign * other.sums[key] for key, value in self.sums.items()}
-        return replace(self, sums=sums, counts=self.counts + sign * other.counts)
+        sums = {key: value + other.sums[key] for key, value in self.sums.items()}
+        return replace(self, sums=sums, counts=self.counts + other.counts)
+
+    def __sub__(self, other: "Observation") -> "Observation":
+        return self + replace(other, sums={key: -value for key, value in other.sums.items()}, counts=-other.counts)
 
     def only(self, labels: Sequence[int]) -> "Observation":
         """The part that comes from images of these labels."""

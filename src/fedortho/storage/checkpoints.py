@@ -35,8 +35,9 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     except BadCheckpoint:
         raise
     except Exception as error:  # torch raises many types here, with one meaning for the user
-        advice = "files that could run code are never loaded; save safetensors, or torch.save(model.state_dict(), FILE)"
-        raise BadCheckpoint(f"{path} is not a plain state dict; {advice}") from error
+        why = "files that could run code are never loaded"
+        advice = "save it with safetensors, or torch.save(model.state_dict(), FILE)"
+        raise BadCheckpoint(f"{path} is not a plain state dict; {why}; {advice}") from error
     while isinstance(value, dict) and (inner := [key for key in NESTED if isinstance(value.get(key), dict)]):
         value = value[inner[0]]
     if not isinstance(value, dict) or not value or not all(isinstance(t, Tensor) for t in value.values()):
@@ -67,7 +68,10 @@ def fitted_weights(model: nn.Module, weights: Shapes, source: Path) -> dict[str,
     """
     mine, found = model.state_dict(), dict[str, Tensor]()
     for name, tensor in fold_weight_norm(weights).items():
-        own = _own_name(name, mine)
+        own = name.replace("._orig_mod.", ".")  # parts may be compiled too
+        while own not in mine and (prefix := PREFIX.match(own)):
+            own = own[prefix.end() :]
+        own = own if own in mine else name
         if own in found:
             raise BadCheckpoint(f"{source} has {own} twice, under {name} and another name; save one of them")
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
@@ -92,14 +96,6 @@ def fold_weight_norm(weights: Shapes) -> dict[str, Tensor]:
             folded[plain] = rows * (folded.pop(name) / torch.linalg.vector_norm(rows, dim=over, keepdim=True))
             del folded[name.removesuffix(lengths) + directions]
     return folded
-
-
-def _own_name(name: str, mine: Shapes) -> str:
-    """The model's name of a tensor: the name without prefixes of wrappers; as it is if that is no name either."""
-    short = name.replace("._orig_mod.", ".")  # parts may be compiled too
-    while short not in mine and (prefix := PREFIX.match(short)):
-        short = short[prefix.end() :]
-    return short if short in mine else name
 
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor], source: Path) -> None:

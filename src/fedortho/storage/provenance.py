@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -16,7 +17,7 @@ LIBRARIES = ("fedortho", "torch", "numpy", "safetensors", "torch-pruning")
 class Environment:
     """Versions, hardware and threads: float sums depend on all of them."""
 
-    versions: Mapping[str, str | None]  # None: not installed
+    versions: Mapping[str, str | None]  # None, in old records: not installed
     system: str
     processor: str
     cores: int | None
@@ -27,7 +28,7 @@ class Environment:
 def environment(device: torch.device | str = "cpu") -> Environment:
     """The environment of this process."""
     return Environment(
-        versions={"python": platform.python_version()} | {name: _version(name) for name in LIBRARIES},
+        versions={"python": platform.python_version()} | {name: metadata.version(name) for name in LIBRARIES},
         system=f"{platform.system()} {platform.machine()}",
         processor=_processor(),
         cores=os.cpu_count(),
@@ -36,17 +37,7 @@ def environment(device: torch.device | str = "cpu") -> Environment:
     )
 
 
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    named = re.search(r"^model name\s*:(.*)", cpuinfo.read_text(encoding="utf-8"), re.M) if cpuinfo.is_file() else None
+    return named[1].strip() if named else platform.processor() or platform.machine()

@@ -4,12 +4,12 @@ import copy
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fedortho.devices import flops_of
 from fedortho.errors import BadSetting
 from fedortho.models.graph import Layer, select_layers, trace_layers
-from fedortho.training.orthogonality import add_align_gradient, add_ortho_gradient, ortho_penalty
+from fedortho.training.orthogonality import add_align_gradient, add_ortho_gradient, is_tall, ortho_penalty
 from fedortho.training.recipe import Recipe
 
 
@@ -21,7 +21,14 @@ class Penalties:
     ) -> None:
         self.recipe = recipe
         self.convs = [_conv(model, layer.name) for layer in layers]
-        self.aligned, self.reference = _aligned(model, reference, layers, recipe)
+        mine = dict(model.named_parameters())
+        theirs = {} if reference is None or not recipe.align else dict(reference.named_parameters())
+        names = list(mine) if recipe.align_layers == "all" else [f"{layer.name}.weight" for layer in layers]
+        names = [name for name in names if theirs and mine[name].requires_grad]
+        if other := [name for name in names if name not in theirs or theirs[name].shape != mine[name].shape]:
+            raise BadSetting(f"the reference is another network: it lacks {other[0]} or has it in another shape")
+        self.aligned = [mine[name] for name in names]
+        self.reference = [torch.empty_like(mine[name]).copy_(theirs[name]).detach() for name in names]
 
     def add_gradients(self, lr: float, step: int) -> None:
         """Add the gradients at this step since the start; orthogonality acts at every `ortho_every`-th."""
@@ -66,7 +73,7 @@ def ortho_layers(
         raise BadSetting(f"no forward pass reaches {', '.join(unused)}; choose other ortho-layers")
     if computed := [x.name for x in chosen if not isinstance(_conv(model, x.name).weight, nn.Parameter)]:
         raise BadSetting(f"the weights of {', '.join(computed)} are computed (such as by weight norm); choose others")
-    left = [layer for layer in chosen if recipe.tall != "skip" or not layer.is_tall]
+    left = [layer for layer in chosen if recipe.tall != "skip" or not is_tall(_conv(model, layer.name))]
     if not left:
         raise BadSetting(f"tall = skip leaves none of the layers {recipe.ortho_layers!r}; choose others")
     return left
@@ -76,17 +83,3 @@ def _conv(model: nn.Module, name: str) -> nn.Conv2d:
     conv = model.get_submodule(name)
     assert isinstance(conv, nn.Conv2d)
     return conv
-
-
-def _aligned(
-    model: nn.Module, reference: nn.Module | None, layers: Sequence[Layer], recipe: Recipe
-) -> tuple[list[Tensor], list[Tensor]]:
-    """The weights that the alignment penalty acts on, and their values in the reference."""
-    if reference is None or not recipe.align:
-        return [], []
-    mine, theirs = dict(model.named_parameters()), dict(reference.named_parameters())
-    names = list(mine) if recipe.align_layers == "all" else [f"{layer.name}.weight" for layer in layers]
-    names = [name for name in names if mine[name].requires_grad]
-    if other := [name for name in names if name not in theirs or theirs[name].shape != mine[name].shape]:
-        raise BadSetting(f"the reference is another network: it lacks {other[0]} or has it in another shape")
-    return [mine[n] for n in names], [torch.empty_like(mine[n]).copy_(theirs[n]).detach() for n in names]

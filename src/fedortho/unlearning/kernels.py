@@ -25,12 +25,7 @@ SAMPLE = 384  # images of each group that a calibrated edit is ranked on where n
 
 
 def plan_kernels(
-    method: KernelSettings,
-    name: str,
-    model: nn.Module,
-    engine: Engine,
-    request: ForgetRequest,
-    forgotten: ForgetRequest | None,
+    method: KernelSettings, model: nn.Module, engine: Engine, request: ForgetRequest, forgotten: ForgetRequest | None
 ) -> ForgetPlan:
     """Measure statistics, rank kernels, weaken a given ratio of them or one that trials find, bind the patch."""
     phases = Phases(engine)
@@ -56,7 +51,7 @@ def plan_kernels(
     opposed = count_opposed(rankings, method, found.ratio)
     found = replace(found, sample_correlation=correlation, opposed=opposed, left_out=task.left_out)
     _warn(task, method, opposed)
-    return phases.finish(found, task.model, request=str(request), method=name, statistics=weighting)
+    return phases.finish(found, task.model, request=str(request), method=method.name, statistics=weighting)
 
 
 def chosen_kernels(ranking: Ranking, method: KernelSettings, ratio: float) -> dict[str, Tensor]:

@@ -42,8 +42,13 @@ def choose_kernels(
     if scope == "layer":
         shares = zip(ranking.scores.items(), SPREADS[spread](len(ranking.scores)), strict=True)
         numbers = {site: kernel_count(min(ratio * share, 1.0), len(scores)) for (site, scores), share in shares}
-    else:
-        numbers = _global_numbers(ranking, ratio)
+    else:  # how many of each site are among the best of all, scores being divided by the site's deviation
+        scaled = [scores / scores.std().clamp_min(1e-12) for scores in ranking.scores.values()]
+        everything = torch.cat(scaled)
+        best = torch.argsort(everything, descending=True, stable=True)[: kernel_count(ratio, len(everything))]
+        is_best = torch.zeros(len(everything), dtype=torch.bool).index_fill(0, best, True)
+        parts = is_best.split([len(scores) for scores in scaled])
+        numbers = {site: int(part.sum()) for site, part in zip(ranking.scores, parts, strict=True)}
     chosen = {}
     for site, number in numbers.items():
         kernels = ranking.order(site)[:number]
@@ -57,15 +62,6 @@ SPREADS: dict[str, Callable[[int], list[float]]] = {
     "equal": lambda sites: [1.0] * sites,
     "rising": lambda sites: [2 * place / (sites + 1) for place in range(1, sites + 1)],
 }
-
-
-def _global_numbers(ranking: Ranking, ratio: float) -> dict[str, int]:
-    """How many of each site are among the best of all, scores being divided by the site's deviation."""
-    scaled = {site: scores / scores.std().clamp_min(1e-12) for site, scores in ranking.scores.items()}
-    everything = torch.cat(list(scaled.values()))
-    owner = torch.cat([torch.full((len(s),), i) for i, s in enumerate(scaled.values())])
-    best = torch.argsort(everything, descending=True, stable=True)[: kernel_count(ratio, len(everything))]
-    return {site: int((owner[best] == index).sum()) for index, site in enumerate(scaled)}
 
 
 def merge_chosen(several: Sequence[Mapping[str, tuple[Tensor, Tensor]]]) -> dict[str, tuple[Tensor, Tensor]]:

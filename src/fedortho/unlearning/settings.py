@@ -1,7 +1,7 @@
 """Hyper-parameters that methods of ours share; each method is a dataclass that adds its own."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from fedortho.storage.settings import Count, Range, Share, check_settings
 from fedortho.unlearning.select import SCOPES, SPREADS
@@ -17,6 +17,7 @@ class EditSettings:
     ratio: Annotated[Share, "share of kernels, or directions, in each layer; 0: found by target and budget"] = 0.0
     statistics_images: Annotated[Count, "images per group for the statistics, at most; 0: all"] = 0
     seed: Annotated[Count, "seed of all subsamples"] = 0
+    name: ClassVar[str] = ""  # of the method
     edit, tap = "channel", "stream"  # what is edited, and where responses are read; a method may make fields of them
 
     def __post_init__(self) -> None:
