@@ -29,7 +29,7 @@ from fedortho.evaluation.case import Case
 from fedortho.methods.directions import Directions
 from fedortho.methods.hide import Hide
 from fedortho.models.predictions import accuracy, evaluate
-from fedortho.reports.figures import attention, recovery, results
+from fedortho.reports.figures import attention, results
 from fedortho.reports.figures.style import ROLES, entitle, finding_of, percent, png
 from fedortho.runs.run import Run
 from fedortho.runs.settings import TrainSettings
@@ -260,7 +260,7 @@ def probe(shared: FigureData) -> "Figure":
         names = [*layers, classifier_name(case, twin)]
         taught, asked = (features(case, twin, images, names) for images in (balanced_sample(case), case.forget_eval))
         found[role] = {name: recall(taught[name], asked[name], labels, case.forget_eval.labels) for name in names}
-    return recovery.probe_figure(found)
+    return results.probe_figure(found)
 
 
 def training(shared: FigureData) -> "Figure":

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from fedortho.reports.figures.recovery import role_lines
+from fedortho.reports.figures.results import role_lines
 from fedortho.reports.figures.style import BLACK, ROLE_NAMES, entitle, new_figure
 
 if TYPE_CHECKING:

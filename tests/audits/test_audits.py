@@ -152,7 +152,7 @@ def test_the_reference_is_trained_on_until_the_outcome_is_certain(
 ) -> None:
     given: list[tuple[str, int]] = []
 
-    def steps(case: Case, twin: nn.Module, k: int, target: float, role: str, most: int) -> int | None:
+    def steps(case: Case, twin: nn.Module, role: str, k: int, target: float, most: int) -> int | None:
         given.append((role, most))
         return 36 if role == "unlearned" else None
 

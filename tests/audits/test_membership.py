@@ -108,7 +108,7 @@ def test_retraining_passes_with_the_shadows_that_are_there(idle: AuditResult, no
     assert low <= audit.details["AUC"] <= high
 
 
-def test_a_class_has_its_margins_counted_and_going_too_far_fails_too(noise: Dataset, place: Path) -> None:
+def test_a_class_that_is_pushed_too_far_fails_too(noise: Dataset, place: Path) -> None:
     def too_far(model: nn.Module, data: Dataset, request: ForgetRequest) -> nn.Module:
         assert request == ForgetRequest.parse("class:1")
         state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -119,11 +119,6 @@ def test_a_class_has_its_margins_counted_and_going_too_far_fails_too(noise: Data
 
     audit = audited(case_of(noise, "class:1"), ShadowPlan(too_far, place, SETTINGS))
     assert audit.outcome == "FAIL"
-    counts = audit.details["margins"]
-    assert len(counts["edges"]) == 21
-    assert sum(counts["unlearned"]) == sum(counts["without"]) == sum(counts["original"]) == audit.details["scores"][0]
-    middle = {name: sum(i * n for i, n in enumerate(row)) / sum(row) for name, row in counts.items() if name != "edges"}
-    assert middle["unlearned"] < middle["without"] < middle["original"]
     assert set(audit.details["AUC by each"]) == {"the image's own label", "the closest retained class"}
     assert audit.details["by the margin of"] == "the image's own label", "it was pushed, the other one was not"
 

@@ -76,5 +76,5 @@ def test_a_constant_answer_does_not_count_as_relearned(digits: Dataset) -> None:
     with torch.no_grad():
         constant.fc.weight.zero_()
         constant.fc.bias.copy_(torch.tensor([10.0, 0.0]))  # the forgotten class, always
-    assert steps_needed(case, case.original, 10, 0.5, "original", 60) == 0
-    assert steps_needed(case, constant, 10, 0.5, "unlearned", 60) != 0
+    assert steps_needed(case, case.original, "original", 10, 0.5, 60) == 0
+    assert steps_needed(case, constant, "unlearned", 10, 0.5, 60) != 0

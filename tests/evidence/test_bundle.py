@@ -19,8 +19,8 @@ from fedortho.evidence.bundle import BadBundle, make_bundle, open_bundle, read_b
 from fedortho.evidence.canonical_zip import BadArchive, pack_files
 from fedortho.evidence.contents import RequestFile
 from fedortho.evidence.recheck import reapply_patch, rerun_decision
+from fedortho.reports.page import LEFT_OUT, MARKED
 from fedortho.reports.pictures import as_pictures, thumbnail
-from fedortho.reports.redaction import LEFT_OUT, MARKED
 from fedortho.requests.forgetting import serve_request
 from fedortho.runs.derived import write_derived
 from fedortho.runs.record import Accuracies, ServedRecord

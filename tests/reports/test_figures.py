@@ -16,7 +16,7 @@ from fedortho.data.images import Images, images_from_tensors
 from fedortho.errors import FedOrthoError
 from fedortho.models.predictions import Evaluation, evaluate
 from fedortho.models.zoo import build_model
-from fedortho.reports.figures import attention, recovery, results
+from fedortho.reports.figures import attention, results
 from fedortho.reports.figures.style import axis_names, finding_of, legible, png
 from fedortho.reports.pictures import as_pictures
 from fedortho.training.loop import Epoch
@@ -130,7 +130,7 @@ def test_confidence_is_the_probability_of_the_own_class(tiny: TinyNet, toy: Imag
 
 
 def test_probes_are_told_by_role() -> None:
-    told = finding_of(recovery.probe_figure({"unlearned": {"a": 0.2, "b": 0.6}, "reference": {"a": 0.2, "b": 0.5}}))
+    told = finding_of(results.probe_figure({"unlearned": {"a": 0.2, "b": 0.6}, "reference": {"a": 0.2, "b": 0.5}}))
     assert told.endswith("60.0 % after forgetting, 50.0 % retrained without it")
 
 

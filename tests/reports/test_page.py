@@ -24,9 +24,8 @@ from fedortho.errors import BadCheckpoint, FedOrthoError
 from fedortho.evaluation.metrics import Metric
 from fedortho.methods.hide import Hide
 from fedortho.reports.gallery import audit_pictures, draw_gallery
-from fedortho.reports.page import SECTIONS, original_for, render, verdict_of, write_report
+from fedortho.reports.page import LEFT_OUT, SECTIONS, original_for, render, verdict_of, without_images, write_report
 from fedortho.reports.pictures import Example, Gallery, Picture, as_pictures, thumbnail
-from fedortho.reports.redaction import LEFT_OUT, without_images
 from fedortho.reports.summary import Report, audit_scale
 from fedortho.reports.tables import plain
 from fedortho.requests.forgetting import serve_request

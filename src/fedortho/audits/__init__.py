@@ -78,8 +78,8 @@ def run_audits(
             on_step(audit.title)
         result = audit(case, cache, budget)
         if result.unlearned is not None:
-            lost = f"; {number} deleted images of the forget set are not measured" if (number := case.deleted) else ""
             one = "; measured on one image" if len(case.forget_eval) == 1 else ""
+            lost = f"; {case.deleted} deleted images of the forget set are not measured" if case.deleted else ""
             result = replace(result, finding=f"{result.finding}{one}{lost}")
         results.append(result)
     return results
@@ -97,7 +97,6 @@ def _reason_to_skip(audit: Audit, budget: str, only: Sequence[str]) -> str:
     """Why an audit is not run; empty if it is."""
     if budget == "none":
         return "no audits requested (--audit none)"
-    if only and audit.name not in only:
-        return f"not requested, only {', '.join(only)}"
-    is_left_out = budget == "quick" and not audit.is_quick and audit.name not in only
-    return "not part of the quick budget; use --audit full" if is_left_out else ""
+    if only:
+        return "" if audit.name in only else f"not requested, only {', '.join(only)}"
+    return "" if audit.is_quick or budget == "full" else "not part of the quick budget; use --audit full"

@@ -22,12 +22,15 @@ def distance(case: Case, cache: MeasurementCache, budget: str) -> AuditResult:
     u is the unlearned model, o the original, r and r' two reference models, and each CKA a mean over all of them. The
     total variation between mean predictions is reported beside it.
     """
-    if not case.references:
-        return _without_reference(case, cache)
     if len(case.references) == 1:
         reason = "needs a second reference model of another seed as a scale (--audit full --retrain)"
         return AuditResult("NOT RUN", reason)
-    similar = _mean_over_pairs({role: classifier_features(case, cache, role)[1] for role in case.models}, cka)
+    features = {role: classifier_features(case, cache, role)[1] for role in case.models}
+    if not case.references:
+        near = cka(features["unlearned"], features["original"])
+        measured = {"unlearned": near, "original": 1.0}
+        return decide(f"CKA to the original is {near:.2f}", measured, LIMIT, {"cka": near})
+    similar = _mean_over_pairs(features, cka)
     outputs = {role: eval_logits(case, cache, role).double().softmax(1) for role in case.models}
     variation = _mean_over_pairs(outputs, total_variation)
     span = similar["reference"] - similar["original"]
@@ -42,12 +45,6 @@ def distance(case: Case, cache: MeasurementCache, budget: str) -> AuditResult:
     finding += f": {100 * rho:.0f} % of the way from the original to a reference model; "
     finding += f"total variation of mean predictions {variation['unlearned']:.2f}"
     return decide(finding, similar, LIMIT, details | {"rho": rho}, 1 - rho)
-
-
-def _without_reference(case: Case, cache: MeasurementCache) -> AuditResult:
-    similar = cka(classifier_features(case, cache, "unlearned")[1], classifier_features(case, cache, "original")[1])
-    finding, measured = f"CKA to the original is {similar:.2f}", {"unlearned": similar, "original": 1.0}
-    return decide(finding, measured, LIMIT, {"cka": similar})
 
 
 def _mean_over_pairs(values: Mapping[str, Tensor], measure: Callable[[Tensor, Tensor], float]) -> dict[str, float]:

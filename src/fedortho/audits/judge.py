@@ -44,9 +44,8 @@ def judge(
     if not len(dataset.test):
         raise BadData('the data has no test images, on which a model is judged; pass {"train": ..., "test": ...}')
     given = [] if reference is None else [reference] if isinstance(reference, nn.Module) else reference
-    unlearned, before, *references = (
-        as_model(each, dataset) for each in (model, model if original is None else original, *given)
-    )
+    before = model if original is None else original
+    unlearned, before, *references = (as_model(each, dataset) for each in (model, before, *given))
     case = Case(unlearned, before, tuple(references), dataset, request, None, clients, device)
     return judge_case(case, "none" if original is None else audit, only=only)
 

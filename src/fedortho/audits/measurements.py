@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -22,18 +23,11 @@ T = TypeVar("T")
 PER_CLASS, MAX_SAMPLE = 250, 5000  # images of a class, and in all, whose features are used
 
 
+@dataclass(frozen=True)
 class MeasurementCache:
     """Measurements of single models; may be shared by cases that differ only in their models."""
 
-    def __init__(self) -> None:
-        self._measured: dict[tuple[str, int], tuple[nn.Module, Any]] = {}
-
-    def get(self, name: str, model: nn.Module, measure: Callable[[nn.Module], T]) -> T:
-        """The measurement `name` of this model, computed at the first call."""
-        key = (name, id(model))
-        if key not in self._measured:
-            self._measured[key] = model, measure(model)  # the model is kept, so that no other gets its id
-        return self._measured[key][1]  # type: ignore[no-any-return]  # measured under this name
+    measured: dict[tuple[str, int], tuple[nn.Module, Any]] = field(default_factory=dict)  # by name and id of the model
 
 
 def measure_model(
@@ -43,7 +37,11 @@ def measure_model(
 
     `measure` receives a copy, which it may change, and the role.
     """
-    return cache.get(name, case.models[role], lambda model: measure(editable_copy(case, model), role))
+    model = case.models[role]
+    key = name, id(model)
+    if key not in cache.measured:  # the model is kept, so that no other gets its id
+        cache.measured[key] = model, measure(editable_copy(case, model), role)
+    return cache.measured[key][1]  # type: ignore[no-any-return]  # measured under this name
 
 
 def measure_models(
@@ -60,13 +58,11 @@ def editable_copy(case: Case, model: nn.Module) -> nn.Module:
 
 def checked_logits(case: Case, model: nn.Module, images: Images, role: str) -> Tensor:
     """The logits of these images, (n, classes) on the CPU; NaN and infinity are refused, naming the model."""
-    parts = []
-    with torch.no_grad():
-        for inputs, _ in ordered_batches(model, images, case.device):
-            parts.append(answers_of(model, inputs).float().cpu())
-    if not parts:
+    if not len(images):
         raise BadData("there are no images to audit on")
-    logits = torch.cat(parts)
+    with torch.no_grad():
+        batches = ordered_batches(model, images, case.device)
+        logits = torch.cat([answers_of(model, inputs).float().cpu() for inputs, _ in batches])
     refuse_broken(logits, f"the {role} model")
     return logits
 
@@ -78,9 +74,8 @@ def accuracy_on(case: Case, model: nn.Module, images: Images, role: str) -> floa
 
 def eval_logits(case: Case, cache: MeasurementCache, role: str) -> Tensor:
     """The logits of one of the case's models, unchanged, on the evaluated forget images."""
-    return measure_model(
-        case, cache, role, "eval logits", lambda model, role: checked_logits(case, model, case.forget_eval, role)
-    )
+    images = case.forget_eval
+    return measure_model(case, cache, role, "eval logits", lambda model, _: checked_logits(case, model, images, role))
 
 
 def forget_accuracy(case: Case, cache: MeasurementCache, role: str) -> float:
@@ -88,10 +83,14 @@ def forget_accuracy(case: Case, cache: MeasurementCache, role: str) -> float:
     return share_correct(eval_logits(case, cache, role), case.forget_eval.labels)
 
 
+def example_batch(case: Case) -> Tensor:
+    """Two random images, for networks that are only traced."""
+    return torch.rand(2, *case.data.train.shape, generator=torch.Generator().manual_seed(0)).to(case.device)
+
+
 def classifier_name(case: Case, model: nn.Module) -> str:
     """The linear layer that outputs the logits; its inputs are the features."""
-    example = torch.rand(2, *case.data.train.shape, generator=torch.Generator().manual_seed(0)).to(case.device)
-    name = find_classifier(model, case.data.train.classes, example)
+    name = find_classifier(model, case.data.train.classes, example_batch(case))
     if name is None:
         raise BadSetting("the model does not end in a linear layer with one output per class; it has no features")
     return name
@@ -114,13 +113,12 @@ def features(case: Case, model: nn.Module, images: Images, names: Sequence[str])
 
 def balanced_sample(case: Case) -> Images:
     """Training images of the retain and the forget set, equally many of each class, for an attacker's probe."""
-    usable = case.data.train.subset(
-        torch.isin(case.data.train.rows, torch.cat([case.retain_train.rows, case.forget_train.rows]))
-    )
+    rows = torch.cat([case.retain_train.rows, case.forget_train.rows])
+    usable = case.data.train.subset(torch.isin(case.data.train.rows, rows))
     labels = usable.labels.unique().tolist()
     number = max(min(PER_CLASS, MAX_SAMPLE // len(labels)), 1)
-    rows = [draw(usable.subset(usable.labels == label), number, case.seed).rows for label in labels]
-    return usable.subset(torch.isin(usable.rows, torch.cat(rows)))
+    drawn = [draw(usable.subset(usable.labels == label), number, case.seed).rows for label in labels]
+    return usable.subset(torch.isin(usable.rows, torch.cat(drawn)))
 
 
 def depth_features(case: Case, cache: MeasurementCache, role: str) -> dict[str, tuple[Tensor, Tensor]]:

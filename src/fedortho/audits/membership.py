@@ -21,22 +21,14 @@ from fedortho.audits.result import AuditResult, Limit, Outcome
 from fedortho.data.images import Images
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadData
+from fedortho.evaluation import lira
 from fedortho.evaluation.case import Case
-from fedortho.evaluation.lira import (
-    bootstrap_interval,
-    margins,
-    offline_scores,
-    roc_auc,
-    true_positive_rate,
-    unlearning_scores,
-)
-from fedortho.evaluation.shadows import ShadowPlan, Shadows, ShadowSettings, choose_proxy
+from fedortho.evaluation.shadows import ShadowPlan, Shadows, choose_proxy
 from fedortho.models.predictions import logits_of
 from fedortho.models.zoo import reinitialised
 
 LIMIT = Limit("membership", 0.1)  # |AUC − 0.5| of the attack
 OWN, CLOSEST = "the image's own label", "the closest retained class"
-BINS = 20
 
 
 def membership(case: Case, cache: MeasurementCache, budget: str) -> AuditResult:
@@ -54,16 +46,17 @@ def membership(case: Case, cache: MeasurementCache, budget: str) -> AuditResult:
     proxy, forget = choose_proxy(pool, case.request.mask(pool, case.clients), plan.settings)
     if not bool(forget.any()):
         raise BadData(f"{case.request} matches no training image; there is nothing to attack")
-    build = partial(reinitialised, case.original)
-    shadows = Shadows(plan.directory, proxy, build, plan.settings, device=case.device)
-    tables = _margin_tables(case, shadows, forget, plan)
-    attacks = {by: _attack(rows, shadows.members[:, forget], plan.settings) for by, rows in tables.items()}
+    shadows = Shadows(plan.directory, proxy, partial(reinitialised, case.original), plan.settings, device=case.device)
+    targets = proxy.subset(forget)
+    unseen = case.unseen_like(targets.labels, len(targets))
+    tables = _margin_tables(case, plan, shadows, forget, unseen)
+    attacks = {by: _attack(rows, shadows.members[:, forget], plan.settings.seed) for by, rows in tables.items()}
     strongest = max(attacks, key=lambda by: abs(attacks[by]["AUC"] - 0.5))
     details = attacks[strongest] | {
         "by the margin of": strongest,
         "AUC by each": {by: attack["AUC"] for by, attack in attacks.items()},
         "AUC of the originals by each": {by: attack["AUC of the originals"] for by, attack in attacks.items()},
-        "offline LiRA: AUC": _offline(case, shadows, forget, tables[OWN]),
+        "offline LiRA: AUC": _offline(case, targets, unseen, tables[OWN], shadows.members[:, forget]),
         "proxy": f"{len(proxy)} of {len(case.data.train)} training images, {int(forget.sum())} in the forget set",
         "shadows": str(shadows.directory),
         "settings": asdict(plan.settings),
@@ -71,32 +64,26 @@ def membership(case: Case, cache: MeasurementCache, budget: str) -> AuditResult:
     return _result(details)
 
 
-def _shadow_request(case: Case, images: Images, forget: Tensor) -> ForgetRequest:
-    """The request to a shadow model: a class by name, clients and samples by the rows that it was trained on."""
-    if case.request.kind == "class":
-        return case.request
-    return ForgetRequest(samples=tuple(str(row) for row in images.rows[forget].tolist()))
-
-
 def _margins(case: Case, model: nn.Module, images: Images, name: str) -> dict[str, Tensor]:
     """φ of each image, (n,), by each kind of margin."""
     logits = logits_of(copy.deepcopy(model).to(case.device), images, device=case.device)
-    by = {OWN: margins(logits, images.labels, name)}
+    by = {OWN: lira.margins(logits, images.labels, name)}
     if case.request.kind == "class":
         excluded = case.all_requests.labels(case.data.train.names)
         retain = logits[:, [label for label in range(logits.shape[1]) if label not in excluded]]
-        by[CLOSEST] = margins(retain, retain.argmax(1), name)
+        by[CLOSEST] = lira.margins(retain, retain.argmax(1), name)
     return by
 
 
-def _margin_tables(case: Case, shadows: Shadows, forget: Tensor, plan: ShadowPlan) -> dict[str, dict[str, Tensor]]:
+def _margin_tables(
+    case: Case, plan: ShadowPlan, shadows: Shadows, forget: Tensor, unseen: Images
+) -> dict[str, dict[str, Tensor]]:
     """By kind of margin, φ of the forget images under each shadow model, (shadows, n).
 
     Under `original` as trained, `unlearned` after the method, `without` retrained without the forget set; under
-    `unseen`, as trained, φ of test images with the same labels.
+    `unseen`, as trained, φ of unseen images. A class is forgotten by name, clients and samples by their rows.
     """
     targets = shadows.proxy.subset(forget)
-    unseen = case.unseen_like(targets.labels, len(targets))
     rows: dict[str, dict[str, list[Tensor]]] = {}
 
     def measure(name: str, model: nn.Module, images: Images = targets) -> None:
@@ -104,61 +91,48 @@ def _margin_tables(case: Case, shadows: Shadows, forget: Tensor, plan: ShadowPla
             rows.setdefault(by, {}).setdefault(name, []).append(values)
 
     for number in range(shadows.settings.models):
-        model, images = shadows.original(number), shadows.images(number)
+        model, images = shadows.original(number), shadows.proxy.subset(shadows.members[number])
         measure("original", model)
         measure("unseen", model, unseen)
-        mine = forget[shadows.members[number]]
-        if bool(mine.any()):  # otherwise this shadow model has nothing to forget
-            model = plan.forget(model, replace(case.data, train=images), _shadow_request(case, images, mine))
+        mine = images.rows[forget[shadows.members[number]]]
+        if len(mine):  # otherwise this shadow model has nothing to forget
+            samples = ForgetRequest(samples=tuple(map(str, mine.tolist())))
+            request = case.request if case.request.kind == "class" else samples
+            model = plan.forget(model, replace(case.data, train=images), request)
         measure("unlearned", model)
         measure("without", shadows.without(number, forget))
     return {by: {name: torch.stack(values) for name, values in tables.items()} for by, tables in rows.items()}
 
 
-def _attack(tables: Mapping[str, Tensor], members: Tensor, settings: ShadowSettings) -> dict[str, Any]:
+def _attack(tables: Mapping[str, Tensor], members: Tensor, seed: int) -> dict[str, Any]:
     """U-LiRA by one kind of margin, against unlearned shadow models and against those as trained."""
-    unlearned, without = tables["unlearned"], tables["without"]
-    scores = unlearning_scores(unlearned, members, without, members)
-    before = unlearning_scores(tables["original"], members, without, members)
-    others = unlearning_scores(unlearned, members, unlearned, ~members)
-    values, values_before, values_others = ((one.values, two.values) for one, two in (scores, before, others))
+    scores, before = (
+        lira.unlearning_scores(tables[kind], tables["without"], members) for kind in ("unlearned", "original")
+    )
+    values = lira.finite(scores[0]), lira.finite(scores[1])
     return {
-        "AUC": roc_auc(*values),
-        "AUC, 95 %": bootstrap_interval(roc_auc, *scores, seed=settings.seed),
-        "true positives at 1 % false": true_positive_rate(*values),
-        "true positives at 1 % false, 95 %": bootstrap_interval(true_positive_rate, *scores, seed=settings.seed),
-        "AUC of the originals": roc_auc(*values_before),
+        "AUC": lira.roc_auc(*values),
+        "AUC, 95 %": lira.bootstrap_interval(lira.roc_auc, *scores, seed=seed),
+        "true positives at 1 % false": lira.true_positive_rate(*values),
+        "true positives at 1 % false, 95 %": lira.bootstrap_interval(lira.true_positive_rate, *scores, seed=seed),
+        "AUC of the originals": lira.roc_auc(*map(lira.finite, before)),
         "ideal AUC": 0.5,
         "scores": [len(side) for side in values],
-        "never met, but unlearnt others: AUC": roc_auc(*values_others),
-        "margins": _histograms({name: table[members] for name, table in tables.items() if name != "unseen"}),
     }
 
 
-def _histograms(margins_by_kind: dict[str, Tensor]) -> dict[str, Any]:
-    """Counts of φ over the same bins for every kind of shadow model, on the forget images of its own half."""
-    everything = torch.cat(list(margins_by_kind.values()))
-    low, high = float(everything.min()), float(everything.max())
-    edges = torch.linspace(low, max(high, low + 1e-9), BINS + 1, dtype=torch.float64)
-    counts = {name: torch.histogram(values, edges).hist.int().tolist() for name, values in margins_by_kind.items()}
-    return {"edges": edges.tolist(), **counts}
-
-
-def _offline(case: Case, shadows: Shadows, forget: Tensor, tables: Mapping[str, Tensor]) -> dict[str, float]:
+def _offline(
+    case: Case, targets: Images, unseen: Images, tables: Mapping[str, Tensor], members: Tensor
+) -> dict[str, float]:
     """AUC of offline LiRA on the case's own models: forget images against unseen images with the same labels."""
-    targets = shadows.proxy.subset(forget)
-    unseen = case.unseen_like(targets.labels, len(targets))
-    sides = (
-        (targets, tables["original"], shadows.members[:, forget]),
-        (unseen, tables["unseen"], torch.zeros_like(tables["unseen"], dtype=torch.bool)),
-    )
+    none = torch.zeros_like(tables["unseen"], dtype=torch.bool)
+    sides = ((targets, tables["original"], members), (unseen, tables["unseen"], none))
 
     def scores(role: str, images: Images, shadow_margins: Tensor, members: Tensor) -> Tensor:
         own = _margins(case, case.models[role], images, f"the {role} model")[OWN]
-        found = offline_scores(own, shadow_margins, members)
-        return found[found.isfinite()]
+        return lira.finite(lira.offline_scores(own, shadow_margins, members))
 
-    return {role: roc_auc(*(scores(role, *side) for side in sides)) for role in case.models}
+    return {role: lira.roc_auc(*(scores(role, *side) for side in sides)) for role in case.models}
 
 
 def _result(details: dict[str, Any]) -> AuditResult:

@@ -26,17 +26,15 @@ RESCALED: tuple[tuple[type[nn.Module], ...], ...] = ((nn.Conv2d,), (nn.BatchNorm
 
 def norm_attacks(case: Case, cache: MeasurementCache, budget: str) -> AuditResult:
     """Forget accuracy after the attack that is further above the reference model."""
-    attacks = {"restored norms": partial(_best_rescaled, case)}
-    norms = batch_norms(case.unlearned)
+    attacks, norms = {"restored norms": partial(_best_rescaled, case)}, batch_norms(case.unlearned)
     if norms:
         attacks["new statistics"] = partial(_with_statistics, case)
     recovered = {name: compared(measure_models(case, cache, name, attack)) for name, attack in attacks.items()}
     name, measured = max(recovered.items(), key=lambda pair: pair[1]["unlearned"] - pair[1].get("reference", 0.0))
     images = usable(min(IMAGES, len(case.retain_train)))
     details = {"attacks": recovered, "images": images, "short": SHORT, "batch_norms": len(norms)}
-    finding = (
-        f"the stronger of {len(recovered)} norm attacks ({name}) recovers {shares_text(measured, len(case.references))}"
-    )
+    shares = shares_text(measured, len(case.references))
+    finding = f"the stronger of {len(recovered)} norm attacks ({name}) recovers {shares}"
     expected = 0.0 if case.request.kind == "class" else None  # no retrained model answers a class that it never saw
     return decide(finding, measured, LIMIT, details, expected=expected)
 

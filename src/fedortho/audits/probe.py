@@ -39,13 +39,10 @@ def linear_probe(case: Case, cache: MeasurementCache, budget: str) -> AuditResul
     if case.request.kind != "class":
         return AuditResult("NOT RUN", "applies to class requests only: a probe reads classes from features")
     labels = balanced_sample(case).labels
-    single = {
-        role: {
-            depth: recall(*pair, labels, case.forget_eval.labels)
-            for depth, pair in depth_features(case, cache, role).items()
-        }
-        for role in case.models
-    }
+    single: dict[str, dict[str, float]] = {}
+    for role in case.models:
+        found = depth_features(case, cache, role).items()
+        single[role] = {depth: recall(*pair, labels, case.forget_eval.labels) for depth, pair in found}
     depths = {depth: compared({role: single[role][depth] for role in single}) for depth in single["unlearned"]}
     limits = depth_limits(list(depths))
     worst, behind = (last := list(depths)[-1]), ""

@@ -86,11 +86,6 @@ class Qualification:
         return 0 if self.confirmed is None else sum(trial.passed for trial in self.confirmed.classes)
 
     @property
-    def share(self) -> float:
-        """The share of classes that pass, at least, at CONFIDENCE (Clopper-Pearson, one-sided)."""
-        return least_share(self.passed, len(self.confirming))
-
-    @property
     def retrainings(self) -> float:
         """The cost of the qualification, in trainings of a reference model."""
         every = [*self.tried, *([self.confirmed] if self.confirmed else [])]
@@ -112,9 +107,10 @@ class Qualification:
         if self.confirmed is None or not self.is_finished:
             return "the qualification is not finished"
         need = "never" if self.break_even is None else f"after about {self.break_even:.0f} requests"
+        share = least_share(self.passed, len(self.confirming))
         return (
             f"{self.confirmed.method} passed on {self.passed} of {len(self.confirming)} drawn classes: at least "
-            f"{self.share:.0%} of classes at {CONFIDENCE:.0%} confidence. It cost {self.retrainings:.1f} retrainings, "
+            f"{share:.0%} of classes at {CONFIDENCE:.0%} confidence. It cost {self.retrainings:.1f} retrainings, "
             f"which pay {need}."
         )
 
@@ -125,16 +121,13 @@ class Qualification:
 
     def covers(self, original: str, method: str, settings: Mapping[str, Any]) -> bool:
         """Whether it speaks for a first request on this model, by this method with these settings."""
-        known = self.confirmed
-        return known is not None and (original, method, dict(settings)) == (
-            self.original,
-            known.method,
-            dict(known.settings),
-        )
+        if self.confirmed is None:
+            return False
+        return (original, method, settings) == (self.original, self.confirmed.method, self.confirmed.settings)
 
 
 def least_share(passed: int, drawn: int) -> float:
-    """The lower end of a one-sided Clopper-Pearson interval at CONFIDENCE.
+    """The share of classes that pass, at least: the lower end of a one-sided Clopper-Pearson interval at CONFIDENCE.
 
     >>> [round(least_share(n, n), 2) for n in (3, 10)], least_share(0, 5)
     ([0.37, 0.74], 0.0)

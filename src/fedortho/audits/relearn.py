@@ -62,8 +62,8 @@ def relearning(case: Case, cache: MeasurementCache, budget: str) -> AuditResult:
     if not attacks:
         reason = "the prototype applies to class requests only; relearning is part of --audit full"
         return AuditResult("NOT RUN", reason)
-    undecided = [attack.finding for attack in attacks if attack.is_undecided]
     decided = [attack for attack in attacks if not attack.is_undecided]
+    undecided = [attack.finding for attack in attacks if attack.is_undecided]
     details["values"] = {attack.name: attack.value for attack in decided}
     telling = [attack for attack in decided if attack.has_power]
     if not telling:
@@ -81,14 +81,11 @@ def relearning(case: Case, cache: MeasurementCache, budget: str) -> AuditResult:
 
 def _prototype_attack(case: Case, cache: MeasurementCache) -> Attack:
     shares = compared({role: prototype_recall(case, cache, role) for role in case.models})
-    found = shares_text(shares, len(case.references))
-    attack = Attack(
-        "prototype", f"a prototype of {SHOTS} images recovers {found} of the class", shares, PROTOTYPE_LIMIT
-    )
+    found = f"a prototype of {SHOTS} images recovers {shares_text(shares, len(case.references))} of the class"
     if "reference" not in shares:
-        return attack
-    value = shares["unlearned"] - shares["reference"]
-    return replace(attack, value=value, has_power=original_exceeds(shares, PROTOTYPE_LIMIT))
+        return Attack("prototype", found, shares, PROTOTYPE_LIMIT)
+    value, has_power = shares["unlearned"] - shares["reference"], original_exceeds(shares, PROTOTYPE_LIMIT)
+    return Attack("prototype", found, shares, PROTOTYPE_LIMIT, value, has_power)
 
 
 def _relearning_attack(k: str, steps: Mapping[str, int | None]) -> Attack:
@@ -98,12 +95,10 @@ def _relearning_attack(k: str, steps: Mapping[str, int | None]) -> Attack:
     if "reference" not in steps:
         return Attack(f"k = {k}", finding, counted, SPEED_UP_LIMIT)
     mine, theirs = steps["unlearned"], steps["reference"]
-    most = most_steps(mine)
     ratio = speed_up(mine, theirs)
-    speed = "unknown" if mine is None and theirs is None else f"{ratio:.1f}"
-    speed = f"at most {speed}" if mine is None and theirs is not None else speed
-    speed = f"at least {speed}" if mine is not None and theirs is None else speed
-    finding += f" (one reference model {_steps_text(theirs, most)}; speed-up {speed})"
+    bound = "" if None not in (mine, theirs) else "at most " if mine is None else "at least "
+    speed = "unknown" if mine is None and theirs is None else f"{bound}{ratio:.1f}"
+    finding += f" (one reference model {_steps_text(theirs, most_steps(mine))}; speed-up {speed})"
     has_power = speed_up(0, theirs) > SPEED_UP_LIMIT.value  # the original model needs no step
     return Attack(f"k = {k}", finding, counted, SPEED_UP_LIMIT, ratio, has_power)
 
@@ -158,13 +153,8 @@ def _relearning_steps(case: Case, cache: MeasurementCache, k: int) -> dict[str, 
     target = TARGET * original
 
     def needed(role: str, most: int) -> int | None:
-        return measure_model(
-            case,
-            cache,
-            role,
-            f"relearn {k} {most}",
-            lambda model, role: steps_needed(case, model, k, target, role, most),
-        )
+        measure = partial(steps_needed, case, k=k, target=target, most=most)
+        return measure_model(case, cache, role, f"relearn {k} {most}", measure)
 
     mine = needed("unlearned", STEPS)
     return {"unlearned": mine} | ({"reference": needed("reference", most_steps(mine))} if case.references else {})
@@ -179,19 +169,19 @@ def most_steps(unlearned: int | None) -> int:
     return STEPS if unlearned is None or unlearned * SPEED_UP_LIMIT.value <= STEPS else 2 * STEPS
 
 
-def steps_needed(case: Case, twin: nn.Module, k: int, target: float, role: str, most: int) -> int | None:
+def steps_needed(case: Case, twin: nn.Module, role: str, k: int, target: float, most: int) -> int | None:
     """Training steps, on k images of the forget set among retain images, until forget accuracy reaches the target.
 
     None: more than `most`. Every piece of training reads the same k images and other retain images.
     """
-    samples = draw(case.forget_train, k, case.seed) if k else None
+    samples = draw(case.forget_train, k, case.seed).rows if k else torch.zeros(0, dtype=torch.int64)
     for step in range(0, most + 1, EVERY):
         if _recovered(case, twin, role) >= target:
             return step
         if step < most:
-            number = BATCH * EVERY - (len(samples) if samples else 0)
-            rows = draw(case.retain_train, max(number, BATCH), case.seed + 1 + step).rows
-            chosen = torch.isin(case.data.train.rows, torch.cat([rows, samples.rows]) if samples else rows)
+            number = max(BATCH * EVERY - len(samples), BATCH)
+            rows = draw(case.retain_train, number, case.seed + 1 + step).rows
+            chosen = torch.isin(case.data.train.rows, torch.cat([rows, samples]))
             recipe = replace(RECIPE, seed=case.seed + step)
             twin = fit(twin, case.data.train.subset(chosen), recipe, device=case.device).to(case.device)
     return None

@@ -9,7 +9,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from fedortho.audits.measurements import MeasurementCache, balanced_sample, checked_logits, editable_copy, measure_model
+from fedortho.audits.measurements import (
+    MeasurementCache,
+    balanced_sample,
+    checked_logits,
+    editable_copy,
+    example_batch,
+    measure_model,
+)
 from fedortho.audits.result import (
     ROUNDING,
     TOO_FEW,
@@ -58,7 +65,7 @@ def reset_tail(case: Case, cache: MeasurementCache) -> Attack:
     steps: dict[str, int] = {}
     undecided: dict[str, str] = {}  # entry → why
     for entry in stage_entries(case.original, case.data.train.shape):
-        split = _split(case, entry)
+        split = split_before(editable_copy(case, case.original), entry, example_batch(case))
         if split.entry is None:
             undecided[entry] = "the network cannot be split there"
             continue
@@ -95,11 +102,6 @@ def _attack(
     return Attack("reset tail", finding, trials[entry, k], LIMIT, value, bool(telling), is_open, details)
 
 
-def _split(case: Case, entry: str) -> Split:
-    example = torch.rand(2, *case.data.train.shape, generator=torch.Generator().manual_seed(0)).to(case.device)
-    return split_before(editable_copy(case, case.original), entry, example)
-
-
 def _steps_needed(case: Case, cache: MeasurementCache, split: Split) -> int:
     """The steps in which the first reference model's tail learns its forget images; above MOST_STEPS: it does not."""
     steps = STEPS
@@ -117,11 +119,8 @@ def trials_of(case: Case, cache: MeasurementCache, role: str, split: Split, step
         forget, sample = draw(case.forget_train, max(SAMPLES), case.seed), balanced_sample(case)
         retained = sample.rows[~torch.isin(sample.rows, case.forget_train.rows)]
         images = replace(case.data.train, rows=torch.cat([retained, forget.rows]))
-        stored = _at_entry(case, model, split, images)
-        evaluated, others = (
-            _at_entry(case, model, split, each)
-            for each in (case.forget_eval, draw(case.retain_test, EVALUATED, case.seed))
-        )
+        sets = (images, case.forget_eval, draw(case.retain_test, EVALUATED, case.seed))
+        stored, evaluated, others = (_at_entry(case, model, split, each) for each in sets)
         trials = {}
         for k in sorted({min(k, len(forget)) for k in SAMPLES}):
             own = torch.isin(images.rows, draw(case.forget_train, k, case.seed).rows)
@@ -132,13 +131,10 @@ def trials_of(case: Case, cache: MeasurementCache, role: str, split: Split, step
                 fresh = reinitialised(Tail(model, split), seed)
                 tail = fit(fresh, training, replace(RECIPE, seed=seed), device=case.device).to(case.device)
                 alarms = checked_logits(case, tail, others, role)
-                recalls.append(
-                    [
-                        recall_at_false_alarms(case, checked_logits(case, tail, each, role), alarms, each.labels)
-                        for each in (evaluated, stored.subset(own))
-                    ]
-                )
-            trials[k] = TailTrial(*torch.tensor(recalls).mean(0).tolist())
+                for each in (evaluated, stored.subset(own)):
+                    logits = checked_logits(case, tail, each, role)
+                    recalls.append(recall_at_false_alarms(case, logits, alarms, each.labels))
+            trials[k] = TailTrial(*torch.tensor(recalls).view(TAILS, 2).mean(0).tolist())
         return trials
 
     return measure_model(case, cache, role, f"reset tail {split.entry} {steps}", measure)
@@ -147,9 +143,8 @@ def trials_of(case: Case, cache: MeasurementCache, role: str, split: Split, step
 def _at_entry(case: Case, model: nn.Module, split: Split, images: Images) -> Images:
     """What the entry receives for these images, as images of the tail."""
     batches = ordered_batches(model, images, case.device)
-    return made_images(
-        torch.cat([entry_inputs(model, split, inputs).cpu() for inputs, _ in batches]), images.labels, images.names
-    )
+    inputs = torch.cat([entry_inputs(model, split, batch).cpu() for batch, _ in batches])
+    return made_images(inputs, images.labels, images.names)
 
 
 def balanced_rows(labels: Tensor, known: Tensor, number: int) -> Tensor:

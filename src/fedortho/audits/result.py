@@ -136,13 +136,9 @@ def label(results: Sequence[AuditResult]) -> str:
     'FAILED C1; passed 0 of 2, 1 inconclusive'
     """
     names = {outcome: [result.name for result in results if result.outcome == outcome] for outcome in get_args(Outcome)}
-    parts = [
-        f"{word} {', '.join(names[outcome])}"
-        for outcome, word in (("FAIL", "FAILED"), ("ERROR", "ERROR in"))
-        if names[outcome]
-    ]
-    open_outcomes: tuple[Outcome, ...] = ("INCONCLUSIVE", "NOT RUN")
-    undecided = "".join(f", {len(names[outcome])} {outcome.lower()}" for outcome in open_outcomes if names[outcome])
+    loud = {"FAILED": names["FAIL"], "ERROR in": names["ERROR"]}
+    parts = [f"{word} {', '.join(found)}" for word, found in loud.items() if found]
+    undecided = "".join(f", {len(names[key])} {key.lower()}" for key in ("INCONCLUSIVE", "NOT RUN") if names[key])
     if names["NO REFERENCE"]:
         parts.append(f"no reference, {len(names['NO REFERENCE'])} of {len(results)} measured{undecided}")
     elif len(names["NOT RUN"]) == len(results):

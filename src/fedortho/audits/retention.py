@@ -10,9 +10,9 @@ LIMIT = Limit("retention", 0.05)  # loss of retain accuracy on test images
 
 def lost_accuracy(case: Case, cache: MeasurementCache, budget: str) -> AuditResult:
     """Loss of retain accuracy on test images, against the original or the reference model, whichever is lower."""
-    shares = compared(
-        measure_models(case, cache, "retain", lambda model, role: accuracy_on(case, model, case.retain_test, role))
-    )
+    images = case.retain_test
+    kept = measure_models(case, cache, "retain", lambda model, role: accuracy_on(case, model, images, role))
+    shares = compared(kept)
     reference = shares.get("reference")
     lost = min(shares["original"], 1.0 if reference is None else reference) - shares["unlearned"]
     change = f"{100 * abs(lost):.1f} points {'lost' if lost >= 0 else 'more than the lower of them'}"

@@ -28,25 +28,17 @@ NEVER_TESTED = (
     "whether a law is satisfied: this is evidence, not a legal finding",
 )
 TRAINED_ANEW = ("regrow", "retrain", "retrain-plain")  # methods beyond which only retraining erases more
-DERIVED = (
-    "answer",
-    "sentence",
-    "label",
-    "passes",
-    "advice",
-    "not-tested",
-)  # written for readers of the file, computed anew here
+DERIVED = ("answer", "sentence", "label", "passes", "advice", "not-tested")  # for readers; computed anew here
 
 
 def _from_schema_2(value: dict[str, Any]) -> dict[str, Any]:
     """Schema 2 called an audit that ran and could not tell NOT RUN, with its measurements."""
-    audits = [
-        audit | {"outcome": "INCONCLUSIVE"}
-        if audit["outcome"] == "NOT RUN" and (audit.get("unlearned") is not None or audit.get("details"))
-        else audit
-        for audit in value["audits"]
-    ]
-    return value | {"audits": audits}
+
+    def renamed(audit: dict[str, Any]) -> dict[str, Any]:
+        has_run = audit.get("unlearned") is not None or audit.get("details")
+        return audit | {"outcome": "INCONCLUSIVE"} if audit["outcome"] == "NOT RUN" and has_run else audit
+
+    return value | {"audits": [renamed(audit) for audit in value["audits"]]}
 
 
 @dataclass(frozen=True)
@@ -127,9 +119,8 @@ class Verdict:
         if self.is_qualified:
             return f"{state}; the method is qualified on other classes, this one has no retrained model to compare with"
         known = f"{outcomes['PASS']} of {number} audits passed" if self.has_reference else "there is no retrained model"
-        return (
-            f"{state}; whether it is erased is open: {'no audit was run' if outcomes['NOT RUN'] == number else known}"
-        )
+        known = "no audit was run" if outcomes["NOT RUN"] == number else known
+        return f"{state}; whether it is erased is open: {known}"
 
     @property
     def sentence(self) -> str:
@@ -163,7 +154,7 @@ class Verdict:
     def not_tested(self) -> list[str]:
         """Audits that were not run, each with its reason, and what no audit tests."""
         skipped = [audit for audit in self.audits if audit.outcome == "NOT RUN"]
-        return [f"{audit.name}, {audit.title}: {audit.finding}" for audit in skipped] + list(NEVER_TESTED)
+        return [*(f"{audit.name}, {audit.title}: {audit.finding}" for audit in skipped), *NEVER_TESTED]
 
     def metric(self, name: str) -> Metric | None:
         """The metric of that name; None if it was not measured."""
@@ -262,11 +253,8 @@ def _conclusion(verdict: Verdict) -> str:
 def _passed(verdict: Verdict) -> str:
     """What a verdict without a failed audit claims: no more than the audits that passed."""
     number = Counter(audit.outcome for audit in verdict.audits)
-    notes = [
-        f"{number[outcome]} {'was' if number[outcome] == 1 else 'were'} {outcome.lower()}"
-        for outcome in ("INCONCLUSIVE", "NOT RUN")
-        if number[outcome]
-    ]
+    opened = [(number[outcome], outcome.lower()) for outcome in ("INCONCLUSIVE", "NOT RUN") if number[outcome]]
+    notes = [f"{many} {'was' if many == 1 else 'were'} {outcome}" for many, outcome in opened]
     if not number["PASS"]:
         return f"no audit can tell whether it is erased ({', '.join(notes)})"
     found = "1 audit finds" if number["PASS"] == 1 else f"{number['PASS']} audits find"
@@ -292,9 +280,8 @@ def _depth(verdict: Verdict) -> str:
         return "it differs from a model that was never trained on it"
     probe, hidden = verdict.audit("C1"), "hidden" if _is_hidden(verdict) else "not hidden"
     if verdict.failed == ["C5"] and probe is not None and probe.outcome == "PASS":
-        return (
-            f"{hidden}, and no more readable than in {_retrained(verdict)}, but the features differ from such a model's"
-        )
+        readable = f"no more readable than in {_retrained(verdict)}"
+        return f"{hidden}, and {readable}, but the features differ from such a model's"
     if behind := _erased_behind(verdict):
         return f"{hidden}, erased behind {behind} only"
     if probe is None or probe.outcome != "FAIL":
@@ -327,9 +314,7 @@ def spoken_time(seconds: float) -> str:
     ('1 second', '90 seconds', '7 minutes')
     """
     number = max(round(seconds), 1)
-    if seconds >= 120:
-        return f"{seconds / 60:.0f} minutes"
-    return f"{number} second{'s' * (number > 1)}"
+    return f"{seconds / 60:.0f} minutes" if seconds >= 120 else f"{number} second{'s' * (number > 1)}"
 
 
 def subject_of(request: ForgetRequest, names: Sequence[str]) -> str:

@@ -6,7 +6,6 @@ shadow models, so each image has its own centre (the median) and all images shar
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -54,39 +53,28 @@ def offline_scores(target: Tensor, shadows: Tensor, members: Tensor) -> Tensor:
     return (target - centre) / spread
 
 
-@dataclass(frozen=True)
-class Scores:
-    """Scores of positives or of negatives, one per image and shadow model, and the model that each comes from."""
-
-    values: Tensor  # (k,)
-    models: Tensor  # (k,)
-
-
-def unlearning_scores(
-    unlearned: Tensor, is_unlearned: Tensor, never: Tensor, is_never: Tensor
-) -> tuple[Scores, Scores]:
+def unlearning_scores(unlearned: Tensor, never: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:
     """U-LiRA: log N_u(φ) − log N_n(φ) of models that unlearned an image, and of models never trained on it.
 
-    φ is (models, n); the masks say which pairs of model and image count. A model is scored by Gaussians that are fitted
-    to the other models only.
+    φ and both results are (models, n); results are NaN where the pair of model and image is not among `members`. A
+    model is scored by Gaussians that are fitted to the other models only.
     """
-    positive: list[Tensor] = []
-    negative: list[Tensor] = []
+    rows: tuple[list[Tensor], list[Tensor]] = ([], [])
     for number in range(len(unlearned)):
-        others = (torch.arange(len(unlearned)) != number).unsqueeze(1)
-        inside, outside = _centre(unlearned, is_unlearned & others), _centre(never, is_never & others)
-        for values, mask, ratios in ((unlearned, is_unlearned, positive), (never, is_never, negative)):
-            ratio = _log_density(values[number], *inside) - _log_density(values[number], *outside)
-            ratios.append(torch.where(mask[number], ratio, torch.nan))
-    return _scores(torch.stack(positive)), _scores(torch.stack(negative))
-
-
-def _scores(table: Tensor) -> Scores:
-    """The finite entries of a table (models, n)."""
-    is_finite = table.isfinite()
-    if not bool(is_finite.any()):
+        others = members & (torch.arange(len(unlearned)) != number).unsqueeze(1)
+        inside, outside = _centre(unlearned, others), _centre(never, others)
+        for values, ratios in zip((unlearned[number], never[number]), rows, strict=True):
+            ratio = _log_density(values, *inside) - _log_density(values, *outside)
+            ratios.append(torch.where(members[number], ratio, torch.nan))
+    positive, negative = (torch.stack(ratios) for ratios in rows)
+    if not bool(positive.isfinite().any() & negative.isfinite().any()):
         raise BadData("no image is in the training data of two shadow models; train more of them")
-    return Scores(table[is_finite], is_finite.nonzero()[:, 0])
+    return positive, negative
+
+
+def finite(scores: Tensor) -> Tensor:
+    """The scores that count, (k,)."""
+    return scores[scores.isfinite()]
 
 
 def roc_auc(positive: Tensor, negative: Tensor) -> float:
@@ -115,16 +103,14 @@ def true_positive_rate(positive: Tensor, negative: Tensor, false: float = 0.01) 
 
 
 def bootstrap_interval(
-    measure: Callable[[Tensor, Tensor], float], positive: Scores, negative: Scores, *, seed: int = 0
+    measure: Callable[[Tensor, Tensor], float], positive: Tensor, negative: Tensor, *, seed: int = 0
 ) -> tuple[float, float]:
     """95 % interval over redrawn shadow models; whole models are drawn, because scores of one model are correlated."""
-    models = torch.cat([positive.models, negative.models]).unique()
-    generator = torch.Generator().manual_seed(seed)
-    sides = [(side.values, [(side.models == m).nonzero().flatten() for m in models]) for side in (positive, negative)]
-    measured = []
+    is_scored = (positive.isfinite() | negative.isfinite()).any(1)
+    generator, number, measured = torch.Generator().manual_seed(seed), int(is_scored.sum()), []
     for _ in range(DRAWS):
-        drawn = torch.randint(len(models), (len(models),), generator=generator).tolist()
-        one, other = (values[torch.cat([places[number] for number in drawn])] for values, places in sides)
+        drawn = torch.randint(number, (number,), generator=generator)
+        one, other = (finite(scores[is_scored][drawn]) for scores in (positive, negative))
         if len(one) and len(other):
             measured.append(measure(one, other))
     low, high = torch.tensor(measured, dtype=torch.float64).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64))

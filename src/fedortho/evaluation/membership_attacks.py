@@ -118,7 +118,6 @@ def fit_thresholds(
 class AttackResult:
     """An attack's guesses on the forget set, and its accuracy on images of known membership; rates are shares."""
 
-    name: str
     member_rate: float  # share of the forget images called members
     accuracy: float  # ½ (true positives + true negatives), on known images not used for fitting
     false_positive_rate: float  # share of the known non-members called members
@@ -140,15 +139,14 @@ class KnownImages:
         sizes = len(self.members), len(self.non_members)
         if min(sizes) < 2:
             raise BadData(f"an attack needs 2 known members and 2 non-members or more, not {sizes[0]} and {sizes[1]}")
-        fit, check = zip(*(_halved(predictions, seed) for predictions in (self.members, self.non_members)), strict=True)
+        fit, check = [], []
+        for side in (self.members, self.non_members):
+            first, second = split_stratified(side.labels, 0.5, seed)
+            if not len(second):  # no class has two images
+                first, second = first[::2], first[1::2]
+            fit.append(side.take(first))
+            check.append(side.take(second))
         return KnownImages(*fit), KnownImages(*check)
-
-
-def _halved(predictions: Predictions, seed: int) -> tuple[Predictions, Predictions]:
-    first, second = split_stratified(predictions.labels, 0.5, seed)
-    if not len(second):  # no class has two images
-        first, second = first[::2], first[1::2]
-    return predictions.take(first), predictions.take(second)
 
 
 def match_members(members: Tensor, non_members: Tensor, limit: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -177,17 +175,13 @@ def _rate(called: Tensor) -> float:
 
 
 def _result(
-    name: str,
-    guess: Callable[[Predictions], Tensor],
-    forgotten: Predictions,
-    check: KnownImages,
-    fallback: tuple[int, ...] = (),
+    guess: Callable[[Predictions], Tensor], forgotten: Predictions, check: KnownImages, fallback: tuple[int, ...] = ()
 ) -> AttackResult:
     """The result of an attack, from its guesses, (n,) bool, on images that it was not fitted on."""
     _require(forgotten)
     true, false = _rate(guess(check.members)), _rate(guess(check.non_members))
     sizes = len(forgotten), len(check.members), len(check.non_members)
-    return AttackResult(name, _rate(guess(forgotten)), (true + 1 - false) / 2, false, fallback, *sizes)
+    return AttackResult(_rate(guess(forgotten)), (true + 1 - false) / 2, false, fallback, *sizes)
 
 
 def statistic_attack(
@@ -197,12 +191,12 @@ def statistic_attack(
     statistic = STATISTICS[name]
     fit, check = known.halves(seed)
     if name == "correctness":
-        return _result(name, lambda answers: statistic(answers) == 1, forgotten, check)
+        return _result(lambda answers: statistic(answers) == 1, forgotten, check)
     mine, theirs = ((statistic(side), side.labels) for side in (fit.members, fit.non_members))
     thresholds, fallback = fit_thresholds(*mine, *theirs, forgotten.probabilities.shape[1], min_known)
     used = torch.cat([forgotten.labels, check.members.labels, check.non_members.labels]).unique().tolist()
     shared = tuple(label for label in fallback if label in used)
-    return _result(name, lambda part: statistic(part) >= thresholds[part.labels], forgotten, check, shared)
+    return _result(lambda part: statistic(part) >= thresholds[part.labels], forgotten, check, shared)
 
 
 def svc_attack(forgotten: Predictions, known: KnownImages, *, seed: int = 0) -> AttackResult:
@@ -210,18 +204,19 @@ def svc_attack(forgotten: Predictions, known: KnownImages, *, seed: int = 0) -> 
     from sklearn.svm import SVC
 
     fit, check = known.halves(seed)
-    machine = SVC(C=3.0, kernel="rbf", gamma="auto")
-    machine.fit(*_points(STATISTICS["confidence"], fit))
-    return _result("svc-confidence", lambda answers: _predict(machine, answers.confidence), forgotten, check)
+    machine = SVC(C=3.0, kernel="rbf", gamma="auto").fit(*_points(STATISTICS["confidence"], fit))
+    return _result(lambda answers: _predict(machine, answers.confidence.numpy()), forgotten, check)
 
 
 def loss_attack(forgotten: Predictions, known: KnownImages, *, seed: int = 0) -> AttackResult:
     """Logistic regression on the loss; all rates are means over stratified shuffle splits of the known images."""
     _require(forgotten)
-    rates = [(_rate(_predict(model, _loss(forgotten))), right, false) for model, right, false in _splits(known, seed)]
+    rates = [
+        (_rate(_predict(model, _loss(forgotten).numpy())), right, false) for model, right, false in _splits(known, seed)
+    ]
     sizes = len(forgotten), len(known.members), len(known.non_members)
     rate, accuracy, false = (sum(each) / SPLITS for each in zip(*rates, strict=True))
-    return AttackResult("loss", rate, accuracy, false, (), *sizes)
+    return AttackResult(rate, accuracy, false, (), *sizes)
 
 
 def loss_separation(forgotten: Predictions, unseen: Predictions, *, seed: int = 0) -> float:
@@ -244,8 +239,8 @@ def _require(forgotten: Predictions) -> None:
         raise BadData("the forget set has no image to attack")
 
 
-def _predict(model: Any, values: Tensor) -> Tensor:
-    return torch.from_numpy(model.predict(values.unsqueeze(1).numpy())) == 1
+def _predict(model: Any, values: Any) -> Tensor:
+    return torch.from_numpy(model.predict(values.reshape(-1, 1))) == 1
 
 
 def _splits(known: KnownImages, seed: int) -> Iterator[tuple[Any, float, float]]:
@@ -259,7 +254,7 @@ def _splits(known: KnownImages, seed: int) -> Iterator[tuple[Any, float, float]]
         raise BadData(f"cross-validation needs at least {SPLITS} members and {SPLITS} non-members, not {fewest}")
     for fit, aside in StratifiedShuffleSplit(SPLITS, test_size=0.1, random_state=seed).split(values, truth):
         model = LogisticRegression(class_weight="balanced").fit(values[fit], truth[fit])
-        called, was = torch.from_numpy(model.predict(values[aside])) == 1, torch.from_numpy(truth[aside]) == 1
+        called, was = _predict(model, values[aside]), torch.from_numpy(truth[aside]) == 1
         false = _rate(called[~was])
         yield model, (_rate(called[was]) + 1 - false) / 2, false
 

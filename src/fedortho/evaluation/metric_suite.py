@@ -30,10 +30,6 @@ def _forget_accuracy(outputs: ModelOutputs) -> Measurement:
     return _accuracy(outputs.predictions("test", outputs.sets.test_mask(case.request)))
 
 
-def _retain_accuracy(outputs: ModelOutputs) -> Measurement:
-    return _accuracy(outputs.predictions("test", ~outputs.sets.test_mask(outputs.sets.case.all_requests)))
-
-
 def _class_accuracy(outputs: ModelOutputs) -> Measurement:
     test, names = outputs.predictions("test"), outputs.sets.case.data.test.names
     affected = outputs.sets.forget.labels.unique()
@@ -129,14 +125,14 @@ def _tug_of_war(first: str, outputs: ModelOutputs, reference: ModelOutputs) -> M
     return Measurement((1 - gaps[first]) * (1 - gaps["retain"]) * (1 - gaps["test"]), len(outputs.sets.forget))
 
 
-def _zrf_against(untrained: ModelOutputs, outputs: ModelOutputs) -> Measurement:
-    return Measurement(1 - _output_distance("js", "forget", outputs, untrained).value, len(outputs.sets.forget))
-
-
 def _model_metrics(sets: EvaluationSets, original: ModelOutputs) -> dict[str, Callable[[ModelOutputs], Measurement]]:
     """The metrics of a model by itself that apply to the request."""
-    metrics = {"forget-accuracy": _forget_accuracy, "retain-accuracy": _retain_accuracy}
-    metrics["test-accuracy"] = lambda outputs: _accuracy(outputs.predictions("test"))
+    retained = ~sets.test_mask(sets.case.all_requests)
+    metrics = {
+        "forget-accuracy": _forget_accuracy,
+        "retain-accuracy": lambda outputs: _accuracy(outputs.predictions("test", retained)),
+        "test-accuracy": lambda outputs: _accuracy(outputs.predictions("test")),
+    }
     if sets.case.request.samples:
         metrics["class-accuracy"] = _class_accuracy
     if sets.case.clients is not None:
@@ -144,7 +140,12 @@ def _model_metrics(sets: EvaluationSets, original: ModelOutputs) -> dict[str, Ca
             metrics[f"client-change-{name}"] = partial(_client_change, quantile, original)
     metrics |= {f"mia-{name}": partial(_member_rate, name) for name in ATTACKS}
     untrained = cache(lambda: ModelOutputs("an untrained model", reinitialised(original.model, sets.case.seed), sets))
-    return metrics | {"loss-separation": _separation, "zrf": lambda outputs: _zrf_against(untrained(), outputs)}
+
+    def zrf(outputs: ModelOutputs) -> Measurement:
+        distance = _output_distance("js", "forget", outputs, untrained())
+        return Measurement(1 - distance.value, distance.images)
+
+    return metrics | {"loss-separation": _separation, "zrf": zrf}
 
 
 # of a model and the reference model

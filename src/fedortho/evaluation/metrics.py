@@ -47,6 +47,9 @@ def _change(which: str) -> MetricInfo:
 
 
 PAPER = "FedOrtho, section on metrics"
+SONG = "Song et al., CCS 2019; "
+SALUN_CODE = "SalUn's code, as 1 − its value (arXiv:2310.12508)"
+KIT = "NeurIPS 2023 unlearning challenge, starting kit"
 SONG_MITTAL = "Song and Mittal, USENIX Security 2021"
 GOLATKAR = "Golatkar et al., CVPR 2020"
 METRICS: Mapping[str, MetricInfo] = {
@@ -59,19 +62,12 @@ METRICS: Mapping[str, MetricInfo] = {
     "client-change-median": _change("median"),
     "client-change-q3": _change("third quartile"),
     "mia-correctness": _rate("forgotten images called members by correctness", SONG_MITTAL),
-    "mia-confidence": _rate(
-        "forgotten images called members by confidence (the paper's MIA)", "Song et al., CCS 2019; " + PAPER
-    ),
+    "mia-confidence": _rate("forgotten images called members by confidence (the paper's MIA)", SONG + PAPER),
     "mia-entropy": _rate("forgotten images called members by entropy", SONG_MITTAL),
     "mia-modified-entropy": _rate("forgotten images called members by modified entropy", SONG_MITTAL),
-    "mia-svc-confidence": _rate(
-        "forgotten images called members by an SVC on confidence", "SalUn's code, as 1 − its value (arXiv:2310.12508)"
-    ),
+    "mia-svc-confidence": _rate("forgotten images called members by an SVC on confidence", SALUN_CODE),
     "mia-loss": _rate("forgotten images called members by logistic regression on the loss", "Yeom et al., CSF 2018"),
-    "loss-separation": _rate(
-        "accuracy of telling forgotten from unseen images with the same labels, by the loss",
-        "NeurIPS 2023 unlearning challenge, starting kit",
-    ),
+    "loss-separation": _rate("accuracy of telling forgotten from unseen images with the same labels, by the loss", KIT),
     "average-gap": _gap("mean gap to Retrain of forget, retain, test accuracy and MIA", "SalUn (arXiv:2310.12508)"),
     "tug-of-war": _accuracy("product of 1 − gap to Retrain, forget × retain × test", "Zhao et al., NeurIPS 2024"),
     "tug-of-war-mia": _accuracy("the same with MIA in place of forget accuracy", "Zhao et al., NeurIPS 2024"),
@@ -147,11 +143,7 @@ def measure_metric(
     'ZeroDivisionError: division by zero'
     """
     try:
-        mine = measure()
-    except Exception as error:  # any: a failing metric is shown, not dropped
-        return Metric(name, None, error=f"{type(error).__name__}: {first_line(error)}")
-    try:
-        theirs = None if reference is None else reference().value
+        mine, theirs = measure(), None if reference is None else reference().value
         return Metric(name, mine.value, theirs, mine.images, None, mine.details)
-    except Exception as error:  # likewise: without its value the reference model would seem to be missing
-        return Metric(name, None, images=mine.images, error=f"{type(error).__name__}: {first_line(error)}")
+    except Exception as error:  # any: a failing metric is shown, not dropped; without one side nothing is compared
+        return Metric(name, None, error=f"{type(error).__name__}: {first_line(error)}")

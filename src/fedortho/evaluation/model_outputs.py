@@ -11,15 +11,9 @@ from fedortho.data.images import Images
 from fedortho.data.request import ForgetRequest
 from fedortho.engines.query import draw
 from fedortho.errors import BadSetting
+from fedortho.evaluation import membership_attacks
 from fedortho.evaluation.case import Case
-from fedortho.evaluation.membership_attacks import (
-    ATTACKS,
-    AttackResult,
-    KnownImages,
-    Predictions,
-    match_members,
-    predictions_from,
-)
+from fedortho.evaluation.membership_attacks import Predictions
 from fedortho.models.capture import capture
 from fedortho.models.layout import memory_format_of
 from fedortho.models.predictions import evaluating, logits_of
@@ -60,7 +54,9 @@ class EvaluationSets:
 
     @cached_property
     def _known(self) -> tuple[Tensor, Tensor]:
-        return match_members(self.case.retain_train.labels, self.case.retain_test.labels, self.limit, self.case.seed)
+        return membership_attacks.match_members(
+            self.case.retain_train.labels, self.case.retain_test.labels, self.limit, self.case.seed
+        )
 
     @cached_property
     def unseen(self) -> Tensor:
@@ -77,10 +73,8 @@ class EvaluationSets:
         rows, retain = self.case.clients or {}, self.case.retain_train
         remaining = [client for client in rows if client not in self.case.all_requests.clients]
         share = max(self.limit // max(len(remaining), 1), MIN_CLIENT_IMAGES)
-        drawn = {
-            client: draw(retain.subset(torch.isin(retain.rows, rows[client])), share, client) for client in remaining
-        }
-        return {client: images for client, images in drawn.items() if len(images)}
+        held = {client: retain.subset(torch.isin(retain.rows, rows[client])) for client in remaining}
+        return {client: draw(images, share, client) for client, images in held.items() if len(images)}
 
 
 class ModelOutputs:
@@ -89,17 +83,14 @@ class ModelOutputs:
     def __init__(self, name: str, model: nn.Module, sets: EvaluationSets) -> None:
         self.name, self.sets = name, sets
         self.model = copy.deepcopy(model).to(sets.case.device).eval()
-        self._outputs: dict[str, tuple[Tensor, Tensor | None]] = {}
-        self.attack = cache(self._attack)
+        self.attack, self._forward = cache(self._attack), cache(self._outputs)
 
-    def _forward(self, of: str) -> tuple[Tensor, Tensor | None]:
-        if of not in self._outputs:
-            names, images = [] if self._classifier is None else [self._classifier], self.sets.images(of)
-            memory_format_of(self.model, images.shape)  # tries the network where it is new: not inside the capture
-            with capture(self.model, names, lambda inputs: inputs.cpu().double(), inputs=True) as captured:
-                logits = logits_of(self.model, images, device=self.sets.case.device)
-            self._outputs[of] = logits, torch.cat(captured[names[0]]) if names else None
-        return self._outputs[of]
+    def _outputs(self, of: str) -> tuple[Tensor, Tensor | None]:
+        names, images = [] if self._classifier is None else [self._classifier], self.sets.images(of)
+        memory_format_of(self.model, images.shape)  # tries the network where it is new: not inside the capture
+        with capture(self.model, names, lambda inputs: inputs.cpu().double(), inputs=True) as captured:
+            logits = logits_of(self.model, images, device=self.sets.case.device)
+        return logits, torch.cat(captured[names[0]]) if names else None
 
     @cached_property
     def _classifier(self) -> str | None:
@@ -111,7 +102,9 @@ class ModelOutputs:
 
     def predictions(self, of: str, positions: Tensor | None = None) -> Predictions:
         """Predictions for a set, or for some of its images; NaN and infinity are refused."""
-        whole = predictions_from(self._forward(of)[0], self.sets.images(of).labels, f"{self.name}, {of} images")
+        whole = membership_attacks.predictions_from(
+            self._forward(of)[0], self.sets.images(of).labels, f"{self.name}, {of} images"
+        )
         return whole if positions is None else whole.take(positions)
 
     def features(self, of: str) -> Tensor:
@@ -128,6 +121,8 @@ class ModelOutputs:
         order = torch.randperm(len(predictions), generator=torch.Generator().manual_seed(self.sets.case.seed))
         return predictions.take(order[: self.sets.limit])
 
-    def _attack(self, name: str) -> AttackResult:
-        known = KnownImages(self.predictions("retain"), self.predictions("test", self.sets.non_members))
-        return ATTACKS[name](self.attacked, known, seed=self.sets.case.seed)
+    def _attack(self, name: str) -> membership_attacks.AttackResult:
+        known = membership_attacks.KnownImages(
+            self.predictions("retain"), self.predictions("test", self.sets.non_members)
+        )
+        return membership_attacks.ATTACKS[name](self.attacked, known, seed=self.sets.case.seed)

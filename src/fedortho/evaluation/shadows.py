@@ -118,9 +118,6 @@ class Shadows:
         name = tensors_digest({"rows": self.proxy.rows[forget]})[:12]
         return self._model(f"without-{name}-{number:02}", self.members[number] & ~forget, MAX_MODELS + number)
 
-    def images(self, number: int) -> Images:
-        return self.proxy.subset(self.members[number])
-
     def _model(self, name: str, mask: Tensor, offset: int) -> nn.Module:
         path, seed = self.directory / f"{name}.safetensors", self.settings.seed * 1000 + offset
         model = self.build(seed)

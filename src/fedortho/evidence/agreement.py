@@ -81,18 +81,15 @@ def _check_verdict(bundle: Bundle, verdict: Verdict, file: dict[str, Any]) -> No
         if result.outcome != "PASS":
             continue
         if result.value is not None and result.limit is not None and result.value > result.limit + ROUNDING:
-            raise BadBundle(
-                f"{source}: verdict.json: {result.name} is PASS, but its value {result.value:.4g} is above its limit "
-                f"{result.limit:.4g}"
-            )
+            beyond = f"its value {result.value:.4g} is above its limit {result.limit:.4g}"
+            raise BadBundle(f"{source}: verdict.json: {result.name} is PASS, but {beyond}")
         if result in verdict.audits and not verdict.has_reference:
             raise BadBundle(f"{source}: verdict.json: {result.name} is PASS, but no reference model was measured")
     derived = verdict.to_json()
     for key in DERIVED if bundle.manifest.made_by == made_here() else ("passes",):  # other versions word it otherwise
         if key in file and file[key] != derived[key]:
-            raise BadBundle(
-                f"{source}: verdict.json: {key} is {file[key]!r:.100}; its numbers give {derived[key]!r:.100}"
-            )
+            told = f"{key} is {file[key]!r:.100}; its numbers give {derived[key]!r:.100}"
+            raise BadBundle(f"{source}: verdict.json: {told}")
 
 
 def _check_journal(bundle: Bundle, label: str | None) -> None:

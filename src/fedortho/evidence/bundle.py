@@ -5,12 +5,12 @@ no image of the data, no ledger, no model and none of the removed weights. `mani
 size and SHA-256 and a digest over itself; the archive has one form (`canonical_zip.py`), so any other byte shows.
 """
 
-import hashlib
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from html import unescape
 from importlib import metadata
 from importlib.resources import files as package_files
@@ -25,9 +25,9 @@ from fedortho.evidence.agreement import check_agreement
 from fedortho.evidence.canonical_zip import LARGEST, pack_files, unpack_files
 from fedortho.evidence.chain import chain_lines, read_chain
 from fedortho.evidence.contents import MANIFEST, SIGNATURE, BadBundle, Bundle, FileRecord, JournalEnd, Manifest
-from fedortho.evidence.signature import BadSignature, check_signature, load_key, load_public, public_half
+from fedortho.evidence.signature import BadSignature, check_signature, load_key, public_half, require_signer
 from fedortho.models.patch import Patch, load_patch
-from fedortho.reports.redaction import without_images
+from fedortho.reports.page import without_images
 from fedortho.runs.record import ServedRecord
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.served import index_of_request
@@ -83,14 +83,12 @@ def open_bundle(path: Path, *, digest: str = "", public: Path | None = None) -> 
     manifest = bundle.manifest
     if digest and digest != manifest.digest:
         raise BadBundle(f"{path}: {MANIFEST} has the digest {manifest.digest}, not {digest}: it is another bundle")
-    if public is not None and (wanted := load_public(public)) != manifest.signer:
-        signer = f"signed by the key {manifest.signer[:16]}" if manifest.signer else "not signed"
-        raise BadSignature(f"{path} is {signer}; {public} is the key {wanted[:16]}")
+    require_signer(path, manifest.signer, public)
     return bundle
 
 
 def read_bundle(archive: bytes, source: str) -> Bundle:
-    """The bundle in these bytes, checked."""
+    """The bundle in these bytes, if every digest fits and its files agree."""
     files = unpack_files(archive, source)
     manifest = _read_manifest(files, source)
     for name, listed in manifest.files.items():
@@ -98,7 +96,19 @@ def read_bundle(archive: bytes, source: str) -> Bundle:
             raise BadBundle(f"{source}: {name} was changed: its size or SHA-256 is not what {MANIFEST} lists")
     if manifest.signer:
         _check_signed(files, manifest.signer, source)
-    return _agreeing(files, manifest, source)
+    records: dict[str, Any] = {
+        name: _record(partial(from_json, kind), files, f"{name}.json", source)
+        for name, kind in contents.RECORDS.items()
+    }
+    told = _json(files, "verdict.json", source) if "verdict.json" in files else None
+    records["verdict"] = None if told is None else _record(Verdict.from_json, files, "verdict.json", source)
+    try:
+        records["chain"] = read_chain(files.get("journal.jsonl", b""))
+    except ValueError as error:
+        raise BadBundle(f"{source}: {error}") from error
+    bundle = Bundle(source, files, manifest, patch=_patch(files["patch.safetensors"], source), **records)
+    check_agreement(bundle, told)
+    return bundle
 
 
 def _read_manifest(files: Mapping[str, bytes], source: str) -> Manifest:
@@ -120,7 +130,8 @@ def _read_manifest(files: Mapping[str, bytes], source: str) -> Manifest:
 
 
 def _manifest_digest(value: Mapping[str, Any]) -> str:
-    return _digest(canonical_json({key: each for key, each in value.items() if key != "digest"}).encode())
+    body = canonical_json({key: each for key, each in value.items() if key != "digest"})
+    return sha256(body.encode()).hexdigest()
 
 
 def _check_signed(files: Mapping[str, bytes], signer: str, source: str) -> None:
@@ -135,24 +146,6 @@ def _check_signed(files: Mapping[str, bytes], signer: str, source: str) -> None:
         raise BadBundle(f"{source}: {SIGNATURE} is not spelled as signatures are")
 
 
-def _agreeing(files: Mapping[str, bytes], manifest: Manifest, source: str) -> Bundle:
-    """The bundle, if its files agree."""
-    records: dict[str, Any] = {
-        name: _record(partial(from_json, kind), files, f"{name}.json", source)
-        for name, kind in contents.RECORDS.items()
-    }
-    told = _json(files, "verdict.json", source) if "verdict.json" in files else None
-    verdict = None if told is None else _record(Verdict.from_json, files, "verdict.json", source)
-    try:
-        chain = read_chain(files.get("journal.jsonl", b""))
-    except ValueError as error:
-        raise BadBundle(f"{source}: {error}") from error
-    patch = _patch(files["patch.safetensors"], source)
-    bundle = Bundle(source, files, manifest, **records, patch=patch, verdict=verdict, chain=chain)
-    check_agreement(bundle, told)
-    return bundle
-
-
 def _collect(run: Run, number: int, beside: Path) -> dict[str, bytes]:
     """The files of a bundle except the manifest; no others are ever taken."""
     record, name = run.record, run.path.resolve().name
@@ -163,15 +156,17 @@ def _collect(run: Run, number: int, beside: Path) -> dict[str, bytes]:
             f"{run.path} has no patch of {entry.request} ({patch.name}): a comparison by {entry.method} wrote it, "
             "or it is damaged; give a run that fedortho forget wrote"
         )
-    lines, end = _journal(run, entry, beside)
+    journal = read_journal(beside)
+    about = lines_about(journal.entries, name, entry)
+    end = JournalEnd(journal.last.number, journal.last.hash) if about else None
     models = (entry.model_before, entry.model_after, record.model.digest)
     digests = contents.DigestsFile(*models, file_digest(patch), record.data.digest, entry.ledger, journal=end)
     earlier = tuple(other.request for other in record.requests[:number])
     network = contents.NetworkRecord(run.settings.model, record.model.num_classes, record.model.channels)
     readme = package_files("fedortho.evidence").joinpath("README.txt").read_text("utf-8")
-    about = {"request": entry.request, "run": name, "before": digests.before, "after": digests.after}
+    words = {"request": entry.request, "run": name, "before": digests.before, "after": digests.after}
     files = {
-        "README.txt": readme.format(**about).encode(),
+        "README.txt": readme.format(**words).encode(),
         "request.json": _text(contents.RequestFile(entry.request, name, number, earlier)),
         "entry.json": _text(entry),
         "settings.json": _text(contents.SettingsFile(network, record.settings, entry.settings)),
@@ -179,7 +174,7 @@ def _collect(run: Run, number: int, beside: Path) -> dict[str, bytes]:
         "environment.json": _text(contents.EnvironmentFile(environment(), _packages(), record.environment)),
         "patch.safetensors": patch.read_bytes(),
     }
-    return files | _extras(run, number) | ({"journal.jsonl": lines} if lines else {})
+    return files | _extras(run, number) | ({"journal.jsonl": chain_lines(journal.entries, about)} if about else {})
 
 
 def _extras(run: Run, number: int) -> dict[str, bytes]:
@@ -207,15 +202,6 @@ def _report(path: Path, tells: Sequence[str]) -> bytes:
         raise FedOrthoError(f"{path}: {error}; {again}") from error
 
 
-def _journal(run: Run, entry: ServedRecord, beside: Path) -> tuple[bytes, JournalEnd | None]:
-    """The journal's lines about the run, and about the request before the run existed; and the end of the journal."""
-    journal = read_journal(beside)
-    about = lines_about(journal.entries, run.path.resolve().name, entry)
-    if not about:
-        return b"", None
-    return chain_lines(journal.entries, about), JournalEnd(journal.last.number, journal.last.hash)
-
-
 def lines_about(entries: Sequence[JournalEntry], run: str, served: ServedRecord) -> list[JournalEntry]:
     """The entries about a run, and about the request before the run existed."""
     asked = (served.request, served.model_before)
@@ -233,8 +219,7 @@ def _patch(data: bytes, source: str) -> Patch:
         file = Path(place) / "patch.safetensors"
         file.write_bytes(data)
         try:
-            patch = load_patch(file)
-            return replace(patch, note=dict(patch.note))
+            return load_patch(file)
         except (FedOrthoError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise BadBundle(f"{source}: patch.safetensors is not a patch ({error})") from error
 
@@ -267,8 +252,4 @@ def _text(record: Any) -> bytes:
 
 
 def _listed(data: bytes) -> FileRecord:
-    return FileRecord(len(data), _digest(data))
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+    return FileRecord(len(data), sha256(data).hexdigest())

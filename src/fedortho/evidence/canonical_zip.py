@@ -9,7 +9,7 @@ import re
 import struct
 import zipfile
 from collections.abc import Mapping
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 
 from fedortho.errors import FedOrthoError
 
@@ -62,7 +62,7 @@ def unpack_files(archive: bytes, source: str) -> dict[str, bytes]:
         raise BadArchive(f"{source} is damaged, cut off or no bundle: {error}") from error
     form = pack_files(files)
     if form != archive:
-        at = next((i for i, pair in enumerate(zip(form, archive, strict=False)) if pair[0] != pair[1]), len(form))
+        at = next(place for place, (one, other) in enumerate(zip_longest(form, archive)) if one != other)
         ends = accumulate(HEADER + len(name) + len(data) for name, data in sorted(files.items()))
         part = next((name for name, end in zip(sorted(files), ends, strict=True) if at < end), None)
         where = f"the header of {part}" if part else "its directory"

@@ -1,21 +1,23 @@
-"""Measure again what a bundle claims: accuracies, the verdict's metrics and audits, the report, the journal's lines.
+"""What a bundle claims, measured again: accuracies, the verdict's metrics and audits, the report, the journal's lines.
 
 Here the run before the request, its data and the model that the repeated decision gave are at hand.
 """
 
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from html import unescape
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fedortho.audits import find_audit, run_audits
 from fedortho.audits.measurements import MeasurementCache
 from fedortho.audits.qualification import read_qualification
+from fedortho.audits.result import ROUNDING
 from fedortho.audits.retention import RETENTION
 from fedortho.audits.verdict import Verdict, subject_of
 from fedortho.data.images import Dataset
@@ -24,11 +26,9 @@ from fedortho.devices import choose_device
 from fedortho.evaluation.case import REFERENCES
 from fedortho.evaluation.metric_suite import MetricSuite
 from fedortho.evidence.bundle import lines_about
-from fedortho.evidence.contents import Bundle, made_here
-from fedortho.evidence.findings import Findings
+from fedortho.evidence.contents import Bundle, NetworkRecord, made_here
 from fedortho.reports.gallery import NO_ORIGINAL, NO_REFERENCE, audit_pictures, draw_gallery
-from fedortho.reports.page import render
-from fedortho.reports.redaction import LEFT_OUT, without_images
+from fedortho.reports.page import LEFT_OUT, render, without_images
 from fedortho.reports.summary import Report
 from fedortho.requests.forgetting import ServedRequest
 from fedortho.requests.references import case_of, find_references
@@ -40,7 +40,55 @@ from fedortho.storage.records import to_json
 
 # of entry.json, what another machine or another hour gives otherwise, and who took part
 UNREPEATED = ("cost", "threads", "device", "ticket", "answered", "confirmed")
+SHOWN = 5  # contradictions of one file
 PICTURE = re.compile(r"data:image/png;base64,([A-Za-z0-9+/=]*)")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim of a bundle, and whether it was checked: only what was computed again here is."""
+
+    state: Literal["checked", "not checked", "absent"]
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.state}: {self.text}"
+
+
+@dataclass(frozen=True)
+class BundleCheck:
+    """A bundle that was not refused, and what was checked of it."""
+
+    bundle: Bundle
+    claims: tuple[Claim, ...]
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Findings as they are made, and claims that turned out not to be true."""
+
+    made: list[Claim] = field(default_factory=list)
+    lies: list[str] = field(default_factory=list)
+
+    def checked(self, text: str) -> None:
+        self.made.append(Claim("checked", text))
+
+    def unchecked(self, text: str) -> None:
+        self.made.append(Claim("not checked", text))
+
+    def absent(self, text: str) -> None:
+        self.made.append(Claim("absent", text))
+
+    def either(self, is_checked: bool, checked: str, unchecked: str) -> None:
+        """Note the first text if it was checked, else the second."""
+        self.made.append(Claim("checked", checked) if is_checked else Claim("not checked", unchecked))
+
+    def compare(self, place: str, told: Any, found: Any) -> bool:
+        """Note every difference between what a file tells and what was found here; whether there is none."""
+        pairs = list(_pairs(told, found))
+        for at, mine, other in pairs[:SHOWN]:
+            self.lies.append(f"{place}{at} is {_short(mine)}; here it is {_short(other)}")
+        return not pairs
 
 
 @dataclass(frozen=True)
@@ -60,20 +108,14 @@ def check_entry(found: Findings, bundle: Bundle, again: Repeated) -> None:
         for record in (bundle.entry, again.served.record)
     )
     record, network = again.run.record, bundle.settings.model
-    known = {
-        "name": again.run.settings.model,
-        "num-classes": record.model.num_classes,
-        "channels": record.model.channels,
-    }
+    known = to_json(NetworkRecord(again.run.settings.model, record.model.num_classes, record.model.channels))
     same = found.compare("entry.json: ", told, measured)
     same &= found.compare("settings.json: model.", to_json(network), known)
     same &= found.compare("settings.json: training.", dict(bundle.settings.training), dict(record.settings))
     same &= found.compare("environment.json: run.", to_json(bundle.environment.run), to_json(record.environment))
     if same:
-        after = bundle.entry.after
-        found.checked(
-            f"accuracies, measured again: forget {after.forget:.1%}, retain {after.retain:.1%}, test {after.test:.1%}"
-        )
+        shares = ", ".join(f"{name} {share:.1%}" for name, share in asdict(bundle.entry.after).items())
+        found.checked(f"accuracies, measured again: {shares}")
 
 
 def references_of(run: Run, request: ForgetRequest, given: Sequence[Run], wanted: Sequence[str]) -> tuple[Run, ...]:
@@ -82,10 +124,10 @@ def references_of(run: Run, request: ForgetRequest, given: Sequence[Run], wanted
     return tuple(here[digest] for digest in wanted if digest in here)
 
 
-def check_verdict(found: Findings, bundle: Bundle, derived: Run, again: Repeated, audits: str) -> None:
+def check_verdict(
+    found: Findings, bundle: Bundle, verdict: Verdict, derived: Run, again: Repeated, audits: str
+) -> None:
     """Measure the metrics again and repeat audits; `audits` as in `chosen_audits`."""
-    verdict = bundle.verdict
-    assert verdict is not None, "the caller looked"
     request, run, data = ForgetRequest.parse(bundle.entry.request), again.run, again.data
     names = [role for role in REFERENCES if role in verdict.digests]
     is_complete = len(again.references) == len(names)
@@ -102,9 +144,8 @@ def check_verdict(found: Findings, bundle: Bundle, derived: Run, again: Repeated
             same &= found.compare(f"verdict.json: {metric.name} ", *values)
     same &= _origin(found, verdict, run)
     if same:
-        found.checked(
-            "the verdict's metrics, measured again" + ("" if is_complete else ", without the reference model")
-        )
+        without = "" if is_complete else ", without the reference model"
+        found.checked(f"the verdict's metrics, measured again{without}")
     if verdict.retention is not None and is_complete:
         _compare_audit(found, verdict.retention, RETENTION(case, cache))
     _repeat_audits(found, verdict, case, cache, audits, is_complete)
@@ -145,19 +186,15 @@ def _repeat_audits(
     budget = "full" if any(not find_audit(result.name).is_quick for result in claimed) else "quick"
     repeated = {each.name: each for each in run_audits(case, budget, only=names, cache=cache)} if names else {}
     for told in verdict.audits:
-        result = repeated.get(told.name)
+        result, claim = repeated.get(told.name), f"audit {told.name}, said to be {told.outcome}"
         if told.outcome == "NOT RUN":
             found.absent(f"audit {told.name}, {told.title}: not run")
         elif not is_complete:
-            found.unchecked(
-                f"audit {told.name}, said to be {told.outcome}: a reference model is not here; --reference RUN"
-            )
+            found.unchecked(f"{claim}: a reference model is not here; --reference RUN")
         elif told.name not in names or result is None:
-            found.unchecked(f"audit {told.name}, said to be {told.outcome}: not repeated; --audits {told.name}")
+            found.unchecked(f"{claim}: not repeated; --audits {told.name}")
         elif result.outcome in ("NOT RUN", "ERROR") and result.outcome != told.outcome:
-            found.unchecked(
-                f"audit {told.name}, said to be {told.outcome}: it cannot be repeated here: {result.finding}"
-            )
+            found.unchecked(f"{claim}: it cannot be repeated here: {result.finding}")
         else:
             _compare_audit(found, told, result)
 
@@ -191,14 +228,8 @@ def check_report(found: Findings, bundle: Bundle, derived: Run, again: Repeated)
     words, request = unescape(page), ForgetRequest.parse(bundle.entry.request)
     original = None if NO_ORIGINAL in words else again.run
     beside = [] if NO_REFERENCE in words else [*again.references, *find_references(again.run, request)]
-    gallery = draw_gallery(
-        derived,
-        again.data,
-        request,
-        original=original,
-        reference=next(iter(beside), None),
-        images=f'<p class="soft">{LEFT_OUT}</p>' in page,
-    )
+    others: dict[str, Any] = {"original": original, "reference": next(iter(beside), None)}
+    gallery = draw_gallery(derived, again.data, request, **others, images=f'<p class="soft">{LEFT_OUT}</p>' in page)
     pictures = tuple(audit_pictures(bundle.verdict.audits)) if bundle.verdict is not None else ()
     report = Report(derived, request, bundle.verdict, gallery, pictures, bundle.chain.entries)
     rendered = without_images(render(report))
@@ -209,9 +240,7 @@ def check_report(found: Findings, bundle: Bundle, derived: Run, again: Repeated)
     if told == mine:
         found.checked("report.html, rendered again from the records")
         return
-    at = next(
-        (n for n, pair in enumerate(zip(told, mine, strict=False)) if pair[0] != pair[1]), min(len(told), len(mine))
-    )
+    at = next(place for place, (one, other) in enumerate(zip_longest(told, mine)) if one != other)
     shown = [repr(lines[at][:160]) if at < len(lines) else "not there" for lines in (told, mine)]
     found.lies.append(f"report.html: line {at + 1} is {shown[0]}; rendered again from the records it is {shown[1]}")
 
@@ -233,11 +262,8 @@ def check_lines(found: Findings, bundle: Bundle, directory: Path, *, is_given: b
     about = lines_about(entries, bundle.request.run, bundle.entry)
     end = bundle.digests.journal
     if "journal.jsonl" not in bundle.files:
-        done = [str(entry.number) for entry in about if entry.after == bundle.digests.after]
-        if done:
-            found.lies.append(
-                f"journal.jsonl is missing, though entries {', '.join(done)} of {path} tell of this model"
-            )
+        if done := ", ".join(str(entry.number) for entry in about if entry.after == bundle.digests.after):
+            found.lies.append(f"journal.jsonl is missing, though entries {done} of {path} tell of this model")
         return
     if end is None or end.number > len(entries) or entries[end.number - 1].hash != end.hash:
         other = f"journal.jsonl: {path} does not have the entry at which it ends"
@@ -249,3 +275,31 @@ def check_lines(found: Findings, bundle: Bundle, directory: Path, *, is_given: b
     mine = [entry.line for entry in about if entry.number <= end.number]
     if found.compare("journal.jsonl: ", [entry.line for entry in bundle.chain.entries], mine):
         found.checked(f"journal.jsonl: every entry of {path} that tells of this request or run, and no other")
+
+
+def _pairs(told: Any, found: Any, at: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """The places at which two JSON values differ; numbers may differ by rounding."""
+    if isinstance(told, Mapping) and isinstance(found, Mapping):
+        for key in sorted({*told, *found}):
+            yield from _pairs(told.get(key), found.get(key), f"{at}.{key}" if at else str(key))
+    elif _is_list(told) and _is_list(found) and len(told) == len(found):
+        for number, (mine, other) in enumerate(zip(told, found, strict=True)):
+            yield from _pairs(mine, other, f"{at}[{number}]")
+    elif _is_number(told) and _is_number(found):
+        if not abs(told - found) <= ROUNDING * max(1.0, abs(found)):
+            yield at, told, found
+    elif told != found or isinstance(told, bool) != isinstance(found, bool):
+        yield at, told, found
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _short(value: Any) -> str:
+    text = f"{value:.6g}" if isinstance(value, float) else repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}…"

@@ -13,11 +13,6 @@ from fedortho.runs.record import ServedRecord
 from fedortho.storage.provenance import Environment, environment
 from fedortho.storage.records import Scalar
 
-NEEDED = (
-    *("README.txt", "digests.json", "entry.json", "environment.json"),
-    *("patch.safetensors", "request.json", "settings.json"),
-)
-ALLOWED = (*NEEDED, "verdict.json", "report.html", "journal.jsonl")
 MANIFEST, SIGNATURE = "manifest.json", "manifest.sig"
 
 
@@ -110,6 +105,8 @@ RECORDS: Mapping[str, type] = {  # NAME.json → its kind
     "digests": DigestsFile,
     "environment": EnvironmentFile,
 }
+NEEDED = ("README.txt", "patch.safetensors", *(f"{name}.json" for name in RECORDS))
+ALLOWED = (*NEEDED, "verdict.json", "report.html", "journal.jsonl")
 
 
 def made_here() -> str:

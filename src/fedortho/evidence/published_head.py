@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from fedortho.errors import BadRecord
-from fedortho.evidence.signature import BadSignature, check_signature, load_key, load_public, public_half
+from fedortho.evidence.signature import BadSignature, check_signature, load_key, public_half, require_signer
 from fedortho.storage.files import canonical_json
 from fedortho.storage.journal import BadJournal, Head, check_journal
 from fedortho.storage.records import is_digest, read_record, to_json, write_record
@@ -66,7 +66,5 @@ def read_head(path: Path, public: Path | None = None) -> PublishedHead:
             check_signature(head.signer, bytes.fromhex(head.signature or ""), head.message)
         except (ValueError, BadSignature) as error:
             raise BadSignature(f"{path} was changed: {error}") from error
-    if public is not None and (wanted := load_public(public)) != head.signer:
-        signer = f"signed by the key {head.signer[:16]}" if head.signer else "not signed"
-        raise BadSignature(f"{path} is {signer}; {public} is the key {wanted[:16]}")
+    require_signer(path, head.signer, public)
     return head

@@ -12,19 +12,10 @@ from fedortho.data.request import ForgetRequest
 from fedortho.devices import using_threads
 from fedortho.errors import FedOrthoError
 from fedortho.evaluation.case import REFERENCES
+from fedortho.evidence import claims
 from fedortho.evidence.bundle import open_bundle
-from fedortho.evidence.claims import (
-    Repeated,
-    check_entry,
-    check_lines,
-    check_report,
-    check_verdict,
-    chosen_audits,
-    derived_run,
-    references_of,
-)
+from fedortho.evidence.claims import BundleCheck, Findings
 from fedortho.evidence.contents import BadBundle, Bundle
-from fedortho.evidence.findings import BundleCheck, Findings
 from fedortho.evidence.published_head import PublishedHead, read_head
 from fedortho.methods import make_method
 from fedortho.models.patch import Patch
@@ -79,13 +70,16 @@ def check_bundle(
     public = None if public is None else Path(public)
     bundle, found = open_bundle(Path(path), digest=digest.strip().lower(), public=public), Findings()
     found.checked(f"every digest of {len(bundle.files)} files, every byte of the archive, and that the files agree")
+    for name, words in (("verdict.json", "verdict.json: no audit"), ("report.html", "report.html")):
+        if name not in bundle.files:
+            found.absent(words)
     _tell_maker(found, bundle, digest, public)
     if model is not None:
         reapply_patch(bundle, Path(model))
     _follow_chain(found, bundle, None if head is None else read_head(Path(head), public))
     beside = None if run is None else open_run(run).path.absolute().parent
     if journal is not None or (beside is not None and (beside / "journal.jsonl").exists()):
-        check_lines(found, bundle, Path(journal or beside or ""), is_given=journal is not None)
+        claims.check_lines(found, bundle, Path(journal or beside or ""), is_given=journal is not None)
     if run is None:
         _tell_unmeasured(found, bundle, has_model=model is not None)
     else:
@@ -100,16 +94,14 @@ def check_bundle(
 
 def _tell_maker(found: Findings, bundle: Bundle, digest: str, public: Path | None) -> None:
     mine, signer = bundle.manifest.digest, bundle.manifest.signer
-    if digest:
-        found.checked("its digest is the given one")
-    else:
-        found.unchecked(f"whether it is the bundle that was made: compare {mine} with what its maker says (--digest)")
+    unknown = f"whether it is the bundle that was made: compare {mine} with what its maker says (--digest)"
+    found.either(bool(digest), "its digest is the given one", unknown)
     if signer is None:
         found.absent("signature")
-    elif public is None:
-        found.unchecked(f"who made it: signed by the key {signer}; --public compares it with one that you know")
     else:
-        found.checked("signed by the given key, which proves who made it and not that it is true")
+        known = "signed by the given key, which proves who made it and not that it is true"
+        unknown = f"who made it: signed by the key {signer}; --public compares it with one that you know"
+        found.either(public is not None, known, unknown)
 
 
 def _follow_chain(found: Findings, bundle: Bundle, head: PublishedHead | None) -> None:
@@ -122,62 +114,48 @@ def _follow_chain(found: Findings, bundle: Bundle, head: PublishedHead | None) -
         return
     if not any(entry.after == bundle.digests.after for entry in bundle.chain.entries):
         found.absent("a line of journal.jsonl that tells of the model after")
-    if end.number in hashes:
-        found.checked(f"journal.jsonl: its lines from entry {min(hashes)} on lead to entry {end.number}, {end.hash}")
-    else:
-        found.unchecked(f"journal.jsonl: whether its lines belong to a chain to entry {end.number}: some are not here")
+    follows = f"journal.jsonl: its lines from entry {min(hashes, default=0)} on lead to entry {end.number}, {end.hash}"
+    gap = f"journal.jsonl: whether its lines belong to a chain to entry {end.number}: some are not here"
+    found.either(end.number in hashes, follows, gap)
     if head is None:
         found.unchecked(f"whether entry {end.number} was published: --head FILE")
-    elif hashes.get(head.number, head.hash) != head.hash:
+        return
+    if hashes.get(head.number, head.hash) != head.hash:
         raise BadBundle(f"{bundle.source}: journal.jsonl is of another journal than the published entry {head.number}")
-    elif head.number in hashes:
-        found.checked(
-            f"journal.jsonl: its lines up to entry {head.number} belong to the chain published at {head.time}"
-        )
-    else:
-        found.unchecked(f"whether journal.jsonl leads to the published entry {head.number}, which it does not reach")
+    follows = f"journal.jsonl: its lines up to entry {head.number} belong to the chain published at {head.time}"
+    gap = f"whether journal.jsonl leads to the published entry {head.number}, which it does not reach"
+    found.either(head.number in hashes, follows, gap)
 
 
 def _tell_unmeasured(found: Findings, bundle: Bundle, *, has_model: bool) -> None:
     """Name the claims that only the run and its data could confirm."""
     entry, verdict = bundle.entry, bundle.verdict
-    if has_model:
-        found.checked(APPLIED)
-    else:
-        found.unchecked("whether the patch gives the model after: --model")
+    found.either(has_model, APPLIED, "whether the patch gives the model after: --model")
     found.unchecked("whether the method finds this patch on the data: --run")
     shares = f"forget {entry.before.forget:.1%} to {entry.after.forget:.1%}, retain to {entry.after.retain:.1%}"
     found.unchecked(f"accuracies, said to be {shares}: --run measures them")
-    if verdict is None:
-        found.absent("verdict.json: no audit")
-    else:
+    if verdict is not None:
         found.unchecked(f"the verdict, said to be {verdict.label!r}: no audit was repeated here; --run repeats them")
     if "report.html" in bundle.files:
         found.unchecked("report.html, whether it shows what the records say: --run renders it again")
-    else:
-        found.absent("report.html")
 
 
 def _measure_again(found: Findings, bundle: Bundle, run: Run, audits: str, given: Sequence[Run], data_dir: str) -> None:
     verdict, request = bundle.verdict, ForgetRequest.parse(bundle.request.request)
     if verdict is not None:
-        chosen_audits(verdict, audits)  # refuses unknown names before anything is computed
+        claims.chosen_audits(verdict, audits)  # refuses unknown names before anything is computed
     data = run.load_data(data_dir)
     served = rerun_decision(bundle, run, data_dir, data)
     found.checked(APPLIED)
     found.checked("the method finds the same patch on the data again")
     roles = [] if verdict is None else [verdict.digests[role] for role in REFERENCES if role in verdict.digests]
-    again = Repeated(run, data, served, references_of(run, request, given, roles))
-    check_entry(found, bundle, again)
-    with derived_run(bundle, again) as derived, using_threads(run.settings.threads):
-        if verdict is None:
-            found.absent("verdict.json: no audit")
-        else:
-            check_verdict(found, bundle, derived, again, audits)
+    again = claims.Repeated(run, data, served, claims.references_of(run, request, given, roles))
+    claims.check_entry(found, bundle, again)
+    with claims.derived_run(bundle, again) as derived, using_threads(run.settings.threads):
+        if verdict is not None:
+            claims.check_verdict(found, bundle, verdict, derived, again, audits)
         if "report.html" in bundle.files:
-            check_report(found, bundle, derived, again)
-        else:
-            found.absent("report.html")
+            claims.check_report(found, bundle, derived, again)
 
 
 def reapply_patch(bundle: Bundle, model: Path) -> None:
@@ -187,11 +165,9 @@ def reapply_patch(bundle: Bundle, model: Path) -> None:
     be able to run code; its weights suffice.
     """
     weights = read_tensors(model)[0]
-    digest = tensors_digest(weights)
-    if digest != bundle.patch.before:
-        raise BadBundle(
-            f"{model} is the model {digest[:16]}; {bundle.source} has the patch of {bundle.patch.before[:16]}"
-        )
+    digest, wanted = tensors_digest(weights), bundle.patch.before
+    if digest != wanted:
+        raise BadBundle(f"{model} is the model {digest[:16]}; {bundle.source} has the patch of {wanted[:16]}")
     try:
         kind = bundle.settings.model
         network: nn.Module = _Weights(weights)
@@ -199,10 +175,8 @@ def reapply_patch(bundle: Bundle, model: Path) -> None:
             network = build_model(kind.name, num_classes=kind.num_classes, channels=kind.channels)
             load_weights(network, weights, model)
         bundle.patch.apply(network)
-    except FedOrthoError as error:
+    except (FedOrthoError, LookupError, TypeError, RuntimeError) as error:  # of a forged patch or network
         raise BadBundle(f"{bundle.source}: patch.safetensors does not give the model after: {error}") from error
-    except (KeyError, TypeError, IndexError, RuntimeError) as error:  # a forged patch
-        raise BadBundle(f"{bundle.source}: patch.safetensors cannot be applied to {model} ({error})") from error
 
 
 def rerun_decision(bundle: Bundle, run: Run, data_dir: str = "", data: Dataset | None = None) -> ServedRequest:
@@ -210,8 +184,7 @@ def rerun_decision(bundle: Bundle, run: Run, data_dir: str = "", data: Dataset |
     _check_run(bundle, run)
     request = ForgetRequest.parse(bundle.request.request)
     method = make_method(bundle.entry.method, bundle.entry.settings)
-    threads = bundle.entry.threads or bundle.environment.run.threads
-    with using_threads(threads):
+    with using_threads(bundle.entry.threads or bundle.environment.run.threads):
         served = forget_run(run, request, method, data=data, data_dir=data_dir, device=bundle.entry.device)
     patch = served.result.patch
     if _saved(patch) != bundle.files["patch.safetensors"]:

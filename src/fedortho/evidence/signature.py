@@ -41,19 +41,18 @@ def make_key(path: Path) -> tuple[Path, str]:
 def load_key(path: Path) -> "Ed25519PrivateKey":
     """The private key in a PEM file."""
     ed25519, serialization = _cryptography()
-    key = _parse(path, lambda text: serialization.load_pem_private_key(text, None))
-    if not isinstance(key, ed25519.Ed25519PrivateKey):
-        raise BadSignature(f"{path} is no Ed25519 private key; make one with fedortho bundle key -o {path.stem}.pem")
+    wanted = f"Ed25519 private key; make one with fedortho bundle key -o {path.stem}.pem"
+    key = _load(path, lambda text: serialization.load_pem_private_key(text, None), ed25519.Ed25519PrivateKey, wanted)
     return key  # type: ignore[no-any-return]  # loaded on demand
 
 
 def load_public(path: Path) -> str:
     """The public key in a PEM file, as hex."""
     ed25519, serialization = _cryptography()
-    key = _parse(path, serialization.load_pem_public_key)
-    if not isinstance(key, ed25519.Ed25519PublicKey):
-        raise BadSignature(f"{path} is no Ed25519 public key; fedortho bundle key writes one beside the private key")
-    return str(key.public_bytes_raw().hex())
+    wanted = "Ed25519 public key; fedortho bundle key writes one beside the private key"
+    return str(
+        _load(path, serialization.load_pem_public_key, ed25519.Ed25519PublicKey, wanted).public_bytes_raw().hex()
+    )
 
 
 def public_half(key: "Ed25519PrivateKey") -> str:
@@ -71,13 +70,22 @@ def check_signature(public: str, signature: bytes, message: bytes) -> None:
         raise BadSignature(f"the signature does not match the key {public[:16]} and these bytes") from error
 
 
-def _parse(path: Path, load: Any) -> Any:
+def require_signer(path: Path, signer: str | None, public: Path | None) -> None:
+    """Refuse a file that was not signed with the key in `public`, if one is given."""
+    if public is not None and (wanted := load_public(public)) != signer:
+        words = f"signed by the key {signer[:16]}" if signer else "not signed"
+        raise BadSignature(f"{path} is {words}; {public} is the key {wanted[:16]}")
+
+
+def _load(path: Path, load: Any, kind: type, wanted: str) -> Any:
+    text = read_limited(path, LONGEST, BadSignature)
     try:
-        return load(read_limited(path, LONGEST, BadSignature))
-    except BadSignature:
-        raise
+        key = load(text)
     except Exception as error:  # cryptography raises several kinds; each one means the same to the user
         raise BadSignature(f"{path} is not a PEM key without a password; fedortho bundle key makes one") from error
+    if not isinstance(key, kind):
+        raise BadSignature(f"{path} is no {wanted}")
+    return key
 
 
 def _cryptography() -> tuple[Any, Any]:

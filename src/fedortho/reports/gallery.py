@@ -13,10 +13,9 @@ from fedortho.data.request import ForgetRequest
 from fedortho.errors import FedOrthoError
 from fedortho.evaluation.case import Case
 from fedortho.models.predictions import evaluate
-from fedortho.reports.examples import kept_examples, lost_examples
-from fedortho.reports.figures import attention, recovery, results
+from fedortho.reports.figures import attention, results
 from fedortho.reports.figures.style import ROLES
-from fedortho.reports.pictures import Gallery, Picture, picture_of
+from fedortho.reports.pictures import Gallery, Picture, kept_examples, lost_examples, picture_of
 from fedortho.runs.record import ServedRecord
 from fedortho.runs.run import Run
 from fedortho.runs.served import excluded_besides, served_record
@@ -40,7 +39,9 @@ def draw_gallery(
     served = served_record(run, request)
     runs = {"original": original, "unlearned": run, "reference": reference}
     models = {role: given.load_model().to(device) for role, given in runs.items() if given is not None}
-    case = _case(run, data, request, models, device)
+    before = models.get("original", models["unlearned"])  # without an original nothing is compared with it
+    others, clients = excluded_besides(run, request), run.clients(data)
+    case = Case(models["unlearned"], before, (), data, request, others, clients, device)
     remarks = [text for text, given in ((NO_ORIGINAL, original), (NO_REFERENCE, reference)) if given is None]
     remarks += [] if len(case.forget_eval) else ["The images of the forget set were deleted; none is measured again."]
     pictures = _score_pictures(models, case) if original is not None else []
@@ -53,15 +54,6 @@ def draw_gallery(
         except FedOrthoError as error:
             remarks.append(f"There is no Grad-CAM: {error}.")
     return Gallery(tuple(pictures), lost_examples(models, case), kept_examples(models, case), tuple(remarks))
-
-
-def _case(
-    run: Run, data: Dataset, request: ForgetRequest, models: Mapping[str, nn.Module], device: torch.device | str
-) -> Case:
-    """The forget set and the retain set as audits define them."""
-    before = models.get("original", models["unlearned"])  # without an original nothing is compared with it
-    others = excluded_besides(run, request)
-    return Case(models["unlearned"], before, (), data, request, others, run.clients(data), device)
 
 
 def _score_pictures(models: Mapping[str, nn.Module], case: Case) -> list[Picture]:
@@ -83,9 +75,8 @@ def _score_pictures(models: Mapping[str, nn.Module], case: Case) -> list[Picture
     ]
     if not len(case.forget_eval):
         return pictures
-    confidence = {
-        role: results.own_confidence(model, case.forget_eval, device=case.device) for role, model in models.items()
-    }
+    images, device = case.forget_eval, case.device
+    confidence = {role: results.own_confidence(model, images, device=device) for role, model in models.items()}
     about = "Probability of the true class on the forget set; the retrained model shows the ideal."
     return [*pictures, picture_of("confidence", results.confidence_figure(confidence, subject), about)]
 
@@ -137,10 +128,10 @@ def audit_pictures(audits: Sequence[AuditResult]) -> list[Picture]:
             depths = details.get("depths", list(next(iter(stages.values()))))  # JSON sorts layers by name
             in_order = {role: {name: found[name] for name in depths if name in found} for role, found in stages.items()}
             about = "Recall of a linear probe on what enters each layer, from the first stage to the classifier."
-            pictures.append(picture_of("probe", recovery.probe_figure(in_order), about))
+            pictures.append(picture_of("probe", results.probe_figure(in_order), about))
         if steps := details.get("relearning"):
             by_samples = {samples: _by_role(value) for samples, value in steps.items()}
-            figure = recovery.relearn_steps_figure(by_samples, int(details.get("steps", 0)))
+            figure = results.relearn_steps_figure(by_samples, int(details.get("steps", 0)))
             about = "Fewer steps than the retrained model needs mean that the features of the forget set remain."
             pictures.append(picture_of("relearning", figure, about))
     return pictures

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import re
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
@@ -14,7 +15,6 @@ from fedortho.errors import BadCheckpoint, BadData, FedOrthoError
 from fedortho.reports import summary, tables
 from fedortho.reports.gallery import audit_pictures, draw_gallery
 from fedortho.reports.pictures import Gallery
-from fedortho.reports.redaction import IMAGES_END, IMAGES_START, LEFT_OUT, MARKED
 from fedortho.reports.summary import Report, find_refusal
 from fedortho.requests.references import check_reference, find_original, find_references
 from fedortho.runs.run import Run, open_run
@@ -27,6 +27,10 @@ from fedortho.storage.settings import as_mapping
 if TYPE_CHECKING:
     from jinja2 import Template
 
+# Comments in HTML: text of a page is escaped, so no class name can imitate them.
+MARKED = "<!-- images of data are marked in this page -->"
+IMAGES_START, IMAGES_END = "<!-- images of data from here -->", "<!-- to here -->"
+LEFT_OUT = "Images of the data are left out of this page on purpose: it has no examples and no Grad-CAM pictures."
 SECTIONS = {
     "figures": "Figures",
     "audits": "Audits",
@@ -54,10 +58,9 @@ def write_report(
 ) -> Path:
     """Write the report of a request (default: of the verdict, or the last) and return its path, RUN/report.html.
 
-    A request that RUN has not served and that was refused has a page of its own, which says why.
-
-    The runs to compare with, `original` and `reference`, are found beside the run unless they are given. Without
-    `images` the page shows no image of the data. `on_remark` receives each remark on what the page lacks.
+    A request that RUN has not served and that was refused has a page of its own, which says why. The runs to compare
+    with, `original` and `reference`, are found beside the run unless they are given. Without `images` the page shows no
+    image of the data. `on_remark` receives each remark on what the page lacks.
     """
     run = open_run(run)
     path = run.path / "report.html" if out is None else Path(out)
@@ -155,6 +158,14 @@ def render(report: Report) -> str:
     )
 
 
+def without_images(page: str) -> str:
+    """The page without the parts that show images of the data; a sentence stands in place of each."""
+    if MARKED not in page:
+        raise FedOrthoError("images of data are not marked in it, as this version of fedortho report does")
+    marked = re.compile(f"{re.escape(IMAGES_START)}.*?{re.escape(IMAGES_END)}", re.DOTALL)
+    return marked.sub(f'<p class="soft">{LEFT_OUT}</p>', page)
+
+
 def _template() -> "Template":
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -171,12 +182,11 @@ def _data_uri(png: bytes) -> str:
 
 def _policy(style: str, script: str) -> str:
     """The page's Content-Security-Policy: pictures from the page itself, this style, this script, nothing else."""
-    rules = ("default-src 'none'", "img-src data:", "base-uri 'none'", "form-action 'none'")
-    return "; ".join((*rules, f"style-src {_hash(style)}", f"script-src {_hash(script)}"))
-
-
-def _hash(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+    rules = ["default-src 'none'", "img-src data:", "base-uri 'none'", "form-action 'none'"]
+    for kind, text in (("style", style), ("script", script)):
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        rules.append(f"{kind}-src 'sha256-{digest}'")
+    return "; ".join(rules)
 
 
 def _not_tested(verdict: Verdict | None) -> list[str]:
@@ -189,28 +199,26 @@ def _not_tested(verdict: Verdict | None) -> list[str]:
 def _settings(report: Report) -> list[tables.Table]:
     verdict, record, served = report.verdict, report.run.record, report.served
     judged = verdict or served
-    before = (served.model_before if served else None) or record.parent
-    effect = served.effect if served is not None else None
     about = {
         "run": report.run.path.name,
         "request": str(report.request),
-        "method": judged.method if judged is not None else "–",
+        "method": judged and judged.method,
         "model digest": record.model.digest,
-        "digest of the model before": str(before or "–"),
+        "digest of the model before": (served and served.model_before) or record.parent,
         "data digest": record.data.digest,
         "validation images": record.data.valid_source or "part of the training split",
-        "all requests served": "; ".join(other.request for other in record.requests) or "–",
-        "entries of the journal": ", ".join(entry.hash for entry in summary.dated_entries(report).values()) or "–",
-        "verdict": verdict.sentence if verdict is not None else "–",
-        "outcome of the audits": verdict.label if verdict is not None else "–",
-        "effect of pruning and classifier edit": str(effect) if effect is not None else "–",
-        "advice with flags": verdict.advice if verdict is not None else "–",
+        "all requests served": "; ".join(other.request for other in record.requests),
+        "entries of the journal": ", ".join(entry.hash for entry in summary.dated_entries(report).values()),
+        "verdict": verdict and verdict.sentence,
+        "outcome of the audits": verdict and verdict.label,
+        "effect of pruning and classifier edit": served and served.effect,
+        "advice with flags": verdict and verdict.advice,
         "this page again": f"fedortho report {report.run.path.name}",
     }
     groups = {
         "Run and request": about,
         "Settings of the method": judged.settings if judged is not None else {},
         "Settings of the training": as_mapping(report.run.settings),
-        "Environment": to_json((verdict.environment if verdict is not None else None) or record.environment),
+        "Environment": to_json((verdict and verdict.environment) or record.environment),
     }
     return [tables.settings_table(caption, group) for caption, group in groups.items() if group]

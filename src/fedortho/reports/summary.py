@@ -72,36 +72,28 @@ def find_refusal(run: Run, request: ForgetRequest | None, entries: Sequence[Jour
 def answer_of(report: Report) -> dict[str, str]:
     """The title and what stands below it: sentence, advice, and the kind (good, bad, open), which colours them."""
     if report.refusal is not None or report.verdict is None:
-        return _refusal(report, report.refusal) if report.refusal else _unaudited(report)
+        return dict(zip(("kind", "title", "sentence", "advice"), (*_unjudged(report), ""), strict=True))
     verdict, outcomes = report.verdict, {result.outcome for result in report.verdict.results}
     kind = "bad" if {"FAIL", "ERROR"} & outcomes else "good" if outcomes == {"PASS"} else "open"
     return {"kind": kind, "title": verdict.answer, "sentence": verdict.sentence, "advice": verdict.advice}
 
 
-def _refusal(report: Report, refusal: JournalEntry) -> dict[str, str]:
-    reason = str(refusal.details.get("reason", "the reason was not recorded"))
-    title = f"{_named(report)}: refused, nothing was changed"
-    return {"kind": "bad", "title": title, "sentence": f"{reason[:1].upper()}{reason[1:]}.", "advice": ""}
-
-
-def _unaudited(report: Report) -> dict[str, str]:
-    """The answer where no verdict was written; retraining needs none."""
+def _unjudged(report: Report) -> tuple[str, str, str]:
+    """Kind, title and sentence where no verdict was written: of a refusal, or without audits; retraining needs none."""
+    subject = subject_of(report.request, report.run.record.data.class_names)
+    named = subject[:1].upper() + subject[1:]
+    if report.refusal is not None:
+        reason = str(report.refusal.details.get("reason", "the reason was not recorded"))
+        return "bad", f"{named}: refused, nothing was changed", f"{reason[:1].upper()}{reason[1:]}."
     assert report.served is not None, "a report without a verdict is about the last request"
     before, after = report.served.before, report.served.after
     sentence = f"Forget accuracy went from {before.forget:.1%} to {after.forget:.1%}, "
     sentence += f"retain accuracy from {before.retain:.1%} to {after.retain:.1%}."
     if level_of_method(report.served.method) == "exact":
-        title = f"{_named(report)} is erased exactly: the model was retrained without it"
-        return {"kind": "good", "title": title, "sentence": sentence, "advice": ""}
+        return "good", f"{named} is erased exactly: the model was retrained without it", sentence
     sentence += " No audit was run: whether the forget set can be recovered is not known."
     is_hidden = report.request.kind == "class" and after.forget <= HIDDEN
-    title = f"{_named(report)} {'is hidden; it was' if is_hidden else 'was'} not audited"
-    return {"kind": "open", "title": title, "sentence": sentence, "advice": ""}
-
-
-def _named(report: Report) -> str:
-    subject = subject_of(report.request, report.run.record.data.class_names)
-    return subject[:1].upper() + subject[1:]
+    return "open", f"{named} {'is hidden; it was' if is_hidden else 'was'} not audited", sentence
 
 
 def source_of(run: Run) -> str:
@@ -158,9 +150,9 @@ def tiles_of(report: Report) -> list[Tile]:
     return [*tiles, Tile("Cost", spent, tuple(beside))]
 
 
-def _compared(title: str, after: float | None, before: float | None, reference: float | None) -> Tile:
-    beside = (("before", number(before, 0, 1)), ("retrained", number(reference, 0, 1)))
-    return Tile(title, number(after, 0, 1), beside)
+def _compared(title: str, *shares: float | None) -> Tile:
+    after, before, reference = (number(share, 0, 1) for share in shares)
+    return Tile(title, after, (("before", before), ("retrained", reference)))
 
 
 def cost_of(report: Report) -> Cost | None:
@@ -173,7 +165,8 @@ def audit_scale(audit: AuditResult) -> Scale | None:
     mine, before, never = audit.unlearned, audit.original, audit.reference
     if mine is None or before is None or never is None or abs(before - never) < 0.01:
         return None
-    limit = never + audit.limit if audit.limit is not None and _is_gap(audit) else None
+    is_gap = audit.outcome in ("PASS", "FAIL") and audit.value is not None and abs(audit.value - (mine - never)) < 1e-6
+    limit = never + audit.limit if audit.limit is not None and is_gap else None  # where the gap to it decides
     model, mark = (None if at is None else 10 + 80 * (before - at) / (before - never) for at in (mine, limit))
     is_share = audit.name not in OWN_UNITS and max(mine, before, never) <= 1
     shown = [number(each, 0, 1) if is_share else f"{each:.3g}" for each in (before, mine, never)]
@@ -181,9 +174,3 @@ def audit_scale(audit: AuditResult) -> Scale | None:
     numbers = tuple((css, name, text) for (css, name), text in zip(names, shown, strict=True))
     assert model is not None, "it was measured"
     return Scale(min(max(model, 2), 98), None if mark is None else min(max(mark, 2), 98), numbers)
-
-
-def _is_gap(audit: AuditResult) -> bool:
-    """Whether the audit is decided by the distance to the retrained model."""
-    gap = (audit.unlearned or 0.0) - (audit.reference or 0.0)
-    return audit.outcome in ("PASS", "FAIL") and audit.value is not None and abs(audit.value - gap) < 1e-6

@@ -37,15 +37,11 @@ class Cell:
     @property
     def sort_key(self) -> str | None:
         """The attribute data-value: numbers sort by it, unknown ones (empty) come last; None: by the text."""
-        if self.value is None:
-            return "" if self.is_number else None
-        return repr(self.value)
+        return repr(self.value) if self.value is not None else "" if self.is_number else None
 
     @property
     def css(self) -> str | None:
-        if self.is_number:
-            return "number"
-        return "says" if len(self.text) > LONG else None
+        return "number" if self.is_number else "says" if len(self.text) > LONG else None
 
 
 @dataclass(frozen=True)
@@ -109,23 +105,15 @@ def plain(text: str) -> str:
 
 def metrics_table(metrics: Sequence[Metric]) -> Table:
     header = ["metric", "value", "retrained", "ideal", "better is", "images", "source"]
-    return build_table("Metrics and their ideal values", header, [_metric_row(metric) for metric in metrics])
-
-
-def _metric_row(metric: Metric) -> list[str | Cell]:
-    info, bounds = metric.info, (metric.info.low, metric.info.high)
-    title, value = info.title, number_cell(metric.value, *bounds)
-    if metric.error is not None:
-        title, value = f"{title}: {metric.error}", Cell("! ERROR", is_number=True, badge="ERROR")
-    return [
-        title,
-        value,
-        number_cell(metric.reference, *bounds),
-        Cell("as retrained", is_number=True) if info.ideal is None else number_cell(info.ideal, *bounds),
-        info.direction,
-        number_cell(metric.images),
-        info.source,
-    ]
+    rows: list[list[str | Cell]] = []
+    for metric in metrics:
+        info, bounds = metric.info, (metric.info.low, metric.info.high)
+        title, value, reference = info.title, number_cell(metric.value, *bounds), number_cell(metric.reference, *bounds)
+        if metric.error is not None:
+            title, value = f"{title}: {metric.error}", Cell("! ERROR", is_number=True, badge="ERROR")
+        ideal = Cell("as retrained", is_number=True) if info.ideal is None else number_cell(info.ideal, *bounds)
+        rows.append([title, value, reference, ideal, info.direction, number_cell(metric.images), info.source])
+    return build_table("Metrics and their ideal values", header, rows)
 
 
 def costs_table(cost: Cost | None) -> Table:

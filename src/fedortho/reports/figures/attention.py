@@ -70,6 +70,7 @@ def grad_cam_figure(images: Images, maps: Mapping[str, tuple[Tensor, Tensor]], f
     number = len(images)
     figure, axes = new_figure(0.82 * number + 0.9, 0.86 * (1 + 2 * len(maps)) + 0.8, 1 + 2 * len(maps), number)
     pictures, short = as_pictures(images), axis_names(images.names)
+    grey = pictures.float().mean(3) if pictures.dim() == 4 else pictures
     for place, ax in enumerate(axes[0]):
         label = int(images.labels[place])
         ax.imshow(pictures[place].numpy(), cmap="gray", interpolation="nearest")
@@ -82,7 +83,7 @@ def grad_cam_figure(images: Images, maps: Mapping[str, tuple[Tensor, Tensor]], f
             row[0].set_ylabel(f"{name}\n{word}", fontsize=8)
             for place, ax in enumerate(row):
                 scale = float(pair[0][place].max()) or 1.0
-                ax.imshow(_grey(pictures[place]).numpy(), cmap="gray", interpolation="nearest")
+                ax.imshow(grey[place].numpy(), cmap="gray", interpolation="nearest")
                 strength = (heat[place] / scale).clamp(0, 1).numpy()
                 ax.imshow(strength, cmap="inferno", vmin=0, vmax=1, alpha=0.25 + 0.6 * strength)
     for row in axes:
@@ -92,10 +93,6 @@ def grad_cam_figure(images: Images, maps: Mapping[str, tuple[Tensor, Tensor]], f
             ax.spines[:].set_visible(False)
     entitle(figure, _cam_finding(images, maps, forget))
     return figure
-
-
-def _grey(picture: Tensor) -> Tensor:
-    return picture.float().mean(2) if picture.dim() == 3 else picture
 
 
 def _cam_finding(images: Images, maps: Mapping[str, tuple[Tensor, Tensor]], forget: Sequence[int]) -> str:

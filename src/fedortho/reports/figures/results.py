@@ -1,7 +1,7 @@
-"""Accuracies in training, and before and after forgetting: trials, classes, confusion and confidence."""
+"""Results in figures: training, trials, accuracy and confidence before and after, and what audits recover."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from fedortho.reports.figures import style
 from fedortho.training.loop import Epoch
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 MOST_CLASSES = 20  # shown one by one; of more, those that changed most
@@ -61,9 +62,8 @@ def training_figure(histories: Mapping[str, Sequence[Epoch]]) -> "Figure":
     last, unit = [], "epoch"
     for number, (name, history) in enumerate(histories.items()):
         seen = [(entry.epoch + 1, entry.valid) for entry in history if entry.valid is not None]
-        look = {"color": style.SERIES[number], "linestyle": style.DASHES[number], "markersize": 4}
-        look["marker"] = style.MARKERS[number]
-        ax.plot([place for place, _ in seen], [value for _, value in seen], label=name, **look)  # type: ignore[arg-type]  # of several types
+        look: Any = {"color": style.SERIES[number], "linestyle": style.DASHES[number], "marker": style.MARKERS[number]}
+        ax.plot([place for place, _ in seen], [value for _, value in seen], label=name, markersize=4, **look)
         last += [f"{name} {style.percent(value)}" for _, value in seen[-1:]]
         unit = "round" if any(entry.clients is not None for entry in history) else unit
     ax.xaxis.get_major_locator().set_params(integer=True)  # type: ignore[call-arg]  # of the automatic locator
@@ -94,9 +94,7 @@ def class_accuracy_figure(
     figure, ((ax,),) = style.new_figure(max(6.4, 0.42 * len(labels) + 2), 3.6)
     scores = [("before", before, style.BEFORE, None), ("after forgetting", after, style.AFTER, style.HATCH)]
     scores += [("retrained without it", reference, style.REFERENCE, "..")] if reference is not None else []
-    series = [
-        (name, [score.per_class[x] or 0.0 for x in labels], colour, hatch) for name, score, colour, hatch in scores
-    ]
+    series = [(name, [score.per_class[x] or 0.0 for x in labels], hue, hatch) for name, score, hue, hatch in scores]
     short = style.axis_names(names)
     style.grouped_bars(ax, series, [short[label] for label in labels], rotation=45, ha="right")
     for place, label in enumerate(labels):
@@ -112,16 +110,11 @@ def class_accuracy_figure(
 
 
 def _classes_finding(before: Evaluation, after: Evaluation, names: Sequence[str], forget: Sequence[int]) -> str:
-    change = {
-        label: new - old
-        for label, (old, new) in enumerate(zip(before.per_class, after.per_class, strict=True))
-        if old is not None and new is not None
-    }
-    parts = []
-    for label in (label for label in forget if label in change):
-        old, new = (style.percent(score.per_class[label] or 0) for score in (before, after))
-        parts.append(f"{names[label]} falls from {old} to {new}")
-    retain = {label: value for label, value in change.items() if label not in forget}
+    pairs = enumerate(zip(before.per_class, after.per_class, strict=True))
+    known = {label: (old, new) for label, (old, new) in pairs if old is not None and new is not None}
+    words = {label: tuple(map(style.percent, known[label])) for label in forget if label in known}
+    parts = [f"{names[label]} falls from {old} to {new}" for label, (old, new) in words.items()]
+    retain = {label: new - old for label, (old, new) in known.items() if label not in forget}
     if retain:
         worst = min(retain, key=lambda label: retain[label])
         verb = "loses most" if retain[worst] < 0 else "gains least"
@@ -174,9 +167,8 @@ def _confusion_finding(change: Tensor, names: Sequence[str], forget: Sequence[in
         moved[label] = 0
         new = int(moved.argmax())
         if moved[new] > 0:
-            parts.append(
-                f"images of {names[label]} are now most often called {names[new]} ({100 * moved[new]:+.0f} points)"
-            )
+            called = f"most often called {names[new]} ({100 * moved[new]:+.0f} points)"
+            parts.append(f"images of {names[label]} are now {called}")
     retain = [label for label in range(len(names)) if label not in forget]
     changed = float(change[retain].clamp_min(0).sum(1).mean()) if retain else 0.0
     parts.append(f"the shares of predictions on the other images change by {style.percent(changed)}")
@@ -203,3 +195,48 @@ def confidence_figure(confidence: Mapping[str, Tensor], what: str, bins: int = 2
     means = [f"{style.ROLE_NAMES[role]} {style.percent(float(values.mean()))}" for role, values in confidence.items()]
     style.entitle(figure, f"Mean confidence in {what}: " + ", ".join(means))
     return figure
+
+
+def relearn_steps_figure(steps: Mapping[str, Mapping[str, float | None]], most: int) -> "Figure":
+    """Steps until the forget set is relearned, by number of its images and by role; None: not within `most`."""
+    figure, ((ax,),) = style.new_figure(6.2, 3.4)
+    roles = [role for role in style.ROLES if any(role in found for found in steps.values())]
+    taken = {role: [found.get(role) for found in steps.values()] for role in roles}
+    heights = {role: [float(most if one is None else one) for one in taken[role]] for role in roles}
+    series = [(style.ROLE_NAMES[role], heights[role], style.ROLES[role][0], style.HATCHES[role]) for role in roles]
+    places = style.grouped_bars(ax, series, [f"{key} forgotten images" for key in steps])
+    for role, across in zip(roles, places, strict=True):
+        for place, height, one in zip(across, heights[role], taken[role], strict=True):
+            text = f"> {most}" if one is None else f"{one:g}"
+            ax.text(place, height, text, ha="center", va="bottom", fontsize=8)
+    ax.set_ylabel("steps of training", fontsize=9)
+    ax.margins(y=0.1)
+    style.grid_lines(ax)
+    key, found = list(steps.items())[-1]
+    words = {role: f"over {most}" if found[role] is None else f"{found[role]:g}" for role in roles if role in found}
+    parts = [f"{style.ROLE_NAMES[role]} {text}" for role, text in words.items()]
+    style.entitle(figure, f"Steps until the forget set is relearned from {key} images: {', '.join(parts)}")
+    return figure
+
+
+def probe_figure(recall: Mapping[str, Mapping[str, float]]) -> "Figure":
+    """Recall of a linear probe for the forgotten class on the features of each layer, by role."""
+    figure, ((ax,),) = style.new_figure(6.2, 3.4)
+    role_lines(ax, {role: (list(layers), list(layers.values())) for role, layers in recall.items()})
+    ax.set_xlabel("layer, first to last", fontsize=9)
+    ax.set_ylabel("recall on the forget set", fontsize=9)
+    ax.tick_params(axis="x", labelrotation=30)
+    last = [f"{style.percent(list(layers.values())[-1])} {style.ROLE_NAMES[role]}" for role, layers in recall.items()]
+    name = list(next(iter(recall.values())))[-1]
+    style.entitle(figure, f"At {name} a linear probe finds the forget set in {', '.join(last)}")
+    return figure
+
+
+def role_lines(ax: "Axes", lines: Mapping[str, tuple[Sequence[float] | Sequence[str], Sequence[float]]]) -> None:
+    for role, (places, values) in lines.items():
+        look = style.line_look(role) | {"marker": style.ROLES[role][1], "markersize": 3 + 2 * style.WIDTHS[role]}
+        ax.plot(places, values, **look)
+    style.percent_axis(ax)
+    ax.set_ylim(-0.03, 1.03)
+    style.grid_lines(ax)
+    ax.legend(fontsize=8, frameon=False)

@@ -15,10 +15,8 @@ if TYPE_CHECKING:
 
 
 # Okabe and Ito's palette, which survives the common kinds of colour blindness; yellow is left out: too pale in print
-BLUE, RED, GREEN, ORANGE, PURPLE, SKY, BLACK = (
-    *("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#222222"),
-)
-SERIES = (BLUE, RED, GREEN, ORANGE, PURPLE, SKY, BLACK)
+SERIES = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#222222")
+BLUE, RED, GREEN, ORANGE, PURPLE, SKY, BLACK = SERIES
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # with the colours, so that a grey print can be read too
 DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)), (0, (6, 3)))
 BEFORE, AFTER, REFERENCE = BLUE, RED, GREEN  # the same thing has the same colour in every figure
