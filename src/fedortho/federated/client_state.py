@@ -27,10 +27,9 @@ from fedortho.federated.node_policy import NodePolicy, QueryGuard
 from fedortho.models.patch import Patch
 from fedortho.models.prepare import prepare_model
 from fedortho.models.zoo import build_model
-from fedortho.runs.federation import held_rows
 from fedortho.runs.record import read_run_record
 from fedortho.runs.run import load_recorded_data, load_run_data
-from fedortho.runs.settings import FederateSettings
+from fedortho.runs.settings import FederateSettings, held_rows
 from fedortho.statistics.ledger import forget_lines, load_ledger, rebind_ledger
 from fedortho.storage.checkpoints import load_weights
 from fedortho.storage.files import read_tensors, tensors_digest, write_tensors

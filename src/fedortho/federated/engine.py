@@ -5,6 +5,7 @@ import hashlib
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -27,8 +28,8 @@ from fedortho.federated.roster import Binding, Common, Roster, first_few
 from fedortho.federated.transport import ClientReply, Exchange
 from fedortho.federated.wire import BadReply, Tensors, below, prefixed
 from fedortho.models.norms import batch_norms, frozen_norms
-from fedortho.runs.federation import Federation, sample_clients
-from fedortho.runs.rounds import RoundRecord, StartRound, contacts_of
+from fedortho.runs.rounds import RoundRecord, StartRound
+from fedortho.runs.settings import Federation, sample_clients
 from fedortho.statistics.observe import Observation
 from fedortho.storage.files import damage_named, read_tensors, tensors_digest, write_tensors
 from fedortho.storage.records import from_json, to_json
@@ -251,7 +252,7 @@ class FederatedEngine(Roster):
         teachers = {digest: wire.arrays_of(prefixed(f"teacher.{digest}.", t)) for digest, t in job.teachers.items()}
         given_shares = self._given_shares(job.plan, sampled)
         given_seed = step_seed(job.recipe.seed, number, self.federation.clients)  # of no client's training
-        contents, contacts = {}, contacts_of(self.log)
+        contents, contacts = {}, Counter(client for each in self.log for client in each.answered)
         for client in sampled:
             own_model = self.clients[client].model
             has_base = bool(frozen) and own_model == job.base

@@ -27,8 +27,7 @@ from fedortho.methods.method import ForgetResult, Method
 from fedortho.models.patch import Patch
 from fedortho.models.prepare import prepare_model, released
 from fedortho.models.zoo import check_output, count_answers, reinitialised
-from fedortho.runs.federation import Federation
-from fedortho.runs.settings import FederateSettings
+from fedortho.runs.settings import FederateSettings, Federation
 from fedortho.storage.files import state_directory, tensors_digest
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from fedortho.federated.messages import (
 from fedortho.federated.transport import Transport
 from fedortho.federated.wire import pack, prefixed
 from fedortho.models.patch import Patch
-from fedortho.runs.federation import Federation
+from fedortho.runs.settings import Federation
 from fedortho.storage.files import tensors_digest
 from fedortho.storage.records import read_record
 

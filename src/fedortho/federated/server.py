@@ -27,12 +27,10 @@ from fedortho.models.patch import Patch, load_patch
 from fedortho.models.predictions import accuracy
 from fedortho.models.zoo import build_model
 from fedortho.runs.derived import copy_patches
-from fedortho.runs.federation import held_rows
 from fedortho.runs.record import RunRecord, read_run_record
 from fedortho.runs.rounds import LOG_FILE, RoundLog, StartRound, copy_rounds, keep_round
-from fedortho.runs.run import Run, load_run_data, open_run
-from fedortho.runs.served import excluded_by, served_requests
-from fedortho.runs.settings import FederateSettings
+from fedortho.runs.run import Run, load_run_data, open_run, served_requests
+from fedortho.runs.settings import FederateSettings, held_rows
 from fedortho.runs.training import train_run
 from fedortho.storage.files import locked
 from fedortho.storage.journal import append_entry, read_journal
@@ -134,7 +132,7 @@ def train_federation(
         if start is not None:
             model = start.load_model()
             trainable = trainable_masks(start, model)
-            without = union_of([request for request in (excluded_by(start), without) if request is not None])
+            without = union_of([request for request in (start.excluded, without) if request is not None])
             copy_patches(start, path, len(start.record.requests))
         engine.check_forgotten(without)
         trained = engine.fit(

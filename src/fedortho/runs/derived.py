@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from torch import nn
@@ -65,10 +66,9 @@ class Building:
         return self.path / UNDO
 
     def place(self) -> Run:
-        """Put the undo file and the run in their places.
+        """Put the undo file and the run in their places; the run comes last and in one step.
 
-        The run comes last and in one step. An undo file whose run did not follow is removed with the building
-        directory, now or by the next process that writes to `out`.
+        An undo file whose run did not follow is removed with the building directory, now or by the next process.
         """
         if self.undo is not None:
             write_text(self.path / UNDO_PATH, str(self.undo.absolute()))
@@ -89,10 +89,7 @@ class Building:
 
 @contextmanager
 def building(out: Path, undo: Path | None = None, *, may_replace: bool = False) -> Iterator[Building]:
-    """A building directory for a run at `out`, locked for this process and removed at the end.
-
-    What killed processes left behind for the same `out` is removed first.
-    """
+    """A building directory for a run at `out`, locked for this process; left-overs are removed first, it at the end."""
     with locked(out):
         path = None
         try:
@@ -124,14 +121,19 @@ def remove_leftovers(out: Path) -> None:
 def _place_file(source: Path, to: Path) -> None:
     """Give a file another name; one that is taken is refused, also if it was taken just now."""
     to.parent.mkdir(parents=True, exist_ok=True)
-    if not _link(source, to):
-        beside = to.with_name(f".{to.name}.{os.getpid()}")
-        try:
+    beside = to.with_name(f".{to.name}.{os.getpid()}")
+    try:
+        if not _link(source, to):
             copy_file(source, beside)
-            if not _link(beside, to):
-                _copy_new(beside, to)
-        finally:
-            beside.unlink(missing_ok=True)
+            if not _link(beside, to):  # no links here: nobody's file is overwritten, but a crash can leave a part
+                with open(to, "xb", opener=partial(os.open, mode=PRIVATE)) as stream, beside.open("rb") as copied:
+                    shutil.copyfileobj(copied, stream)
+                    stream.flush()
+                    os.fsync(stream)
+    except FileExistsError as error:
+        raise FedOrthoError(TAKEN.format(to)) from error
+    finally:
+        beside.unlink(missing_ok=True)
     sync_directory(to.parent)
 
 
@@ -139,23 +141,11 @@ def _link(source: Path, to: Path) -> bool:
     """Whether a file has another name now, whole and in one step; False: not from here, or not on this file system."""
     try:
         os.link(source, to)
-    except FileExistsError as error:
-        raise FedOrthoError(TAKEN.format(to)) from error
+    except FileExistsError:
+        raise
     except OSError:
         return False
     return True
-
-
-def _copy_new(source: Path, to: Path) -> None:
-    """Copy a file where there are no links: nobody else's is overwritten, but a crash can leave a part."""
-    try:
-        handle = os.open(to, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE)
-    except FileExistsError as error:
-        raise FedOrthoError(TAKEN.format(to)) from error
-    with os.fdopen(handle, "wb") as stream, source.open("rb") as copied:
-        shutil.copyfileobj(copied, stream)
-        stream.flush()
-        os.fsync(handle)
 
 
 def _discard(path: Path) -> None:
@@ -181,10 +171,7 @@ def write_derived(
 def build_derived(
     to: Path, run: Run, model: nn.Module, record: RunRecord, *, patch: Patch | None, ledger: Observation | None
 ) -> None:
-    """Write the files of a run with other weights than `run` to a new directory.
-
-    `record` is that of `run` with the changed requests and result; digest and parent are set here.
-    """
+    """Write the files of a run with other weights to a new directory; digest and parent of the record are set here."""
     to.mkdir()
     state = model.cpu().state_dict()
     write_tensors(to / "model.safetensors", state)
