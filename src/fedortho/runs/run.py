@@ -86,12 +86,7 @@ class Run:
         return request.hashed(RowIds(torch.zeros(0), key=hash_key(self.path, make=True)))
 
     def at(
-        self,
-        data_dir: str = "",
-        device: str = "auto",
-        recipe: Recipe | None = None,
-        timeout: float = 0.0,
-        sums: str = "",
+        self, data_dir: str = "", device: str = "auto", recipe: Recipe | None = None, timeout: float = 0, sums: str = ""
     ) -> "Run":
         """The same run with its data in another directory, on another device, or with a recipe; nothing is written.
 

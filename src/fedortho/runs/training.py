@@ -24,31 +24,14 @@ from fedortho.errors import BadSetting, FedOrthoError
 from fedortho.models.predictions import accuracy, evaluate
 from fedortho.models.prepare import prepare_model
 from fedortho.models.zoo import build_model, check_output
+from fedortho.runs import record as records
 from fedortho.runs.derived import building, tidy
-from fedortho.runs.record import (
-    DataRecord,
-    ModelRecord,
-    ResultRecord,
-    RunRecord,
-    ServedRecord,
-    SplitRecord,
-    TrainingRecord,
-    read_run_record,
-)
 from fedortho.runs.rows import ROWS_FILE, rows_of
 from fedortho.runs.run import Run, load_run_data, open_run, settings_of
 from fedortho.runs.settings import FREE, FederateSettings, ImportSettings, TrainSettings
 from fedortho.statistics.ledger import write_ledger
+from fedortho.storage import files
 from fedortho.storage.checkpoints import fitted_weights, load_weights, read_weights
-from fedortho.storage.files import (
-    TEMPORARY,
-    damage_named,
-    locked,
-    read_tensors,
-    tensors_digest,
-    write_json,
-    write_tensors,
-)
 from fedortho.storage.provenance import environment
 from fedortho.storage.records import write_record
 from fedortho.storage.settings import as_mapping
@@ -74,7 +57,7 @@ def train_run(
     progress: Report | None = None,
     observing: Report | None = None,
     trainer: Trainer | None = None,
-    requests: tuple[ServedRecord, ...] = (),
+    requests: tuple[records.ServedRecord, ...] = (),
     data: Dataset | None = None,
 ) -> Run:
     """Train into a directory; continue an interrupted run, return a finished one.
@@ -85,14 +68,14 @@ def train_run(
     """
     path = Path(path)
     remember_code(*settings.code)
-    with locked(path), using_threads(settings.threads):
-        record = read_run_record(path)
+    with files.locked(path), using_threads(settings.threads):
+        record = records.read_run_record(path)
         whole = data or load_run_data(settings, progress=progress, forgotten=True)
         data = without_forgotten(whole)
         if settings.without:
             settings = replace(settings, without=str(as_request(settings.without, whole)))
         _refuse_foreign(path, record, settings, data)
-        if isinstance(record, RunRecord):
+        if isinstance(record, records.RunRecord):
             (path / "checkpoint.safetensors").unlink(missing_ok=True)  # interrupted just before it was removed
             return open_run(path)
         if not settings.epochs or (isinstance(settings, FederateSettings) and not settings.rounds):
@@ -112,7 +95,7 @@ def train_run(
             logger.warning("training began with %s threads, now %d: weights may differ; see --threads", began, now)
         checkpoint = path / "checkpoint.safetensors"
         trained, history = (trainer or partial(_train_centrally, settings, device, watch))(model, data, checkpoint)
-        write_json(path / "history.json", [asdict(entry) for entry in history])
+        files.write_json(path / "history.json", [asdict(entry) for entry in history])
         run = _finish(path, record, trained, data, device, observing, has_ledger=trainer is None)
         checkpoint.unlink(missing_ok=True)
         return run
@@ -131,8 +114,8 @@ def _train_centrally(
 
     trained = fit(model, data.train, settings.recipe, valid=data.valid, device=device, checkpoint=at, watch=keep)
     if not history and at.exists():  # interrupted after the last epoch
-        with damage_named(at):
-            history = [Epoch(**entry) for entry in read_tensors(at)[1]["progress"]["history"]]
+        with files.damage_named(at):
+            history = [Epoch(**entry) for entry in files.read_tensors(at)[1]["progress"]["history"]]
     return trained, history
 
 
@@ -143,7 +126,7 @@ def _fresh_model(settings: TrainSettings, data: Dataset, fold: bool = True) -> n
     return model
 
 
-def _refuse_foreign(path: Path, record: TrainingRecord | None, settings: TrainSettings, data: Dataset) -> None:
+def _refuse_foreign(path: Path, record: records.TrainingRecord | None, settings: TrainSettings, data: Dataset) -> None:
     """Refuse a path with something else than this run, finished or interrupted."""
     if record is None:
         if path.exists() and not path.is_dir():
@@ -154,7 +137,7 @@ def _refuse_foreign(path: Path, record: TrainingRecord | None, settings: TrainSe
         return
     if record.imported_from is not None:
         raise FedOrthoError(f"{path} was imported from {record.imported_from}; choose another --out")
-    if isinstance(record, RunRecord) and record.parent is not None:
+    if isinstance(record, records.RunRecord) and record.parent is not None:
         raise FedOrthoError(f"{path} was made from the model {record.parent[:12]}; choose another --out")
     mine, theirs = as_mapping(settings), as_mapping(settings_of(record, path))
     if other := [key for key in {**mine, **theirs} if key not in FREE and mine.get(key) != theirs.get(key)]:
@@ -166,21 +149,23 @@ def _refuse_foreign(path: Path, record: TrainingRecord | None, settings: TrainSe
 
 def _is_left_over(file: Path) -> bool:
     """Whether this is the temporary directory of an interrupted write."""
-    return re.fullmatch(rf"\.[a-z]+\.(json|safetensors)({TEMPORARY}|\.)\w{{8}}", file.name) is not None
+    return re.fullmatch(rf"\.[a-z]+\.(json|safetensors)({files.TEMPORARY}|\.)\w{{8}}", file.name) is not None
 
 
 def _begun(
     path: Path, settings: TrainSettings, data: Dataset, device: torch.device, imported_from: str | None = None
-) -> TrainingRecord:
+) -> records.TrainingRecord:
     """The record of a run that begins, after its validation split was written."""
     rows = tuple(data.valid.rows.tolist())
-    write_record(path / "split.json", SplitRecord(settings.partition_seed, settings.valid, rows))
+    write_record(path / "split.json", records.SplitRecord(settings.partition_seed, settings.valid, rows))
     is_seen = imported_from and not (settings.valid_dir or settings.valid_from_test)
     source = settings.valid_source + (", probably seen in training" if is_seen else "")
     sizes = (len(data.train), len(data.valid), len(data.test))
-    known = DataRecord(data.name, data.digest, data.train.names, *sizes, source, data.valid_digest)
+    known = records.DataRecord(data.name, data.digest, data.train.names, *sizes, source, data.valid_digest)
     about = environment(device)
-    return TrainingRecord(settings=as_mapping(settings), data=known, environment=about, imported_from=imported_from)
+    return records.TrainingRecord(
+        settings=as_mapping(settings), data=known, environment=about, imported_from=imported_from
+    )
 
 
 def _write_rows(path: Path, settings: TrainSettings, data: Dataset, left_out: Tensor) -> None:
@@ -192,7 +177,7 @@ def _write_rows(path: Path, settings: TrainSettings, data: Dataset, left_out: Te
 
 def _finish(
     path: Path,
-    record: TrainingRecord,
+    record: records.TrainingRecord,
     model: nn.Module,
     data: Dataset,
     device: torch.device,
@@ -207,17 +192,17 @@ def _finish(
         ledger = path / "ledger.safetensors"
         write_ledger(ledger, model, data.train, valid=data.valid, device=device, progress=observing)
     state = model.cpu().state_dict()
-    write_tensors(path / "model.safetensors", state)
+    files.write_tensors(path / "model.safetensors", state)
     weights = sum(parameter.numel() for parameter in model.parameters())
-    about = ModelRecord(tensors_digest(state), data.train.classes, data.train.shape[0], weights)
-    result = ResultRecord(**{f"{name}_accuracy": share for name, share in found.items()})
+    about = records.ModelRecord(files.tensors_digest(state), data.train.classes, data.train.shape[0], weights)
+    result = records.ResultRecord(**{f"{name}_accuracy": share for name, share in found.items()})
     if found and max(found.values()) < GUESSING / data.train.classes:
         shares = ", ".join(f"{name} {share:.1%}" for name, share in found.items())
         imported = "check the preprocessing, --model and the order of the classes"
         advice = imported if record.imported_from else "train longer, or with a lower --lr"
         logger.warning("the model is no better than guessing (%s); %s", shares, advice)
     known = {each.name: getattr(record, each.name) for each in fields(record) if each.name != "status"}
-    write_record(path / "run.json", RunRecord(**known, model=about, result=result))
+    write_record(path / "run.json", records.RunRecord(**known, model=about, result=result))
     for left in filter(_is_left_over, list(path.iterdir())):
         shutil.rmtree(left) if left.is_dir() else left.unlink()  # files: of earlier versions
     return open_run(path)
@@ -267,7 +252,7 @@ def import_run(
     with building(path) as place:
         record = _begun(place.run, known, data, device, weights.name)
         _write_rows(place.run, known, whole, whole.gone)
-        write_json(place.run / "history.json", [])
+        files.write_json(place.run / "history.json", [])
         _finish(place.run, record, model, data, device, observing)
         return place.place()
 
