@@ -47,10 +47,7 @@ def write_deployment(
     for name, (value, most) in limits.items():
         if not 1 <= value <= most:
             raise BadSetting(f"--{name} is {value}; it must be 1 to {most}")
-    is_plain = re.fullmatch(r"[0-9A-Fa-f.:]+(%[A-Za-z0-9._-]+)?", address)  # the name of an interface may be any text
-    if not (is_plain and _is_ip(address)) and not re.fullmatch(HOST_NAME, address):
-        raise BadSetting(f"--address is {address!r}; it must be a host name or an IP address without a port")
-    link = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"  # as nodes dial it
+    link = _link(address, port)
     if not str(out.absolute()).isprintable():
         raise BadSetting(f"--out is {str(out)!a}; choose a path without control characters")
     texts = _texts(out.absolute(), nodes, address, link, node_port, insecure)
@@ -101,6 +98,14 @@ def app_files(config: Mapping[str, Scalar]) -> dict[str, str]:
             module="server", package="requests.server_app", where="beside the SuperLink"
         ),
     }
+
+
+def _link(address: str, port: int) -> str:
+    """The SuperLink's host and port as nodes dial it; what is no address is refused."""
+    is_plain = re.fullmatch(r"[0-9A-Fa-f.:]+(%[A-Za-z0-9._-]+)?", address)  # the name of an interface may be any text
+    if not (is_plain and _is_ip(address)) and not re.fullmatch(HOST_NAME, address):
+        raise BadSetting(f"--address is {address!r}; it must be a host name or an IP address without a port")
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 def _is_ip(address: str) -> bool:
