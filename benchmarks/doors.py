@@ -21,7 +21,7 @@ from fedortho.evidence.bundle import make_bundle, open_bundle
 from fedortho.evidence.signature import load_key, load_public, make_key
 from fedortho.federated import client as federated_client
 from fedortho.federated import messages
-from fedortho.federated.client_handlers import handle
+from fedortho.federated.client import handle
 from fedortho.federated.client_state import open_client
 from fedortho.federated.deploy import write_deployment
 from fedortho.federated.launch import _read_deployment
@@ -151,11 +151,11 @@ def _overheard() -> Iterator[tuple[list[tuple[str, Mapping[str, Tensor], Any]], 
         replies.append(reply[1])
         return reply
 
-    federated_client.handle = listening  # type: ignore[attr-defined]  # imported there
+    federated_client.handle = listening
     try:
         yield orders, replies
     finally:
-        federated_client.handle = original  # type: ignore[attr-defined]  # imported there
+        federated_client.handle = original
 
 
 def file_doors(world: World) -> dict[str, Door]:

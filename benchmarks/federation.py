@@ -30,9 +30,8 @@ from fedortho.federated.transport import read_wire_log, total_bytes
 from fedortho.methods.hide import Hide
 from fedortho.methods.paper import Paper
 from fedortho.requests.forgetting import forget_federated_run
-from fedortho.runs.federation import held_rows
 from fedortho.runs.run import Run, load_run_data, open_run
-from fedortho.runs.settings import FederateSettings
+from fedortho.runs.settings import FederateSettings, held_rows
 from fedortho.storage.files import locked
 from fedortho.storage.records import to_json
 from fedortho.training.objectives import FitOptions

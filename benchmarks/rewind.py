@@ -21,10 +21,9 @@ from result_files import add_row
 
 from fedortho.federated.engine import RoundProgress
 from fedortho.requests.rewind import plan_rewind, rewind_run
-from fedortho.runs.federation import held_rows
 from fedortho.runs.rounds import kept_rounds, read_log
 from fedortho.runs.run import Run, load_run_data
-from fedortho.runs.settings import FederateSettings
+from fedortho.runs.settings import FederateSettings, held_rows
 
 HERE = Path(__file__).parent
 SETTINGS = replace(

@@ -27,8 +27,7 @@ from fedortho.data.request import ForgetRequest
 from fedortho.evaluation.metric_suite import MetricSuite
 from fedortho.requests.judging import shadow_plan
 from fedortho.requests.references import case_of, find_references, reference_cost
-from fedortho.runs.run import Run, open_run
-from fedortho.runs.served import served_record
+from fedortho.runs.run import Run, open_run, served_record
 from fedortho.storage.files import read_json, write_json, write_text
 from fedortho.storage.records import to_json
 

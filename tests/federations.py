@@ -11,8 +11,8 @@ from fedortho.engines.query import Statistic
 from fedortho.federated.engine import FederatedEngine
 from fedortho.federated.local_grid import LocalGrid
 from fedortho.models.zoo import build_model
-from fedortho.runs.federation import held_rows
 from fedortho.runs.run import load_run_data
+from fedortho.runs.settings import held_rows
 from fedortho.training.recipe import Recipe
 
 RECIPE = Recipe(epochs=2, batch_size=32, crop=0, flip=0.0)

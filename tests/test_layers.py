@@ -124,7 +124,7 @@ def test_what_is_printed_passes_through_one_function() -> None:
 
 ON_THE_CPU = {  # what these are given has left the device already: answers, sums, weights
     *("data.images", "evaluation.lira", "evaluation.membership_attacks", "unlearning.rank", "audits.distance"),
-    *("audits.probe", "federated.client_handlers", "federated.wire"),
+    *("audits.probe", "federated.client", "federated.wire"),
     *("methods.class_pruning", "methods.hide", "methods.directions", "methods.paper", "methods.ssd"),
 }
 

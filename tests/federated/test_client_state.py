@@ -12,8 +12,15 @@ from fedortho.data.request import ForgetRequest
 from fedortho.engines.engine import as_training_plan
 from fedortho.engines.query import Query, Selection, Statistic
 from fedortho.errors import BadCheckpoint, BadData, FedOrthoError
-from fedortho.federated.client import federate_settings, find_client
-from fedortho.federated.client_handlers import apply_patch, hello, keep_model, observe_images, train_local
+from fedortho.federated.client import (
+    apply_patch,
+    federate_settings,
+    find_client,
+    hello,
+    keep_model,
+    observe_images,
+    train_local,
+)
 from fedortho.federated.client_state import ClientState, open_client
 from fedortho.federated.messages import (
     ApplyPatch,

@@ -244,7 +244,7 @@ def test_a_node_with_a_foreign_number_or_one_of_another_is_refused_and_the_other
     append_wire_log(tmp_path / "wire.json", engine.transport.log)
     assert read_wire_log(tmp_path / "wire.json")[-1].failed, "nodes without a number are not in the log"
     bound = renamed(1)
-    bound._known = honest.bindings()
+    bound.known = honest.bindings()
     assert sorted(bound.hello()) == [0, 1, 3], "who was client 1 before is client 1"
     assert "which was another node with another store" in caplog.text
 

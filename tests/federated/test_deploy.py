@@ -14,8 +14,9 @@ from cryptography.hazmat.primitives import serialization
 from fedortho.errors import BadSetting, FedOrthoError
 from fedortho.federated import SWITCHES, deploy
 from fedortho.federated.deploy import app_files, app_pyproject, write_deployment
-from fedortho.federated.launch import Scalar, submit
+from fedortho.federated.launch import submit
 from fedortho.requests.federated_jobs import app_config
+from fedortho.storage.records import Scalar
 
 APP = Path(__file__).parents[2] / "app"
 CONFIG: dict[str, Scalar] = {"do": "train", "out": "", "rounds": 3, "lr": 0.1, "augment": True}

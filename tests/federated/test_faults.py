@@ -22,7 +22,7 @@ from fedortho.methods.hide import Hide
 from fedortho.models.patch import bind_patch
 from fedortho.models.sites import find_sites
 from fedortho.models.zoo import build_model
-from fedortho.runs.federation import sample_clients
+from fedortho.runs.settings import sample_clients
 from fedortho.storage.files import read_json, tensors_digest
 from fedortho.training.objectives import FitOptions, Target
 from fedortho.unlearning.select import kernel_patch

@@ -23,8 +23,8 @@ from fedortho.methods.paper import Paper
 from fedortho.models.predictions import evaluate
 from fedortho.requests.forgetting import forget_federated_run, undo_run
 from fedortho.requests.server_app import do_job
-from fedortho.runs.federation import held_rows
 from fedortho.runs.run import Run, open_run
+from fedortho.runs.settings import held_rows
 from fedortho.storage.files import read_json
 from fedortho.training.objectives import FitOptions
 from fedortho.training.recipe import Recipe

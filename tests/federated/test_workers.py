@@ -1,8 +1,8 @@
-import io
 import os
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
@@ -103,13 +103,13 @@ def test_the_text_of_an_error_stays_in_its_process(grid: WorkerGrid, caplog: pyt
 
 
 def test_frames_survive_the_pipe_and_its_end_is_told() -> None:
-    pipe = io.BytesIO()
+    mine, theirs = Pipe()
     tied = torch.arange(4.0)
-    send(pipe, {"word": "ä"}, {"a": tied, "b": tied, "c": torch.zeros(0)})
-    pipe.seek(0)
-    note, tensors = receive(pipe)
+    send(mine, {"word": "ä"}, {"a": tied, "b": tied, "c": torch.zeros(0)})
+    mine.close()
+    note, tensors = receive(theirs)
     assert note == {"word": "ä"}
     assert tensors["b"].equal(tied)
     assert tensors["c"].shape == (0,)
     with pytest.raises(EOFError):
-        receive(pipe)
+        receive(theirs)

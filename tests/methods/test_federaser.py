@@ -25,8 +25,8 @@ from fedortho.methods.federaser import FedEraser, read_round
 from fedortho.methods.method import CannotServe
 from fedortho.models.predictions import accuracy
 from fedortho.models.zoo import build_model
-from fedortho.runs.federation import held_rows
 from fedortho.runs.run import load_run_data
+from fedortho.runs.settings import held_rows
 from fedortho.storage.files import tensors_digest
 from fedortho.storage.records import from_json
 from fedortho.training.recipe import Recipe, learning_rate

@@ -21,7 +21,7 @@ from fedortho.federated.engine import FederatedEngine
 from fedortho.federated.server import federated_engine, local_grid
 from fedortho.methods import METHODS, make_method
 from fedortho.models.zoo import build_model
-from fedortho.runs.federation import held_rows
+from fedortho.runs.settings import held_rows
 from fedortho.storage.settings import field_help
 from fedortho.training.batches import step_seed
 from fedortho.training.loop import Mask
@@ -83,7 +83,7 @@ def federation(
 
     def make(parts: Callable[[Tensor], list[Tensor]], **changes: object) -> FederatedEngine:
         client_state._shares.cache_clear()
-        monkeypatch.setattr("fedortho.runs.federation.partition", lambda labels, *_, **__: parts(labels))
+        monkeypatch.setattr("fedortho.runs.settings.partition", lambda labels, *_, **__: parts(labels))
         clients = len(parts(few_digits.train.store_labels))
         settings = replace(SETTINGS, model="small:SmallNet", clients=clients, valid=FEW, **changes)
         with local_grid(settings, tmp_path / "clients") as grid:

@@ -31,8 +31,7 @@ from fedortho.reports.tables import plain
 from fedortho.requests.forgetting import serve_request
 from fedortho.requests.references import find_original, find_references, reference_settings
 from fedortho.runs.record import Accuracies, TrialRecord
-from fedortho.runs.run import Run
-from fedortho.runs.served import last_request
+from fedortho.runs.run import Run, last_request
 from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
 from fedortho.storage.files import read_json, write_json

@@ -17,10 +17,9 @@ from fedortho.requests.references import (
     reference_settings,
     train_reference,
 )
-from fedortho.runs.federation import held_rows
 from fedortho.runs.record import Accuracies, ServedRecord
 from fedortho.runs.run import Run, load_run_data, open_run
-from fedortho.runs.settings import FederateSettings, TrainSettings
+from fedortho.runs.settings import FederateSettings, TrainSettings, held_rows
 from fedortho.runs.training import train_run
 from fedortho.storage.files import read_json, write_json
 

@@ -26,10 +26,9 @@ from fedortho.requests.climbing import NotPassed, forget_until_passed
 from fedortho.requests.forgetting import forget_federated_run, forget_run
 from fedortho.requests.rewind import CannotRewind, expected_saved, plan_rewind, rewind_run
 from fedortho.requests.server_app import do_job
-from fedortho.runs.federation import Federation, held_rows, sample_clients
 from fedortho.runs.rounds import kept_rounds, read_log
 from fedortho.runs.run import Run, load_run_data, open_run
-from fedortho.runs.settings import FederateSettings
+from fedortho.runs.settings import FederateSettings, Federation, held_rows, sample_clients
 from fedortho.storage.journal import read_journal
 
 KINDS = ("client", "clients", "samples", "class", "together")

@@ -55,8 +55,7 @@ from fedortho.requests.judging import JudgeOptions, check_judge_options, judge_r
 from fedortho.requests.levels import ForgettingPlan, chosen_method, level_for_run, plan_climb, plan_request
 from fedortho.requests.rewind import RewindPlan, find_rewind, rewind_run
 from fedortho.requests.tickets import Ticket
-from fedortho.runs.run import Run, open_run
-from fedortho.runs.served import check_unserved
+from fedortho.runs.run import Run, check_unserved, open_run
 from fedortho.storage.records import to_json
 from fedortho.storage.settings import read_toml
 from fedortho.unlearning.calibrate import Refused

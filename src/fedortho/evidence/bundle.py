@@ -29,8 +29,7 @@ from fedortho.evidence.signature import BadSignature, check_signature, load_key,
 from fedortho.models.patch import Patch, load_patch
 from fedortho.reports.page import without_images
 from fedortho.runs.record import ServedRecord
-from fedortho.runs.run import Run, open_run
-from fedortho.runs.served import index_of_request
+from fedortho.runs.run import Run, index_of_request, open_run
 from fedortho.storage.files import canonical_json, file_digest, read_limited, replacing
 from fedortho.storage.journal import JournalEntry, read_journal
 from fedortho.storage.provenance import environment

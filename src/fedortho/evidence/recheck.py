@@ -21,8 +21,7 @@ from fedortho.methods import make_method
 from fedortho.models.patch import Patch
 from fedortho.models.zoo import MODELS, build_model
 from fedortho.requests.forgetting import ServedRequest, forget_run
-from fedortho.runs.run import Run, open_run
-from fedortho.runs.served import served_requests
+from fedortho.runs.run import Run, open_run, served_requests
 from fedortho.runs.settings import FederateSettings
 from fedortho.statistics.ledger import load_ledger
 from fedortho.storage.checkpoints import load_weights

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from fedortho.data.images import Images
 from fedortho.engines.answer import answer
 from fedortho.engines.engine import TrainingPlan
-from fedortho.engines.query import Query, Selection
+from fedortho.engines.query import Query
 from fedortho.federated.messages import LocalResult
-from fedortho.federated.wire import BadReply
+from fedortho.federated.wire import BadReply, Observations
 from fedortho.models.norms import frozen_norms
 from fedortho.statistics.observe import Observation
 from fedortho.storage.files import tensors_digest, write_tensors
@@ -58,20 +58,12 @@ class TrainingJob:
         """The digest of each of the plan's teachers, by name."""
         return {name: tensors_digest(teacher.state_dict()) for name, teacher in self.plan.teachers.items()}
 
-    @property
-    def teachers(self) -> dict[str, Mapping[str, Tensor]]:
-        """The weights of the plan's teachers by digest."""
-        return {self.teacher_digests[name]: teacher.state_dict() for name, teacher in self.plan.teachers.items()}
-
-    @property
-    def pools_norms(self) -> bool:
-        """Whether running statistics are pooled after the last round."""
-        return self.norms != "fedavg" and self.plan.options.norms != "frozen"
-
     def may_train(self, client: int) -> bool:
         """Whether this client may have images for the plan; a client that the plan excludes is not asked."""
-        selections = [part.group for part in self.plan.parts if part.given is None]
-        return any(_may_hold(selection, client) for selection in selections)
+        groups = [part.group for part in self.plan.parts if part.given is None]
+        groups = [each for each in groups if each.exclude is None or client not in each.exclude.clients]
+        named = [each.include.clients for each in groups if each.include is not None and each.include.kind == "client"]
+        return len(groups) > len(named) or any(client in clients for clients in named)
 
     def save(self, number: int, name: str, state: Mapping[str, Tensor], images: int = 0) -> None:
         """Keep the model that round `number` starts from (`global`) or ends with on a client, if updates are kept."""
@@ -90,13 +82,6 @@ class TrainingJob:
         if self.norms == "local":
             frozen |= {name for name, _ in model.named_buffers() if name.endswith(("running_mean", "running_var"))}
         return tuple(name for name in model.state_dict() if name in frozen)
-
-
-def _may_hold(selection: Selection, client: int) -> bool:
-    if selection.exclude is not None and client in selection.exclude.clients:
-        return False
-    include = selection.include
-    return include is None or include.kind != "client" or client in include.clients
 
 
 def check_state(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
@@ -136,21 +121,7 @@ def blank_observations(
     return [answer(model, no_images, [no_images] * len(q.selections), q.statistic) for q in queries]
 
 
-def add_observations(
-    total: Sequence[Sequence[Observation]], added: Sequence[Sequence[Observation | None]]
-) -> list[list[Observation]]:
-    """The sums with those of one more client, None adding nothing; other layers, labels or shapes are refused."""
-    for row, added_row in zip(total, added, strict=True):
-        for first, second in zip(row, added_row, strict=True):
-            if second is None:
-                continue
-            if first.sums.keys() != second.sums.keys():
-                raise BadReply("its sums are of other layers or labels")
-            if first.counts.shape != second.counts.shape:
-                raise BadReply("its counts are of other labels")
-            if any(second.sums[key].shape != value.shape for key, value in first.sums.items()):
-                raise BadReply("its sums have other shapes")
-    return [
-        [a if b is None else a + b for a, b in zip(row, added_row, strict=True)]
-        for row, added_row in zip(total, added, strict=True)
-    ]
+def add_observations(total: Observations, added: Sequence[Sequence[Observation | None]]) -> list[list[Observation]]:
+    """The sums with those of one more client, None adding nothing."""
+    rows = zip(total, added, strict=True)
+    return [[a if b is None else a + b for a, b in zip(row, new, strict=True)] for row, new in rows]

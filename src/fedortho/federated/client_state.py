@@ -23,14 +23,13 @@ from fedortho.data.request import ForgetRequest, union_of
 from fedortho.engines.query import Selection
 from fedortho.errors import BadCheckpoint, BadData, BadRecord, FedOrthoError
 from fedortho.federated.messages import TaskInfo
-from fedortho.federated.node_policy import NodePolicy, QueryGuard
+from fedortho.federated.node_policy import NodePolicy
 from fedortho.models.patch import Patch
 from fedortho.models.prepare import prepare_model
 from fedortho.models.zoo import build_model
-from fedortho.runs.federation import held_rows
 from fedortho.runs.record import read_run_record
 from fedortho.runs.run import load_recorded_data, load_run_data
-from fedortho.runs.settings import FederateSettings
+from fedortho.runs.settings import FederateSettings, held_rows
 from fedortho.statistics.ledger import forget_lines, load_ledger, rebind_ledger
 from fedortho.storage.checkpoints import load_weights
 from fedortho.storage.files import read_tensors, tensors_digest, write_tensors
@@ -103,16 +102,15 @@ class ClientState:
         return self.store / "models" / f"{digest}.safetensors"
 
     def images(self, task: TaskInfo | None = None) -> ClientImages:
-        """The client's images with the labels of the task (without a task, of the one in its record).
-
-        Those that it has forgotten, or that the federation is trained without, are not among them.
-        """
+        """The client's images, without forgotten ones, with the labels of the task or of the one in its record."""
         if self.has_own_images:
             task, data = task or self.record.task, self._own_images
             train, valid = (relabelled(part, task) for part in (data.train, data.valid))
             rows = data.known_rows
         else:
-            data, shares = _shares(self.settings, self.run, _modified(self.run))
+            file = Path(self.run) / "run.json"
+            written = file.stat().st_mtime_ns if self.run and file.exists() else 0
+            data, shares = _shares(self.settings, self.run, written)
             if self.client not in shares:
                 raise FedOrthoError(f"no client {self.client}; clients run 0 to {len(shares) - 1}")
             rows, *parts = shares[self.client]
@@ -127,10 +125,6 @@ class ClientState:
         if not self.record.identity and self.client not in self.settings.excluded.clients:
             self._write(identity=secrets.token_hex(16))
         return self.record.identity
-
-    def guard(self, images: ClientImages, least_group: int) -> QueryGuard:
-        """Decides what of these images may be told, with the server's smallest group."""
-        return QueryGuard(self.policy, self.folder / "answered.json", images.rows[self.client], least_group)
 
     @property
     def has_own_images(self) -> bool:
@@ -167,10 +161,7 @@ class ClientState:
         """The model with this digest from the store; a file with other weights is refused."""
         train = self.images().train
         model = self.new_model(train.classes, train.shape[0])
-        path = self.model_path(digest)
-        load_weights(model, read_tensors(path)[0], path)
-        if tensors_digest(model.state_dict()) != digest:
-            raise BadCheckpoint(f"{path} holds another model than its name says; remove it, and it is sent again")
+        load_weights(model, _read_model(self.model_path(digest)), self.model_path(digest))
         return model.eval()
 
     def teacher_weights(self, digest: str, sent: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -179,10 +170,7 @@ class ClientState:
         path = self.model_path(digest) if own else self.folder / "teachers" / f"{digest}.safetensors"
         if sent and not path.exists():
             write_tensors(path, sent)
-        weights = read_tensors(path)[0]
-        if tensors_digest(weights) != digest:
-            raise BadCheckpoint(f"{path} is another teacher than its name says; remove it, and it is sent again")
-        return weights
+        return _read_model(path)
 
     def forget_teachers(self, keep: Collection[str] = ()) -> None:
         """Remove all teachers but those with these digests."""
@@ -286,34 +274,32 @@ def open_client(client: int, settings: FederateSettings, store: Path, own_data: 
 
 
 @lru_cache(maxsize=2)
-def _shares(settings: FederateSettings, run: str, modified: int) -> tuple[Dataset, dict[int, tuple[Tensor, ...]]]:
+def _shares(settings: FederateSettings, run: str, written: int) -> tuple[Dataset, dict[int, tuple[Tensor, ...]]]:
     """The common dataset, as a run records it, and of each client its rows and their places in train and valid.
 
-    Clients of a simulation read it once, and none of them looks through the images of all.
+    `written` is when its record was, 0: there is none. No client looks through the images of all.
     """
-    record = read_run_record(Path(run)) if modified else None
+    record = read_run_record(Path(run)) if written else None
     data = load_run_data(settings) if record is None else load_recorded_data(Path(run), record, settings)
     held = held_rows(data, settings, settings.partition_seed)
     owner = torch.full((len(data.train.pixels),), len(held))
     for client, rows in held.items():
         owner[rows] = client
-    places = [_by_owner(owner, part.rows, len(held)) for part in (data.train, data.valid)]
+    owners = [owner[part.rows] for part in (data.train, data.valid)]  # of each image; its places by owner, ascending
+    sizes = [own.bincount(minlength=len(held) + 1).tolist() for own in owners]
+    places = [own.argsort(stable=True).split(size) for own, size in zip(owners, sizes, strict=True)]
     return data, {client: (rows, *(part[client] for part in places)) for client, rows in held.items()}
 
 
-def _by_owner(owner: Tensor, rows: Tensor, clients: int) -> tuple[Tensor, ...]:
-    """The places among these rows that each client owns, ascending."""
-    owners = owner[rows]
-    return tuple(owners.argsort(stable=True).split(owners.bincount(minlength=clients + 1).tolist()))
-
-
-def _modified(run: str) -> int:
-    """When the record of a run was written, in ns; 0: there is none."""
-    file = Path(run) / "run.json"
-    return file.stat().st_mtime_ns if run and file.exists() else 0
-
-
 _own_dataset = lru_cache(maxsize=1)(load_run_data)
+
+
+def _read_model(path: Path) -> dict[str, Tensor]:
+    """The weights in a file whose name is their digest."""
+    weights = read_tensors(path)[0]
+    if tensors_digest(weights) != path.stem:
+        raise BadCheckpoint(f"{path} holds another model than its name says; remove it, and it is sent again")
+    return weights
 
 
 def relabelled(images: Images, task: TaskInfo | None) -> Images:

@@ -7,14 +7,16 @@ import re
 import shlex
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedortho.errors import BadSetting, FedOrthoError
 from fedortho.federated import SWITCHES
-from fedortho.federated.launch import CONNECTION, Scalar, connection_toml, need_flower
+from fedortho.federated.launch import CONNECTION, connection_toml, need_flower
 from fedortho.storage.files import private_place
+from fedortho.storage.records import Scalar
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -41,22 +43,30 @@ def write_deployment(
     Certificates and keys are new in each folder. The key that signs the certificates is never written.
     """
     need_flower()
-    link = _link(nodes, address, port)
+    limits = {"nodes": (nodes, MOST_NODES), "port": (port, 65535), "node-port": (node_port, 65536 - nodes)}
+    for name, (value, most) in limits.items():
+        if not 1 <= value <= most:
+            raise BadSetting(f"--{name} is {value}; it must be 1 to {most}")
+    link = _link(address, port)
     if not str(out.absolute()).isprintable():
         raise BadSetting(f"--out is {str(out)!a}; choose a path without control characters")
-    if not 1 <= node_port <= 65536 - nodes:
-        raise BadSetting(f"--node-port is {node_port}; it must be 1 to {65536 - nodes}, for {nodes} nodes")
     texts = _texts(out.absolute(), nodes, address, link, node_port, insecure)
     texts |= {f"app/{name}": text for name, text in app_files(config).items()}
     try:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             return _refuse_unless_same(out, texts)
+        secrets = {} if insecure else _certificates(address) | _node_keys(nodes)
         out.parent.mkdir(parents=True, exist_ok=True)
         with private_place(out) as fresh:
-            folder = fresh / "new"
-            folder.mkdir(mode=0o700)  # keys are inside: for its owner only
-            _fill(folder, texts, {} if insecure else _certificates(address) | _node_keys(nodes))
-            folder.replace(out)
+            (fresh / "new").mkdir(mode=0o700)  # keys are inside: for its owner only
+            for name, content in ({name: text.encode() for name, text in texts.items()} | secrets).items():
+                path = fresh / "new" / name
+                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                is_secret = path.parent.name == "keys" or path.suffix == ".key"  # never readable by others
+                mode = 0o755 if path.suffix == ".sh" else 0o600 if is_secret else 0o644
+                with open(path, "xb", opener=partial(os.open, mode=mode)) as stream:
+                    stream.write(content)
+            (fresh / "new").replace(out)
     except OSError as error:
         raise FedOrthoError(f"{out} cannot be written: {error.strerror or error}") from error
 
@@ -90,12 +100,8 @@ def app_files(config: Mapping[str, Scalar]) -> dict[str, str]:
     }
 
 
-def _link(nodes: int, address: str, port: int) -> str:
-    """The SuperLink's host and port as nodes dial it; impossible values are refused."""
-    if not 1 <= nodes <= MOST_NODES:
-        raise BadSetting(f"--nodes is {nodes}; it must be 1 to {MOST_NODES}")
-    if not 1 <= port <= 65535:
-        raise BadSetting(f"--port is {port}; it must be 1 to 65535")
+def _link(address: str, port: int) -> str:
+    """The SuperLink's host and port as nodes dial it; what is no address is refused."""
     is_plain = re.fullmatch(r"[0-9A-Fa-f.:]+(%[A-Za-z0-9._-]+)?", address)  # the name of an interface may be any text
     if not (is_plain and _is_ip(address)) and not re.fullmatch(HOST_NAME, address):
         raise BadSetting(f"--address is {address!r}; it must be a host name or an IP address without a port")
@@ -118,9 +124,8 @@ def _texts(out: Path, nodes: int, address: str, link: str, node_port: int, insec
     templates = _templates()
     names = ("superlink.sh", "README.txt") if insecure else ("superlink.sh", "README.txt", "register.sh")
     texts = {name: templates.get_template(f"{name}.j2").render(slots) for name in names}
-    node_script = templates.get_template("node.sh.j2")
-    for node in range(nodes):
-        texts[f"node-{node}.sh"] = node_script.render(slots, node=node, own_port=node_port + node)
+    script, numbers = templates.get_template("node.sh.j2"), range(nodes)
+    texts |= {f"node-{node}.sh": script.render(slots, node=node, own_port=node_port + node) for node in numbers}
     return texts | {"config.toml": connection_toml(link, None if insecure else out / "ca.crt")}
 
 
@@ -133,23 +138,10 @@ def _templates() -> "Environment":
     return made
 
 
-def _fill(folder: Path, texts: Mapping[str, str], secrets: Mapping[str, bytes]) -> None:
-    """Write all files; secrets are never readable by others, not even for a moment."""
-    for name, content in ({name: text.encode() for name, text in texts.items()} | dict(secrets)).items():
-        path = folder / name
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        mode = (
-            0o755 if path.suffix == ".sh" else 0o600 if path.parent.name == "keys" or path.suffix == ".key" else 0o644
-        )
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as stream:
-            stream.write(content)
-
-
 def _refuse_unless_same(out: Path, texts: Mapping[str, str]) -> None:
     """Refuse a folder with other files; keys are not compared, because they may have been moved to their machines."""
     for name, text in texts.items():
-        path = out / name
-        if not path.is_file() or path.read_text(encoding="utf-8", errors="replace") != text:
+        if not (out / name).is_file() or (out / name).read_text(encoding="utf-8", errors="replace") != text:
             raise FedOrthoError(
                 f"{out} is not this deployment ({name} differs or is missing) and was not changed; "
                 "choose another --out, or remove the folder with its keys"
@@ -204,8 +196,8 @@ def _node_keys(nodes: int) -> dict[str, bytes]:
 
     encoding, private, public = serialization.Encoding, serialization.PrivateFormat, serialization.PublicFormat
     pairs = {}
-    for name in (f"keys/node-{node}" for node in range(nodes)):
+    for node in range(nodes):
         key = ec.generate_private_key(ec.SECP384R1())
-        pairs[name] = key.private_bytes(encoding.PEM, private.OpenSSH, serialization.NoEncryption())
-        pairs[f"{name}.pub"] = key.public_key().public_bytes(encoding.OpenSSH, public.OpenSSH) + b"\n"
+        pairs[f"keys/node-{node}"] = key.private_bytes(encoding.PEM, private.OpenSSH, serialization.NoEncryption())
+        pairs[f"keys/node-{node}.pub"] = key.public_key().public_bytes(encoding.OpenSSH, public.OpenSSH) + b"\n"
     return pairs

@@ -5,7 +5,8 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
@@ -20,14 +21,14 @@ from fedortho.errors import BadCheckpoint, FedOrthoError, first_line
 from fedortho.federated import aggregation, wire
 from fedortho.federated.aggregation import RunningMean, TrainingJob, check_state, round_history
 from fedortho.federated.masking import masked_observations
-from fedortho.federated.messages import LocalResult, Observe, ObserveReply, TaskInfo, TrainLocal, TrainReply
+from fedortho.federated.messages import LocalResult, Observe, ObserveReply, TrainLocal, TrainReply
 from fedortho.federated.pooling import Pool
-from fedortho.federated.roster import Binding, Common, Roster, first_few
-from fedortho.federated.transport import ClientReply, Exchange
+from fedortho.federated.roster import Roster, ranges
+from fedortho.federated.transport import ClientReply, Exchange, Progress
 from fedortho.federated.wire import BadReply, Tensors, below, prefixed
 from fedortho.models.norms import batch_norms, frozen_norms
-from fedortho.runs.federation import Federation, sample_clients
-from fedortho.runs.rounds import RoundRecord, StartRound, contacts_of
+from fedortho.runs.rounds import RoundRecord, StartRound
+from fedortho.runs.settings import Federation, sample_clients
 from fedortho.statistics.observe import Observation
 from fedortho.storage.files import damage_named, read_tensors, tensors_digest, write_tensors
 from fedortho.storage.records import from_json, to_json
@@ -39,7 +40,6 @@ from fedortho.unlearning.repair import norm_buffers
 
 if TYPE_CHECKING:
     from flwr.app import RecordDict
-    from flwr.serverapp import Grid
 
 
 logger = logging.getLogger(__name__)
@@ -74,26 +74,17 @@ class TrainingCheckpoint:
 
 Watch = Callable[[RoundProgress], None]
 Keep = Callable[[int, Tensors], None]  # receives how many rounds have ended, and the model
-Progress = Callable[[int, int], None]  # receives how many of how many clients have answered
 
 
+@dataclass(eq=False)
 class FederatedEngine(Roster):
     """An engine whose images lie with clients."""
 
-    def __init__(
-        self,
-        grid: "Grid",
-        federation: Federation,
-        task: TaskInfo,
-        *,
-        left: Sequence[int] = (),
-        build: Callable[[int], nn.Module] | None = None,
-        local_epochs: int = 1,
-        common: Common | None = None,
-        known: Mapping[int, Binding] | None = None,
-    ) -> None:
-        super().__init__(grid, federation, task, left, common, known)
-        self.build, self.local_epochs = build, local_epochs
+    build: Callable[[int], nn.Module] | None = None
+    local_epochs: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._spent = Tally()
         self.history: list[Epoch] = []  # of the last training
         self.log: list[RoundRecord] = []
@@ -130,11 +121,10 @@ class FederatedEngine(Roster):
     ) -> nn.Module:
         """A copy of the model after `recipe.epochs` rounds of federated averaging.
 
-        The learning rate follows the recipe's schedule by rounds. A client's first rounds have no alignment. Running
-        statistics are pooled after the last round if the federation's `norms` say so. With a checkpoint a killed
-        training goes on after its last finished round, to the same bytes. `updates` is a directory that keeps every
-        client's model of every round, which only FedEraser needs. `keep` receives the model after each round. `begin`
-        is a state to begin with, for a caller who knows that this training would come to it.
+        The learning rate follows the schedule by rounds; a client's first rounds have no alignment. With a checkpoint a
+        killed training goes on after its last finished round, to the same bytes. `updates` is a directory that keeps
+        every client's model of every round. `keep` receives the model after each round. `begin` is a state to begin
+        with, for a caller who knows that this training would come to it.
         """
         current, plan = copy.deepcopy(model).cpu().eval(), as_training_plan(what)
         local_epochs = plan.options.local_epochs or self.local_epochs
@@ -143,28 +133,25 @@ class FederatedEngine(Roster):
         identity = _identity(model, job, self.federation)
         self._taught.clear()
         self._resume(checkpoint, identity, current, begin)
-        clients = [client for client in self.present() if job.may_train(client)]
+        clients, every = [each for each in self.present() if job.may_train(each)], self.federation.evaluate_every
         for number in range(len(self.history), recipe.epochs):
             if returned := self.welcome():
                 clients = sorted({*clients, *(client for client in returned if job.may_train(client))})
             entry = self._round(current, job, number, clients, watch)
-            if score is not None and self._is_evaluated(number, recipe.epochs):
+            is_due = number + 1 == recipe.epochs or (every and (number + 1) % every == 0)
+            if score is not None and is_due and self.federation.norms != "local":  # wrong until they are pooled
                 entry = replace(entry, valid=score(current))
             self.history.append(entry)
             if keep is not None:
                 keep(number + 1, current.state_dict())
             if checkpoint is not None:
-                self._save(checkpoint, identity, current)
+                exchanges = tuple(each for each in self.transport.log if each.kind == TrainLocal.action)
+                note = TrainingCheckpoint(identity, tuple(self.history), tuple(self.log), exchanges)
+                write_tensors(checkpoint, current.state_dict(), to_json(note))
             self._report(watch, number + 1, recipe.epochs)
-        if job.pools_norms:
+        if self.federation.norms != "fedavg" and plan.options.norms != "frozen":
             self._pool_norms(current, job, clients)
         return current
-
-    def _is_evaluated(self, number: int, rounds: int) -> bool:
-        if self.federation.norms == "local":  # its running statistics are wrong until they are pooled
-            return False
-        every = self.federation.evaluate_every
-        return number + 1 == rounds or bool(every and (number + 1) % every == 0)
 
     def _report(self, watch: Watch | None, number: int, rounds: int, answered: int = 0, asked: int = 0) -> None:
         if watch is not None:
@@ -190,7 +177,7 @@ class FederatedEngine(Roster):
                 drawn, digest = sorted(set(clients) - set(remaining)), tensors_digest(current.state_dict())
                 self.log.append(RoundRecord(tuple(drawn), tuple(results), tuple(trained), digest))
                 return round_history(number, list(trained.values()), time.monotonic() - started)
-        raise FedOrthoError(f"round {number + 1}: none of the clients {first_few(clients)} has images to train on")
+        raise FedOrthoError(f"round {number + 1}: none of the clients {ranges(clients, 5)} has images to train on")
 
     def _named(self, plan: TrainingPlan) -> set[int]:
         """Clients whose images a part of the plan names, such as the one that leaves: they train in every round."""
@@ -203,10 +190,8 @@ class FederatedEngine(Roster):
     ) -> dict[int, LocalResult | None]:
         """Send the model, have clients train it, average what they send; the results of those that answer.
 
-        The result is None for a client without images, and for one whose answer does not count.
-
-        Models are added in the order of client numbers. The mean grows in the tensors of the current model: beside it
-        there is only the message that carries it.
+        The result is None for a client without images, and for one whose answer does not count. Models are added in the
+        order of client numbers, into the tensors of the current model: beside it there is only its message.
         """
         state = current.state_dict()
         job.save(number, "global", state)
@@ -221,9 +206,12 @@ class FederatedEngine(Roster):
             result, sent = reply.message.result, below("model.", reply.tensors)
             if result is None:
                 continue
+            own = self.clients[reply.client]
+            most = sum(part.given is None for part in job.plan.parts) * (own.images + own.valid)
             try:
                 check_state(sent, trained)
-                self._check_images(reply.client, result.images, job.plan)
+                if not 1 <= result.images <= most:  # its weight in the average
+                    raise BadReply(f"result.images is {result.images}; expected 1 to {most}, by what it said it holds")
             except BadReply as error:
                 self.transport.log[-1].reject(reply.client, f"its reply does not match ({error})")
                 continue
@@ -233,13 +221,6 @@ class FederatedEngine(Roster):
             results[reply.client] = result
         return results
 
-    def _check_images(self, client: int, images: int, plan: TrainingPlan) -> None:
-        """Refuse a weight in the average that the images which the client said it holds do not give."""
-        parts = sum(part.given is None for part in plan.parts)
-        most = parts * (self.clients[client].images + self.clients[client].valid)
-        if not 1 <= images <= most:
-            raise BadReply(f"result.images is {images}; expected 1 to {most}, by what it said it holds")
-
     def _train_contents(
         self, current: nn.Module, job: TrainingJob, number: int, sampled: Sequence[int]
     ) -> "dict[int, RecordDict]":
@@ -247,10 +228,12 @@ class FederatedEngine(Roster):
         frozen = job.frozen_tensors(current)
         masks = {name: mask for name, mask in (job.trainable or {}).items() if name not in frozen}
         shared = wire.arrays_of(prefixed("model.", current.state_dict()) | prefixed("mask.", masks))
-        teachers = {digest: wire.arrays_of(prefixed(f"teacher.{digest}.", t)) for digest, t in job.teachers.items()}
-        given_shares = self._given_shares(job.plan, sampled)
+        states = {job.teacher_digests[name]: teacher.state_dict() for name, teacher in job.plan.teachers.items()}
+        teachers = {digest: wire.arrays_of(prefixed(f"teacher.{digest}.", state)) for digest, state in states.items()}
+        lr, given_shares = learning_rate(job.recipe, number), self._given_shares(job.plan, sampled)
+        recipe = replace(job.recipe, epochs=job.local_epochs, lr=lr, schedule="constant", warmup=0.0)
         given_seed = step_seed(job.recipe.seed, number, self.federation.clients)  # of no client's training
-        contents, contacts = {}, contacts_of(self.log)
+        contents, contacts = {}, Counter(client for each in self.log for client in each.answered)
         for client in sampled:
             own_model = self.clients[client].model
             has_base = bool(frozen) and own_model == job.base
@@ -258,7 +241,7 @@ class FederatedEngine(Roster):
             given, plan = wire.pack_training_plan(replace(job.plan, parts=parts))
             order = TrainLocal(
                 self.task,
-                self._local_recipe(job, number, client),
+                replace(recipe, seed=step_seed(recipe.seed, number, client)),
                 plan,
                 job.teacher_digests,
                 align=contacts[client] >= self.federation.warmup_contacts,
@@ -291,11 +274,6 @@ class FederatedEngine(Roster):
             shares[client] = (start, end)
         return shares
 
-    def _local_recipe(self, job: TrainingJob, number: int, client: int) -> Recipe:
-        """The recipe of one client in one round: the round's learning rate and a seed of its own."""
-        lr, seed = learning_rate(job.recipe, number), step_seed(job.recipe.seed, number, client)
-        return replace(job.recipe, epochs=job.local_epochs, lr=lr, schedule="constant", warmup=0.0, seed=seed)
-
     def _resume(self, path: Path | None, identity: str, current: nn.Module, begin: StartRound | None) -> None:
         """Load a checkpoint, or where training is to begin, into the current model, with the rounds before it."""
         self.history, self.log = [], []
@@ -310,11 +288,6 @@ class FederatedEngine(Roster):
             with damage_named(begin.run):
                 current.load_state_dict({name: value.clone() for name, value in begin.weights.items()})
             self.history, self.log = list(begin.history), list(begin.log)
-
-    def _save(self, path: Path, identity: str, current: nn.Module) -> None:
-        exchanges = tuple(exchange for exchange in self.transport.log if exchange.kind == TrainLocal.action)
-        checkpoint = TrainingCheckpoint(identity, tuple(self.history), tuple(self.log), exchanges)
-        write_tensors(path, current.state_dict(), to_json(checkpoint))
 
     def _pool_norms(self, current: nn.Module, job: TrainingJob, clients: Sequence[int]) -> None:
         """Replace, in place, the batch-norm statistics by those over all training images; one exchange."""
@@ -346,7 +319,7 @@ class FederatedEngine(Roster):
         blank = aggregation.blank_observations(model, self.task.shape, self.task.names, queries)
         if self.federation.sums == "masked":
             found, cost = masked_observations(self.transport, clients, order, {**tensors, **sent}, blank)
-            self._spend_observed(cost)
+            self._spend(cost)
             return found
         contents = dict.fromkeys(clients, wire.pack({**tensors, **sent}, order))
         pool = Pool(self.federation.pooling, blank, queries, model, self.task)
@@ -361,32 +334,22 @@ class FederatedEngine(Roster):
     def _add(self, pool: Pool, reply: ClientReply[ObserveReply], queries: Sequence[Query]) -> None:
         """Add the sums of one reply, unless it is rejected."""
         message, exchange = reply.message, self.transport.log[-1]
+        info, (_, height, width) = self.clients[reply.client], self.task.shape
+        holds = {"train": info.images, "valid": info.valid, "values": 4 * height * width}  # of an image in one channel
         if message.status != "done":
             reasons = {"left": "has left", "refused": "refuses: its node's settings do not allow it"}
             exchange.reject(reply.client, reasons.get(message.status, "has another model"))
             return
         try:
-            found = wire.unpack_observations(reply.tensors, queries, message.empty, self._holds(reply.client))
-            pool.add(reply.client, found)
+            pool.add(reply.client, wire.unpack_observations(reply.tensors, queries, message.empty, holds))
         except (FedOrthoError, KeyError, TypeError, ValueError, RuntimeError) as error:
             exchange.reject(reply.client, f"its sums do not match ({first_line(error)})")
             return
-        self._spend_observed(message)
-
-    def _holds(self, client: int) -> dict[str, int]:
-        """The images of each split that a client said it has, and the most values of an image in one channel."""
-        info, (_, height, width) = self.clients[client], self.task.shape
-        return {"train": info.images, "valid": info.valid, "values": 4 * height * width}
-
-    def _spend_observed(self, cost: ObserveReply) -> None:
-        self._spent.withheld += cost.withheld
-        self._spent.kept_flops += cost.kept_flops
-        self._spend(cost)
+        self._spend(message)
 
     def _spend(self, cost: LocalResult | ObserveReply) -> None:
-        self._spent.flops += cost.flops
-        self._spent.images_read += cost.images_read
-        self._spent.images_trained += cost.images_trained
+        for name in ("flops", "kept_flops", "images_read", "images_trained", "withheld"):
+            setattr(self._spent, name, getattr(self._spent, name) + getattr(cost, name, 0))
 
 
 def _identity(model: nn.Module, job: TrainingJob, federation: Federation) -> str:

@@ -22,10 +22,10 @@ from typing import Any
 
 from fedortho.errors import BadSetting, FedOrthoError
 from fedortho.federated import SWITCHES, switch_off
+from fedortho.storage.records import Scalar
 from fedortho.storage.settings import read_toml
 
 logger = logging.getLogger(__name__)
-Scalar = bool | int | float | str
 CONNECTION = "fedortho"  # name of the SuperLink in a deployment's config.toml
 POLL_SECONDS = 3.0
 PATIENCE = 20  # times in a row that a SuperLink may fail to tell a run's status
@@ -74,10 +74,15 @@ def _guarded(server: Any, stopped: threading.Event, outcome: list[BaseException 
 
     guarded = ServerApp()
 
+    def unless_stopped(call: Callable[..., Any], *given: Any) -> Any:
+        if stopped.is_set():
+            raise FedOrthoError("the simulation was stopped")
+        return call(*given)
+
     @guarded.main()
     def main(grid: Any, context: Any) -> None:
         for name in ("pull_messages", "get_node_ids"):  # a server that waits for clients calls one of these
-            setattr(grid, name, _unless(stopped, getattr(grid, name)))
+            setattr(grid, name, functools.partial(unless_stopped, getattr(grid, name)))
         try:
             server(grid, context)
             outcome.append(None)
@@ -85,15 +90,6 @@ def _guarded(server: Any, stopped: threading.Event, outcome: list[BaseException 
             outcome.append(error)
 
     return guarded
-
-
-def _unless(stopped: threading.Event, call: Callable[..., Any]) -> Callable[..., Any]:
-    def checked(*given: Any) -> Any:
-        if stopped.is_set():
-            raise FedOrthoError("the simulation was stopped")
-        return call(*given)
-
-    return checked
 
 
 @contextmanager
@@ -175,10 +171,8 @@ def _read_deployment(folder: Path, config: Mapping[str, Scalar]) -> tuple[str, P
     """The address of a deployment's SuperLink and its certificate; refused if the app lacks a key of `config`."""
     try:
         connection = read_toml(folder / "config.toml")["superlink"][CONNECTION]
-        project = read_toml(folder / "app" / "pyproject.toml")
-        known = project["tool"]["flwr"]["app"]["config"]
-        is_insecure = connection.get("insecure")
-        certificate = None if is_insecure else folder.absolute() / "ca.crt"  # the folder may have been moved
+        known = read_toml(folder / "app" / "pyproject.toml")["tool"]["flwr"]["app"]["config"]
+        certificate = None if connection.get("insecure") else folder.absolute() / "ca.crt"  # it may have been moved
         link = str(connection["address"])
     except (BadSetting, AttributeError, KeyError, TypeError) as error:
         raise FedOrthoError(f"{folder} is not a deployment ({error}); write one with fedortho deploy") from error
@@ -225,10 +219,7 @@ class _Flower:
             time.sleep(POLL_SECONDS)
 
     def follow(self, run: str, say: Callable[[str], None]) -> tuple[str, str]:
-        """Pass on the run's log, again when the stream breaks, and return its final status with details.
-
-        The SuperLink may fail to answer `PATIENCE` times in a row.
-        """
+        """Pass on the run's log, again when the stream breaks, and return its final status with details."""
         said = silent = 0
         while silent < PATIENCE:
             said = self._pass_on(run, say, said)

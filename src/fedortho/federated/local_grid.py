@@ -3,9 +3,9 @@
 import copy
 import logging
 import uuid
+from collections import deque
 from collections.abc import Iterable, Mapping, Set
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from queue import SimpleQueue
 from typing import Any
 
 from flwr.app import Context, Error, Message, RecordDict
@@ -82,14 +82,9 @@ class LocalGrid(Grid):
         return {**self._node_config, "partition-id": client, "num-partitions": self._clients}
 
     def _answer(self, message: Message) -> Message:
-        client = message.metadata.dst_node_id - FIRST_NODE
-        context = Context(
-            1,
-            message.metadata.dst_node_id,
-            self._node(client),
-            self._states.get(client, RecordDict()),
-            self._run_config,
-        )
+        client = (node := message.metadata.dst_node_id) - FIRST_NODE
+        state = self._states.get(client, RecordDict())
+        context = Context(1, node, self._node(client), state, self._run_config)
         try:
             # a broadcast shares one record among all messages; the copies keep clients from changing each other's
             reply = copy.deepcopy(self._app(copy.deepcopy(message), context))
@@ -111,9 +106,7 @@ class WorkerGrid(LocalGrid):
         super().__init__(client_app(config), clients, node_config)
         self._config = config
         self._workers = [Worker() for _ in range(workers)]
-        self._idle: SimpleQueue[Worker] = SimpleQueue()
-        for worker in self._workers:
-            self._idle.put(worker)
+        self._idle = deque(self._workers)
         self._threads = ThreadPoolExecutor(workers)
         self._running: dict[str, Future[Message]] = {}
 
@@ -146,7 +139,7 @@ class WorkerGrid(LocalGrid):
                 self._running[id_] = self._threads.submit(self._answer_in_worker, self._pending.pop(id_))
 
     def _answer_in_worker(self, message: Message) -> Message:
-        worker = self._idle.get()
+        worker = self._idle.popleft()  # there are as many threads as workers
         try:
             tensors, value = unpack_json(message.content)
             node = self._node(message.metadata.dst_node_id - FIRST_NODE)
@@ -155,7 +148,7 @@ class WorkerGrid(LocalGrid):
         except ClientFailed as error:
             return Message(Error(code=2, reason=type(error).__name__), reply_to=message)
         finally:
-            self._idle.put(worker)
+            self._idle.append(worker)
 
     def close(self) -> None:
         """End all worker processes."""

@@ -17,15 +17,14 @@ from torch import Tensor
 
 from fedortho.engines.query import Query
 from fedortho.errors import FedOrthoError
-from fedortho.federated.messages import KeyReply, Observe, ObserveReply, ShareKey
+from fedortho.federated.messages import NO_SUMS, KeyReply, Observe, ObserveReply, ShareKey
 from fedortho.federated.transport import Transport
-from fedortho.federated.wire import FLOAT32, BadReply, from_wire, pack, to_wire
+from fedortho.federated.wire import FLOAT32, Observations, Tensors, from_wire, pack, to_wire
 from fedortho.statistics.observe import Observation
 
 LEAST_CLIENTS = 3  # of two, each knows the other's sums from the total
 COSTS = ("withheld", "images_read", "images_trained", "flops", "kept_flops")  # they travel masked, too
 MASKED = "masked"
-NOTHING = ObserveReply(0, "done", (), 0, 0, 0, 0.0, 0.0)
 
 
 def draw_key() -> tuple[str, str]:
@@ -61,18 +60,12 @@ def mask(values: Tensor, client: int, private: str, keys: Mapping[int, str], exc
     return masked
 
 
-def check_maskable(queries: Sequence[Query]) -> None:
-    """Refuse statistics whose sums are no integers."""
-    for query in queries:
-        if query.statistic.kind in FLOAT32:
-            raise FedOrthoError(f"sums of {query.statistic.kind} are float32 and cannot be masked; give --sums open")
-
-
-def flatten(observed: Sequence[Sequence[Observation]], queries: Sequence[Query], cost: ObserveReply) -> Tensor:
+def flatten(observed: Observations, queries: Sequence[Query], cost: ObserveReply) -> Tensor:
     """All sums, counts and costs of a client as one row of integers; those of empty groups are 0."""
-    check_maskable(queries)
     parts = []
     for row, query in zip(observed, queries, strict=True):
+        if query.statistic.kind in FLOAT32:
+            raise FedOrthoError(f"sums of {query.statistic.kind} are float32 and cannot be masked; give --sums open")
         for each in row:
             parts += [to_wire(each.sums[key], query.statistic.kind).long().flatten() for key in sorted(each.sums)]
             parts.append(each.counts.flatten())
@@ -80,7 +73,7 @@ def flatten(observed: Sequence[Sequence[Observation]], queries: Sequence[Query],
 
 
 def unflatten(
-    total: Tensor, blank: Sequence[Sequence[Observation]], queries: Sequence[Query]
+    total: Tensor, blank: Observations, queries: Sequence[Query]
 ) -> tuple[list[list[Observation]], ObserveReply]:
     """The observations and the costs of all clients together."""
     found: list[list[Observation]] = []
@@ -103,21 +96,13 @@ def unflatten(
 
 
 def masked_observations(
-    transport: Transport,
-    clients: Sequence[int],
-    order: Observe,
-    tensors: Mapping[str, Tensor],
-    blank: Sequence[Sequence[Observation]],
+    transport: Transport, clients: Sequence[int], order: Observe, tensors: Tensors, blank: Observations
 ) -> tuple[list[list[Observation]], ObserveReply]:
-    """The observations of all clients together and what they cost, from masked sums; `blank` are those of nobody."""
-    size = len(flatten(blank, order.queries, NOTHING))
-    return unflatten(_masked_total(transport, clients, order, tensors, size), blank, order.queries)
+    """The observations of all clients together and what they cost, from masked sums; `blank` are those of nobody.
 
-
-def _masked_total(
-    transport: Transport, clients: Sequence[int], order: Observe, tensors: Mapping[str, Tensor], size: int
-) -> Tensor:
-    """The total of the clients' integers; repeated without clients that drop out after they have sent a key."""
+    The exchange is repeated without clients that drop out after they have sent a key.
+    """
+    size = len(flatten(blank, order.queries, NO_SUMS))
     while True:
         exchange = secrets.token_hex(16)
         asked = dict.fromkeys(clients, pack({}, ShareKey(exchange)))
@@ -127,20 +112,14 @@ def _masked_total(
         content = pack(tensors, replace(order, exchange=exchange, keys=keys))
         total, done = torch.zeros(size, dtype=torch.int64), []
         for reply in transport.ask(Observe, ObserveReply, dict.fromkeys(keys, content)):
-            try:
-                total += _masked_of(reply.tensors, reply.message, size)
+            found = reply.tensors.get(MASKED)
+            if reply.message.status != "done":
+                transport.log[-1].reject(reply.client, f"takes no part: {reply.message.status}")
+            elif len(reply.tensors) != 1 or found is None or found.dtype != torch.int64 or found.shape != (size,):
+                transport.log[-1].reject(reply.client, f"its masked sums are not {size} integers")
+            else:
+                total += found
                 done.append(reply.client)
-            except BadReply as error:
-                transport.log[-1].reject(reply.client, str(error))
         if len(done) == len(keys):
-            return total
+            return unflatten(total, blank, order.queries)
         clients = done
-
-
-def _masked_of(tensors: Mapping[str, Tensor], message: ObserveReply, size: int) -> Tensor:
-    if message.status != "done":
-        raise BadReply(f"takes no part: {message.status}")
-    found = tensors.get(MASKED)
-    if len(tensors) != 1 or found is None or found.dtype != torch.int64 or found.shape != (size,):
-        raise BadReply(f"its masked sums are not {size} integers")
-    return found

@@ -221,6 +221,7 @@ class ObserveReply(Reply):
     kept_flops: float  # of which not dependent on the request
 
 
+NO_SUMS = ObserveReply(0, "done", (), 0, 0, 0, 0.0, 0.0)
 ORDERS: Mapping[str, type[Order]] = {
     order.action: order for order in (Hello, TrainLocal, KeepModel, ShareKey, Observe, ApplyPatch)
 }

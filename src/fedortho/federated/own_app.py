@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,21 +15,19 @@ from fedortho.data.loaders import Rows
 from fedortho.data.request import ForgetRequest, union_of
 from fedortho.errors import BadData, BadSetting, FedOrthoError
 from fedortho.federated import switch_off
-from fedortho.federated.client import flower_app, partition_id
-from fedortho.federated.client_handlers import HANDLERS
+from fedortho.federated.client import HANDLERS, flower_app, partition_id
 from fedortho.federated.client_state import ClientState, open_client, relabelled
 from fedortho.federated.engine import FederatedEngine
 from fedortho.federated.messages import Hello, HelloReply, TaskInfo
 from fedortho.federated.node_policy import read_policy
 from fedortho.federated.transport import Exchange, Transport
 from fedortho.methods import LEVELS as METHOD_OF_LEVEL
-from fedortho.methods import Data, as_dataset, level_of, unlearn
+from fedortho.methods import as_dataset, level_of, unlearn
 from fedortho.methods.method import ForgetResult, Method
 from fedortho.models.patch import Patch
 from fedortho.models.prepare import prepare_model, released
 from fedortho.models.zoo import check_output, count_answers, reinitialised
-from fedortho.runs.federation import Federation
-from fedortho.runs.settings import FederateSettings
+from fedortho.runs.settings import FederateSettings, Federation
 from fedortho.storage.files import state_directory, tensors_digest
 
 if TYPE_CHECKING:
@@ -37,13 +36,11 @@ if TYPE_CHECKING:
     from flwr.clientapp.typing import Mod
     from flwr.serverapp import Grid
 
-ImagesOf = Callable[["Context"], Any]
-
 
 def unlearning_app(
     app: "ClientApp",
     *,
-    images: ImagesOf | Any,
+    images: Any,
     model: Callable[[], nn.Module],
     mods: "Sequence[Mod]" = (),
     device: str = "auto",
@@ -59,14 +56,19 @@ def unlearning_app(
     """
     from flwr.clientapp import ClientApp
 
-    load = _part_of(images) if hasattr(images, "load_partition") else images
     settings = FederateSettings(device=device, threads=threads)
+
+    def load(context: "Context") -> Dataset:
+        if hasattr(images, "load_partition"):
+            return as_dataset(images.load_partition(partition_id(context.node_config)))
+        given = images(context)
+        is_pair = isinstance(given, tuple) and len(given) == 2
+        return as_dataset({"train": given[0], "valid": given[1]} if is_pair else given)
 
     def find(context: "Context") -> ClientState:
         state = open_client(partition_id(context.node_config), settings, store_of(context))
-        has_settings = "least-group" in context.node_config
-        policy = read_policy(context.node_config, is_simulated=not has_settings)
-        return replace(state, load=lambda: _own_dataset(load(context)), network=model, policy=policy)
+        policy = read_policy(context.node_config, is_simulated="least-group" not in context.node_config)
+        return replace(state, load=partial(load, context), network=model, policy=policy)
 
     forgetting = flower_app(find, mods)
 
@@ -78,16 +80,6 @@ def unlearning_app(
             return chosen(message, context)
 
     return Unlearning()
-
-
-def _part_of(partitioner: Any) -> ImagesOf:
-    return lambda context: partitioner.load_partition(partition_id(context.node_config))
-
-
-def _own_dataset(given: Data | tuple[Any, Any]) -> Dataset:
-    """The dataset of a node; a pair is its training and its validation set."""
-    is_pair = isinstance(given, tuple) and len(given) == 2
-    return as_dataset({"train": given[0], "valid": given[1]} if is_pair else given)  # type: ignore[index]  # a pair
 
 
 def store_of(context: "Context") -> Path:
@@ -209,10 +201,10 @@ def agreed_task(clients: Mapping[int, HelloReply], model: nn.Module, names: Sequ
     first, task = max(tasks.items(), key=lambda found: len(found[1].names))
     for client, other in tasks.items():
         for what in ("shape", "mean", "std"):
-            if getattr(other, what) != getattr(task, what):
+            if (found := getattr(other, what)) != (wanted := getattr(task, what)):
                 raise BadData(
-                    f"client {client} has images of {what} {getattr(other, what)}, client {first} of "
-                    f"{getattr(task, what)}; give all nodes images of one size, as floats that the model reads"
+                    f"client {client} has images of {what} {found}, client {first} of {wanted}; "
+                    "give all nodes images of one size, as floats that the model reads"
                 )
     outputs = count_answers(prepare_model(model, len(task.names)), task.shape)
     known = tuple(names) or task.names

@@ -19,7 +19,7 @@ from fedortho.engines.answer import answer
 from fedortho.engines.query import Query
 from fedortho.federated.aggregation import add_observations
 from fedortho.federated.messages import TaskInfo
-from fedortho.federated.wire import BadReply
+from fedortho.federated.wire import BadReply, Observations, places_of
 from fedortho.statistics.observe import Observation
 
 logger = logging.getLogger(__name__)
@@ -38,16 +38,10 @@ class Pool:
     """The observations of one exchange."""
 
     def __init__(
-        self,
-        how: str,
-        blank: Sequence[Sequence[Observation]],
-        queries: Sequence[Query],
-        model: nn.Module,
-        task: TaskInfo,
+        self, how: str, blank: Observations, queries: Sequence[Query], model: nn.Module, task: TaskInfo
     ) -> None:
-        self._how, self._queries = how, queries
-        self._total: Sequence[Sequence[Observation]] = blank
-        self._blank = blank
+        self._how, self._queries, self._blank = how, queries, blank
+        self._total: Observations = blank
         self._held: dict[int, Found] = {}
         self._medians: dict[tuple[int, int, str], float] | None = None
         self._limits = {} if how == "sum" else model_limits(model, task, queries)
@@ -56,7 +50,10 @@ class Pool:
 
     def add(self, client: int, found: Found) -> None:
         """Add the observations of one client; other layers or shapes, and what no image gives, are refused."""
-        add_observations(self._blank, found)
+        for number, (row, expected) in enumerate(zip(found, self._blank, strict=True)):
+            for place, (each, blank) in enumerate(zip(row, expected, strict=True)):
+                if each is not None and _shapes(each) != _shapes(blank):
+                    raise BadReply(f"{number}.{place} has other layers, labels or shapes")
         for (number, place), limits in self._limits.items():
             _check_limits(found[number][place], limits, f"{number}.{place}")
         if self._how != "sum":
@@ -73,9 +70,7 @@ class Pool:
         """The sums over all clients."""
         self._find_apart()
         if self._how == "trimmed":
-            return [
-                [self._trimmed(number, place) for place in range(len(row))] for number, row in enumerate(self._blank)
-            ]
+            return [[self._trimmed(n, place) for place in range(len(row))] for n, row in enumerate(self._blank)]
         for client, found in self._held.items():
             self._add_bounded(client, found)
         self._held = {}
@@ -99,9 +94,7 @@ class Pool:
                 share = min(share, factor * median / length)
         if share == 1.0:
             return observed
-        logger.warning(
-            "client %d: its sums are %.0f times the median client's and were bounded", client, factor / share
-        )
+        logger.warning("client %d: its sums are %.0f times the median's and were bounded", client, factor / share)
         return replace(observed, sums={key: value * share for key, value in observed.sums.items()})
 
     def _find_medians(self) -> dict[tuple[int, int, str], float]:
@@ -148,6 +141,10 @@ class Pool:
             if self._queries[number].statistic.kind == "right":
                 sums[key] = sums[key].round()
         return replace(blank, sums=sums, counts=counts.sum(0).long())
+
+
+def _shapes(observed: Observation) -> dict[str, torch.Size]:
+    return {"counts": observed.counts.shape, **{f"sums.{key}": value.shape for key, value in observed.sums.items()}}
 
 
 def _positive_median(counts: Tensor) -> Tensor:
@@ -221,19 +218,9 @@ def model_limits(
     image = Images(white, zero, zero, task.names, (0.0,) * len(largest), tuple(1 / each for each in largest))
     found: dict[tuple[int, int], dict[str, Tensor]] = {}
     for number, query in enumerate(queries):
-        statistic = query.statistic
-        if statistic.kind in ("peaks", "averages", "difference"):
-            (most,) = answer(
-                absolute,
-                image,
-                [image],
-                replace(statistic, kind="peaks" if statistic.kind == "difference" else statistic.kind, by_label=False),
-            )
-            limits = {key: value.sum(0) * (1 + 1e-4) + 2.0**-15 for key, value in most.sums.items()}
-            if statistic.kind == "difference":
-                limits = {key: 2 * value for key, value in limits.items()}
-            found |= {
-                (number, place): limits
-                for place in range(1 if statistic.kind == "difference" else len(query.selections))
-            }
+        if (kind := query.statistic.kind) in ("peaks", "averages", "difference"):
+            measured, times = ("peaks", 2) if kind == "difference" else (kind, 1)
+            (most,) = answer(absolute, image, [image], replace(query.statistic, kind=measured, by_label=False))
+            limits = {key: times * (value.sum(0) * (1 + 1e-4) + 2.0**-15) for key, value in most.sums.items()}
+            found |= {(number, place): limits for place in range(len(places_of(query)))}
     return found

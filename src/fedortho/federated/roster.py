@@ -1,8 +1,8 @@
 """The clients of a federation as the server knows them: which are connected, and which model each of them has."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -14,21 +14,11 @@ from fedortho.data.images import Images
 from fedortho.data.request import Clients, EmptyGroup, ForgetRequest, union_of
 from fedortho.engines.query import Selection
 from fedortho.errors import FedOrthoError
-from fedortho.federated.messages import (
-    ApplyPatch,
-    Hello,
-    HelloReply,
-    KeepModel,
-    ModelReply,
-    Observe,
-    PatchInfo,
-    TaskInfo,
-    TrainLocal,
-)
+from fedortho.federated import messages
 from fedortho.federated.transport import Transport
 from fedortho.federated.wire import pack, prefixed
 from fedortho.models.patch import Patch
-from fedortho.runs.federation import Federation
+from fedortho.runs.settings import Federation
 from fedortho.storage.files import tensors_digest
 from fedortho.storage.records import read_record
 
@@ -39,6 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 NODES = "nodes.json"
+Patches = Sequence[tuple[Patch, ForgetRequest | None]]  # oldest first, each with its request
 Common = Callable[[], tuple[Images, Clients]]  # training images of a common dataset, and the rows of each client
 
 
@@ -65,48 +56,44 @@ def read_bindings(run: Path) -> Mapping[int, Binding]:
     return read_record(NodesRecord, run / NODES).clients if (run / NODES).exists() else {}
 
 
+@dataclass(eq=False)
 class Roster:
     """Clients by number; empty until `hello` asks who is connected."""
 
-    def __init__(
-        self,
-        grid: "Grid",
-        federation: Federation,
-        task: TaskInfo,
-        left: Sequence[int] = (),
-        common: Common | None = None,
-        known: "Mapping[int, Binding] | None" = None,
-    ) -> None:
-        self._common, self._known = common, dict(known or {})
-        self.federation, self.task = federation, task
-        self.left = frozenset(left)  # clients that left by earlier requests; the server does not wait for them
-        self.transport = Transport(grid, federation.timeout, federation.quorum)
-        self.clients: dict[int, HelloReply] = {}
+    grid: "Grid"
+    federation: Federation
+    task: messages.TaskInfo
+    left: Collection[int] = ()  # clients that left by earlier requests; the server does not wait for them
+    load_common: Common | None = None
+    known: Mapping[int, Binding] = field(default_factory=dict)  # from an earlier run
+    clients: dict[int, messages.HelloReply] = field(init=False, default_factory=dict)
 
-    def hello(self) -> dict[int, HelloReply]:
+    def __post_init__(self) -> None:
+        self.left = frozenset(self.left)
+        self.transport = Transport(self.grid, self.federation.timeout, self.federation.quorum)
+
+    def hello(self) -> dict[int, messages.HelloReply]:
         """Ask all nodes who they are; returns the connected clients by number."""
-        expected = set(range(self.federation.clients)) - self.left
-        self.clients = self.transport.greet(Hello(self.task), len(expected), self._stranger)
+        number, expected = self.federation.clients, set(range(self.federation.clients)).difference(self.left)
+        self.clients = self.transport.greet(messages.Hello(self.task), len(expected), self._stranger)
         if missing := sorted(expected - self.clients.keys()):
-            logger.warning(
-                "%d of %d clients are not connected: %s", len(missing), self.federation.clients, first_few(missing)
-            )
+            logger.warning("%d of %d clients are not connected: %s", len(missing), number, ranges(missing, 5))
         return self.clients
 
-    def welcome(self) -> dict[int, HelloReply]:
+    def welcome(self) -> dict[int, messages.HelloReply]:
         """Greet nodes that have come since; returns their clients, which take part from now on."""
-        returned = self.transport.greet_new(Hello(self.task), self._stranger)
+        returned = self.transport.greet(messages.Hello(self.task), check=self._stranger)
         if returned:
-            logger.info("clients %s are connected again", first_few(list(returned)))
+            logger.info("clients %s are connected again", ranges(list(returned), 5))
             self.clients = dict(sorted({**self.clients, **returned}.items()))
         return returned
 
-    def _stranger(self, node: int, reply: HelloReply) -> str:
+    def _stranger(self, node: int, reply: messages.HelloReply) -> str:
         """Why a node is not the client that it calls itself: a number is bound to its node or to its store."""
         client, here = reply.client, version("fedortho")
         if client >= self.federation.clients:
             return f"calls itself client {client}; clients run 0 to {self.federation.clients - 1}"
-        bound = self._known.get(client)
+        bound = self.known.get(client)
         if bound is not None and bound.node != node and bound.identity != reply.identity:
             return f"calls itself client {client}, which was another node with another store; remove it from {NODES}"
         if bound is not None and bound.data and reply.data and bound.data != reply.data:
@@ -117,11 +104,9 @@ class Roster:
 
     def bindings(self) -> dict[int, "Binding"]:
         """The node and the store of every client that is known, now or before."""
-        now = {
-            client: Binding(self.transport.nodes[client], info.identity, info.data)
-            for client, info in self.clients.items()
-        }
-        return {**self._known, **now}
+        nodes = self.transport.nodes
+        now = {client: Binding(nodes[client], info.identity, info.data) for client, info in self.clients.items()}
+        return {**self.known, **now}
 
     def check_forgotten(self, declared: ForgetRequest | None) -> None:
         """Refuse a training of which clients would leave out more than is declared, since they have forgotten it."""
@@ -143,18 +128,23 @@ class Roster:
 
     @cached_property
     def common(self) -> tuple[Images, Clients] | None:
-        """The training images of the common dataset and each client's rows; None if clients have images of their own.
-
-        Requests are checked and their samples are found with them; nothing is computed of them here.
-        """
+        """Training images of the common dataset and each client's rows; None if clients have images of their own."""
         has_own = any(info.has_own_images for info in self.clients.values())
-        return None if has_own or self._common is None else self._common()
+        return None if has_own or self.load_common is None else self.load_common()
 
     def check(self, request: ForgetRequest, forgotten: ForgetRequest | None) -> None:
         """Refuse a request for classes, clients or samples that do not exist or were forgotten before."""
         request.labels(self.task.names)
         for client in request.clients:
-            self._check_client(client)
+            if not 0 <= client < self.federation.clients:
+                raise FedOrthoError(f"no client {client}; clients run 0 to {self.federation.clients - 1}")
+            if client in self.left or (client in self.clients and self.clients[client].has_left):
+                raise EmptyGroup(f"client {client} has left already; there is nothing to forget")
+            if client not in self.clients:
+                raise FedOrthoError(
+                    f"client {client} is not connected, and only its own disk knows what it contributed; "
+                    "start its node, or retrain without it"
+                )
         has_own = any(info.has_own_images for info in self.clients.values())
         if has_own and any("/" not in sample for sample in request.samples):
             raise FedOrthoError("clients have images of their own: name samples as client/row, such as 3/17")
@@ -164,17 +154,6 @@ class Roster:
             images, clients = self.common
             request.split(Selection(exclude=forgotten).select(images, clients), clients)
 
-    def _check_client(self, client: int) -> None:
-        if not 0 <= client < self.federation.clients:
-            raise FedOrthoError(f"no client {client}; clients run 0 to {self.federation.clients - 1}")
-        if client in self.left or (client in self.clients and self.clients[client].has_left):
-            raise EmptyGroup(f"client {client} has left already; there is nothing to forget")
-        if client not in self.clients:
-            raise FedOrthoError(
-                f"client {client} is not connected, and only its own disk knows what it contributed; "
-                "start its node, or retrain without it"
-            )
-
     def send_model(
         self,
         model: nn.Module,
@@ -183,33 +162,27 @@ class Roster:
         ledger: bool = True,
         forgotten: ForgetRequest | None = None,
     ) -> list[int]:
-        """Send clients the model that later requests are about, and what it has forgotten; returns those that keep it.
-
-        `ledger`: clients also write a ledger of their training images.
-        """
-        order = KeepModel(self.task, ledger, forgotten)
-        content = pack(prefixed("model.", model.state_dict()), order)
-        receivers = self.present() if clients is None else clients
-        return self._confirmed(KeepModel, dict.fromkeys(receivers, content), tensors_digest(model.state_dict()))
+        """Send clients the model that later requests are about; returns those that keep it, with a `ledger` or not."""
+        content = pack(prefixed("model.", model.state_dict()), messages.KeepModel(self.task, ledger, forgotten))
+        return self._confirmed(messages.KeepModel, content, clients, tensors_digest(model.state_dict()))
 
     def send_patch(
         self, patch: Patch, request: ForgetRequest | None, clients: Sequence[int] | None = None
     ) -> list[int]:
         """Have clients apply a patch and stop using the forgotten images; returns those that did."""
-        content = pack(patch.packed()[0], ApplyPatch(PatchInfo(patch.before, patch.after), request))
-        receivers = self.present() if clients is None else clients
-        done = self._confirmed(ApplyPatch, dict.fromkeys(receivers, content), patch.after)
+        content = pack(patch.packed()[0], messages.ApplyPatch(messages.PatchInfo(patch.before, patch.after), request))
+        done = self._confirmed(messages.ApplyPatch, content, clients, patch.after)
         for client in done:
             has_left = request is not None and client in request.clients
             self.clients[client] = replace(self.clients[client], has_left=has_left)
         return done
 
     def _confirmed(
-        self, order: type[KeepModel | ApplyPatch], contents: "Mapping[int, RecordDict]", digest: str
+        self, order: type[messages.Order], content: "RecordDict", clients: Sequence[int] | None, digest: str
     ) -> list[int]:
-        """Clients that report the model with this digest; the others are rejected."""
-        done = []
-        for reply in self.transport.ask(order, ModelReply, contents):
+        """Send clients, or all, this content; those that report the model with this digest, others are rejected."""
+        done, receivers = [], self.present() if clients is None else clients
+        for reply in self.transport.ask(order, messages.ModelReply, dict.fromkeys(receivers, content)):
             if reply.message.status == "done" and reply.message.model == digest:
                 done.append(reply.client)
                 self.clients[reply.client] = replace(self.clients[reply.client], model=digest)
@@ -217,7 +190,7 @@ class Roster:
                 self.transport.log[-1].reject(reply.client, self._refusal(reply.message, digest))
         return done
 
-    def _refusal(self, reply: ModelReply, digest: str) -> str:
+    def _refusal(self, reply: messages.ModelReply, digest: str) -> str:
         """Why a client has not taken the model with this digest."""
         if reply.status == "uncovered":
             forgotten = str(union_of(self.clients[reply.client].forgotten))
@@ -226,12 +199,7 @@ class Roster:
         return reasons.get(reply.status, f"has the model {reply.model[:12]}, not {digest[:12]}")
 
     def bring_up_to_date(
-        self,
-        model: nn.Module,
-        patches: Sequence[tuple[Patch, ForgetRequest | None]],
-        forgotten: ForgetRequest | None = None,
-        *,
-        ledger: bool = True,
+        self, model: nn.Module, patches: Patches, forgotten: ForgetRequest | None = None, *, ledger: bool = True
     ) -> None:
         """Send clients with an older model the patches that they missed, and all others the model itself.
 
@@ -241,7 +209,7 @@ class Roster:
         for patch, request in patches:
             late = [client for client, info in self.clients.items() if info.model == patch.before and not info.has_left]
             if late:
-                logger.warning("clients %s missed a patch: it is sent again", first_few(late))
+                logger.warning("clients %s missed a patch: it is sent again", ranges(late, 5))
                 self.send_patch(patch, request, late)
         outdated = [client for client in self.present() if self.clients[client].model != digest]
         if outdated:
@@ -250,7 +218,11 @@ class Roster:
 
     def answered(self) -> tuple[int, ...]:
         """Clients with a reply that counted, to a query or in training."""
-        asked = [exchange for exchange in self.transport.log if exchange.kind in (Observe.action, TrainLocal.action)]
+        asked = [
+            exchange
+            for exchange in self.transport.log
+            if exchange.kind in (messages.Observe.action, messages.TrainLocal.action)
+        ]
         return tuple(sorted({client for each in asked for client in each.bytes_up if client not in each.failed}))
 
     def having(self, digest: str) -> tuple[int, ...]:
@@ -258,16 +230,11 @@ class Roster:
         return tuple(sorted(client for client, info in self.clients.items() if info.model == digest))
 
 
-def first_few(clients: Sequence[int]) -> str:
-    """The first five clients, for one line of text."""
-    return ", ".join(map(str, clients[:5])) + (" …" if len(clients) > 5 else "")
+def ranges(clients: Sequence[int], most: int | None = None) -> str:
+    """Client numbers in few words, of scattered ones only the first.
 
-
-def ranges(clients: Sequence[int]) -> str:
-    """Client numbers in few words.
-
-    >>> ranges([0, 1, 2, 3, 7, 9, 10])
-    '0-3,7,9,10'
+    >>> ranges([0, 1, 2, 3, 7, 9, 10]), ranges([0, 1, 2, 3, 7, 9, 10], most=2)
+    ('0-3,7,9,10', '0-3,7 …')
     """
     spans: list[list[int]] = []
     for client in sorted(clients):
@@ -275,4 +242,5 @@ def ranges(clients: Sequence[int]) -> str:
             spans[-1].append(client)
         else:
             spans.append([client])
-    return ",".join(f"{span[0]}-{span[-1]}" if len(span) > 2 else ",".join(map(str, span)) for span in spans)
+    words = [f"{span[0]}-{span[-1]}" if len(span) > 2 else ",".join(map(str, span)) for span in spans]
+    return ",".join(words[:most]) + (" …" if most and len(words) > most else "")

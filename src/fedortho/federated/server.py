@@ -27,12 +27,10 @@ from fedortho.models.patch import Patch, load_patch
 from fedortho.models.predictions import accuracy
 from fedortho.models.zoo import build_model
 from fedortho.runs.derived import copy_patches
-from fedortho.runs.federation import held_rows
 from fedortho.runs.record import RunRecord, read_run_record
 from fedortho.runs.rounds import LOG_FILE, RoundLog, StartRound, copy_rounds, keep_round
-from fedortho.runs.run import Run, load_run_data, open_run
-from fedortho.runs.served import excluded_by, served_requests
-from fedortho.runs.settings import FederateSettings
+from fedortho.runs.run import Run, load_run_data, open_run, served_requests
+from fedortho.runs.settings import FederateSettings, held_rows
 from fedortho.runs.training import train_run
 from fedortho.storage.files import locked
 from fedortho.storage.journal import append_entry, read_journal
@@ -89,8 +87,8 @@ def federated_engine(
         left=left,
         build=lambda seed: build(seed=seed),
         local_epochs=settings.epochs,
-        common=lambda: (data.with_gone(), held_rows(data, settings, settings.partition_seed)),
-        known=None if run is None else read_bindings(run),
+        load_common=lambda: (data.with_gone(), held_rows(data, settings, settings.partition_seed)),
+        known={} if run is None else read_bindings(run),
     )
     engine.hello()
     return engine
@@ -102,31 +100,31 @@ def train_federation(
     grid: "Grid | None" = None,
     *,
     watch: Watch | None = None,
-    updates: Path | None = None,
     workers: int = 1,
     data: Dataset | None = None,
     begin: StartRound | None = None,
 ) -> Run:
     """The run of a federation trained into `path`; a killed training goes on after its last finished round.
 
-    Without a grid, clients run in this process, or in `workers` processes, to the same bytes. `updates` is a directory
-    that keeps every client's model of every round, which FedEraser needs. `data` is as for `train_run`. `begin` is a
-    round of another run to go on from: `requests.rewind` sees that nothing before it differs.
+    Without a grid, clients run in this process, or in `workers` processes, to the same bytes. `data` is as for
+    `train_run`. `begin` is a round of another run to go on from, before which nothing differs.
     """
     start = _start_run(settings)
     data = data or (None if start is None else start.load_data())
     if grid is None:
-        _check_settings(settings, data)
+        whole = data or load_run_data(settings)  # an impossible partition or request is refused before any work
+        rows = held_rows(whole, settings, settings.partition_seed)
+        if settings.without:
+            settings.excluded.split(whole.train, rows, gone=whole.gone)
         with local_grid(settings, path / "clients", workers, run=path) as own_grid:
-            return train_federation(path, settings, own_grid, watch=watch, updates=updates, data=data, begin=begin)
-    updates = updates or (path / "updates" if settings.keep_updates else None)
+            return train_federation(path, settings, own_grid, watch=watch, data=data, begin=begin)
 
     def trainer(model: nn.Module, data: Dataset, checkpoint: Path) -> tuple[nn.Module, Sequence[Epoch]]:
         left = [] if start is None else [*served_requests(start), start.settings.excluded]
         engine = federated_engine(grid, settings, data, left, path)
         write_record(path / NODES, NodesRecord(engine.bindings()))
         without = settings.excluded if settings.without else None
-        if without is not None and (images := replace(without, clients=())).kinds:
+        if (images := replace(settings.excluded, clients=())).kinds:
             engine.check(images, None)
         if begin is not None:
             copy_rounds(begin.run, path, len(begin.log))
@@ -134,7 +132,7 @@ def train_federation(
         if start is not None:
             model = start.load_model()
             trainable = trainable_masks(start, model)
-            without = union_of([request for request in (excluded_by(start), without) if request is not None])
+            without = union_of([request for request in (start.excluded, without) if request is not None])
             copy_patches(start, path, len(start.record.requests))
         engine.check_forgotten(without)
         trained = engine.fit(
@@ -145,7 +143,7 @@ def train_federation(
             checkpoint=checkpoint,
             score=lambda net: accuracy(net, data.valid) if len(data.valid) else 0.0,
             watch=watch,
-            updates=updates,
+            updates=path / "updates" if settings.keep_updates else None,
             keep=partial(keep_round, path, settings),
             begin=begin,
         )
@@ -164,14 +162,6 @@ def train_on(run: Run, rounds: int) -> Run:
     settings = replace(run.settings, start=str(run.path), rounds=rounds, without="", keep_rounds="")
     settings = replace(settings, lr=settings.lr / 10, schedule="constant")
     return train_federation(run.path.with_name(f"{run.path.name}-after-{rounds}"), settings)
-
-
-def _check_settings(settings: FederateSettings, data: Dataset | None) -> None:
-    """Refuse an impossible partition or request before anything is written and any client is asked."""
-    data = data or load_run_data(settings)
-    rows = held_rows(data, settings, settings.partition_seed)
-    if settings.without:
-        settings.excluded.split(data.train, rows, gone=data.gone)
 
 
 def _start_run(settings: FederateSettings) -> Run | None:
@@ -235,7 +225,7 @@ class Confirmed:
 
 def confirmed_by(engine: FederatedEngine, digest: str) -> Confirmed:
     """Who took part so far in a request that leads to the model with this digest."""
-    expected = set(range(engine.federation.clients)) - engine.left
+    expected = set(range(engine.federation.clients)).difference(engine.left)
     done = engine.having(digest)
     missing = tuple(sorted(expected - set(done) - {c for c, info in engine.clients.items() if info.has_left}))
     enough = len(done) >= max(engine.federation.quorum * len(expected), 1)
@@ -269,22 +259,16 @@ def sync(run: Run, grid: "Grid | None" = None) -> list[int]:
             stack.enter_context(federation_lock(run.path))
         engine = federated_engine(grid, settings, run.load_data(), served_requests(run), run.path)
         engine.bring_up_to_date(run.load_model(), patches_of(run), run.excluded)
-        if run.record.requests and (confirmed := confirmed_by(engine, run.record.model.digest)).is_enough:
+        digest = run.record.model.digest
+        if run.record.requests and (confirmed := confirmed_by(engine, digest)).is_enough:
             confirmed.write(run.path)
-            _tell_executed(run, confirmed)
-        return [client for client in engine.present() if engine.clients[client].model == run.record.model.digest]
-
-
-def _tell_executed(run: Run, confirmed: Confirmed) -> None:
-    """Tell the journal of a request whose job ended before enough clients had confirmed it; once."""
-    directory = run.path.absolute().parent
-    entries = [each for each in read_journal(directory).entries if each.details.get("out") == run.path.name]
-    if entries and not any(entry.event in ("executed", "hidden") for entry in entries):
-        first, after = entries[0], run.record.model.digest
-        told = {**first.details, **confirmed.details}
-        append_entry(
-            directory, "executed", run.path.name, first.request, before=first.before, after=after, details=told
-        )
+            directory, name = run.path.absolute().parent, run.path.name
+            entries = [each for each in read_journal(directory).entries if each.details.get("out") == name]
+            if entries and not any(entry.event in ("executed", "hidden") for entry in entries):
+                request, before, details = entries[0].request, entries[0].before, {**entries[0].details}
+                details |= confirmed.details  # the request's job ended before enough clients had confirmed it
+                append_entry(directory, "executed", name, request, before=before, after=digest, details=details)
+        return [client for client in engine.present() if engine.clients[client].model == digest]
 
 
 def patches_of(run: Run) -> list[tuple[Patch, ForgetRequest | None]]:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 R = TypeVar("R", bound=Reply)
 Check = Callable[[int, HelloReply], str]
+Contents = Mapping[int, "RecordDict"]  # by client
+Progress = Callable[[int, int], None]  # receives how many of how many clients have answered
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.01, 3.0  # seconds between two looks for replies
 
 
@@ -77,11 +79,6 @@ class ClientReply(Generic[R]):
     message: R
 
 
-def accept_all(node: int, reply: HelloReply) -> str:
-    """No reason to refuse any node."""
-    return ""
-
-
 class Transport:
     """The connection to the clients: their nodes by client number, and a log of all exchanges."""
 
@@ -98,70 +95,47 @@ class Transport:
         up, down = total_bytes(exchanges)
         self.bytes_up, self.bytes_down = self.bytes_up + up, self.bytes_down + down
 
-    def greet(self, hello: Hello, expected: int, check: Check = accept_all) -> dict[int, HelloReply]:
-        """Ask every node who it is, after waiting for `expected` nodes at most `timeout` seconds.
+    def greet(
+        self, hello: Hello, expected: int | None = None, check: Check = lambda node, reply: ""
+    ) -> dict[int, HelloReply]:
+        """Ask every node who it is, after waiting for `expected` nodes; None: only those that have come since.
 
-        `check` receives the node and its reply, and returns why it is refused, or nothing. Of two nodes that call
-        themselves one client both are refused.
+        `check` returns why a node is refused, or nothing. Of two nodes that call themselves one client both are
+        refused. A node that did not answer is asked again once it was gone.
         """
-        nodes = self._wait_for_nodes(expected)
-        self.nodes, self._greeted = {}, set()
-        replies = self._greet(nodes, hello, check)
-        if not replies:
-            raise FedOrthoError(f"none of {len(nodes)} nodes answered within {self.timeout:g} s; see their logs")
-        return replies
-
-    def greet_new(self, hello: Hello, check: Check = accept_all) -> dict[int, HelloReply]:
-        """Ask the nodes who they are that have come since; one that did not answer is asked again once it was gone."""
-        nodes = list(self.grid.get_node_ids())
+        until = time.monotonic() + self.timeout
+        while len(nodes := list(self.grid.get_node_ids())) < (expected or 0) and time.monotonic() <= until:
+            time.sleep(1.0)
+        if expected is not None:
+            self.nodes, self._greeted = {}, set()
         self._greeted &= set(nodes)
-        new = [node for node in nodes if node not in self._greeted]
-        return self._greet(new, hello, check) if new else {}
-
-    def _greet(self, nodes: Sequence[int], hello: Hello, check: "Check") -> dict[int, HelloReply]:
-        # nodes have no client number yet: negative numbers stand for them
-        unnamed = {-1 - number: node for number, node in enumerate(nodes)}
-        self.nodes |= unnamed
+        unnamed = {-1 - n: node for n, node in enumerate(nodes) if node not in self._greeted}  # no client numbers yet
         self._greeted |= set(nodes)
-        exchange, claims = Exchange(hello.action), dict[int, list[tuple[int, HelloReply]]]()
+        found = self._greet(hello, unnamed, check) if unnamed else {}
+        if expected is not None and not found:
+            raise FedOrthoError(f"none of {len(nodes)} nodes answered within {self.timeout:g} s; see their logs")
+        return found
+
+    def _greet(self, hello: Hello, unnamed: Mapping[int, int], check: Check) -> dict[int, HelloReply]:
+        exchange, claims = Exchange(hello.action), dict[int, list[ClientReply[HelloReply]]]()
+        known, self.nodes = self.nodes, {**self.nodes, **unnamed}
         for reply in self._replies(exchange, HelloReply, dict.fromkeys(unnamed, pack({}, hello))):
             if reason := check(unnamed[reply.client], reply.message):
                 exchange.reject(reply.client, f"node {unnamed[reply.client]} {reason}")
             else:
-                claims.setdefault(reply.message.client, []).append((reply.client, reply.message))
-        for place in unnamed:
-            del self.nodes[place]
-        found = {}
-        for client, given in sorted(claims.items()):
-            if len(given) > 1:
-                exchange.reject(client, "is the name of two nodes: both are refused; give each its own partition-id")
-                continue
-            ((place, found[client]),) = given
-            self.nodes[client] = unnamed[place]
-            for counted in (exchange.bytes_up, exchange.bytes_down):
-                counted[client] = counted.pop(place)
-        for by_client in (exchange.bytes_up, exchange.bytes_down, exchange.failed):  # of nobody whose number is known
-            for place in unnamed:
-                by_client.pop(place, None)
+                claims.setdefault(reply.message.client, []).append(reply)
+        exchange.failed.clear()  # of nobody whose number is known
+        named = {claimed[0].client: client for client, claimed in sorted(claims.items()) if len(claimed) == 1}
+        for client in sorted(claims.keys() - set(named.values())):
+            exchange.reject(client, "is the name of two nodes: both are refused; give each its own partition-id")
+        exchange.bytes_up = {client: exchange.bytes_up[place] for place, client in named.items()}
+        exchange.bytes_down = {client: exchange.bytes_down[place] for place, client in named.items()}
         self.log.append(exchange)
-        self.nodes = dict(sorted(self.nodes.items()))
-        return found
-
-    def _wait_for_nodes(self, expected: int) -> list[int]:
-        until = time.monotonic() + self.timeout
-        while True:
-            nodes = list(self.grid.get_node_ids())
-            if len(nodes) >= expected or time.monotonic() > until:
-                return nodes
-            time.sleep(1.0)
+        self.nodes = dict(sorted({**known, **{client: unnamed[place] for place, client in named.items()}}.items()))
+        return {client: claims[client][0].message for client in named.values()}
 
     def ask(
-        self,
-        order: type[Order],
-        kind: type[R],
-        contents: "Mapping[int, RecordDict]",
-        *,
-        progress: Callable[[int, int], None] | None = None,
+        self, order: type[Order], kind: type[R], contents: Contents, *, progress: Progress | None = None
     ) -> Iterator[ClientReply[R]]:
         """Send each client its content; yields the valid replies in the order of client numbers.
 
@@ -174,16 +148,12 @@ class Transport:
             yield reply
             if progress is not None:
                 progress(number, len(contents))
-        valid = len(contents) - len(exchange.failed)
-        if valid < max(self.quorum * len(contents), 1):
+        valid, asked = len(contents) - len(exchange.failed), len(contents)
+        if valid < max(self.quorum * asked, 1):
             why = "; ".join(f"client {c}: {reason}" for c, reason in sorted(exchange.failed.items())[:3])
-            raise FedOrthoError(
-                f"only {valid} of {len(contents)} clients answered {order.action} ({why}); see --quorum"
-            )
+            raise FedOrthoError(f"only {valid} of {asked} clients answered {order.action} ({why}); see --quorum")
 
-    def _replies(
-        self, exchange: Exchange, kind: type[R], contents: "Mapping[int, RecordDict]"
-    ) -> Iterator[ClientReply[R]]:
+    def _replies(self, exchange: Exchange, kind: type[R], contents: Contents) -> Iterator[ClientReply[R]]:
         """Valid replies in the order of client numbers; a reply that arrives early waits on disk for its turn."""
         started, pause = time.monotonic(), SHORTEST_PAUSE
         order = deque(sorted(contents))
@@ -204,40 +174,36 @@ class Transport:
                 arrived = self._pull(pending)
                 for sender, message in arrived:
                     reply = self._read(exchange, kind, sender, message)
-                    if reply is None:
-                        continue
-                    if sender == order[0]:
+                    if reply is not None and sender == order[0]:
                         yield reply
                         order.popleft()
-                    else:
+                    elif reply is not None:
                         write_tensors(Path(spool) / f"{sender}.safetensors", reply.tensors)
                         early[sender] = reply.message
                 pause = SHORTEST_PAUSE if arrived else min(pause * 2, LONGEST_PAUSE)
-                if not arrived and pending:
-                    if time.monotonic() - started > self.timeout:
-                        for silent in pending.values():
-                            exchange.reject(silent, f"silent for {self.timeout:g} s")
-                        pending.clear()
-                    else:
-                        time.sleep(pause)
+                if not arrived and pending and time.monotonic() - started > self.timeout:
+                    for silent in pending.values():
+                        exchange.reject(silent, f"silent for {self.timeout:g} s")
+                    pending.clear()
+                elif not arrived and pending:
+                    time.sleep(pause)
         exchange.seconds = time.monotonic() - started
 
-    def _push(self, exchange: Exchange, contents: "Mapping[int, RecordDict]") -> dict[str, int]:
+    def _push(self, exchange: Exchange, contents: Contents) -> dict[str, int]:
         """Send to all; returns message id → client. Flower gives no id for a node that is no longer connected."""
         from flwr.app import Message
 
         order, kind = sorted(contents), exchange.kind
         messages = [Message(contents[c], dst_node_id=self.nodes[c], message_type=kind) for c in order]
-        sizes = {
-            id(content): count_bytes(content) for content in {id(each): each for each in contents.values()}.values()
-        }
-        exchange.bytes_down = {client: sizes[id(contents[client])] for client in order}  # most share one record
+        records = {id(each): each for each in contents.values()}  # most clients share one
+        sizes = {key: count_bytes(each) for key, each in records.items()}
+        exchange.bytes_down = {client: sizes[id(contents[client])] for client in order}
         self.bytes_down += sum(exchange.bytes_down.values())
         ids = list(self.grid.push_messages(messages))
         if len(ids) != len(order):  # Flower's reply to messages that are too large
-            largest = max(exchange.bytes_down.values(), default=0)
+            most = max(sizes.values(), default=0)
             raise FedOrthoError(
-                f"Flower did not take {len(order)} messages of up to {largest:,} bytes ({kind}); see its log"
+                f"Flower did not take {len(order)} messages of up to {most:,} bytes ({kind}); see its log"
             )
         for client in [client for id_, client in zip(ids, order, strict=True) if not id_]:
             exchange.reject(client, "is no longer connected")

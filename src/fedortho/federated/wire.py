@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fedortho.data.images import made_images
 from fedortho.engines.engine import TrainingPlan
-from fedortho.engines.query import Query
+from fedortho.engines.query import Query, Selection
 from fedortho.errors import FedOrthoError
 from fedortho.federated.messages import PatchInfo, WireMessage
 from fedortho.models.patch import Patch, unpack_patch
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound=WireMessage)
 Json = Mapping[str, Any]
 Tensors = Mapping[str, Tensor]
+Observations = Sequence[Sequence[Observation]]  # by query and selection
+Places = Sequence[tuple[int, int]]  # query and selection
 # Sums travel as whole multiples of 2^-bits, so that their total does not depend on the order of clients.
 # Gradients range over too many magnitudes and stay float32.
 FLOAT32 = ("fisher", "fisher-abs", "gradient", "drift")
@@ -161,13 +163,11 @@ def from_wire(sums: Tensor, kind: str) -> Tensor:
     wanted = (torch.float32,) if kind in FLOAT32 else (torch.int32, torch.int64)
     if sums.dtype not in wanted:
         raise BadReply(f"its sums of {kind} are {str(sums.dtype)[6:]}; expected {str(wanted[0])[6:]}")
-    if kind in FLOAT32:
-        return sums.double()
-    return sums.double() / 2.0 ** BITS_OF.get(kind, BITS)
+    return sums.double() if kind in FLOAT32 else sums.double() / 2.0 ** BITS_OF.get(kind, BITS)
 
 
 def pack_observations(
-    observed: Sequence[Sequence[Observation]], queries: Sequence[Query]
+    observed: Observations, queries: Sequence[Query]
 ) -> tuple[dict[str, Tensor], tuple[tuple[int, int], ...]]:
     """Sums and counts by layer, and the query and place of each observation of no images, which has no tensors."""
     tensors: dict[str, Tensor] = {}
@@ -177,49 +177,42 @@ def pack_observations(
             if not observation.images:
                 empty.append((number, place))
                 continue
-            start = f"{number}.{place}."
-            sums = {key: to_wire(value, query.statistic.kind) for key, value in observation.sums.items()}
-            tensors |= prefixed(f"{start}sums.", sums)
-            tensors[f"{start}counts"] = observation.counts
+            sums = {f"sums.{key}": to_wire(value, query.statistic.kind) for key, value in observation.sums.items()}
+            tensors |= prefixed(f"{number}.{place}.", {**sums, "counts": observation.counts})
     return tensors, tuple(empty)
 
 
 def unpack_observations(
-    tensors: Tensors,
-    queries: Sequence[Query],
-    empty: Sequence[tuple[int, int]] = (),
-    holds: Mapping[str, int] | None = None,
+    tensors: Tensors, queries: Sequence[Query], empty: Places = (), holds: Mapping[str, int] | None = None
 ) -> list[list[Observation | None]]:
     """The observations of one client, None for empty ones; what it cannot have sent is refused by field.
 
     `holds` are the images of each split that the client said it has; counts beyond them are refused.
     """
-    places = [(n, p) for n, query in enumerate(queries) for p in range(num_places(query))]
-    expected = [f"{number}.{place}." for number, place in places if (number, place) not in empty]
-    if strange := [name for name in tensors if not name.startswith(tuple(expected))] if expected else list(tensors):
-        raise BadReply(f"it has a tensor {strange[0][:60]!r} that nobody asked for")
-    if unknown := [place for place in empty if place not in places]:
-        raise BadReply(f"empty names query {unknown[0][0]}, selection {unknown[0][1]}, which nobody asked for")
     found: list[list[Observation | None]] = [[] for _ in queries]
-    for number, place in places:
-        query = queries[number]
-        most = None if holds is None else most_counted(query, place, holds)
-        part = below(f"{number}.{place}.", tensors)
-        is_empty = (number, place) in empty
-        found[number].append(None if is_empty else _unpacked(part, query.statistic.kind, f"{number}.{place}", most))
+    strange, unknown = set(tensors), set(empty)
+    for number, query in enumerate(queries):
+        kind = query.statistic.kind
+        for place, selections in enumerate(places_of(query)):
+            if (number, place) in empty:
+                found[number].append(None)
+                unknown.discard((number, place))
+                continue
+            part = below(start := f"{number}.{place}.", tensors)
+            strange -= {f"{start}{name}" for name in part}
+            values = holds["values"] if holds and kind == "layer" else 1  # a layer counts values
+            most = None if holds is None else values * sum(holds[each.split] for each in selections)
+            found[number].append(_unpacked(part, kind, start[:-1], most))
+    if strange:
+        raise BadReply(f"it has a tensor {min(strange)[:60]!r} that nobody asked for")
+    if unknown:
+        raise BadReply("empty names query {}, selection {}, which nobody asked for".format(*min(unknown)))
     return found
 
 
-def num_places(query: Query) -> int:
-    """How many observations answer a query."""
-    return 1 if query.statistic.kind == "difference" else len(query.selections)
-
-
-def most_counted(query: Query, place: int, holds: Mapping[str, int]) -> int:
-    """The largest count that a client with so many images of each split can have in one place of its answer."""
-    selections = query.selections if query.statistic.kind == "difference" else query.selections[place : place + 1]
-    images = sum(holds[selection.split] for selection in selections)
-    return images * holds["values"] if query.statistic.kind == "layer" else images  # a layer counts values
+def places_of(query: Query) -> list[tuple[Selection, ...]]:
+    """The selections of each observation that answers a query."""
+    return [query.selections] if query.statistic.kind == "difference" else [(each,) for each in query.selections]
 
 
 def _unpacked(part: Tensors, kind: str, at: str, most: int | None) -> Observation:
@@ -236,12 +229,7 @@ def _unpacked(part: Tensors, kind: str, at: str, most: int | None) -> Observatio
         sums[key] = from_wire(value, kind)
         if not bool(torch.isfinite(sums[key]).all()):
             raise BadReply(f"{at}.sums.{key} is not finite")
-    if kind == "right":
-        for key, value in sums.items():
-            if (
-                value.dim() != 2
-                or len(value) != len(counts)
-                or bool((value < 0).any() | (value > counts.unsqueeze(1)).any())
-            ):
-                raise BadReply(f"{at}.sums.{key} is below 0 or above its count")
+        fits = value.dim() == 2 and len(value) == len(counts)
+        if kind == "right" and not (fits and bool(((value >= 0) & (value <= counts.unsqueeze(1))).all())):
+            raise BadReply(f"{at}.sums.{key} is below 0 or above its count")
     return Observation(sums, counts)

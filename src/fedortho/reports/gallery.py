@@ -17,8 +17,7 @@ from fedortho.reports.figures import attention, results
 from fedortho.reports.figures.style import ROLES
 from fedortho.reports.pictures import Gallery, Picture, kept_examples, lost_examples, picture_of
 from fedortho.runs.record import ServedRecord
-from fedortho.runs.run import Run
-from fedortho.runs.served import excluded_besides, served_record
+from fedortho.runs.run import Run, excluded_besides, served_record
 
 MAX_CAMS = 12  # classes side by side
 NO_ORIGINAL = "The original model was not found (give --original RUN), so nothing is compared with it."

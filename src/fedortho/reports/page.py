@@ -17,8 +17,7 @@ from fedortho.reports.gallery import audit_pictures, draw_gallery
 from fedortho.reports.pictures import Gallery
 from fedortho.reports.summary import Report, find_refusal
 from fedortho.requests.references import check_reference, find_original, find_references
-from fedortho.runs.run import Run, open_run
-from fedortho.runs.served import last_request, served_requests
+from fedortho.runs.run import Run, last_request, open_run, served_requests
 from fedortho.storage.files import write_text
 from fedortho.storage.journal import JournalEntry, read_journal
 from fedortho.storage.records import to_json

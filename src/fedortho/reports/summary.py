@@ -11,8 +11,7 @@ from fedortho.methods import MEANINGS, level_of_method
 from fedortho.reports.pictures import Gallery, Picture
 from fedortho.reports.tables import amount, number
 from fedortho.runs.record import ServedRecord
-from fedortho.runs.run import Run
-from fedortho.runs.served import served_record, served_requests
+from fedortho.runs.run import Run, served_record, served_requests
 from fedortho.storage.journal import JournalEntry
 
 FORGOTTEN, JUDGED = "forgotten", "judged"

@@ -13,12 +13,13 @@ from fedortho.devices import MOST_THREADS
 from fedortho.errors import FedOrthoError, unknown
 from fedortho.federated import switch_off
 from fedortho.federated.engine import Watch
-from fedortho.federated.launch import Scalar, need_flower, simulate, submit
+from fedortho.federated.launch import need_flower, simulate, submit
 from fedortho.federated.server import copied_clients, sync, train_federation
 from fedortho.methods.method import Method
 from fedortho.requests.rewind import plan_rewind
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.settings import FederateSettings
+from fedortho.storage.records import Scalar
 from fedortho.storage.settings import as_mapping
 from fedortho.storage.trusted_code import remember_code
 

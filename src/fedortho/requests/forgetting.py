@@ -43,13 +43,11 @@ from fedortho.requests.rewind import RewindPlan, find_rewind, rewind_run
 from fedortho.requests.tickets import Ticket
 from fedortho.requests.transaction import Step, Transaction, Unconfirmed, find_served, relative_out, transaction
 from fedortho.runs.derived import build_derived, building, tidy, write_derived
-from fedortho.runs.federation import held_rows
 from fedortho.runs.purge import purge_run
 from fedortho.runs.record import ResultRecord, RunRecord, ServedRecord, read_run_record
 from fedortho.runs.rows import hash_key
-from fedortho.runs.run import Run, open_run
-from fedortho.runs.served import check_unserved, excluded_by, last_request, served_requests
-from fedortho.runs.settings import FederateSettings
+from fedortho.runs.run import Run, check_unserved, last_request, open_run, served_requests
+from fedortho.runs.settings import FederateSettings, held_rows
 from fedortho.statistics.ledger import forget_lines, load_ledger, rebind_ledger
 from fedortho.storage.files import tensors_digest
 from fedortho.storage.journal import append_entry, read_journal
@@ -244,7 +242,7 @@ def serve_in(
     model = run.load_model().to(device)
     ledger = load_ledger(run.path / "ledger.safetensors", model)
     engine = engine or CentralEngine(data, ledger, clients, device, build=run.new_model)
-    result = unlearn(model, engine, request, method, forgotten=excluded_by(run))
+    result = unlearn(model, engine, request, method, forgotten=run.excluded)
     if step.accept is not None:
         step.accept(result)
     record = measured_record(run, model, result, data, engine, clients, device)
@@ -290,12 +288,12 @@ def forget_federated_run(
             grid = stack.enter_context(local_grid(settings, store, run=run.path))
         data = data or run.load_data()
         engine = federated_engine(grid, settings, data, served_requests(run), run.path)
-        engine.bring_up_to_date(run.load_model(), patches_of(run), excluded_by(run))
+        engine.bring_up_to_date(run.load_model(), patches_of(run), run.excluded)
         is_remote = any(info.has_own_images for info in engine.clients.values())
         clients = None if is_remote else held_rows(data, settings, settings.partition_seed)
         if clients is not None:  # all images are known here, so ids are checked before any client is asked
             for holder in (engine, CentralEngine(data, clients=clients)):
-                holder.check(request, excluded_by(run))
+                holder.check(request, run.excluded)
         device = choose_device(settings.device)
         served = serve_in(writing, run, data, request, method, step, device, engine, clients)
         check_retention(engine, served, run, data)
@@ -320,7 +318,7 @@ def check_retention(engine: FederatedEngine, served: ServedRequest, run: Run, da
     """
     result = served.result
     budget, images = result.settings.get("max-retain-drop"), data.valid if len(data.valid) else data.test
-    gone = [request.classes for request in (result.request, excluded_by(run)) if request is not None]
+    gone = [request.classes for request in (result.request, run.excluded) if request is not None]
     images = images.subset(~ForgetRequest(tuple(chain.from_iterable(gone))).mask(images))
     if not isinstance(budget, float) or result.settings.get("ratio") or not len(images):
         return

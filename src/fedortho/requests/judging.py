@@ -34,8 +34,7 @@ from fedortho.requests.references import (
 )
 from fedortho.runs.purge import known_copies
 from fedortho.runs.record import ServedRecord
-from fedortho.runs.run import Run, open_run
-from fedortho.runs.served import last_request, served_record
+from fedortho.runs.run import Run, last_request, open_run, served_record
 from fedortho.runs.settings import FederateSettings, TrainSettings
 from fedortho.storage.files import check_writable
 from fedortho.storage.journal import append_entry

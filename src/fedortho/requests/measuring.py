@@ -14,8 +14,7 @@ from fedortho.evaluation.accuracies import accuracies_of, forget_eval_images
 from fedortho.methods.method import ForgetResult
 from fedortho.models.patch import NOTHING, Patch
 from fedortho.runs.record import Accuracies, ServedRecord, TrialRecord
-from fedortho.runs.run import Run
-from fedortho.runs.served import excluded_by, served_requests
+from fedortho.runs.run import Run, served_requests
 from fedortho.unlearning.trials import Trial
 
 logger = logging.getLogger(__name__)
@@ -31,7 +30,7 @@ def measured_record(
     device: torch.device | str,
 ) -> ServedRecord:
     """The record of a result, with accuracies on test images before and after; `model` is that of the run."""
-    request, forgotten, patch, plan = result.request, excluded_by(run), result.patch, result.plan
+    request, forgotten, patch, plan = result.request, run.excluded, result.patch, result.plan
     measure = partial(accuracies_of, data=data, clients=clients, device=device)
     is_remote = engine.info.is_federated and clients is None  # training images lie with the clients only
     counted: tuple[float | None, float | None] = (None, None)

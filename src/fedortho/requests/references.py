@@ -18,12 +18,10 @@ from fedortho.federated.messages import TrainLocal
 from fedortho.federated.transport import read_wire_log, total_bytes
 from fedortho.methods.method import CannotServe
 from fedortho.methods.retrain import NO_RECIPE
-from fedortho.runs.federation import held_rows
 from fedortho.runs.record import RunRecord, read_run_record
 from fedortho.runs.rows import read_rows
-from fedortho.runs.run import Run, open_run
-from fedortho.runs.served import excluded_besides, excluded_by
-from fedortho.runs.settings import FREE, FederateSettings, TrainSettings, relocated
+from fedortho.runs.run import Run, excluded_besides, open_run
+from fedortho.runs.settings import FREE, FederateSettings, TrainSettings, held_rows, relocated
 from fedortho.runs.training import train_run
 from fedortho.storage.settings import as_mapping, kebab
 from fedortho.training.loop import Watch
@@ -46,7 +44,7 @@ def reference_settings(
     `seed` gives a second reference: the distance between two references shows how large a difference is by chance.
     """
     settings = relocated(run.settings, data_dir)
-    forget = union_of([part for part in (excluded_by(run), request) if part is not None])
+    forget = union_of([part for part in (run.excluded, request) if part is not None])
     assert forget is not None, "the request is one of them"
     if isinstance(settings, FederateSettings):
         settings = replace(settings, start="", keep_updates=False, keep_rounds="")  # those weights knew the forget set
@@ -144,10 +142,10 @@ def check_reference(run: Run, reference: Run, request: ForgetRequest) -> None:
     began = reference.settings.start if isinstance(reference.settings, FederateSettings) else ""
     if began or reference.record.is_edited:
         raise FedOrthoError(f"{reference.path} was edited or began with another model; train one --without {request}")
-    names, out = run.record.data.class_names, excluded_by(reference)
+    names, out = run.record.data.class_names, reference.excluded
     if out is None or not out.settled(names).covers(request.settled(names)):
         raise FedOrthoError(f"{reference.path} was trained with {request}; give a run trained --without it")
-    forget = union_of([part for part in (excluded_by(run), request) if part is not None])
+    forget = union_of([part for part in (run.excluded, request) if part is not None])
     assert forget is not None, "the request is one of them"
     if not forget.settled(names).covers(out.settled(names)):
         raise FedOrthoError(f"{reference.path} was trained without {out}; expected {forget}: it is no valid reference")
@@ -194,7 +192,7 @@ def case_of(
     if original.record.data.digest != run.record.data.digest:
         raise BadCheckpoint(f"{original.path} was trained on other data than {run.path}")
     names = run.record.data.class_names
-    before = excluded_by(original)
+    before = original.excluded
     if before is not None and before.settled(names).covers(request.settled(names)):
         raise FedOrthoError(f"{original.path} has forgotten {request} before; give an earlier run (--original)")
     others = excluded_besides(run, request)

@@ -20,11 +20,9 @@ from fedortho.errors import FedOrthoError
 from fedortho.federated.engine import Watch
 from fedortho.federated.server import train_federation
 from fedortho.requests.references import find_original
-from fedortho.runs.federation import Federation, held_rows, is_kept
 from fedortho.runs.rounds import LOG_FILE, RoundLog, kept_rounds, read_log, read_start, round_file
-from fedortho.runs.run import Run, open_run
-from fedortho.runs.served import served_requests
-from fedortho.runs.settings import FederateSettings
+from fedortho.runs.run import Run, open_run, served_requests
+from fedortho.runs.settings import FederateSettings, Federation, held_rows, is_kept
 from fedortho.storage.journal import append_entry, read_journal
 from fedortho.storage.provenance import environment
 

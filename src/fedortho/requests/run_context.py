@@ -21,8 +21,7 @@ from fedortho.methods import find_method, make_method
 from fedortho.methods.method import Method, Schedule
 from fedortho.methods.retrain import Retrain, RetrainPlain
 from fedortho.runs.record import Accuracies
-from fedortho.runs.run import Run
-from fedortho.runs.served import excluded_by, served_requests
+from fedortho.runs.run import Run, served_requests
 from fedortho.runs.settings import FederateSettings
 from fedortho.statistics.ledger import load_ledger
 from fedortho.storage.settings import field_types
@@ -75,7 +74,7 @@ class RunContext:
 
 def open_context(run: Run, data: Dataset) -> RunContext:
     """The run with its data, on the device of its settings."""
-    return RunContext(run, data, run.clients(data), excluded_by(run), choose_device(run.settings.device))
+    return RunContext(run, data, run.clients(data), run.excluded, choose_device(run.settings.device))
 
 
 def method_for_run(run: Run, name: str, *settings: Mapping[str, Any]) -> Method:

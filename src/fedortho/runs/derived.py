@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from torch import nn
@@ -18,17 +19,7 @@ from fedortho.runs.record import RunRecord
 from fedortho.runs.rows import read_rows
 from fedortho.runs.run import Run, open_run
 from fedortho.statistics.observe import Observation
-from fedortho.storage.files import (
-    PRIVATE,
-    check_writable,
-    copy_file,
-    file_digest,
-    locked,
-    sync_directory,
-    tensors_digest,
-    write_tensors,
-    write_text,
-)
+from fedortho.storage import files
 from fedortho.storage.records import write_record
 
 UNDO, UNDO_PATH = "undo.safetensors", "undo-path"  # in a building directory: the undo file, and where it belongs
@@ -42,7 +33,7 @@ def check_output_paths(out: Path | None, undo: Path | None) -> None:
     if undo is not None:
         if undo.exists():
             raise FedOrthoError(TAKEN.format(undo))
-        check_writable(next(parent for parent in undo.absolute().parents if parent.exists()))
+        files.check_writable(next(parent for parent in undo.absolute().parents if parent.exists()))
 
 
 @dataclass(frozen=True)
@@ -65,35 +56,31 @@ class Building:
         return self.path / UNDO
 
     def place(self) -> Run:
-        """Put the undo file and the run in their places.
+        """Put the undo file and the run in their places; the run comes last and in one step.
 
-        The run comes last and in one step. An undo file whose run did not follow is removed with the building
-        directory, now or by the next process that writes to `out`.
+        An undo file whose run did not follow is removed with the building directory, now or by the next process.
         """
         if self.undo is not None:
-            write_text(self.path / UNDO_PATH, str(self.undo.absolute()))
+            files.write_text(self.path / UNDO_PATH, str(self.undo.absolute()))
             _place_file(self.undo_file, self.undo)
-        sync_directory(self.run)
+        files.sync_directory(self.run)
         if self.may_replace and self.out.exists():
             self.out.rename(self.path / "replaced")
         check_output_paths(self.out, None)  # a rename would replace an empty directory
         self.run.rename(self.out)
-        sync_directory(self.out.parent)
+        files.sync_directory(self.out.parent)
         return open_run(self.out)
 
     def take_back(self) -> None:
         """Undo `place`: nobody uses the run, and it goes with the building directory."""
         self.out.rename(self.run)
-        sync_directory(self.out.parent)
+        files.sync_directory(self.out.parent)
 
 
 @contextmanager
 def building(out: Path, undo: Path | None = None, *, may_replace: bool = False) -> Iterator[Building]:
-    """A building directory for a run at `out`, locked for this process and removed at the end.
-
-    What killed processes left behind for the same `out` is removed first.
-    """
-    with locked(out):
+    """A building directory for a run at `out`, locked for this process; left-overs are removed first, it at the end."""
+    with files.locked(out):
         path = None
         try:
             with suppress(FileExistsError):  # a file there is refused below, as no directory
@@ -111,12 +98,12 @@ def building(out: Path, undo: Path | None = None, *, may_replace: bool = False) 
 
 def tidy(out: Path) -> None:
     """Remove what killed processes left behind when they wrote to `out`, unless another one is writing there now."""
-    with suppress(Busy), locked(out):
+    with suppress(Busy), files.locked(out):
         remove_leftovers(out)
 
 
 def remove_leftovers(out: Path) -> None:
-    """Remove what killed processes left behind when they wrote to `out`, which the caller has locked."""
+    """Remove what killed processes left behind when they wrote to `out`, which the caller has files.locked."""
     for left in out.parent.glob(f".{glob.escape(out.name)}.building-*"):
         _discard(left)
 
@@ -124,38 +111,31 @@ def remove_leftovers(out: Path) -> None:
 def _place_file(source: Path, to: Path) -> None:
     """Give a file another name; one that is taken is refused, also if it was taken just now."""
     to.parent.mkdir(parents=True, exist_ok=True)
-    if not _link(source, to):
-        beside = to.with_name(f".{to.name}.{os.getpid()}")
-        try:
-            copy_file(source, beside)
-            if not _link(beside, to):
-                _copy_new(beside, to)
-        finally:
-            beside.unlink(missing_ok=True)
-    sync_directory(to.parent)
+    beside = to.with_name(f".{to.name}.{os.getpid()}")
+    try:
+        if not _link(source, to):
+            files.copy_file(source, beside)
+            if not _link(beside, to):  # no links here: nobody's file is overwritten, but a crash can leave a part
+                with open(to, "xb", opener=partial(os.open, mode=files.PRIVATE)) as stream, beside.open("rb") as copied:
+                    shutil.copyfileobj(copied, stream)
+                    stream.flush()
+                    os.fsync(stream)
+    except FileExistsError as error:
+        raise FedOrthoError(TAKEN.format(to)) from error
+    finally:
+        beside.unlink(missing_ok=True)
+    files.sync_directory(to.parent)
 
 
 def _link(source: Path, to: Path) -> bool:
     """Whether a file has another name now, whole and in one step; False: not from here, or not on this file system."""
     try:
         os.link(source, to)
-    except FileExistsError as error:
-        raise FedOrthoError(TAKEN.format(to)) from error
+    except FileExistsError:
+        raise
     except OSError:
         return False
     return True
-
-
-def _copy_new(source: Path, to: Path) -> None:
-    """Copy a file where there are no links: nobody else's is overwritten, but a crash can leave a part."""
-    try:
-        handle = os.open(to, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE)
-    except FileExistsError as error:
-        raise FedOrthoError(TAKEN.format(to)) from error
-    with os.fdopen(handle, "wb") as stream, source.open("rb") as copied:
-        shutil.copyfileobj(copied, stream)
-        stream.flush()
-        os.fsync(handle)
 
 
 def _discard(path: Path) -> None:
@@ -163,7 +143,7 @@ def _discard(path: Path) -> None:
     told = path / UNDO_PATH
     if (path / "run").exists() and told.exists():
         undo = Path(told.read_text(encoding="utf-8"))
-        if undo.exists() and (undo.samefile(path / UNDO) or file_digest(undo) == file_digest(path / UNDO)):
+        if undo.exists() and (undo.samefile(path / UNDO) or files.file_digest(undo) == files.file_digest(path / UNDO)):
             undo.unlink()
         told.unlink()
     shutil.rmtree(path, ignore_errors=True)
@@ -181,15 +161,12 @@ def write_derived(
 def build_derived(
     to: Path, run: Run, model: nn.Module, record: RunRecord, *, patch: Patch | None, ledger: Observation | None
 ) -> None:
-    """Write the files of a run with other weights than `run` to a new directory.
-
-    `record` is that of `run` with the changed requests and result; digest and parent are set here.
-    """
+    """Write the files of a run with other weights to a new directory; digest and parent of the record are set here."""
     to.mkdir()
     state = model.cpu().state_dict()
-    write_tensors(to / "model.safetensors", state)
+    files.write_tensors(to / "model.safetensors", state)
     for name in ("split.json", "history.json"):
-        copy_file(run.path / name, to / name)
+        files.copy_file(run.path / name, to / name)
     number = len(record.requests) - (patch is not None)
     if (rows := read_rows(run.path, run.settings)) is not None:
         last = ForgetRequest.parse(record.requests[-1].request) if record.requests else ForgetRequest()
@@ -201,11 +178,11 @@ def build_derived(
         (to / "clients").mkdir()  # simulated clients begin again with the restored model
     if ledger is not None:
         ledger.save(to / "ledger.safetensors")
-    edited = replace(record.model, digest=tensors_digest(state))
+    edited = replace(record.model, digest=files.tensors_digest(state))
     write_record(to / "run.json", replace(record, model=edited, parent=run.record.model.digest))
 
 
 def copy_patches(run: Run, to: Path, number: int) -> None:
     """Copy the patches of the first `number` requests of a run."""
     for file in sorted((run.path / "patches").glob("*.safetensors"))[:number]:
-        copy_file(file, to / "patches" / file.name)
+        files.copy_file(file, to / "patches" / file.name)

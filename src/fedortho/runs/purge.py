@@ -62,10 +62,10 @@ def _forget_set(run: Run, request: ForgetRequest, data: Dataset) -> tuple[Tensor
     held_out = [] if data.is_one_store else [data.valid]  # their rows count from the end of their store
     for store in [data.test, *(held_out if data.valid_digest else [])]:
         whole = replace(store, rows=torch.arange(len(store.store_labels)))
-        parts = [
-            part.rows % len(whole) for part in (store, *held_out) if part.pixels.data_ptr() == store.pixels.data_ptr()
-        ]
-        groups.append((whole, ForgetRequest(request.classes).mask(whole), torch.cat(parts)))
+        alike = [part for part in (store, *held_out) if part.pixels.data_ptr() == store.pixels.data_ptr()]
+        groups.append(
+            (whole, ForgetRequest(request.classes).mask(whole), torch.cat([part.rows % len(whole) for part in alike]))
+        )
     digests, left = [], 0
     for images, mask, present in groups:
         assert images.ids is not None, "data of a run has digests"

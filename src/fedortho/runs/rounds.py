@@ -1,8 +1,7 @@
 """The rounds of a federation: who was drawn, which models are kept, and the round that a training goes on from."""
 
 import shutil
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -10,9 +9,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from fedortho.errors import BadCheckpoint
-from fedortho.runs.federation import is_kept
 from fedortho.runs.run import Run
-from fedortho.runs.settings import FederateSettings
+from fedortho.runs.settings import FederateSettings, is_kept
 from fedortho.storage.files import read_tensors, tensors_digest, write_tensors
 from fedortho.storage.records import read_record
 from fedortho.training.loop import Epoch
@@ -49,11 +47,6 @@ class RoundLog:
         """The first round, counted from 1, that drew one of these clients; None: there is none."""
         before = self.before_contact(clients)
         return before + 1 if before < len(self.rounds) else None
-
-
-def contacts_of(rounds: Sequence[RoundRecord]) -> Counter[int]:
-    """How often each client has answered."""
-    return Counter(client for each in rounds for client in each.answered)
 
 
 def keep_round(run: Path, settings: FederateSettings, number: int, state: Mapping[str, Tensor]) -> None:

@@ -16,8 +16,7 @@ from fedortho.data.cache import pack_names, unpack_names
 from fedortho.data.images import Dataset, Images, RowIds
 from fedortho.data.request import Clients, ForgetRequest
 from fedortho.errors import BadCheckpoint, BadData
-from fedortho.runs.federation import partitioned
-from fedortho.runs.settings import FederateSettings, TrainSettings
+from fedortho.runs.settings import FederateSettings, TrainSettings, partitioned
 from fedortho.storage.files import PRIVATE, damage_named, locked, read_limited, read_tensors, replacing, write_tensors
 
 ROWS_FILE = "rows.safetensors"
@@ -48,10 +47,9 @@ class Store:
         return file or f"row {row} (sha256:{bytes(self.ids.digests[row].numpy()).hex()[:12]})"
 
     def filled(self, sources: Sequence[Images], names: Sequence[str], last: Tensor) -> tuple[Images, Tensor]:
-        """The store's images, each from an image of the sources that serves no other, and a mask of those found.
+        """The store's images, recognised by bytes and class in the sources, each once, and a mask of those found.
 
-        An image is recognised by its bytes and its class. Of images with the same bytes, those that `last` marks go
-        without if there are too few.
+        Of images with the same bytes, those that `last` marks go without if there are too few.
         """
         wanted, first = _keys(self.ids, self.labels, names), sources[0]
         pixels, found = first.pixels.new_zeros(len(wanted), *first.pixels.shape[1:]), torch.zeros_like(last)
@@ -93,12 +91,10 @@ class TrainedRows:
         write_tensors(directory / ROWS_FILE, tensors, {"mean": self.mean, "std": self.std}, mode=PRIVATE)
 
     def without_names(self, request: ForgetRequest, names: Sequence[str]) -> "TrainedRows":
-        """The same without the file names of images that a request names; of no training image if it has hashes.
-
-        Names that are missing would tell what the hashes hide.
-        """
-        gone = {split: store.mask(_classes(request), names) for split, store in self.stores.items()}
-        is_hashed = any(word.startswith("hmac:") for word in request.samples)
+        """The same without the file names of images that a request names; of no training image if it has hashes."""
+        classes = ForgetRequest(request.classes)  # they name test and validation images, too
+        gone = {split: store.mask(classes, names) for split, store in self.stores.items()}
+        is_hashed = any(word.startswith("hmac:") for word in request.samples)  # a missing name would tell its row
         gone["train"] = torch.ones_like(gone["train"]) if is_hashed else self._named(request, names)
         return replace(self, stores={split: store.unnamed(gone[split]) for split, store in self.stores.items()})
 
@@ -121,12 +117,13 @@ class TrainedRows:
         that the run did not have are not used.
         """
         excluded = excluded or ForgetRequest()
+        classes = ForgetRequest(excluded.classes)
         sources = {"train": [data.train], "test": [data.test, data.train], "valid": [data.valid]}
         made: dict[str, Images] = {}
         found: dict[str, Tensor] = {}
         lost: list[str] = []
         for split, store in self.stores.items():
-            needed, may_lack = torch.ones(len(store.labels), dtype=torch.bool), store.mask(_classes(excluded), names)
+            needed, may_lack = torch.ones(len(store.labels), dtype=torch.bool), store.mask(classes, names)
             if split == "train":
                 needed[:], needed[self.rows] = False, True
                 may_lack = self._named(excluded, names)
@@ -152,11 +149,6 @@ class TrainedRows:
             test=replace(made["test"], rows=found["test"].nonzero().flatten()),
             gone=self.rows[~found["train"][self.rows]],
         )
-
-
-def _classes(request: ForgetRequest) -> ForgetRequest:
-    """The part of a request that names test and validation images too."""
-    return ForgetRequest(request.classes)
 
 
 def rows_of(data: Dataset, left_out: Tensor) -> TrainedRows | None:

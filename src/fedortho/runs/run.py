@@ -12,12 +12,11 @@ from fedortho.data.decoding import Report
 from fedortho.data.images import Dataset, RowIds
 from fedortho.data.request import Clients, ForgetRequest, union_of
 from fedortho.data.sources import load_images
-from fedortho.errors import BadCheckpoint, BadData, BadRecord, BadSetting, UnknownName
+from fedortho.errors import BadCheckpoint, BadData, BadRecord, BadSetting, FedOrthoError, UnknownName
 from fedortho.models.zoo import build_model
-from fedortho.runs.federation import held_rows
-from fedortho.runs.record import RunRecord, SplitRecord, TrainingRecord, read_run_record
+from fedortho.runs.record import RunRecord, ServedRecord, SplitRecord, TrainingRecord, read_run_record
 from fedortho.runs.rows import hash_key, read_rows
-from fedortho.runs.settings import FederateSettings, TrainSettings, relocated
+from fedortho.runs.settings import FederateSettings, TrainSettings, held_rows, relocated
 from fedortho.storage.checkpoints import fold_weight_norm, load_weights
 from fedortho.storage.files import read_json, read_tensors, tensors_digest
 from fedortho.storage.records import from_json, read_record
@@ -58,10 +57,7 @@ class Run:
         return model.eval()
 
     def load_data(self, data_dir: str = "", progress: Report | None = None) -> Dataset:
-        """The data of the run, split as in training; other data is refused.
-
-        Images that the run has forgotten or was trained without may have been deleted since: their rows are `gone`.
-        """
+        """The data of the run, split as in training; rows of forgotten images that were deleted since are `gone`."""
         return load_recorded_data(self.path, self.record, relocated(self.settings, data_dir), progress)
 
     def clients(self, data: Dataset) -> Clients | None:
@@ -75,10 +71,7 @@ class Run:
         return _excluded(self.record, self.settings)
 
     def request(self, request: ForgetRequest | str, data_dir: str = "", *, hashed: bool = False) -> ForgetRequest:
-        """A request from its text, with its samples by row of the run's data.
-
-        Rows become keyed hashes if `hashed`, or if the run has hashed those of an earlier request.
-        """
+        """A request from its text, with its samples by row of the run's data, or by hash: see `hashed`."""
         parsed = ForgetRequest.parse(request) if isinstance(request, str) else request
         parsed = parsed.resolved(self.load_data(data_dir)) if parsed.has_names else parsed
         return self.hashed(parsed, hashed)
@@ -93,12 +86,7 @@ class Run:
         return request.hashed(RowIds(torch.zeros(0), key=hash_key(self.path, make=True)))
 
     def at(
-        self,
-        data_dir: str = "",
-        device: str = "auto",
-        recipe: Recipe | None = None,
-        timeout: float = 0.0,
-        sums: str = "",
+        self, data_dir: str = "", device: str = "auto", recipe: Recipe | None = None, timeout: float = 0, sums: str = ""
     ) -> "Run":
         """The same run with its data in another directory, on another device, or with a recipe; nothing is written.
 
@@ -106,10 +94,8 @@ class Run:
         its clients; 0: as its settings say. `sums` are open or masked, if not as its settings say.
         """
         settings = relocated(self.settings, data_dir)
-        if timeout and isinstance(settings, FederateSettings):
-            settings = replace(settings, timeout=timeout)
-        if sums and isinstance(settings, FederateSettings):
-            settings = replace(settings, sums=sums)
+        if isinstance(settings, FederateSettings):
+            settings = replace(settings, timeout=timeout or settings.timeout, sums=sums or settings.sums)
         if recipe is not None:
             settings = replace(settings, **asdict(recipe), split_seed=settings.partition_seed)
         return replace(self, settings=settings if device == "auto" else replace(settings, device=device))
@@ -195,3 +181,48 @@ def settings_of(record: TrainingRecord, path: Path) -> TrainSettings:
         return make_settings(kind, before, record.settings)
     except (BadSetting, UnknownName) as error:
         raise BadRecord(f"{path / 'run.json'}: {error}") from error
+
+
+def served_requests(run: Run) -> list[ForgetRequest]:
+    """The requests that a run has served, oldest first."""
+    return [ForgetRequest.parse(served.request) for served in run.record.requests]
+
+
+def excluded_besides(run: Run, request: ForgetRequest) -> ForgetRequest | None:
+    """The images that a run has forgotten or was trained without, except for this request."""
+    names, every = run.record.data.class_names, [*served_requests(run), run.settings.excluded]
+    return union_of([other for other in every if other.kinds and other.settled(names) != request.settled(names)])
+
+
+def check_unserved(run: Run, request: ForgetRequest) -> None:
+    """Refuse a request that a run has served, or whose data it was trained without."""
+    names = run.record.data.class_names
+    for served in run.record.requests:
+        if ForgetRequest.parse(served.request).settled(names) == request.settled(names):
+            other = "for another level or method give the run before that request"
+            raise FedOrthoError(f"{run.path} has already forgotten {request}, by {served.method}; {other}")
+    if run.settings.without and run.settings.excluded.settled(names) == request.settled(names):
+        raise FedOrthoError(f"{run.path} was trained without {request}; there is nothing to forget")
+
+
+def index_of_request(run: Run, request: ForgetRequest) -> int:
+    """The index of a request among those that a run has served; the last of equal ones."""
+    last_request(run)  # refuses a run that has none
+    names, served = run.record.data.class_names, served_requests(run)
+    same = [place for place, other in enumerate(served) if other.settled(names) == request.settled(names)]
+    if not same:
+        choices = ", ".join(map(str, served))
+        raise FedOrthoError(f"{run.path} has not forgotten {str(request)[:60]!r}; choose from {choices[:300]}")
+    return same[-1]
+
+
+def served_record(run: Run, request: ForgetRequest) -> ServedRecord:
+    """The record of a request that a run has served."""
+    return run.record.requests[index_of_request(run, request)]
+
+
+def last_request(run: Run) -> ForgetRequest:
+    """The last request that a run has served."""
+    if not run.record.requests:
+        raise FedOrthoError(f"{run.path} has forgotten nothing; first: fedortho forget {run.path} REQUEST --out NEW")
+    return served_requests(run)[-1]

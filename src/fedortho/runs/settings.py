@@ -1,18 +1,30 @@
-"""Settings of a training run: the data, the model, the recipe, the federation."""
+"""Settings of a training run: the data, the model, the recipe, the federation and who trains in its rounds."""
 
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Annotated, TypeVar
 
+import numpy as np
+from torch import Tensor
+
+from fedortho.data.images import Dataset
+from fedortho.data.partition import partition
 from fedortho.data.preprocessing import Preprocessing
 from fedortho.data.request import ForgetRequest
 from fedortho.data.sources import DATASETS
 from fedortho.devices import DEVICES, MOST_THREADS
-from fedortho.errors import BadSetting, unknown
-from fedortho.runs.federation import Federation, check_policy
+from fedortho.errors import BadSetting, FedOrthoError, unknown
+from fedortho.storage.settings import kebab
 from fedortho.training.recipe import Recipe
 
 S = TypeVar("S", bound="Subject")
 FREE = ("data-dir", "timeout", "quorum", "sums", "pooling")  # settings that may differ when a run is continued
+LEAST = {"clients": 1, "rounds": 0, "least_images": 1, "evaluate_every": 0, "least_group": 1, "warmup_contacts": 0}
+WORDS = {
+    "norms": ("fedavg", "local", "recalibrate"),
+    "sums": ("open", "masked"),
+    "pooling": ("bounded", "trimmed", "sum"),
+}
 
 
 @dataclass(frozen=True)
@@ -115,6 +127,49 @@ class TrainSettings(Recipe, Subject):
 
 
 @dataclass(frozen=True)
+class Federation:
+    """Federated averaging: every field is a number or a word."""
+
+    clients: Annotated[int, "number of clients"] = 100
+    rounds: Annotated[int, "rounds of federated averaging"] = 100
+    fraction: Annotated[float, "share of the clients that train in a round, at least one client"] = 0.1
+    draw: Annotated[
+        int, "clients of a round: 2: the first present of a permutation of all; 1: a draw among those present"
+    ] = 2
+    split: Annotated[str, "partition of the images: iid, dirichlet:BETA or shards:NUMBER"] = "iid"
+    least_images: Annotated[int, "minimum number of images per client"] = 10
+    norms: Annotated[
+        str,
+        "batch-norm statistics: fedavg, local (never sent, pooled at the end), recalibrate (fedavg, pooled at the end)",
+    ] = "fedavg"
+    warmup_contacts: Annotated[int, "rounds of a client before alignment begins"] = 1
+    evaluate_every: Annotated[int, "rounds between two evaluations; 0: only at the end"] = 5
+    timeout: Annotated[float, "seconds to wait for clients in one exchange"] = 600.0
+    quorum: Annotated[float, "share of the contacted clients that must answer"] = 0.5
+    least_group: Annotated[int, "minimum images of a sum that a client sends; 1: it sends all sums"] = 5
+    sums: Annotated[str, "sums that clients send: open, or masked, of which the server sees only the total"] = "open"
+    pooling: Annotated[
+        str, "sums of clients: bounded (by the model and the median client), trimmed (without extremes), or sum"
+    ] = "bounded"
+
+    def __post_init__(self) -> None:
+        for name, least in LEAST.items():
+            if getattr(self, name) < least:
+                raise BadSetting(f"{kebab(name)} must be at least {least}, not {getattr(self, name)}")
+        if not 0 < self.fraction <= 1:
+            raise BadSetting(f"fraction must be above 0 and at most 1, not {self.fraction}")
+        if not 0 <= self.quorum <= 1:
+            raise BadSetting(f"quorum must be between 0 and 1, not {self.quorum}")
+        for name, words in WORDS.items():
+            if getattr(self, name) not in words:
+                raise unknown(name, getattr(self, name), words)
+        if self.draw not in (1, 2):
+            raise BadSetting(f"draw must be 1 or 2, not {self.draw}")
+        if not 0 < self.timeout < float("inf"):
+            raise BadSetting(f"timeout must be a number of seconds above 0, not {self.timeout}")
+
+
+@dataclass(frozen=True)
 class FederateSettings(TrainSettings, Federation):
     """A recipe, the data, the network and the federation."""
 
@@ -129,7 +184,9 @@ class FederateSettings(TrainSettings, Federation):
     def __post_init__(self) -> None:
         TrainSettings.__post_init__(self)
         Federation.__post_init__(self)
-        check_policy(self.keep_rounds)
+        kept = self.keep_rounds
+        if kept not in ("", "all", "powers") and not (kept.isdecimal() and int(kept)):
+            raise BadSetting(f"keep-rounds is {kept!r}; expected all, powers or a number N to keep every N-th")
         if unknown := [client for client in self.excluded.clients if client >= self.clients]:
             raise BadSetting(f"no client {unknown[0]}; clients run 0 to {self.clients - 1}")
         if self.valid_dir or self.valid_from_test:
@@ -149,3 +206,54 @@ def relocated(settings: S, data_dir: str) -> S:
         return settings
     named = settings.data in DATASETS
     return replace(settings, data_dir=data_dir) if named else replace(settings, data=data_dir, data_dir="")
+
+
+def held_rows(data: Dataset, federation: Federation, seed: int) -> dict[int, Tensor]:
+    """The rows of the training and validation images that each client holds or held."""
+    return partitioned(data.known_rows, data.train.store_labels, federation, seed)
+
+
+def partitioned(rows: Tensor, store_labels: Tensor, federation: Federation, seed: int) -> dict[int, Tensor]:
+    """Each client's part of these rows of a store."""
+    how = (federation.clients, federation.split)
+    parts = partition(store_labels[rows], *how, seed=seed, minimum=federation.least_images)
+    return {client: rows[positions] for client, positions in enumerate(parts)}
+
+
+def sample_clients(
+    present: Sequence[int], federation: Federation, seed: int, turn: int, always: Collection[int] = ()
+) -> list[int]:
+    """The clients that train in a round, in ascending order: those of `always`, and others drawn by seed and round.
+
+    Together they are the federation's share of its clients; at least one of the others is drawn. Seed and round give a
+    permutation of all clients, of which the first that are present train: the absence of a client that would not be
+    drawn changes nothing. The draw 1, of runs before there were two, is among those present and has no such property.
+
+    >>> sample_clients(range(10), Federation(clients=10, fraction=0.3), seed=0, turn=0)
+    [2, 8, 9]
+    >>> sample_clients([0, 2, 3, 8, 9], Federation(clients=10, fraction=0.3), seed=0, turn=0)  # half of them are absent
+    [2, 8, 9]
+    >>> sample_clients(range(10), Federation(clients=10, fraction=0.3, draw=1), seed=0, turn=0, always=[8])
+    [0, 3, 8]
+    """
+    if not present:
+        raise FedOrthoError("no client is connected; start the nodes and try again")
+    named, others = (sorted(c for c in present if (c in always) is wanted) for wanted in (True, False))
+    number = min(max(round(federation.fraction * federation.clients) - len(named), 1), len(others))
+    if federation.draw == 1:
+        drawn = np.random.default_rng([seed, turn, 77]).choice(np.asarray(others, dtype=int), number, replace=False)
+    else:
+        order = np.random.default_rng([seed, turn, 78]).permutation(federation.clients)
+        drawn = order[np.isin(order, others)][:number]
+    return sorted([*named, *drawn.tolist()])
+
+
+def is_kept(policy: str, number: int) -> bool:
+    """Whether the model after `number` rounds is kept; before the first round it follows from the seed.
+
+    >>> [number for number in range(20) if is_kept("powers", number)], [n for n in range(20) if is_kept("6", n)]
+    ([1, 2, 4, 8, 16], [6, 12, 18])
+    """
+    if policy == "powers":
+        return number.bit_count() == 1
+    return bool(policy and number) and (policy == "all" or number % int(policy) == 0)

@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,31 +24,14 @@ from fedortho.errors import BadSetting, FedOrthoError
 from fedortho.models.predictions import accuracy, evaluate
 from fedortho.models.prepare import prepare_model
 from fedortho.models.zoo import build_model, check_output
+from fedortho.runs import record as records
 from fedortho.runs.derived import building, tidy
-from fedortho.runs.record import (
-    DataRecord,
-    ModelRecord,
-    ResultRecord,
-    RunRecord,
-    ServedRecord,
-    SplitRecord,
-    TrainingRecord,
-    read_run_record,
-)
 from fedortho.runs.rows import ROWS_FILE, rows_of
 from fedortho.runs.run import Run, load_run_data, open_run, settings_of
 from fedortho.runs.settings import FREE, FederateSettings, ImportSettings, TrainSettings
 from fedortho.statistics.ledger import write_ledger
+from fedortho.storage import files
 from fedortho.storage.checkpoints import fitted_weights, load_weights, read_weights
-from fedortho.storage.files import (
-    TEMPORARY,
-    damage_named,
-    locked,
-    read_tensors,
-    tensors_digest,
-    write_json,
-    write_tensors,
-)
 from fedortho.storage.provenance import environment
 from fedortho.storage.records import write_record
 from fedortho.storage.settings import as_mapping
@@ -75,7 +57,7 @@ def train_run(
     progress: Report | None = None,
     observing: Report | None = None,
     trainer: Trainer | None = None,
-    requests: tuple[ServedRecord, ...] = (),
+    requests: tuple[records.ServedRecord, ...] = (),
     data: Dataset | None = None,
 ) -> Run:
     """Train into a directory; continue an interrupted run, return a finished one.
@@ -86,14 +68,14 @@ def train_run(
     """
     path = Path(path)
     remember_code(*settings.code)
-    with locked(path), using_threads(settings.threads):
-        record = read_run_record(path)
+    with files.locked(path), using_threads(settings.threads):
+        record = records.read_run_record(path)
         whole = data or load_run_data(settings, progress=progress, forgotten=True)
         data = without_forgotten(whole)
         if settings.without:
             settings = replace(settings, without=str(as_request(settings.without, whole)))
         _refuse_foreign(path, record, settings, data)
-        if isinstance(record, RunRecord):
+        if isinstance(record, records.RunRecord):
             (path / "checkpoint.safetensors").unlink(missing_ok=True)  # interrupted just before it was removed
             return open_run(path)
         if not settings.epochs or (isinstance(settings, FederateSettings) and not settings.rounds):
@@ -102,35 +84,25 @@ def train_run(
         model = _fresh_model(settings, data)
         if trainer is None and settings.without:
             data = replace(data, train=ForgetRequest.parse(settings.without).split(data.train, gone=data.gone)[1])
-        check_training_sets(
-            model, [TrainingSet(data.train)], settings.batch_size
-        )  # this and the next line refuse before anything is written
+        # this and the next line refuse before anything is written
+        check_training_sets(model, [TrainingSet(data.train)], settings.batch_size)
         ortho_layers(model, data.train.shape, settings)
         if record is None:
             record = replace(_begun(path, settings, data, device), requests=requests)
             _write_rows(path, settings, whole, data.gone)
             write_record(path / "run.json", record)
-        elif record.environment.threads != torch.get_num_threads():
-            began, now = record.environment.threads, torch.get_num_threads()
-            logger.warning(
-                "training began with %d threads, continues with %d: weights may differ; see --threads", began, now
-            )
+        elif (began := record.environment.threads) != (now := torch.get_num_threads()):
+            logger.warning("training began with %s threads, now %d: weights may differ; see --threads", began, now)
         checkpoint = path / "checkpoint.safetensors"
         trained, history = (trainer or partial(_train_centrally, settings, device, watch))(model, data, checkpoint)
-        write_json(path / "history.json", [asdict(entry) for entry in history])
-        has_ledger = trainer is None  # clients of a federation keep their ledgers
-        run = _finish(path, record, trained, data, device=device, observing=observing, has_ledger=has_ledger)
+        files.write_json(path / "history.json", [asdict(entry) for entry in history])
+        run = _finish(path, record, trained, data, device, observing, has_ledger=trainer is None)
         checkpoint.unlink(missing_ok=True)
         return run
 
 
 def _train_centrally(
-    settings: TrainSettings,
-    device: torch.device,
-    watch: Watch | None,
-    model: nn.Module,
-    data: Dataset,
-    checkpoint: Path,
+    settings: TrainSettings, device: torch.device, watch: Watch | None, model: nn.Module, data: Dataset, at: Path
 ) -> tuple[nn.Module, Sequence[Epoch]]:
     history: Sequence[Epoch] = ()
 
@@ -140,11 +112,10 @@ def _train_centrally(
         if watch is not None:
             watch(news)
 
-    how: dict[str, Any] = {"valid": data.valid, "device": device, "checkpoint": checkpoint, "watch": keep}
-    trained = fit(model, data.train, settings.recipe, **how)
-    if not history and checkpoint.exists():  # interrupted after the last epoch
-        with damage_named(checkpoint):
-            history = [Epoch(**entry) for entry in read_tensors(checkpoint)[1]["progress"]["history"]]
+    trained = fit(model, data.train, settings.recipe, valid=data.valid, device=device, checkpoint=at, watch=keep)
+    if not history and at.exists():  # interrupted after the last epoch
+        with files.damage_named(at):
+            history = [Epoch(**entry) for entry in files.read_tensors(at)[1]["progress"]["history"]]
     return trained, history
 
 
@@ -155,58 +126,46 @@ def _fresh_model(settings: TrainSettings, data: Dataset, fold: bool = True) -> n
     return model
 
 
-def _refuse_foreign(path: Path, record: TrainingRecord | None, settings: TrainSettings, data: Dataset) -> None:
+def _refuse_foreign(path: Path, record: records.TrainingRecord | None, settings: TrainSettings, data: Dataset) -> None:
+    """Refuse a path with something else than this run, finished or interrupted."""
     if record is None:
-        _refuse_occupied(path)
+        if path.exists() and not path.is_dir():
+            raise FedOrthoError(f"{path} is a file; choose a directory for --out")
+        begun = {"split.json", ROWS_FILE, "history.json", "ledger.safetensors", "clients", "updates"}  # before run.json
+        if path.is_dir() and not {file.name for file in path.iterdir() if not _is_left_over(file)} <= begun:
+            raise FedOrthoError(f"{path} has other files in it; choose a new directory for --out")
         return
     if record.imported_from is not None:
         raise FedOrthoError(f"{path} was imported from {record.imported_from}; choose another --out")
-    if isinstance(record, RunRecord) and record.parent is not None:
+    if isinstance(record, records.RunRecord) and record.parent is not None:
         raise FedOrthoError(f"{path} was made from the model {record.parent[:12]}; choose another --out")
     mine, theirs = as_mapping(settings), as_mapping(settings_of(record, path))
-    both = [*mine, *(key for key in theirs if key not in mine)]
-    other = [key for key in both if key not in FREE and mine.get(key) != theirs.get(key)]
-    if other:
+    if other := [key for key in {**mine, **theirs} if key not in FREE and mine.get(key) != theirs.get(key)]:
         difference = ", ".join(f"{key} is {theirs.get(key)!r}, not {mine.get(key)!r}" for key in other)
         raise FedOrthoError(f"{path} was trained with other settings ({difference}); choose another --out")
     if record.data.digest != data.digest:
         raise FedOrthoError(f"{path} was trained on other data of the same name; choose another --out")
 
 
-def _refuse_occupied(path: Path) -> None:
-    """Refuse a file, and a directory with other files than an interrupted training leaves."""
-    if path.exists() and not path.is_dir():
-        raise FedOrthoError(f"{path} is a file; choose a directory for --out")
-    begun = {
-        "split.json",
-        ROWS_FILE,
-        "history.json",
-        "ledger.safetensors",
-        "clients",
-        "updates",
-    }  # unused without run.json
-    if path.is_dir() and not {file.name for file in path.iterdir() if not _is_left_over(file)} <= begun:
-        raise FedOrthoError(f"{path} has other files in it; choose a new directory for --out")
-
-
 def _is_left_over(file: Path) -> bool:
     """Whether this is the temporary directory of an interrupted write."""
-    return re.fullmatch(rf"\.[a-z]+\.(json|safetensors)({TEMPORARY}|\.)\w{{8}}", file.name) is not None
+    return re.fullmatch(rf"\.[a-z]+\.(json|safetensors)({files.TEMPORARY}|\.)\w{{8}}", file.name) is not None
 
 
 def _begun(
     path: Path, settings: TrainSettings, data: Dataset, device: torch.device, imported_from: str | None = None
-) -> TrainingRecord:
+) -> records.TrainingRecord:
     """The record of a run that begins, after its validation split was written."""
     rows = tuple(data.valid.rows.tolist())
-    write_record(path / "split.json", SplitRecord(settings.partition_seed, settings.valid, rows))
-    sizes = (len(data.train), len(data.valid), len(data.test))
-    known = DataRecord(data.name, data.digest, data.train.names, *sizes)
+    write_record(path / "split.json", records.SplitRecord(settings.partition_seed, settings.valid, rows))
     is_seen = imported_from and not (settings.valid_dir or settings.valid_from_test)
     source = settings.valid_source + (", probably seen in training" if is_seen else "")
-    known = replace(known, valid_source=source, valid_digest=data.valid_digest)
+    sizes = (len(data.train), len(data.valid), len(data.test))
+    known = records.DataRecord(data.name, data.digest, data.train.names, *sizes, source, data.valid_digest)
     about = environment(device)
-    return TrainingRecord(settings=as_mapping(settings), data=known, environment=about, imported_from=imported_from)
+    return records.TrainingRecord(
+        settings=as_mapping(settings), data=known, environment=about, imported_from=imported_from
+    )
 
 
 def _write_rows(path: Path, settings: TrainSettings, data: Dataset, left_out: Tensor) -> None:
@@ -218,43 +177,32 @@ def _write_rows(path: Path, settings: TrainSettings, data: Dataset, left_out: Te
 
 def _finish(
     path: Path,
-    record: TrainingRecord,
+    record: records.TrainingRecord,
     model: nn.Module,
     data: Dataset,
-    *,
     device: torch.device,
     observing: Report | None,
-    has_ledger: bool = True,
+    *,
+    has_ledger: bool = True,  # clients of a federation keep their own
 ) -> Run:
     model = model.to(device)
-    scores = {
-        name: evaluate(model, part, device=device)
-        for name, part in (("valid", data.valid), ("test", data.test))
-        if len(part)
-    }
+    splits = {"valid": data.valid, "test": data.test}
+    found = {name: evaluate(model, part, device=device).accuracy for name, part in splits.items() if len(part)}
     if has_ledger:
-        write_ledger(
-            path / "ledger.safetensors", model, data.train, valid=data.valid, device=device, progress=observing
-        )
+        ledger = path / "ledger.safetensors"
+        write_ledger(ledger, model, data.train, valid=data.valid, device=device, progress=observing)
     state = model.cpu().state_dict()
-    write_tensors(path / "model.safetensors", state)
-    about = ModelRecord(
-        digest=tensors_digest(state),
-        num_classes=data.train.classes,
-        channels=data.train.shape[0],
-        weights=sum(parameter.numel() for parameter in model.parameters()),
-    )
-    result = ResultRecord(**{f"{name}_accuracy": score.accuracy for name, score in scores.items()})
-    if scores and max(score.accuracy for score in scores.values()) < GUESSING / data.train.classes:
-        logger.warning(
-            "the model is no better than guessing (%s); %s",
-            ", ".join(f"{name} {score.accuracy:.1%}" for name, score in scores.items()),
-            "check the preprocessing, --model and the order of the classes"
-            if record.imported_from
-            else "train longer, or with a lower --lr",
-        )
+    files.write_tensors(path / "model.safetensors", state)
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    about = records.ModelRecord(files.tensors_digest(state), data.train.classes, data.train.shape[0], weights)
+    result = records.ResultRecord(**{f"{name}_accuracy": share for name, share in found.items()})
+    if found and max(found.values()) < GUESSING / data.train.classes:
+        shares = ", ".join(f"{name} {share:.1%}" for name, share in found.items())
+        imported = "check the preprocessing, --model and the order of the classes"
+        advice = imported if record.imported_from else "train longer, or with a lower --lr"
+        logger.warning("the model is no better than guessing (%s); %s", shares, advice)
     known = {each.name: getattr(record, each.name) for each in fields(record) if each.name != "status"}
-    write_record(path / "run.json", RunRecord(**known, model=about, result=result))
+    write_record(path / "run.json", records.RunRecord(**known, model=about, result=result))
     for left in filter(_is_left_over, list(path.iterdir())):
         shutil.rmtree(left) if left.is_dir() else left.unlink()  # files: of earlier versions
     return open_run(path)
@@ -276,7 +224,7 @@ def import_run(
     trained.
     """
     path, weights = Path(path), Path(weights)
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
         tidy(path)
         raise FedOrthoError(f"{path} exists already; choose a new directory for --out")
     remember_code(*settings.code)
@@ -304,8 +252,8 @@ def import_run(
     with building(path) as place:
         record = _begun(place.run, known, data, device, weights.name)
         _write_rows(place.run, known, whole, whole.gone)
-        write_json(place.run / "history.json", [])
-        _finish(place.run, record, model, data, device=device, observing=observing)
+        files.write_json(place.run / "history.json", [])
+        _finish(place.run, record, model, data, device, observing)
         return place.place()
 
 

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from small import SETTINGS
 
 from fedortho.errors import FedOrthoError
-from fedortho.runs.federation import Federation, is_kept, sample_clients
 from fedortho.runs.record import DataRecord, TrainingRecord
 from fedortho.runs.run import settings_of
-from fedortho.runs.settings import FederateSettings
+from fedortho.runs.settings import FederateSettings, Federation, is_kept, sample_clients
 from fedortho.storage.provenance import environment
 from fedortho.storage.settings import as_mapping
 
