@@ -4,7 +4,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from fedortho.cli.console import bars, out, say, say_json, words_table
 from fedortho.cli.flags import AsJson, DataDir, Device, RecipeFile, Request, RunPath, Settings, read_recipe
@@ -18,17 +18,11 @@ from fedortho.storage.records import to_json
 def compare_command(
     run_path: RunPath,
     request: Request,
-    methods: Annotated[str, typer.Option(help="all, or names with commas between")] = "all",
+    methods: Annotated[str, Option(help="all, or names with commas between")] = "all",
     settings: Settings = "published",
-    passes: Annotated[
-        str, typer.Option(help="of methods that train: settings, one, published, or several with commas between")
-    ] = "settings",
-    out_path: Annotated[
-        Path | None, typer.Option("--out", help="directory of results (default: RUN-compared-REQUEST)")
-    ] = None,
-    references: Annotated[
-        Path | None, typer.Option(help="directory of reference models (default: references beside RUN)")
-    ] = None,
+    passes: Annotated[str, Option(help="of methods that train: settings, one, published, or several")] = "settings",
+    out_path: Annotated[Path | None, Option("--out", help="results directory (default: RUN-compared-REQUEST)")] = None,
+    references: Annotated[Path | None, Option(help="directory of references (default: references beside RUN)")] = None,
     recipe: RecipeFile = None,
     data_dir: DataDir = "",
     device: Device = "auto",
@@ -63,13 +57,11 @@ def compare_command(
 
 
 def tune_command(
-    methods: Annotated[str, typer.Argument(metavar="METHODS", help="all, or names with commas between")],
+    methods: Annotated[str, Argument(metavar="METHODS", help="all, or names with commas between")],
     run_path: RunPath,
     request: Request,
-    out_path: Annotated[Path, typer.Option("--out", help="the JSON file to write, for --settings")],
-    on: Annotated[
-        str | None, typer.Option(help="the request that trials serve (default: another like REQUEST, drawn by a seed)")
-    ] = None,
+    out_path: Annotated[Path, Option("--out", help="the JSON file to write, for --settings")],
+    on: Annotated[str | None, Option(help="the request of trials (default: another like REQUEST, drawn)")] = None,
     settings: Settings = "published",
     data_dir: DataDir = "",
     device: Device = "auto",

@@ -32,7 +32,7 @@ from fedortho.methods.neggrad import NegGrad
 from fedortho.methods.not_ import NoT
 from fedortho.methods.paper import Paper
 from fedortho.methods.regrow import Regrow
-from fedortho.methods.retrain import Retrain, RetrainPlain
+from fedortho.methods.retrain import Retrain
 from fedortho.methods.salun import SalUn
 from fedortho.methods.scrub import SCRUB
 from fedortho.methods.ssd import SSD
@@ -49,7 +49,7 @@ ENTRY_POINTS = "fedortho.methods"  # the group in which other packages name thei
 METHODS: Mapping[str, type[Method]] = {
     method.name: method
     for method in (
-        *(Retrain, RetrainPlain, Hide, Directions, Regrow, Paper, FineTune, NoT, FUSED, SSD, SalUn, UNSIR, BadTeacher),
+        *(Retrain, Hide, Directions, Regrow, Paper, FineTune, NoT, FUSED, SSD, SalUn, UNSIR, BadTeacher),
         *(ClassPruning, FedEraser, NegGrad, SCRUB, EUk, CFk, ConvolutionTranspose, MaskedSmallGradients),
         *(Subspace, LogitMask),
     )

@@ -37,7 +37,7 @@ GRIDS: Mapping[str, Grid] = {
 }
 FACTORS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)  # methods without a grid: of their own learning rate
 # references, methods that search by themselves, a replay of updates, a control
-FIXED = ("retrain", "retrain-plain", "hide", "directions", "federaser", "logit-mask")
+FIXED = ("retrain", "hide", "directions", "federaser", "logit-mask")
 STARTS = 2  # candidates that are tried at the reported size before any neighbour
 
 

@@ -72,8 +72,12 @@ def tune(
     run, budget = open_run(run), budget or Budget()
     data = data or run.load_data()
     request = as_request(request, data)
-    names, base = _tuned_methods(methods, request), settings_by_method(run, settings)
-    context = open_context(run, data)
+    names, base, context = chosen_methods(methods), settings_by_method(run, settings), open_context(run, data)
+    if methods == "all":
+        names = [name for name in names if is_tunable(name) and serves(find_method(name), request)]
+    for name in names:
+        grid_of(name)  # refuses a method that has nothing to tune
+        _check_served(name, request)
     on = as_request(on, data) if on else stand_in(request, context, budget.seed)
     about = TuningTrials(run.record.model.digest, str(request), str(on), budget, dict(base))
     file = None if out is None else _TuningFile(Path(out), about)
@@ -95,15 +99,9 @@ def tune(
     return found
 
 
-def _tuned_methods(methods: str | Sequence[str], request: ForgetRequest) -> list[str]:
-    names = chosen_methods(methods)
-    if methods == "all":
-        return [name for name in names if is_tunable(name) and serves(find_method(name), request)]
-    for name in names:
-        grid_of(name)  # refuses a method that has nothing to tune
-        if not serves(find_method(name), request):
-            raise FedOrthoError(f"{name} does not serve {request}; leave it out")
-    return names
+def _check_served(name: str, request: ForgetRequest) -> None:
+    if not serves(find_method(name), request):
+        raise FedOrthoError(f"{name} does not serve {request}; leave it out")
 
 
 def stand_in(request: ForgetRequest, context: RunContext, seed: int) -> ForgetRequest:
@@ -117,10 +115,9 @@ def stand_in(request: ForgetRequest, context: RunContext, seed: int) -> ForgetRe
     classes = [str(label) for label in range(train.classes) if label not in labels]
     clients = [client for client in context.clients or () if client not in taken.clients]
     left = Selection(exclude=taken).select(train, context.clients)
-    asked: list[int] = []
+    asked, samples = list[int](), list[int]()
     if request.samples:
         asked = ForgetRequest(samples=request.samples).split(train, context.clients)[0].labels.tolist()
-    samples: list[int] = []
     try:
         for label, number in Counter(asked).items():
             samples += drawn.sample(left.rows[left.labels == label].tolist(), number)
@@ -147,8 +144,7 @@ def tune_method(
     labels are by the original model: an estimate of what retraining gives, which ignores that a client's images differ
     from others. An attempt that fails (its loss diverges) counts as the worst. `known` attempts are not made again.
     """
-    if not serves(find_method(name), request):
-        raise FedOrthoError(f"{name} does not serve {request}; leave it out")
+    _check_served(name, request)
     budget, reported, save = budget or Budget(), len(context.data.train), save or (lambda _: None)
     images = min(budget.images, reported) if context.clients is None else reported
     search, contexts = GridSearch(name, budget, images, reported), {reported: context}
@@ -158,9 +154,8 @@ def tune_method(
         before, wanted = _baseline(context, request)
         while (step := search.following()) is not None:
             settings, images = step
-            same = [
-                one for one in known if one.images == images and search.place(one.settings) == search.place(settings)
-            ]
+            here = (images, search.place(settings))
+            same = [each for each in known if (each.images, search.place(each.settings)) == here]
             settings = {**(base or {}), **settings}
             tried = same[0] if same else _attempt(contexts[images], request, name, settings, budget, before, wanted)
             search.made.append(tried)
@@ -255,7 +250,7 @@ class _TuningFile:
         found = read_result(TuningTrials, self.trials)
         if replace(found, searches={}, environment=None) != self.about:
             raise FedOrthoError(
-                f"{self.trials} is about another model, request, budget or settings; choose another --out"
+                f"{self.trials} is about another model, request, budget or settings; give another --out"
             )
         return dict(found.searches)
 
