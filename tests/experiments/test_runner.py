@@ -13,11 +13,17 @@ from typer.testing import CliRunner
 from fedortho.cli.app import app
 from fedortho.errors import FedOrthoError
 from fedortho.evaluation.accuracies import accuracies_of
-from fedortho.experiments import runner
-from fedortho.experiments.experiment import Experiment, MethodVariant, load_experiment, read_seeds, select_rows
-from fedortho.experiments.findings import ExperimentResults
+from fedortho.experiments.experiment import (
+    Experiment,
+    ExperimentResults,
+    MethodVariant,
+    load_experiment,
+    read_seeds,
+    select_rows,
+)
 from fedortho.experiments.relations import SeedRow, parse_relation
 from fedortho.experiments.runner import ProgressHooks, reproduce
+from fedortho.requests import comparing
 from fedortho.runs.run import open_run
 from fedortho.runs.settings import TrainSettings
 from fedortho.storage.files import read_json
@@ -70,7 +76,7 @@ def test_the_same_seed_gives_the_same_bytes_elsewhere_and_nothing_is_done_twice(
     assert pair.differences == pytest.approx([100 * (forget(rows[2]) - forget(rows[3]))])
 
     outcomes = {path: path.stat().st_mtime_ns for path in (tmp_path / "one").rglob("*.safetensors")}
-    monkeypatch.setattr(runner, "train_reference", None)
+    monkeypatch.setattr(comparing, "train_references", None)
     assert reproduce(both, tmp_path / "one") == results
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "one").rglob("*.safetensors")} == outcomes
     other = reproduce(replace(both, seeds=(1,), variants=RATIOS[:1]), tmp_path / "one")

@@ -3,18 +3,26 @@
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.progress import Progress as Bars
+from typer import Argument, Option
 
 from fedortho.cli.console import bar, bars, federation_bar, say, say_json, training_bar
 from fedortho.cli.flags import AsJson, Device
-from fedortho.experiments.experiment import EXPERIMENTS, Experiment, load_experiment
-from fedortho.experiments.findings import ClaimFinding, ExperimentResults, printed_beside, row_verdict
+from fedortho.experiments.experiment import (
+    EXPERIMENTS,
+    ClaimFinding,
+    Experiment,
+    ExperimentResults,
+    load_experiment,
+    printed_beside,
+    row_verdict,
+)
 from fedortho.experiments.relations import METRICS, as_text, mean_and_sd, over_seeds
 from fedortho.experiments.runner import ProgressHooks, Watch, reproduce
 from fedortho.storage.records import to_json
@@ -34,24 +42,21 @@ def _each_message_once() -> Iterator[None]:
         seen[record.getMessage()] += 1
         return seen[record.getMessage()] == 1
 
-    handlers = list(logging.getLogger().handlers)
-    for handler in handlers:
-        handler.addFilter(is_new)
-    try:
+    with ExitStack() as stack:
+        for handler in logging.getLogger().handlers:
+            handler.addFilter(is_new)
+            stack.callback(handler.removeFilter, is_new)
         yield
-    finally:
-        for handler in handlers:
-            handler.removeFilter(is_new)
 
 
 def reproduce_command(
-    name: Annotated[str, typer.Argument(metavar="[NAME]", help="an experiment; without one they are listed")] = "",
-    scale: Annotated[str, typer.Option(help="demo (needs no data), small (CIFAR-10), paper (weeks of a GPU)")] = "demo",
-    seeds: Annotated[str, typer.Option(help="with commas between (default: those of the scale)")] = "",
-    methods: Annotated[str, typer.Option(help="only these, with commas between")] = "",
-    rows: Annotated[str, typer.Option(help="only rows with these values, such as split=iid,request=class")] = "",
-    data_dir: Annotated[str, typer.Option("--data-dir", help="directory that holds CIFAR, Tiny ImageNet")] = "",
-    place: Annotated[Path, typer.Option("--out", help="directory of networks and results")] = Path("runs/reproduce"),
+    name: Annotated[str, Argument(metavar="[NAME]", help="an experiment; without one they are listed")] = "",
+    scale: Annotated[str, Option(help="demo (needs no data), small (CIFAR-10), paper (weeks of a GPU)")] = "demo",
+    seeds: Annotated[str, Option(help="with commas between (default: those of the scale)")] = "",
+    methods: Annotated[str, Option(help="only these, with commas between")] = "",
+    rows: Annotated[str, Option(help="only rows with these values, such as split=iid,request=class")] = "",
+    data_dir: Annotated[str, Option("--data-dir", help="directory that holds CIFAR, Tiny ImageNet")] = "",
+    place: Annotated[Path, Option("--out", help="directory of networks and results")] = Path("runs/reproduce"),
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -118,33 +123,27 @@ def _table(experiment: Experiment, results: ExperimentResults) -> list[list[str]
     lines = [[*varied, *(name for metric in METRICS for name in (metric, "(paper)")), "verdict"]]
     for row in rows:
         beside = printed_beside(experiment, row)
-        pairs = [(mean_and_sd(row.of(metric)), _printed(beside, metric)) for metric in METRICS]
-        keys = [as_text(row.key.get(key, "")) for key in varied]
-        lines.append([*keys, *(number for pair in pairs for number in pair), row_verdict(experiment, row)])
+        cells = [as_text(row.key.get(key, "")) for key in varied]
+        for metric in METRICS:
+            spread = f"±{beside[f'{metric}-sd']:.2f}" if f"{metric}-sd" in beside else ""
+            printed = f"{beside[metric]:.2f}{spread}" if metric in beside else "–"
+            cells += [mean_and_sd(row.of(metric)), printed]
+        lines.append([*cells, row_verdict(experiment, row)])
     return lines
-
-
-def _printed(beside: Mapping[str, float], metric: str) -> str:
-    spread = f"±{beside[f'{metric}-sd']:.2f}" if f"{metric}-sd" in beside else ""
-    return f"{beside[metric]:.2f}{spread}" if metric in beside else "–"
 
 
 def _claim_words(claim: ClaimFinding) -> str:
     """A claim of the paper, and in how many pairs of rows it holds here.
 
-    >>> from fedortho.experiments.findings import PairFinding
+    >>> from fedortho.experiments.experiment import PairFinding
     >>> _claim_words(ClaimFinding("a < b", (PairFinding(({}, {}), (-3.0,), "does not hold"),), ()))
     'a < b: does not hold, by -3.0 points (1 seed)'
     """
     if not claim.here:
         return f"{claim.relation}: no such rows here"
-    number = min(len(pair.differences) for pair in claim.here)
-    words = _counted([pair.verdict for pair in claim.here])
-    words += f", by {sum(claim.here[0].differences) / number:.1f} points" if len(claim.here) == 1 else ""
+    number, pairs = min(len(pair.differences) for pair in claim.here), len(claim.here)
+    words = f"{claim.here[0].verdict}, by {sum(claim.here[0].differences) / number:.1f} points"
+    if pairs > 1:
+        verdicts = Counter(pair.verdict for pair in claim.here)
+        words = ", ".join(f"{verdict} in {found} of {pairs}" for verdict, found in verdicts.items())
     return f"{claim.relation}: {words} ({number} seed{'s' if number > 1 else ''})"
-
-
-def _counted(verdicts: Sequence[str]) -> str:
-    if len(verdicts) == 1:
-        return verdicts[0]
-    return ", ".join(f"{verdict} in {number} of {len(verdicts)}" for verdict, number in Counter(verdicts).items())
