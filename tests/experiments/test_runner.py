@@ -94,7 +94,7 @@ def test_requests_of_a_sequence_are_served_one_after_the_other(tmp_path: Path) -
     told = {word: accuracies_of(model, data, word).forget for word in ("class:0", "class:1", "class:2")}
     assert rows[-1].forgotten == told, "earlier classes are measured on the last model"
     assert reproduce(steps, tmp_path).rows == (original, *rows)
-    with pytest.raises(FedOrthoError, match="made from another model, request or settings; choose another --out"):
+    with pytest.raises(FedOrthoError, match="exists already; choose a new directory for --out"):
         reproduce(replace(steps, requests=("class:5", "class:1")), tmp_path)
 
 
@@ -129,9 +129,7 @@ def test_the_command_lists_runs_and_explains(tmp_path: Path, monkeypatch: pytest
     told = invoke("reproduce")
     for name in ("unlearning_iid_non_iid: ", "unlearning_res50: ", "pruning: ", "continuous_unlearning_comparison: "):
         assert name in told
-    monkeypatch.setattr(
-        "fedortho.cli.reproduce.load_experiment", lambda name, scale="demo", **limits: limited(**limits)
-    )
+    monkeypatch.setattr("fedortho.cli.methods.load_experiment", lambda name, scale="demo", **limits: limited(**limits))
     told = invoke("reproduce", "pruning", "--seeds", "0,1", "--rows", "ratio=0.4", "--out", str(tmp_path))
     for text in ("forget", "(paper)", "92.00", "not printed", "other setting", "±", "no such rows", "seeds 0, 1"):
         assert text in told

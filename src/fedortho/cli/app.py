@@ -14,8 +14,7 @@ from typer import Option
 from fedortho.cli.console import err, one_line, out, warn
 from fedortho.cli.evidence import bundle_app, journal_app
 from fedortho.cli.forget import forget_command, undo_command
-from fedortho.cli.methods import compare_command, tune_command
-from fedortho.cli.reproduce import reproduce_command
+from fedortho.cli.methods import compare_command, reproduce_command, tune_command
 from fedortho.cli.show import check_command, data_app, evaluate_command, report_command, results_command
 from fedortho.cli.train import deploy_command, federate_command, import_command, sync_command, train_command
 from fedortho.cli.verdict import audit_command, judge_command, qualify_command
@@ -129,7 +128,3 @@ for command in COMMANDS:
 app.add_typer(data_app, name="data")
 app.add_typer(bundle_app, name="bundle")
 app.add_typer(journal_app, name="journal")
-
-
-if __name__ == "__main__":
-    main()

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -104,17 +104,8 @@ def report_command(
     """Write one HTML page: the answer, four numbers, figures, audits, images, and what was not tested."""
     with bars() as shown:
         shown.add_task("drawing", total=None, news="")
-        path = write_report(
-            run_path,
-            request or None,
-            out=out_path,
-            original=original,
-            reference=reference,
-            images=images,
-            data_dir=data_dir,
-            device=device,
-            on_remark=say,
-        )
+        how: dict[str, Any] = {"original": original, "reference": reference, "images": images, "on_remark": say}
+        path = write_report(run_path, request or None, out=out_path, data_dir=data_dir, device=device, **how)
     say(f"written to {path} ({path.stat().st_size / 1e6:.1f} MB); open it in any browser")
 
 

@@ -1,10 +1,10 @@
 """The commands judge, audit and qualify, and what forget shows of a verdict."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, TypedDict
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -21,7 +21,6 @@ from fedortho.requests.judging import JudgeOptions, audit_run, check_rounds, jud
 from fedortho.requests.qualifying import QualifyOptions, draw_classes, qualify_run
 from fedortho.runs.run import Run, open_run
 from fedortho.storage.records import to_json
-from fedortho.training.loop import Watch
 
 COLOURS = {"PASS": "green", "FAIL": "bold red", "ERROR": "bold red"}  # others are open: yellow
 
@@ -37,15 +36,8 @@ Original = Annotated[Path | None, Option(help="the run before forgetting (defaul
 Shadows = Annotated[int, Option(help="shadow models of the membership audit, 8 to 64; 0: do not run it")]
 
 
-class JudgeProgress(TypedDict):
-    """The callbacks of `judge_run`."""
-
-    on_training: Watch
-    on_step: Callable[[str], None]
-
-
 @contextmanager
-def judging_bars() -> Iterator[JudgeProgress]:
+def judging_bars() -> Iterator[dict[str, Any]]:
     """Progress bars of a judgement: training of reference models, and the measurement under way."""
     with bars() as shown:
         on_training = training_bar(shown)
@@ -133,23 +125,23 @@ def print_verdict(verdict: Verdict, *, whole: bool = True) -> None:
     say(f"audits: {verdict.label}")
     if verdict.advice:
         say((verdict.advice, "yellow"))
-    if whole and verdict.effect is not None:
+    if not whole:
+        print_audits(verdict)
+        return
+    if verdict.effect is not None:
         say(str(verdict.effect))
-    if whole:
-        out.print(metric_table(verdict.metrics))
-        say("retrain: the value of one reference model, for a gap to it that of a second one; sources: judge --json")
+    out.print(metric_table(verdict.metrics))
+    say("retrain: the value of one reference model, for a gap to it that of a second one; sources: judge --json")
     print_audits(verdict)
-    if whole and verdict.cost is not None:
-        cost = verdict.cost
+    if (cost := verdict.cost) is not None:
         sent = f", {cost.bytes_up / 1e6:.2f} MB up, {cost.bytes_down / 1e6:.2f} MB down" if cost.exchanges else ""
         say(
             f"cost: {cost.seconds:.1f} s, {cost.images_read:,} images read, {cost.images_trained:,} trained on, "
             f"{cost.flops / 1e9:,.1f} GFLOPs ({cost.request_flops / 1e9:,.1f} without kept statistics){sent}"
         )
-    if whole:
-        for copy in verdict.copies:
-            say(f"copy of the data: {copy}")
-        say("not tested: " + "; ".join(verdict.not_tested))
+    for copy in verdict.copies:
+        say(f"copy of the data: {copy}")
+    say("not tested: " + "; ".join(verdict.not_tested))
 
 
 def metric_table(metrics: Sequence[Metric]) -> Table:

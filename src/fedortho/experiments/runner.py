@@ -28,7 +28,7 @@ from fedortho.requests.comparing import compare
 from fedortho.requests.forgetting import forget_run
 from fedortho.requests.run_context import method_for_run, open_context
 from fedortho.runs.record import Accuracies
-from fedortho.runs.run import Run, load_run_data, open_run
+from fedortho.runs.run import Run, load_run_data
 from fedortho.runs.settings import FREE, FederateSettings, TrainSettings
 from fedortho.runs.training import train_run
 from fedortho.storage.files import canonical_json
@@ -159,17 +159,10 @@ def _sequence(experiment: Experiment, run: Run, data: Dataset, out: Path, hooks:
 
 
 def _served(run: Run, data: Dataset, request: ForgetRequest, variant: MethodVariant, out: Path) -> Run:
-    settings = method_for_run(run, variant.method, variant.settings)
-    if not isinstance(settings, PlanningMethod):
-        raise FedOrthoError(
-            f"{variant.method} serves no sequence of requests: its model cannot be edited again; leave it out"
-        )
-    if not out.exists():
-        with using_threads(run.settings.threads):
-            forget_run(run, request, settings, out=out, data=data, device=run.settings.device)
-    found = replace(open_run(out), settings=run.settings)
-    served = found.record.requests[-1]
-    made = (found.record.parent, served.request, served.settings)
-    if made != (run.record.model.digest, str(request), as_mapping(settings)):
-        raise FedOrthoError(f"{out} was made from another model, request or settings; choose another --out")
-    return found
+    method = method_for_run(run, variant.method, variant.settings)
+    if not isinstance(method, PlanningMethod):
+        raise FedOrthoError(f"{method.name} serves no sequence: its model cannot be edited again; leave it out")
+    with using_threads(run.settings.threads):
+        served = forget_run(run, request, method, out=out, data=data, device=run.settings.device).run
+    assert served is not None, "it has an out"
+    return replace(served, settings=run.settings)

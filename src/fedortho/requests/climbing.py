@@ -15,7 +15,7 @@ from fedortho.errors import BadData, FedOrthoError
 from fedortho.methods import LEVELS
 from fedortho.methods.method import ForgetResult
 from fedortho.requests.forgetting import ServedRequest, forget_run
-from fedortho.requests.judging import JudgeOptions, references_for
+from fedortho.requests.judging import JudgeOptions, OnStep, references_for
 from fedortho.requests.levels import level_method, levels_for, training_cost_words
 from fedortho.requests.references import case_of
 from fedortho.requests.rewind import holds_rewind
@@ -49,7 +49,7 @@ def forget_until_passed(
     data: Dataset | None = None,
     on_attempt: Callable[[LevelAttempt], None] | None = None,
     on_training: Watch | None = None,
-    on_step: Callable[[str], None] | None = None,
+    on_step: OnStep = None,
     **how: Any,
 ) -> tuple[ServedRequest, tuple[LevelAttempt, ...]]:
     """Serve a request at the cheapest level whose result passes the audits, and return it with all that were tried.
@@ -85,12 +85,7 @@ def forget_until_passed(
 
 
 def _validation(
-    run: Run,
-    request: ForgetRequest,
-    options: JudgeOptions,
-    data: Dataset,
-    on_training: Watch | None,
-    on_step: Callable[[str], None] | None,
+    run: Run, request: ForgetRequest, options: JudgeOptions, data: Dataset, on_training: Watch | None, on_step: OnStep
 ) -> Callable[[ForgetResult], None]:
     """A function that refuses a result which does not pass the audits on validation images."""
     if not len(data.valid):

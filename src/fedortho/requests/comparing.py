@@ -87,13 +87,12 @@ def compare(
 ) -> list[Row]:
     """Run methods from the same model and measure accuracies, cost and the gap to retraining of each.
 
-    Every method writes a JSON file and a run directory with its model into `out` (default: RUN-compared-REQUEST); a
-    method whose file exists is not run again. `settings` are hyper-parameters: `published`, `short`, `tuned`, a JSON
-    file, or a mapping by method. `passes` say how often methods that train see the images (in a federation: rounds): as
-    the `settings` say, `one`, as many as `published`, or several of these with commas between, each a row of its own.
-    Reference models come from the directory `references` (default: beside the run) and are trained into it if they are
-    missing, which `on_training` shows. `data` is the run's data if it is already loaded. `watch` receives each method's
-    name, its number and the number of methods.
+    Every method writes a JSON file and a run with its model into `out` (default: RUN-compared-REQUEST), and is not run
+    again while the file exists. `settings` are hyper-parameters: `published`, `short`, `tuned`, a JSON file, or a
+    mapping by method. `passes` say how often methods that train see the images (in a federation: rounds): as `settings`
+    say, `one`, as many as `published`, or several with commas between, each a row of its own. Reference models come
+    from the directory `references` (default: beside the run); missing ones are trained into it, which `on_training`
+    shows. `data` is the run's data if it is loaded. `watch` receives each method's name, its number and how many.
     """
     run, names, wanted = open_run(run), chosen_methods(methods), _words(passes)
     chosen = settings_by_method(run, settings)

@@ -107,16 +107,15 @@ def forget_run(
     """Make the model of a run forget and write a new run to `out`; the given run stays as it is.
 
     `level` is `hide`, `erase` (the default for classes) or `exact`; `method` is another method, or the level's with its
-    hyper-parameters. Without `out` nothing is written and the result shows what the method finds. Before a class is
-    erased, a hidden model is written to `out`-hidden if `hide_first`. `undo` is a file for the tensors that change, for
-    `undo_run`. `accept` receives the result before test images are read, and raises an error to refuse it.
+    hyper-parameters. Without `out` nothing is written. Before a class is erased, a hidden model is written to
+    `out`-hidden if `hide_first`. `undo` is a file for the tensors that change, for `undo_run`. `accept` receives the
+    result before test images are read, and raises an error to refuse it. The same call again returns what it wrote, or
+    completes what a killed process began; with a `ticket` also after the images were deleted. `purge` removes forgotten
+    images from the decoded ones here; None: samples of your own data. With `hash_ids` the records name samples by keyed
+    hashes; the key is beside the run. `data` is the run's data if it is already loaded.
 
-    The same call again returns what it wrote before, or completes what a killed process began; with a `ticket` also
-    after the images were deleted. With `purge` forgotten images are removed from the decoded images on this machine;
-    None: if they are samples of your own data. With `hash_ids` the records name samples by keyed
-    hashes; the key is beside the run. `data` is the run's data if it is already loaded. A federation is simulated here.
-    At the level `exact` a federation that kept rounds goes back to one of them, as by `rewind_run`. The new run never
-    met the data: it has no patch, undo file or ticket, and nothing is purged; with one of these it is retrained.
+    A federation is simulated here. At the level `exact` one that kept rounds goes back to one of them, as by
+    `rewind_run`; with an undo file, a ticket or `purge`, which a rewind has no use for, it is retrained.
     Raises `Refused`, with the trials that were measured, if target and budget cannot both hold.
     """
     run = open_run(run).at(data_dir)

@@ -36,6 +36,7 @@ from fedortho.training.loop import Watch
 from fedortho.training.recipe import Recipe
 
 logger = logging.getLogger(__name__)
+OnStep = Callable[[str], None] | None  # receives the title of each measurement that begins
 SHADOW_EPOCHS = 6  # upper bound
 
 
@@ -68,7 +69,7 @@ def judge_run(
     original: Run | Path | str | None = None,
     data: Dataset | None = None,
     on_training: Watch | None = None,
-    on_step: Callable[[str], None] | None = None,
+    on_step: OnStep = None,
 ) -> Verdict:
     """Judge a run that has served a request (default: its last) and write verdict.json into its directory.
 
@@ -121,7 +122,7 @@ def audit_run(
     after_rounds: int = 0,
     original: Run | Path | str | None = None,
     on_training: Watch | None = None,
-    on_step: Callable[[str], None] | None = None,
+    on_step: OnStep = None,
 ) -> Verdict:
     """Run audits at their full budget: all, or those in `options.only`.
 
@@ -159,10 +160,6 @@ def _parsed(run: Run, request: ForgetRequest | str | None, options: JudgeOptions
     return run.request(request, options.data_dir) if request else last
 
 
-def _references_directory(run: Run, options: JudgeOptions) -> Path:
-    return options.references or run.path.parent / "references"
-
-
 def references_for(
     run: Run, original: Run, request: ForgetRequest, options: JudgeOptions, data: Dataset, on_training: Watch | None
 ) -> list[Run]:
@@ -170,7 +167,7 @@ def references_for(
 
     One with the weights of the judged model, which may be retrained itself, is left out.
     """
-    directory = _references_directory(run, options)
+    directory = options.references or run.path.parent / "references"
     found = options.given or find_references(original, request, options.references)  # beside the original by default
     found = found or find_references(original, request, directory)  # where --retrain writes them
     taken, number = {reference.settings.seed for reference in found}, 2 if options.audit == "full" else 1
@@ -189,14 +186,14 @@ def _verdict_on(
     original: Run,
     references: list[Run],
     options: JudgeOptions,
-    on_step: Callable[[str], None] | None,
+    on_step: OnStep,
 ) -> Verdict:
     """The verdict on a run's model, with what its record tells about method, settings and cost."""
     served, device = served_record(run, request), choose_device(options.device)
     case = case_of(run, request, data, original, references, device)
     if options.shadows:
-        directory = _references_directory(run, options) / "shadows"
-        case = replace(case, shadows=shadow_plan(original, served, directory, options.shadows, device))
+        directory = options.references or run.path.parent / "references"
+        case = replace(case, shadows=shadow_plan(original, served, directory / "shadows", options.shadows, device))
     qualification = read_qualification(original.path) if request.kind == "class" and not references else None
     bound_to = (original.record.model.digest, served.method, served.settings)
     seconds = sum(epoch.seconds for reference in references[:1] for epoch in reference.history())

@@ -15,6 +15,7 @@ from fedortho.errors import BadSetting, FedOrthoError
 from fedortho.evaluation.case import Case
 from fedortho.methods import unlearn
 from fedortho.methods.method import Method, serves
+from fedortho.requests.judging import OnStep
 from fedortho.requests.references import find_references, reference_cost, train_references
 from fedortho.requests.run_context import RunContext, method_for_run
 from fedortho.runs.run import Run, open_run
@@ -38,7 +39,7 @@ class QualifyOptions:
     data_dir: str = ""
     device: str = "auto"
     on_training: Watch | None = field(default=None, compare=False)
-    on_step: Callable[[str], None] | None = field(default=None, compare=False)
+    on_step: OnStep = field(default=None, compare=False)
 
 
 def draw_classes(run: Run, options: QualifyOptions) -> Qualification:

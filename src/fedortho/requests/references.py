@@ -16,6 +16,7 @@ from fedortho.engines.engine import Tally
 from fedortho.errors import BadCheckpoint, FedOrthoError
 from fedortho.evaluation.case import Case
 from fedortho.federated.messages import TrainLocal
+from fedortho.federated.server import train_federation
 from fedortho.federated.transport import read_wire_log, total_bytes
 from fedortho.methods.method import CannotServe
 from fedortho.methods.retrain import NO_RECIPE
@@ -114,8 +115,6 @@ def train_reference(
                 "that was trained before (--reference RUN)"
             )
     if isinstance(settings, FederateSettings):
-        from fedortho.federated.server import train_federation
-
         return train_federation(directory / name, settings, data=data)
     return train_run(directory / name, settings, watch=watch, data=data)
 

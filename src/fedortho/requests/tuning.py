@@ -62,12 +62,11 @@ def tune(
 ) -> dict[str, Search]:
     """Search the hyper-parameters of methods on validation images, with the same budget for every method.
 
-    The trials serve the request `on`, by default another one of the same kind and size that the budget's seed draws, so
-    that nothing is chosen on what is reported. `out` is a JSON file: it receives the best settings by method, as
-    `compare(settings=out)` reads them, and OUT.trials.json all attempts. A search that was interrupted goes on after
-    its last attempt, and several processes may tune different methods into the same file. `settings` are those to start
-    from. `all` are the methods that serve the request and have something to tune; others are refused if they are named.
-    `watch` receives the method's name, the attempt's number and the attempt.
+    The trials serve the request `on`, by default another of the same kind and size, drawn by the budget's seed, so that
+    nothing is chosen on what is reported. The JSON file `out` receives the best settings by method, for
+    `compare(settings=out)`, and OUT.trials.json all attempts. An interrupted search goes on after its last attempt;
+    several processes may tune different methods into one file. `settings` are those to start from. `all` are the
+    methods that serve the request and have something to tune. `watch` receives name, number and attempt.
     """
     run, budget = open_run(run), budget or Budget()
     data = data or run.load_data()
