@@ -92,7 +92,7 @@ def tune(
                     search(name, base=base.get(name), known=known.attempts, save=partial(file.write, name))
         except Busy:
             busy.append(name)
-    found = file.write_best()
+    found = file.write()
     if busy := [name for name in busy if name not in found or found[name].best is None]:
         raise Busy(f"another process is tuning {', '.join(busy)} into {out}; run this again when it has finished")
     return found
@@ -134,7 +134,7 @@ def tune_method(
     *,
     base: Mapping[str, Any] | None = None,
     known: Sequence[Attempt] = (),
-    save: Callable[[Search], None] | None = None,
+    save: Callable[[Search], object] | None = None,
     watch: Callable[[str, int, Attempt], None] | None = None,
 ) -> Search:
     """The search of one method on this very request; each attempt changes some settings of `base`.
@@ -253,16 +253,13 @@ class _TuningFile:
             )
         return dict(found.searches)
 
-    def write(self, name: str, search: Search) -> None:
-        with locked(self.path.with_suffix(".writing"), PATIENCE):
-            every = self.searches() | {name: search}
-            write_record(self.trials, replace(self.about, searches=every, environment=environment()))
-        if search.best is not None:
-            self.write_best()
-
-    def write_best(self) -> dict[str, Search]:
+    def write(self, name: str = "", search: Search | None = None) -> dict[str, Search]:
+        """Add a search, if one is given, and write the best settings of all methods; returns all searches."""
         with locked(self.path.with_suffix(".writing"), PATIENCE):
             every = self.searches()
+            if search is not None:
+                every[name] = search
+                write_record(self.trials, replace(self.about, searches=every, environment=environment()))
             if best := {name: dict(found.best.settings) for name, found in every.items() if found.best is not None}:
                 write_json(self.path, best)
         return every
