@@ -75,7 +75,7 @@ def references_of(run: Run, request: ForgetRequest, networks: Path, data_dir: st
     """The references of an original; those that the manifest lists are trained if they are missing."""
     for name in reference_names(run.path.name, str(request)):
         open_network(networks, name, data_dir)
-    return [check_digest(other) for other in find_references(run, request, networks, data_dir)]
+    return [check_digest(other) for other in find_references(run, request, networks)]
 
 
 def measure(

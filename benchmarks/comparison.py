@@ -53,7 +53,7 @@ from fedortho.storage.settings import field_types
 HERE = Path(__file__).parent
 MODELS = HERE.parent / "runs" / "comparison"
 SAMPLES = f"samples:{HERE / 'samples.txt'}"
-CENTRAL = [name for name in METHODS if name not in ("retrain-plain", "federaser")]
+CENTRAL = [name for name in METHODS if name != "federaser"]
 ORDER = ("engine", "model", "seed", "request")
 COMMAND = "python benchmarks/comparison.py all|federation"
 
@@ -199,7 +199,7 @@ class Bench:
         if job.part == "tune":
             return True
         if job.method == "retrain":
-            settings = reference_settings(job.run, job.request, data_dir=self.arguments.data_dir)
+            settings = reference_settings(job.run.at(self.arguments.data_dir), job.request)
             return find_reference(self.references, settings, job.run.record.data.digest) is not None
         return not is_tunable(job.method) or job.method in self.tuned(job)
 
@@ -286,7 +286,7 @@ def tuned_name(run: Run, request: ForgetRequest) -> str:
 
 
 def find_reference_of(job: Job, references: Path, data_dir: str) -> Run:
-    settings = reference_settings(job.run, job.request, data_dir=data_dir)
+    settings = reference_settings(job.run.at(data_dir), job.request)
     found = find_reference(references, settings, job.run.record.data.digest)
     assert found is not None, "it was compared with"
     return found

@@ -24,7 +24,7 @@ from fedortho.storage.records import to_json
 HERE = Path(__file__).parent
 RUNS = HERE.parent / "runs" / "costs"
 REQUEST = "class:3"
-LEFT_OUT = ("retrain-plain", "federaser")  # a second reference; a method that needs the history of all rounds
+LEFT_OUT = ("federaser",)  # it needs the history of all rounds
 SETTINGS = FederateSettings(
     data="fashion-mini", clients=10, fraction=1.0, rounds=8, split="dirichlet:0.3", batch_size=32, threads=1
 )

@@ -72,7 +72,6 @@ UPDATES_RECIPE = replace(SMALL_RECIPE, epochs=4, schedule="constant", ortho=0.0,
 PLAIN = {"crop": 0, "flip": 0.0}
 METHOD_SETTINGS: dict[str, dict[str, Any]] = {  # those of tests/methods/test_contract.py
     "retrain": {"epochs": 5, "batch_size": 32, "lr": 0.1} | PLAIN,
-    "retrain-plain": {"epochs": 5, "batch_size": 32, "lr": 0.1} | PLAIN,
     "hide": {"max_retain_drop": 0.05, "target": 0.05},
     "directions": {"max_retain_drop": 0.05, "target": 0.05},
     "paper": {"ratio": 0.2, "alpha": 1.0},

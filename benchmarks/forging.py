@@ -29,6 +29,7 @@ from unittest.mock import patch
 import torch
 from result_files import write_results
 
+from fedortho.audits import run_audits
 from fedortho.audits.verdict import Verdict
 from fedortho.data.images import Dataset
 from fedortho.errors import FedOrthoError
@@ -40,6 +41,7 @@ from fedortho.evidence.canonical_zip import pack_files
 from fedortho.evidence.claims import BundleCheck
 from fedortho.evidence.contents import Bundle
 from fedortho.methods.hide import Hide
+from fedortho.reports.gallery import audit_pictures, draw_gallery
 from fedortho.reports.page import write_report
 from fedortho.requests.forgetting import forget_run
 from fedortho.requests.judging import JudgeOptions, judge_run
@@ -154,27 +156,28 @@ def measured_once() -> Iterator[None]:
     def of(case: Case) -> tuple[str, ...]:
         return tuple(tensors_digest(model.state_dict()) for model in case.models.values())
 
-    decide, audit, measure, load = recheck.forget_run, claims.run_audits, MetricSuite.measure, Run.load_data
-    draw, plot = claims.draw_gallery, claims.audit_pictures
+    measure, load = MetricSuite.measure, Run.load_data
 
     def decided(run: Any, request: Any, method: Any, *, data: Dataset, device: str, **more: Any) -> Any:
         return once(
             ("decide", str(request), method, device),
-            lambda: decide(run, request, method, data=data, device=device, **more),
+            lambda: forget_run(run, request, method, data=data, device=device, **more),
         )
 
     def audited(case: Case, budget: str, *, only: Sequence[str], **more: Any) -> Any:
-        return once(("audit", of(case), budget, tuple(only)), lambda: audit(case, budget, only=only, **more))
+        return once(("audit", of(case), budget, tuple(only)), lambda: run_audits(case, budget, only=only, **more))
 
     def measured(suite: MetricSuite, model: torch.nn.Module) -> Any:
         return once(("measure", tensors_digest(model.state_dict())), lambda: measure(suite, model))
 
     def drawn(run: Any, *words: Any, **more: Any) -> Any:
-        return once(("draw", run.record.model.digest, str(more)), lambda: draw(run, *words, **more))
+        return once(("draw", run.record.model.digest, str(more)), lambda: draw_gallery(run, *words, **more))
 
     with ExitStack() as patched:
         patched.enter_context(patch.object(Run, "load_data", lambda run, *_: once(run.path, lambda: load(run))))
-        patched.enter_context(patch.object(claims, "audit_pictures", lambda told: once(str(told), lambda: plot(told))))
+        patched.enter_context(
+            patch.object(claims, "audit_pictures", lambda told: once(str(told), lambda: audit_pictures(told)))
+        )
         patched.enter_context(patch.object(recheck, "forget_run", decided))
         patched.enter_context(patch.object(claims, "run_audits", audited))
         patched.enter_context(patch.object(MetricSuite, "measure", measured))

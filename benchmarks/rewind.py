@@ -72,9 +72,9 @@ def requests_of(run: Run, settings: FederateSettings) -> dict[str, list[str]]:
 def measured(run: Run, part: str, request: list[str], settings: FederateSettings, runs: Path) -> dict[str, Any]:
     """A rewind and a retraining, and whether they end with the same bytes."""
     started = time.time()
-    plan = plan_rewind(run, request)
+    plan = plan_rewind(run, " ".join(request))
     planned, started = time.time() - started, time.time()
-    rewound = rewind_run(run, request, runs / f"{part}-rewound", watch=tell).run
+    rewound = rewind_run(run, " ".join(request), runs / f"{part}-rewound", watch=tell).run
     assert rewound is not None, "it has an `out`"
     rewinding, started = time.time() - started, time.time()
     alone = replace(settings, without=" ".join(request), keep_rounds="")

@@ -59,7 +59,7 @@ def judge_original(model: str, seed: int, arguments: Any) -> None:
     request = ForgetRequest.parse(REPORTED)
     for name in reference_names(original.path.name):
         open_network(arguments.networks, name, arguments.data_dir)
-    references = find_references(original, request, arguments.networks, arguments.data_dir)
+    references = find_references(original, request, arguments.networks)
     data, cache, suite = original.load_data(arguments.data_dir), MeasurementCache(), None
     loaded: dict[str, Any] = {}
     for method in arguments.methods.split(","):

@@ -13,11 +13,17 @@ from typer.testing import CliRunner
 from fedortho.cli.app import app
 from fedortho.errors import FedOrthoError
 from fedortho.evaluation.accuracies import accuracies_of
-from fedortho.experiments import runner
-from fedortho.experiments.experiment import Experiment, MethodVariant, load_experiment, read_seeds, select_rows
-from fedortho.experiments.findings import ExperimentResults
+from fedortho.experiments.experiment import (
+    Experiment,
+    ExperimentResults,
+    MethodVariant,
+    load_experiment,
+    read_seeds,
+    select_rows,
+)
 from fedortho.experiments.relations import SeedRow, parse_relation
 from fedortho.experiments.runner import ProgressHooks, reproduce
+from fedortho.requests import comparing
 from fedortho.runs.run import open_run
 from fedortho.runs.settings import TrainSettings
 from fedortho.storage.files import read_json
@@ -70,7 +76,7 @@ def test_the_same_seed_gives_the_same_bytes_elsewhere_and_nothing_is_done_twice(
     assert pair.differences == pytest.approx([100 * (forget(rows[2]) - forget(rows[3]))])
 
     outcomes = {path: path.stat().st_mtime_ns for path in (tmp_path / "one").rglob("*.safetensors")}
-    monkeypatch.setattr(runner, "train_reference", None)
+    monkeypatch.setattr(comparing, "train_references", None)
     assert reproduce(both, tmp_path / "one") == results
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "one").rglob("*.safetensors")} == outcomes
     other = reproduce(replace(both, seeds=(1,), variants=RATIOS[:1]), tmp_path / "one")
@@ -88,7 +94,7 @@ def test_requests_of_a_sequence_are_served_one_after_the_other(tmp_path: Path) -
     told = {word: accuracies_of(model, data, word).forget for word in ("class:0", "class:1", "class:2")}
     assert rows[-1].forgotten == told, "earlier classes are measured on the last model"
     assert reproduce(steps, tmp_path).rows == (original, *rows)
-    with pytest.raises(FedOrthoError, match="made from another model, request or settings; choose another --out"):
+    with pytest.raises(FedOrthoError, match="exists already; choose a new directory for --out"):
         reproduce(replace(steps, requests=("class:5", "class:1")), tmp_path)
 
 
@@ -123,9 +129,7 @@ def test_the_command_lists_runs_and_explains(tmp_path: Path, monkeypatch: pytest
     told = invoke("reproduce")
     for name in ("unlearning_iid_non_iid: ", "unlearning_res50: ", "pruning: ", "continuous_unlearning_comparison: "):
         assert name in told
-    monkeypatch.setattr(
-        "fedortho.cli.reproduce.load_experiment", lambda name, scale="demo", **limits: limited(**limits)
-    )
+    monkeypatch.setattr("fedortho.cli.methods.load_experiment", lambda name, scale="demo", **limits: limited(**limits))
     told = invoke("reproduce", "pruning", "--seeds", "0,1", "--rows", "ratio=0.4", "--out", str(tmp_path))
     for text in ("forget", "(paper)", "92.00", "not printed", "other setting", "±", "no such rows", "seeds 0, 1"):
         assert text in told

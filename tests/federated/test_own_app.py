@@ -177,8 +177,7 @@ def test_the_app_of_the_repository_runs_with_flowers_defaults(
 ) -> None:
     """As `flwr run app` runs it: two nodes that have nothing but their number, and no setting is given."""
     from fedortho.federated.client import client_app
-    from fedortho.requests.federated_jobs import app_config
-    from fedortho.requests.server_app import server_app
+    from fedortho.requests.federated_jobs import app_config, server_app
 
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     config = app_config() | {"model": "small:TinyNet", "rounds": 1, "epochs": 1, "device": "cpu"}

@@ -34,7 +34,6 @@ REQUEST = ForgetRequest.parse(f"class:{LABEL}")
 PLAIN = {"crop": 0, "flip": 0.0}
 SMALL = {  # for 20,000 weights and 1,150 images; published values are for millions of weights
     "retrain": {"epochs": 5, "batch_size": 32, "lr": 0.1} | PLAIN,
-    "retrain-plain": {"epochs": 5, "batch_size": 32, "lr": 0.1} | PLAIN,
     "hide": {"max_retain_drop": 0.05, "target": 0.05},
     "directions": {"max_retain_drop": 0.05, "target": 0.05},
     "regrow": {"epochs": 5, "batch_size": 32} | PLAIN,

@@ -50,7 +50,6 @@ SUMS = {  # of methods that add up sums: settings with which federated and centr
     "not": {},
     "regrow": {},
     "retrain": {},
-    "retrain-plain": {},
     "unsir": {"noise_images": 4, "noise_steps": 1},
 }
 ONE_EPOCH = {"epochs": 1, "crop": 0, "flip": 0.0, "batch_size": 32}
@@ -180,7 +179,6 @@ TRAINED = {
     "not": {},
     "regrow": {},
     "retrain": {},
-    "retrain-plain": {},
     "scrub": {},
     "unsir": {"noise_images": 32, "noise_copies": 2, "noise_steps": 1},
 }

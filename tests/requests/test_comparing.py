@@ -242,9 +242,9 @@ def test_a_method_that_changes_nothing_is_called_so(run: Run, tmp_path: Path) ->
 
 
 def test_retraining_follows_the_run_and_nothing_else(run: Run) -> None:
-    method = method_for_run(run, "retrain-plain", {"epochs": 99})
+    method = method_for_run(run, "retrain", {"epochs": 99})
     assert isinstance(method, Retrain)
-    assert (method.epochs, method.lr, method.ortho, method.align) == (3, run.settings.lr, 0.0, 0.0)
+    assert (method.epochs, method.lr, method.ortho) == (3, run.settings.lr, run.settings.ortho)
 
 
 def test_what_is_no_result_of_a_comparison_is_neither_read_nor_deleted(run: Run, tmp_path: Path) -> None:

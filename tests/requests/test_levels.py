@@ -26,7 +26,7 @@ from fedortho.requests import climbing, forgetting, levels
 from fedortho.requests.climbing import forget_until_passed
 from fedortho.requests.forgetting import forget_run
 from fedortho.requests.judging import JudgeOptions
-from fedortho.requests.levels import method_of_level, plan_request
+from fedortho.requests.levels import level_method, plan_request
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
@@ -212,7 +212,7 @@ def test_the_plan_tells_steps_costs_and_references(run: Run, reference: Path, tm
 
 def test_a_training_that_is_not_known_gives_no_costs(run: Run, tmp_path: Path) -> None:
     imported = replace(run, settings=replace(run.settings, epochs=0))
-    plan = plan_request(imported, CLASS, "hide", method_of_level(run, "hide"), tmp_path, None, JudgeOptions("none"))
+    plan = plan_request(imported, CLASS, [("hide", level_method(run, "hide"), tmp_path)], None, JudgeOptions("none"))
     assert plan.lines()[1:] == [
         f"1. hide, by hide ({MEANINGS['hide']}): cost not known; writes {tmp_path}",
         "then nothing is audited (--audit none)",

@@ -23,9 +23,9 @@ from fedortho.federated.transport import read_wire_log
 from fedortho.methods.paper import Paper
 from fedortho.requests import climbing, federated_jobs
 from fedortho.requests.climbing import NotPassed, forget_until_passed
+from fedortho.requests.federated_jobs import do_job
 from fedortho.requests.forgetting import forget_federated_run, forget_run
 from fedortho.requests.rewind import CannotRewind, expected_saved, plan_rewind, rewind_run
-from fedortho.requests.server_app import do_job
 from fedortho.runs.rounds import kept_rounds, read_log
 from fedortho.runs.run import Run, load_run_data, open_run
 from fedortho.runs.settings import FederateSettings, Federation, held_rows, sample_clients
@@ -281,7 +281,7 @@ def test_what_cannot_be_exact_is_refused_and_says_what_it_would_need(run: Run, t
         plan_rewind(unkept, third)
     assert plan_rewind(unkept, f"client:{order_of(run)[0]}").begin == 0, "the start needs no kept round"
     assert plan_rewind(unkept, f"client:{order_of(run)[-1]}").is_untouched, "nor does a client that was never drawn"
-    for change, message in (({"draw": 1}, "draw 1"), ({"start": "before"}, "began with the model before")):
+    for change, message in (({"draw": 1}, "draw 1"), ({"start": "before"}, "began with before")):
         with pytest.raises(CannotRewind, match=message):
             plan_rewind(replace(run, settings=replace(run.settings, **change)), third)
     with pytest.raises(CannotRewind, match=r"has no rounds\.json"):

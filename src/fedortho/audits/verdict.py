@@ -27,7 +27,7 @@ NEVER_TESTED = (
     "copies of the data or of the model outside this run",
     "whether a law is satisfied: this is evidence, not a legal finding",
 )
-TRAINED_ANEW = ("regrow", "retrain", "retrain-plain")  # methods beyond which only retraining erases more
+TRAINED_ANEW = ("regrow", "retrain")  # methods beyond which only retraining erases more
 DERIVED = ("answer", "sentence", "label", "passes", "advice", "not-tested")  # for readers; computed anew here
 
 

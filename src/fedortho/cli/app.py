@@ -9,17 +9,15 @@ from typing import Annotated, NoReturn
 
 import typer
 from rich.logging import RichHandler
+from typer import Option
 
 from fedortho.cli.console import err, one_line, out, warn
-from fedortho.cli.data import data_app
 from fedortho.cli.evidence import bundle_app, journal_app
 from fedortho.cli.forget import forget_command, undo_command
-from fedortho.cli.methods import compare_command, tune_command
-from fedortho.cli.qualify import qualify_command
-from fedortho.cli.reproduce import reproduce_command
-from fedortho.cli.show import check_command, evaluate_command, report_command, results_command
+from fedortho.cli.methods import compare_command, reproduce_command, tune_command
+from fedortho.cli.show import check_command, data_app, evaluate_command, report_command, results_command
 from fedortho.cli.train import deploy_command, federate_command, import_command, sync_command, train_command
-from fedortho.cli.verdict import audit_command, judge_command
+from fedortho.cli.verdict import audit_command, judge_command, qualify_command
 from fedortho.errors import FedOrthoError, first_line
 from fedortho.runs.run import open_run
 
@@ -109,43 +107,24 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def common(
     _version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and exit")
+        bool, Option("--version", callback=_print_version, is_eager=True, help="print the version")
     ] = False,
-    _quiet: Annotated[
-        bool, typer.Option("--quiet", help="print errors, warnings and --json only; allowed anywhere on the line")
-    ] = False,
-    _debug: Annotated[
-        bool, typer.Option("--debug", help="print the traceback of an error; allowed anywhere on the command line")
-    ] = False,
+    _quiet: Annotated[bool, Option("--quiet", help="errors, warnings and --json only; allowed anywhere")] = False,
+    _debug: Annotated[bool, Option("--debug", help="print the traceback of an error; allowed anywhere")] = False,
     _trust: Annotated[
-        bool,
-        typer.Option("--trust-code", help="trust code that the runs on this command line name; allowed anywhere on it"),
+        bool, Option("--trust-code", help="trust code that the runs on this command line name; allowed anywhere on it")
     ] = False,
 ) -> None:
     """Make trained convolutional networks forget a class, a client or samples, and measure how far they did."""
 
 
-app.command("train")(train_command)
-app.command("import")(import_command)
-app.command("evaluate")(evaluate_command)
-app.command("check")(check_command)
-app.command("federate")(federate_command)
-app.command("sync")(sync_command)
-app.command("deploy")(deploy_command)
-app.command("forget")(forget_command)
-app.command("undo")(undo_command)
-app.command("judge")(judge_command)
-app.command("audit")(audit_command)
-app.command("qualify")(qualify_command)
-app.command("compare")(compare_command)
-app.command("tune")(tune_command)
-app.command("reproduce")(reproduce_command)
-app.command("report")(report_command)
-app.command("results")(results_command)
+COMMANDS = (
+    *(train_command, import_command, evaluate_command, check_command, federate_command, sync_command, deploy_command),
+    *(forget_command, undo_command, judge_command, audit_command, qualify_command, compare_command, tune_command),
+    *(reproduce_command, report_command, results_command),
+)
+for command in COMMANDS:
+    app.command(command.__name__.removesuffix("_command"))(command)
 app.add_typer(data_app, name="data")
 app.add_typer(bundle_app, name="bundle")
 app.add_typer(journal_app, name="journal")
-
-
-if __name__ == "__main__":
-    main()

@@ -23,6 +23,7 @@ from fedortho.requests.levels import ForgettingPlan
 from fedortho.runs.record import ServedRecord
 from fedortho.runs.rounds import kept_rounds
 from fedortho.runs.run import Run
+from fedortho.storage.records import to_json
 from fedortho.training.loop import Epoch, Progress
 from fedortho.unlearning.trials import Trial
 
@@ -63,7 +64,7 @@ def say_json(value: object) -> None:
 def print_plan(plan: ForgettingPlan, *, as_json: bool, alone: bool) -> None:
     """What will be done, before it begins; as JSON only if nothing follows."""
     if as_json and alone:
-        say_json(plan.to_json())
+        say_json(to_json(plan))
     elif not as_json:
         title, *steps = plan.lines()
         for line in (title, *(f"  {step}" for step in steps), *(["dry run: nothing was done"] * alone)):
@@ -74,15 +75,13 @@ def print_served(served: ServedRequest, run_path: Path) -> None:
     """A served request: accuracies before and after, the edit, its cost and where the run is."""
     record, result = served.record, served.result
     say(f"{run_path}: {record.request} by {record.method}")
-    pairs = [(name, getattr(record.before, name), getattr(record.after, name)) for name in ("forget", "retain", "test")]
-    shares = [(name, f"{before:.1%}", f"{after:.1%}") for name, before, after in pairs]
-    of_classes = "forget and retain: test images of these classes and of the others"
-    others = "forget: training images of the forget set; retain: all test images"
-    caption = of_classes if result.request.kind == "class" else others
+    both = (record.before, record.after)
+    shares = [(name, *(f"{getattr(each, name):.1%}" for each in both)) for name in ("forget", "retain", "test")]
+    caption = "forget: training images of the forget set; retain: all test images"
+    if result.request.kind == "class":
+        caption = "forget and retain: test images of these classes and of the others"
     out.print(_filled(Table(caption=caption, caption_justify="left"), ("accuracy", "before", "after"), shares))
-    print_target(served)
-    for line in edit_lines(served):
-        say(line)
+    _print_edit(served)
     if result.plan is None:
         cost = result.cost
         say(f"{cost.seconds:.2f} s, {cost.images_read:,} images read, {cost.images_trained:,} trained on")
@@ -104,37 +103,30 @@ def print_served(served: ServedRequest, run_path: Path) -> None:
         say(f"you may now delete the files of these images: {served.run.path} stays usable without them")
 
 
-def print_target(served: ServedRequest) -> None:
-    """Whether the accuracy that the method aimed at is met."""
-    record, chosen = served.record, served.result.chosen
-    target = record.settings.get("target")
-    if served.result.request.kind == "class":
+def _print_edit(served: ServedRequest) -> None:
+    """Whether the accuracy that the method aimed at is met, what was edited, and the trial that was chosen."""
+    record, result, target = served.record, served.result, served.record.settings.get("target")
+    if result.request.kind == "class":
         if isinstance(target, float) and record.after.forget > target:
             say((f"the target, {target:.1%}, is not met on test images", "yellow"))
-    elif chosen is not None and not record.settings.get("ratio"):
-        met = "; met before any edit" if record.before.forget <= chosen.limit else ""
-        say(f"limit: {chosen.limit:.1%}, the accuracy on unseen images of the same labels{met}")
-
-
-def edit_lines(served: ServedRequest) -> list[str]:
-    """What was edited, and the trial that was chosen."""
-    record, result = served.record, served.result
-    if record.directions or record.kernels:
+    elif result.chosen is not None and not record.settings.get("ratio"):
+        met = "; met before any edit" if record.before.forget <= result.chosen.limit else ""
+        say(f"limit: {result.chosen.limit:.1%}, the accuracy on unseen images of the same labels{met}")
+    if numbers := record.directions or record.kernels:
         kind = "directions removed" if record.directions else "kernels edited"
-        numbers = record.directions or record.kernels
-        lines = [f"{kind}: " + ", ".join(f"{number} in {site}" for site, number in numbers.items())]
+        say(f"{kind}: {', '.join(f'{number} in {site}' for site, number in numbers.items())}")
     elif record.chosen is not None:
-        lines = ["classifier edit: nothing was pruned"]
+        say("classifier edit: nothing was pruned")
     else:
-        lines = [f"tensors replaced: {len(result.patch.names())}"]
+        say(f"tensors replaced: {len(result.patch.names())}")
     if result.plan is not None and result.plan.left_out:
-        lines.append(f"left out, as they cannot be edited (see fedortho check): {', '.join(result.plan.left_out)}")
-    if record.chosen is None:
-        return lines
-    scrub = f"scrub at strength {record.chosen.scrub:g}" if record.chosen.scrub else "no scrub"
-    trials = f"{len(record.trials)} trial{'s' * (len(record.trials) > 1)}"
-    effect = [] if record.effect is None else [str(record.effect)]
-    return [*lines, f"ratio {record.chosen.ratio:g}, {scrub}, {trials}", *effect]
+        say(f"left out, as they cannot be edited (see fedortho check): {', '.join(result.plan.left_out)}")
+    if record.chosen is not None:
+        scrub = f"scrub at strength {record.chosen.scrub:g}" if record.chosen.scrub else "no scrub"
+        trials = f"{len(record.trials)} trial{'s' * (len(record.trials) > 1)}"
+        say(f"ratio {record.chosen.ratio:g}, {scrub}, {trials}")
+        if record.effect is not None:
+            say(str(record.effect))
 
 
 def frontier_table(frontier: Sequence[Trial]) -> Table:
@@ -205,17 +197,11 @@ def class_table(score: Evaluation, names: tuple[str, ...]) -> Table:
 
 
 def print_run(run: Run) -> None:
-    result, about, data = run.record.result, run.record.model, run.record.data
-    known = {
-        "test": (result.test_accuracy, data.test, ""),
-        "valid": (result.valid_accuracy, data.valid, data.valid_source),
-    }
-    scores = ", ".join(
-        f"{name} {share:.1%} ({images:,} images{': ' * bool(source)}{source})"
-        for name, (share, images, source) in known.items()
-        if share is not None
-    )
-    history = run.history()
+    result, about, data, history = run.record.result, run.record.model, run.record.data, run.history()
+    known = [("test", result.test_accuracy, f"{data.test:,} images")]
+    source = f": {data.valid_source}" if data.valid_source else ""
+    known += [("valid", result.valid_accuracy, f"{data.valid:,} images{source}")]
+    scores = ", ".join(f"{name} {share:.1%} ({images})" for name, share, images in known if share is not None)
     ortho = f", orthogonality penalty {history[-1].ortho:.3g}" if history and history[-1].ortho is not None else ""
     say((str(run.path), "bold"), f": {run.settings.model} ({about.weights:,} weights) on {run.settings.data}")
     say(f"  accuracy: {scores}{ortho}")
@@ -270,11 +256,9 @@ def training_bar(bars: Bars) -> Callable[[Progress], None]:
         bars.update(task, description=text, completed=now.step, total=now.steps, visible=True, news=news)
         if len(now.history) > max(printed, now.epoch):
             printed, entry = len(now.history), now.history[-1]
-            valid = "" if entry.valid is None else f"  validation {entry.valid:.1%}"
-            line = f"epoch {entry.epoch + 1}/{now.epochs}  loss {entry.loss:.3f}  accuracy {entry.accuracy:.1%}{valid}"
+            line = _epoch_line(entry, f"epoch {entry.epoch + 1}/{now.epochs}")
             line += "" if entry.ortho is None else f"  orthogonality {entry.ortho:.3g}"
-            line += f"  {entry.seconds:.0f} s"
-            bars.console.print(line_of(line), soft_wrap=True)
+            bars.console.print(line_of(f"{line}  {entry.seconds:.0f} s"), soft_wrap=True)
 
     return show
 
@@ -291,20 +275,18 @@ def federation_bar(bars: Bars) -> Callable[[Any], None]:
         news = f"clients  {down:,.1f} MB down, {up:,.1f} MB up"
         bars.update(task, description=text, completed=now.answered, total=now.asked or None, visible=True, news=news)
         if len(now.history) > printed and not now.asked:
-            printed = len(now.history)
-            line = f"{round_line(now.history[-1], now.rounds)}  {down:,.1f} MB down, {up:,.1f} MB up"
-            bars.console.print(line_of(line), soft_wrap=True)
+            printed, entry = len(now.history), now.history[-1]
+            clients = f"{entry.clients} client{'s' * (entry.clients != 1)}"
+            line = _epoch_line(entry, f"round {entry.epoch + 1}/{now.rounds}  {clients}")
+            line += "" if entry.drift is None else f"  drift {entry.drift:.2f}"
+            bars.console.print(line_of(f"{line}  {down:,.1f} MB down, {up:,.1f} MB up"), soft_wrap=True)
 
     return show
 
 
-def round_line(entry: Epoch, rounds: int) -> str:
-    line = (
-        f"round {entry.epoch + 1}/{rounds}  {entry.clients} client{'s' * (entry.clients != 1)}  loss {entry.loss:.3f}"
-    )
-    line += f"  accuracy {entry.accuracy:.1%}"
-    line += "" if entry.valid is None else f"  validation {entry.valid:.1%}"
-    return line + ("" if entry.drift is None else f"  drift {entry.drift:.2f}")
+def _epoch_line(entry: Epoch, begin: str) -> str:
+    valid = "" if entry.valid is None else f"  validation {entry.valid:.1%}"
+    return f"{begin}  loss {entry.loss:.3f}  accuracy {entry.accuracy:.1%}{valid}"
 
 
 def wire_line(served: ServedRequest) -> str:

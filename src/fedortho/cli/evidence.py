@@ -2,9 +2,10 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from fedortho.cli.console import out, say, say_json, words_table
 from fedortho.cli.flags import AsJson, DataDir
@@ -20,13 +21,14 @@ from fedortho.storage.records import is_digest
 journal_app = typer.Typer(no_args_is_help=True, help="Check, show or publish the record of all requests.")
 bundle_app = typer.Typer(no_args_is_help=True, help="Make or check the evidence of a request, in one file.")
 
-Place = Annotated[Path, typer.Argument(metavar="DIR", help="the directory that holds the runs, or one of them")]
+Place = Annotated[Path, Argument(metavar="DIR", help="the directory that holds the runs, or one of them")]
 
 
+@journal_app.command("head")
 def journal_head(
-    out_path: Annotated[Path, typer.Option("--out", "-o", help="the file to write, such as head.json")],
+    out_path: Annotated[Path, Option("--out", "-o", help="the file to write, such as head.json")],
     place: Place = Path("runs"),
-    sign: Annotated[Path | None, typer.Option(help="sign with this Ed25519 private key (PEM)")] = None,
+    sign: Annotated[Path | None, Option(help="sign with this Ed25519 private key (PEM)")] = None,
 ) -> None:
     """Publish the end of the journal: a file to commit or to keep on another machine, for check --head."""
     head = publish_head(_journal_place(place), out_path, sign)
@@ -35,10 +37,11 @@ def journal_head(
     say("keep it where those who can write the journal cannot write")
 
 
+@journal_app.command("check")
 def journal_check(
     place: Place = Path("runs"),
-    head: Annotated[str, typer.Option(help="a published head (a file) or a noted hash, still in the journal")] = "",
-    public: Annotated[Path | None, typer.Option(help="the public key (PEM) that must have signed the head")] = None,
+    head: Annotated[str, Option(help="a published head (a file) or a noted hash, still in the journal")] = "",
+    public: Annotated[Path | None, Option(help="the public key (PEM) that must have signed the head")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check that no entry was changed, removed, inserted or reordered; prints the hash of the last one."""
@@ -50,9 +53,7 @@ def journal_check(
         return
     say(f"{directory / 'journal.jsonl'}: {len(journal.entries)} entries, each following from the one before")
     if journal.torn:
-        say(
-            "there is an incomplete line after the last entry, left by a crash; the next entry moves it to journal.torn"
-        )
+        say("a crash left an incomplete line after the last entry; the next entry moves it to journal.torn")
     for entry in journal.backward:
         say(f"the clock ran backwards: entry {entry.number} is of {entry.time}, before entry {entry.number - 1}")
     if isinstance(noted, PublishedHead):
@@ -74,6 +75,7 @@ def _noted(head: str, public: Path | None) -> PublishedHead | str:
     return noted
 
 
+@journal_app.command("show")
 def journal_show(place: Place = Path("runs"), as_json: AsJson = False) -> None:
     """List the entries of the journal, after checking it."""
     entries = check_journal(_journal_place(place)).entries
@@ -91,14 +93,13 @@ def _journal_place(place: Path) -> Path:
     return place.resolve().parent if (place / "run.json").exists() else place
 
 
+@bundle_app.command("make")
 def bundle_make(
-    run_path: Annotated[Path, typer.Argument(metavar="RUN", help="a run that fedortho forget wrote")],
-    request: Annotated[str, typer.Argument(metavar="REQUEST", help="which of its requests, such as class:3")],
-    out_path: Annotated[Path, typer.Option("--out", "-o", help="the zip file to write")],
-    sign: Annotated[Path | None, typer.Option(help="sign with this Ed25519 private key (PEM)")] = None,
-    journal: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="directory of the journal, if it is not beside RUN")
-    ] = None,
+    run_path: Annotated[Path, Argument(metavar="RUN", help="a run that fedortho forget wrote")],
+    request: Annotated[str, Argument(metavar="REQUEST", help="which of its requests, such as class:3")],
+    out_path: Annotated[Path, Option("--out", "-o", help="the zip file to write")],
+    sign: Annotated[Path | None, Option(help="sign with this Ed25519 private key (PEM)")] = None,
+    journal: Annotated[Path | None, Option(metavar="DIR", help="directory of the journal, if not beside RUN")] = None,
 ) -> None:
     """Write the evidence of a served request into one file, without images and without removed weights."""
     bundle = make_bundle(run_path, request, out_path, sign=sign, journal=journal)
@@ -113,42 +114,26 @@ def bundle_make(
     say(f"digest, to be sent separately, for check --digest: {bundle.manifest.digest}")
 
 
+@bundle_app.command("check")
 def bundle_check(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="a file that fedortho bundle make wrote")],
-    model: Annotated[
-        Path | None, typer.Option(help="weights before the request (safetensors), to apply the patch to")
-    ] = None,
-    run_path: Annotated[
-        Path | None, typer.Option("--run", help="the run before the request, to compute everything again")
-    ] = None,
-    audits: Annotated[
-        str, typer.Option(help="audits that --run repeats: names such as C1,C2, quick, all or none")
-    ] = "quick",
+    file: Annotated[Path, Argument(metavar="FILE", help="a file that fedortho bundle make wrote")],
+    model: Annotated[Path | None, Option(help="weights before the request (safetensors), to patch")] = None,
+    run_path: Annotated[Path | None, Option("--run", help="the run before the request, to compute all again")] = None,
+    audits: Annotated[str, Option(help="audits that --run repeats: names such as C1,C2, quick, all or none")] = "quick",
     references: Annotated[
-        list[Path] | None, typer.Option("--reference", help="run of a reference model, if it is not beside --run")
+        list[Path] | None, Option("--reference", help="run of a reference model not beside --run")
     ] = None,
-    journal: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="directory of the journal, if it is not beside --run")
-    ] = None,
-    head: Annotated[Path | None, typer.Option(help="a published head that its journal lines must lead to")] = None,
+    journal: Annotated[Path | None, Option(metavar="DIR", help="directory of the journal, if not beside --run")] = None,
+    head: Annotated[Path | None, Option(help="a published head that its journal lines must lead to")] = None,
     data_dir: DataDir = "",
-    public: Annotated[Path | None, typer.Option(help="the public key (PEM) that must have signed it")] = None,
-    digest: Annotated[str, typer.Option(help="the digest that bundle make printed")] = "",
+    public: Annotated[Path | None, Option(help="the public key (PEM) that must have signed it")] = None,
+    digest: Annotated[str, Option(help="the digest that bundle make printed")] = "",
     as_json: AsJson = False,
 ) -> None:
     """Check a bundle and say what was not checked; with --run, measure what it claims again. Exit code 2: refused."""
-    found = check_bundle(
-        file,
-        model=model,
-        run=run_path,
-        audits=audits,
-        references=references or (),
-        journal=journal,
-        head=head,
-        data_dir=data_dir,
-        public=public,
-        digest=digest,
-    )
+    keys: dict[str, Any] = {"head": head, "public": public, "digest": digest, "journal": journal}
+    again: dict[str, Any] = {"run": run_path, "audits": audits, "references": references or (), "data_dir": data_dir}
+    found = check_bundle(file, model=model, **again, **keys)
     if as_json:
         models = {"before": found.bundle.patch.before, "after": found.bundle.patch.after}
         say_json(asdict(found.bundle.request) | models | {"claims": [asdict(claim) for claim in found.claims]})
@@ -160,18 +145,11 @@ def bundle_check(
         say(str(claim))
 
 
+@bundle_app.command("key")
 def bundle_key(
-    out_path: Annotated[Path, typer.Option("--out", "-o", help="the private key to write, such as my.pem")],
+    out_path: Annotated[Path, Option("--out", "-o", help="the private key to write, such as my.pem")],
 ) -> None:
     """Make an Ed25519 key pair for signing bundles; keep the private one, hand out the public one."""
     public, text = make_key(out_path)
     say(f"{out_path}: private, readable by you only; {public}: to hand out")
     say(f"key {text}")
-
-
-journal_app.command("head")(journal_head)
-journal_app.command("check")(journal_check)
-journal_app.command("show")(journal_show)
-bundle_app.command("make")(bundle_make)
-bundle_app.command("check")(bundle_check)
-bundle_app.command("key")(bundle_key)

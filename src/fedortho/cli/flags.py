@@ -5,34 +5,30 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from fedortho.errors import BadSetting, unknown
 from fedortho.storage.settings import field_help, field_types, kebab, make_settings, read_toml
 from fedortho.training.recipe import Recipe
 
-RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="a run directory")]
-Request = Annotated[str, typer.Argument(metavar="REQUEST", help="the forget set: class:3, client:4 or samples:FILE")]
-OutPath = Annotated[Path, typer.Option("--out", help="the run directory to write")]
-AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of tables")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps")]
-DataDir = Annotated[str, typer.Option("--data-dir", help="the directory of the run's data on this machine")]
-Config = Annotated[Path | None, typer.Option(help="a TOML file of settings; flags override it")]
+RunPath = Annotated[Path, Argument(metavar="RUN", help="a run directory")]
+Request = Annotated[str, Argument(metavar="REQUEST", help="the forget set: class:3, client:4 or samples:FILE")]
+OutPath = Annotated[Path, Option("--out", help="the run directory to write")]
+AsJson = Annotated[bool, Option("--json", help="JSON instead of tables")]
+Device = Annotated[str, Option(help="auto, cpu, cuda or mps")]
+DataDir = Annotated[str, Option("--data-dir", help="the directory of the run's data on this machine")]
+Config = Annotated[Path | None, Option(help="a TOML file of settings; flags override it")]
 RecipeFile = Annotated[
-    Path | None, typer.Option("--recipe", help="a TOML file with the training of an imported model: epochs, lr, …")
+    Path | None, Option("--recipe", help="a TOML file: how an imported model was trained (epochs, …)")
 ]
-Backend = Annotated[str, typer.Option(help="where clients run: inprocess, ray or superlink")]
-Deployment = Annotated[Path | None, typer.Option(help="for superlink: the directory that fedortho deploy wrote")]
+Backend = Annotated[str, Option(help="where clients run: inprocess, ray or superlink")]
+Deployment = Annotated[Path | None, Option(help="for superlink: the directory that fedortho deploy wrote")]
 Timeout = Annotated[
     float,
-    typer.Option(
-        help="seconds to wait for clients in one exchange, and on a SuperLink for the run to start; 0: the run's own",
-        show_default=False,
-    ),
+    Option(help="seconds to wait for clients, and for a SuperLink to begin; 0: the run's own", show_default=False),
 ]
 Settings = Annotated[
-    str,
-    typer.Option(help="hyper-parameters: published, short (few steps), tuned (for this data and model) or FILE.json"),
+    str, Option(help="hyper-parameters: published, short, tuned (for this data and model) or FILE.json")
 ]
 NO_DEFAULT = ("", -1e30)  # defaults that mean "none" and are not shown
 
@@ -47,7 +43,7 @@ def takes_settings(*kinds: type[Any]) -> Callable[[Callable[..., None]], Callabl
         parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "given"]
         for name, type_ in types.items():
             flag = f"--{kebab(name)}/--no-{kebab(name)}" if type_ is bool else f"--{kebab(name)}"
-            option = typer.Option(flag, help=_flag_help(name, kinds), show_default=False)
+            option = Option(flag, help=_flag_help(name, kinds), show_default=False)
             annotation = Annotated[type_ | None, option]  # type: ignore[valid-type]  # made at run time
             parameters.append(
                 inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

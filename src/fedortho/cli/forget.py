@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from rich.progress import Progress as Bars
+from typer import Argument, Option
 
 from fedortho.audits.verdict import Verdict, read_verdict
+from fedortho.cli import flags
 from fedortho.cli.console import (
     bar,
     bars,
@@ -23,21 +25,6 @@ from fedortho.cli.console import (
     training_bar,
     warn,
 )
-from fedortho.cli.flags import (
-    AsJson,
-    Backend,
-    DataDir,
-    Deployment,
-    Device,
-    OutPath,
-    RecipeFile,
-    RunPath,
-    Settings,
-    Timeout,
-    method_changes,
-    read_recipe,
-    takes_settings,
-)
 from fedortho.cli.train import print_elsewhere
 from fedortho.cli.verdict import Budget, Reference, References, Retrain, judging_bars, print_verdict
 from fedortho.data.images import Dataset
@@ -48,157 +35,149 @@ from fedortho.methods.directions import Directions
 from fedortho.methods.hide import Hide
 from fedortho.methods.method import Method
 from fedortho.methods.paper import Paper
-from fedortho.requests.climbing import LevelAttempt, forget_until_passed
+from fedortho.requests.climbing import forget_until_passed
 from fedortho.requests.federated_jobs import check_backend, forget_elsewhere, rewind_elsewhere
 from fedortho.requests.forgetting import ServedRequest, forget_run, undo_run
 from fedortho.requests.judging import JudgeOptions, check_judge_options, judge_run
-from fedortho.requests.levels import ForgettingPlan, chosen_method, level_for_run, plan_climb, plan_request
+from fedortho.requests.levels import chosen_method, hidden_path, level_for_run, level_method, levels_for, plan_request
 from fedortho.requests.rewind import RewindPlan, find_rewind, rewind_run
-from fedortho.requests.tickets import Ticket
+from fedortho.requests.transaction import find_ticket
+from fedortho.runs.record import ServedRecord
 from fedortho.runs.run import Run, check_unserved, open_run
 from fedortho.storage.records import to_json
 from fedortho.storage.settings import read_toml
 from fedortho.unlearning.calibrate import Refused
 
 
-@takes_settings(Hide, Directions, Paper)
+@flags.takes_settings(Hide, Directions, Paper)
 def forget_command(
-    run_path: RunPath,
-    request: Annotated[
-        list[str], typer.Argument(help="class:3, class:3,7, class:cat, client:3, samples:FILE; several at once")
-    ],
-    out_path: Annotated[Path | None, typer.Option("--out", help="new run directory (default: RUN-REQUEST)")] = None,
-    level: Annotated[
-        str, typer.Option(help="hide (at once), erase (default for classes) or exact (a rewind or retraining)")
-    ] = "",
-    method_name: Annotated[
-        str, typer.Option("--method", help="a method by name instead of a level: directions, paper, ssd, …")
-    ] = "",
+    run_path: flags.RunPath,
+    request: Annotated[list[str], Argument(help="class:3, class:3,7, class:cat, client:3, samples:FILE; or several")],
+    out_path: Annotated[Path | None, Option("--out", help="new run directory (default: RUN-REQUEST)")] = None,
+    level: Annotated[str, Option(help="hide (at once), erase (default of classes), exact (rewind or retraining)")] = "",
+    method_name: Annotated[str, Option("--method", help="a method instead of a level: directions, paper, ssd, …")] = "",
     until: Annotated[
-        str, typer.Option(metavar="passed", help="climb from hide to exact until the audits pass on validation images")
+        str, Option(metavar="passed", help="climb from hide to exact until the audits pass on validation images")
     ] = "",
     hide_first: Annotated[
-        bool, typer.Option("--hide-first/--no-hide-first", help="before erasing write a hidden model to OUT-hidden")
+        bool, Option("--hide-first/--no-hide-first", help="before erasing write a hidden model to OUT-hidden")
     ] = True,
-    config: Annotated[
-        Path | None, typer.Option(help="a TOML file: level or method, and its hyper-parameters; flags override it")
-    ] = None,
-    ticket: Annotated[
-        str, typer.Option("--id", metavar="TICKET", help="id of the request: served once, however often it is given")
-    ] = "",
-    settings: Settings = "published",
+    config: Annotated[Path | None, Option(help="TOML file of level or method and its hyper-parameters")] = None,
+    ticket: Annotated[str, Option("--id", metavar="TICKET", help="id of the request: it is served once")] = "",
+    settings: flags.Settings = "published",
     assignments: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set", metavar="NAME=VALUE", help="a hyper-parameter of any method, such as lr=0.01; repeatable"
-        ),
+        Option("--set", metavar="NAME=VALUE", help="a hyper-parameter of any method, such as lr=0.01; repeatable"),
     ] = None,
-    backend: Backend = "inprocess",
-    deployment: Deployment = None,
-    timeout: Timeout = 0.0,
-    sums: Annotated[
-        str, typer.Option(help="of a federation: open or masked sums of clients (default: as it was trained)")
-    ] = "",
+    backend: flags.Backend = "inprocess",
+    deployment: flags.Deployment = None,
+    timeout: flags.Timeout = 0.0,
+    sums: Annotated[str, Option(help="in a federation: open or masked sums (default: as it was trained)")] = "",
     audit: Budget = "quick",
     reference: Reference = None,
     references: References = None,
     retrain: Retrain = False,
-    recipe: RecipeFile = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="show the plan with its estimated costs and do nothing")
-    ] = False,
-    keep_undo: Annotated[
-        Path | None, typer.Option(help="a file for the tensors that are changed, for fedortho undo")
-    ] = None,
+    recipe: flags.RecipeFile = None,
+    dry_run: Annotated[bool, Option("--dry-run", help="show the plan with its estimated costs and do nothing")] = False,
+    keep_undo: Annotated[Path | None, Option(help="a file for the tensors that are changed, for fedortho undo")] = None,
     purge: Annotated[
         bool | None,
-        typer.Option(
-            "--purge/--keep-cache",
-            help="remove the images from the cache of decoded images (default: if they are samples of your own data)",
-        ),
+        Option("--purge/--keep-cache", help="remove the decoded images here (default: samples of your own data)"),
     ] = None,
     delete_before: Annotated[
-        bool, typer.Option("--delete-before", help="after a rewind delete what earlier runs have that met the data")
+        bool, Option("--delete-before", help="after a rewind delete what earlier runs have that met the data")
     ] = False,
-    hash_ids: Annotated[
-        bool, typer.Option("--hash-ids", help="name samples by keyed hashes in all records; the key is beside RUN")
-    ] = False,
-    data_dir: DataDir = "",
-    device: Device = "auto",
-    as_json: AsJson = False,
+    hash_ids: Annotated[bool, Option("--hash-ids", help="name samples by keyed hashes; the key is beside RUN")] = False,
+    data_dir: flags.DataDir = "",
+    device: flags.Device = "auto",
+    as_json: flags.AsJson = False,
     *,
     given: dict[str, Any],
 ) -> None:
     """Make the model of a run forget and judge the result; writes a new run directory and leaves RUN as it is."""
-    run, parsed = (
-        open_run(run_path).at(recipe=read_recipe(recipe), timeout=timeout, sums=sums),
-        ForgetRequest.parse(shlex.join(request)),
-    )
+    run = open_run(run_path).at(data_dir, recipe=flags.read_recipe(recipe), timeout=timeout, sums=sums)
+    parsed = ForgetRequest.parse(shlex.join(request))
     out = out_path or run_path.with_name(f"{run_path.name}-{run.hashed(parsed, hash_ids).word}")
-    if ticket and not dry_run and (finished := Ticket(ticket, run, parsed, out).finished()):
+    if ticket and not dry_run and (finished := find_ticket(ticket, run, parsed, out)):
         _print_finished(finished, ticket, as_json)
         return
-    asked = run.request(parsed, data_dir, hashed=hash_ids)
+    asked = run.request(parsed, hashed=hash_ids)
     check_unserved(run, asked)
     wishes = read_toml(config) if config else {}
     level, method_name = level or str(wishes.pop("level", "")), method_name or str(wishes.pop("method", ""))
     options = JudgeOptions(audit, (), reference, references, retrain, data_dir=data_dir, device=device)
     check_judge_options(run, asked, options)
     check_backend(backend, deployment)
-    judging = {"reference": reference, "references": references, "retrain": retrain}
+    judging, is_here = {"reference": reference, "references": references, "retrain": retrain}, backend == "inprocess"
     if audit == "none":
         _refuse_with("--audit none, which judges nothing", **judging)
-    if backend != "inprocess":
+    if not is_here:
         here = {"until": until, "keep_undo": keep_undo, "data_dir": data_dir, "device": device != "auto"}
         here |= {"purge": purge, "id": ticket, "json": as_json}
         _refuse_with(f"--backend {backend}, which works elsewhere and does not judge", **here, **judging)
-    rewind = None if level != "exact" or method_name or until else find_rewind(run, asked, data_dir=data_dir)
-    if rewind is None:
-        _refuse_with("a request that is not served by a rewind", delete_before=delete_before)
-    else:
+    if level == "exact" and not method_name and not until and (rewind := find_rewind(run, asked)):
         unused = {"keep_undo": keep_undo, "id": ticket, "set": assignments, "hash_ids": hash_ids, "purge": purge}
         _refuse_with("a rewind, which is checked by its digest", **unused, **judging)
-        _rewind(rewind, out, delete_before, as_json, backend=backend, deployment=deployment, dry_run=dry_run)
+        _rewind(rewind, out, backend, deployment, delete_before, dry_run, as_json)
         return
+    _refuse_with("a request that is not served by a rewind", delete_before=delete_before)
+    if until not in ("", "passed"):
+        raise BadSetting(f"--until is {until!r}; expected passed")
     if until:
         _refuse_with("--until passed, which chooses level and method", level=level, method=method_name, set=assignments)
-        plan = plan_climb(run, asked, out, until, keep_undo, options)
+        steps = [(each, level_method(run, each), out) for each in levels_for(asked)]
     else:
-        chosen = _chosen(run, asked, level, method_name, settings, wishes, given, assignments or ())
-        hide_first = hide_first and backend == "inprocess"
-        plan = plan_request(run, asked, *chosen, out, keep_undo, options, hide_first=hide_first)
+        level, method = _chosen(run, asked, level, method_name, settings, wishes, given, assignments or ())
+        is_hidden = level == "erase" and hide_first and is_here
+        steps = [("hide", level_method(run, "hide"), hidden_path(out))] * is_hidden + [(level, method, out)]
+    plan = plan_request(run, asked, steps, keep_undo, options, until_passed=bool(until))
     print_plan(plan, as_json=as_json, alone=dry_run)
     if dry_run:
         return
-    if backend != "inprocess":
-        method = plan.steps[-1].method
+    if not is_here:
         print_elsewhere(forget_elsewhere(run, asked, method, out=out, deployment=deployment, log=warn), out)
         say(f"not audited yet: fedortho judge {out}")
         return
-    how = {"undo": keep_undo, "purge": purge, "ticket": ticket, "hash_ids": hash_ids}
-    served, data = _serve(run, parsed, plan, options, as_json, **how)
+    how = {"out": out, "undo": keep_undo, "purge": purge, "ticket": ticket, "hash_ids": hash_ids}
+    with bars() as shown:
+        data = run.load_data(progress=bar(shown, "decoding images"))
+        served = _serve(shown, run, parsed, steps, bool(until), options, as_json, data=data, **how)
     if not as_json:
         print_served(served, run_path)
     verdict = None if served.rewind else _judged(served, run, asked, options, data, as_json)
+    last = f"all metrics: fedortho judge {out}; a page to read: fedortho report {out}" if verdict else ""
+    _print_outcome(served.record, verdict, as_json, last)
+
+
+def _print_finished(finished: Run, ticket: str, as_json: bool) -> None:
+    """What a ticket led to when it was served before."""
+    record, verdict = finished.record.requests[-1], read_verdict(finished.path)
+    if not as_json:
+        say(f"the ticket {ticket} was served before: {record.request} by {record.method}, in {finished.path}")
+    _print_outcome(record, verdict, as_json, "" if verdict else f"not judged yet: fedortho judge {finished.path}")
+
+
+def _print_outcome(record: ServedRecord, verdict: Verdict | None, as_json: bool, last: str) -> None:
+    """The verdict on a request that was served and a last line, or record and verdict as JSON."""
     if as_json:
-        say_json(to_json(served.record) | ({} if verdict is None else {"verdict": verdict.to_json()}))
-    elif verdict is not None:
+        say_json(to_json(record) | ({} if verdict is None else {"verdict": verdict.to_json()}))
+        return
+    if verdict is not None:
         print_verdict(verdict, whole=False)
-        say(f"all metrics: fedortho judge {out}; a page to read: fedortho report {out}")
+    if last:
+        say(last)
 
 
 def _rewind(
-    plan: RewindPlan, out: Path, delete: bool, as_json: bool, *, backend: str, deployment: Path | None, dry_run: bool
+    plan: RewindPlan, out: Path, backend: str, deployment: Path | None, delete: bool, dry_run: bool, as_json: bool
 ) -> None:
     """Print the plan of a rewind, do it, and tell how to check it."""
     if backend != "inprocess":
         _refuse_with(f"--backend {backend}, whose runs are elsewhere", delete_before=delete, dry_run=dry_run)
-        new = rewind_elsewhere(plan.run, plan.request, out=out, deployment=deployment, log=warn)
-        print_elsewhere(new, out)
+        print_elsewhere(rewind_elsewhere(plan.run, plan.request, out=out, deployment=deployment, log=warn), out)
         return
-    if not as_json:
-        for line in plan.lines():
-            say(line)
+    for line in () if as_json else plan.lines():
+        say(line)
     with bars() as shown:
         new_run = None if dry_run else out
         rewound = rewind_run(plan.run, plan.request, new_run, purge=delete, watch=federation_bar(shown))
@@ -229,12 +208,42 @@ def _chosen(
     level = level_for_run(run, request, level, name)
     kind = find_method(name or LEVELS[level])
     try:
-        wishes = wishes | method_changes(kind, given, assignments)
+        wishes = wishes | flags.method_changes(kind, given, assignments)
     except BadSetting as error:
-        if is_default and method_changes(Hide, given, ()):
+        if is_default and flags.method_changes(Hide, given, ()):
             raise BadSetting(f"{error}; the default level is {level}: --level hide has it") from error
         raise
     return level, chosen_method(run, kind.name, settings, wishes)
+
+
+def _serve(
+    shown: Bars,
+    run: Run,
+    request: ForgetRequest,
+    steps: Sequence[tuple[str, Method, Path]],
+    until_passed: bool,
+    options: JudgeOptions,
+    as_json: bool,
+    **how: Any,
+) -> ServedRequest:
+    """Serve a request as planned; a refusal prints its trials, an interruption what can be used."""
+    *first, (level, method, _) = steps
+    try:
+        if until_passed:
+            on_attempt = None if as_json else lambda attempt: say(f"  {attempt}")
+            how |= {"on_training": training_bar(shown), "on_attempt": on_attempt}
+            return forget_until_passed(run, request, options, **how)[0]
+        shown.add_task(f"forgetting {request.word}", total=None, news="")
+        return forget_run(run, request, method, level=level, device=options.device, hide_first=bool(first), **how)
+    except Refused as refusal:
+        shown.stop()
+        err.print(frontier_table(refusal.frontier))
+        raise
+    except KeyboardInterrupt:
+        if first and first[0][2].exists() and not until_passed:
+            command = shlex.join(["fedortho", *sys.argv[1:]])
+            say(f"interrupted; {first[0][2]} has hidden {request.word} and can be used; go on: {command}")
+        raise
 
 
 def _judged(
@@ -261,59 +270,16 @@ def _judged(
         raise
 
 
-def _print_finished(finished: Run, ticket: str, as_json: bool) -> None:
-    """What a ticket led to when it was served before."""
-    record, verdict = finished.record.requests[-1], read_verdict(finished.path)
-    if as_json:
-        say_json(to_json(record) | ({} if verdict is None else {"verdict": verdict.to_json()}))
-        return
-    say(f"the ticket {ticket} was served before: {record.request} by {record.method}, in {finished.path}")
-    if verdict is None:
-        say(f"not judged yet: fedortho judge {finished.path}")
-    else:
-        print_verdict(verdict, whole=False)
-
-
 def _refuse_with(flag: str, **given: object) -> None:
     """Refuse flags that have no effect together with another."""
     if used := [f"--{name.replace('_', '-')}" for name, value in given.items() if value]:
         raise FedOrthoError(f"{' and '.join(used)} has no effect with {flag}; leave it out")
 
 
-def _print_attempt(attempt: LevelAttempt) -> None:
-    say(f"  {attempt}")
-
-
-def _serve(
-    run: Run, request: ForgetRequest, plan: ForgettingPlan, options: JudgeOptions, as_json: bool, **how: Any
-) -> tuple[ServedRequest, Dataset]:
-    """Serve a request as planned and return the data that was loaded for it; a refusal prints its trials."""
-    *first, last = plan.steps
-    with bars() as shown:
-        data = run.load_data(options.data_dir, bar(shown, "decoding images"))
-        how |= {"out": last.out, "data": data}
-        try:
-            if plan.until_passed:
-                how |= {"on_training": training_bar(shown), "on_attempt": None if as_json else _print_attempt}
-                return forget_until_passed(run, request, options, **how)[0], data
-            shown.add_task(f"forgetting {request.word}", total=None, news="")
-            how |= {"data_dir": options.data_dir, "device": options.device, "hide_first": bool(first)}
-            return forget_run(run, request, last.method, level=last.level, **how), data
-        except Refused as refusal:
-            shown.stop()
-            err.print(frontier_table(refusal.frontier))
-            raise
-        except KeyboardInterrupt:
-            if first and first[0].out.exists() and not plan.until_passed:
-                command = shlex.join(["fedortho", *sys.argv[1:]])
-                say(f"interrupted; {first[0].out} has hidden {request.word} and can be used; go on: {command}")
-            raise
-
-
 def undo_command(
-    run_path: RunPath,
-    undo_file: Annotated[Path, typer.Argument(metavar="FILE", help="the file that forget --keep-undo wrote")],
-    out_path: OutPath,
+    run_path: flags.RunPath,
+    undo_file: Annotated[Path, Argument(metavar="FILE", help="the file that forget --keep-undo wrote")],
+    out_path: flags.OutPath,
 ) -> None:
     """Restore the model that a run had before its last request, bit for bit, from its undo file."""
     run = undo_run(run_path, undo_file, out_path)

@@ -1,16 +1,20 @@
-"""The commands that show what there is: evaluate, check, report and results."""
+"""The commands that show what there is: evaluate, check, report, results and data."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from typer import Argument, Option
 
 from fedortho.cli.console import bar, bars, class_table, out, print_check, say, say_json, words_table
 from fedortho.cli.flags import AsJson, DataDir, Device, RunPath
 from fedortho.data.images import Dataset
+from fedortho.data.listing import ImageRow, list_images
+from fedortho.data.sources import load_images
 from fedortho.devices import choose_device
 from fedortho.errors import FedOrthoError, unknown
 from fedortho.models.predictions import evaluate
@@ -18,13 +22,20 @@ from fedortho.models.zoo import build_model
 from fedortho.reports.page import write_report
 from fedortho.reports.run_table import COLUMNS, SORTED_BY, by_directory, list_runs
 from fedortho.requests.checking import check
+from fedortho.runs.purge import purge_run
 from fedortho.runs.run import open_run
 from fedortho.storage.trusted_code import remember_code
+
+data_app = typer.Typer(
+    no_args_is_help=True, help="List or find images; remove copies of those that a run has forgotten."
+)
+
+Place = Annotated[str, Argument(metavar="RUN_OR_DATA", help="a run directory, a dataset's name, or its files")]
 
 
 def evaluate_command(
     run_path: RunPath,
-    split: Annotated[str, typer.Option(help="images to evaluate on: test, valid or train")] = "test",
+    split: Annotated[str, Option(help="images to evaluate on: test, valid or train")] = "test",
     data_dir: DataDir = "",
     device: Device = "auto",
     as_json: AsJson = False,
@@ -49,9 +60,9 @@ def evaluate_command(
 
 
 def check_command(
-    model: Annotated[str, typer.Argument(help="a run directory, a model's name, or package.module:function")],
-    shape: Annotated[str, typer.Option(help="CHANNELSxHEIGHTxWIDTH of its images; a run knows its own")] = "3x32x32",
-    classes: Annotated[int, typer.Option(help="number of classes; a run knows its own")] = 10,
+    model: Annotated[str, Argument(help="a run directory, a model's name, or package.module:function")],
+    shape: Annotated[str, Option(help="CHANNELSxHEIGHTxWIDTH of its images; a run knows its own")] = "3x32x32",
+    classes: Annotated[int, Option(help="number of classes; a run knows its own")] = 10,
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
@@ -81,41 +92,30 @@ def check_command(
 def report_command(
     run_path: RunPath,
     request: Annotated[
-        str, typer.Argument(metavar="REQUEST", help="a request served or refused on RUN (default: the judged or last)")
+        str, Argument(metavar="REQUEST", help="a request served or refused on RUN (default: the judged or last)")
     ] = "",
-    out_path: Annotated[
-        Path | None, typer.Option("--out", help="the HTML file to write (default: RUN/report.html)")
-    ] = None,
-    original: Annotated[Path | None, typer.Option(help="run before forgetting (default: found beside RUN)")] = None,
-    reference: Annotated[Path | None, typer.Option(help="run of a reference model (default: found beside RUN)")] = None,
-    images: Annotated[bool, typer.Option(help="show test images, those of a forgotten class too")] = True,
+    out_path: Annotated[Path | None, Option("--out", help="the HTML file to write (default: RUN/report.html)")] = None,
+    original: Annotated[Path | None, Option(help="run before forgetting (default: found beside RUN)")] = None,
+    reference: Annotated[Path | None, Option(help="run of a reference model (default: found beside RUN)")] = None,
+    images: Annotated[bool, Option(help="show test images, those of a forgotten class too")] = True,
     data_dir: DataDir = "",
     device: Device = "auto",
 ) -> None:
     """Write one HTML page: the answer, four numbers, figures, audits, images, and what was not tested."""
     with bars() as shown:
         shown.add_task("drawing", total=None, news="")
-        path = write_report(
-            run_path,
-            request or None,
-            out=out_path,
-            original=original,
-            reference=reference,
-            images=images,
-            data_dir=data_dir,
-            device=device,
-            on_remark=say,
-        )
+        how: dict[str, Any] = {"original": original, "reference": reference, "images": images, "on_remark": say}
+        path = write_report(run_path, request or None, out=out_path, data_dir=data_dir, device=device, **how)
     say(f"written to {path} ({path.stat().st_size / 1e6:.1f} MB); open it in any browser")
 
 
 def results_command(
-    place: Annotated[Path, typer.Argument(metavar="DIR", help="a directory of runs")] = Path("runs"),
-    data: Annotated[str, typer.Option(help="only this dataset")] = "",
-    model: Annotated[str, typer.Option(help="only this model")] = "",
-    request: Annotated[str, typer.Option(help="only requests that contain this text, such as class:3")] = "",
-    method: Annotated[str, typer.Option(help="only this method; 'without class:3' finds reference models")] = "",
-    sort: Annotated[str, typer.Option(help=f"order by {', '.join(SORTED_BY)}; smallest first")] = "",
+    place: Annotated[Path, Argument(metavar="DIR", help="a directory of runs")] = Path("runs"),
+    data: Annotated[str, Option(help="only this dataset")] = "",
+    model: Annotated[str, Option(help="only this model")] = "",
+    request: Annotated[str, Option(help="only requests that contain this text, such as class:3")] = "",
+    method: Annotated[str, Option(help="only this method; 'without class:3' finds reference models")] = "",
+    sort: Annotated[str, Option(help=f"order by {', '.join(SORTED_BY)}; smallest first")] = "",
     as_json: AsJson = False,
 ) -> None:
     """List the runs of a directory with their requests, accuracies and failed audits."""
@@ -130,3 +130,55 @@ def results_command(
         table = words_table(COLUMNS, [row.words() for row in inside])
         console.print(table)
     say("forget, retain, test: accuracy; probe: recall of a linear probe; failed: audits; – not measured")
+
+
+@data_app.command("ls")
+def data_ls(
+    place: Place,
+    label: Annotated[str, Option("--class", help="only this class, by name or number")] = "",
+    limit: Annotated[int, Option(min=0, help="at most so many images; 0: all")] = 0,
+    data_dir: DataDir = "",
+    as_json: AsJson = False,
+) -> None:
+    """List images with their set, row, class, file name and SHA-256; a request names them by any of the last three."""
+    _show(list_images(_load(place, data_dir), label=label, limit=limit), as_json)
+
+
+@data_app.command("find")
+def data_find(
+    place: Place,
+    words: Annotated[list[str], Argument(metavar="WORD...", help="a row, a file name, a glob or sha256:DIGEST")],
+    data_dir: DataDir = "",
+    as_json: AsJson = False,
+) -> None:
+    """Show which images words name, as samples:WORD in a request does."""
+    _show(list_images(_load(place, data_dir), words), as_json)
+
+
+@data_app.command("purge")
+def data_purge(run_path: RunPath, data_dir: DataDir = "", as_json: AsJson = False) -> None:
+    """Remove what RUN has forgotten from the decoded images here; later trainings leave it out. RUN stays usable."""
+    copies = purge_run(run_path, data_dir=data_dir)
+    if as_json:
+        say_json([asdict(copy) for copy in copies])
+        return
+    for copy in copies:
+        say(str(copy))
+    if copies[0].images:
+        say("delete the files of these images yourself: fedortho data find RUN WORD shows their names")
+
+
+def _load(place: str, data_dir: str) -> Dataset:
+    with bars() as shown:
+        progress = bar(shown, "decoding images")
+        if (Path(place) / "run.json").exists():
+            return open_run(place).load_data(data_dir, progress)
+        return load_images(place, data_dir or None, forgotten=True, progress=progress)
+
+
+def _show(rows: Sequence[ImageRow], as_json: bool) -> None:
+    if as_json:
+        say_json([asdict(row) for row in rows])
+        return
+    lines = [(row.split, str(row.row), row.label, row.file or "–", row.digest[:16]) for row in rows]
+    out.print(words_table(("set", "row", "class", "file", "sha256"), lines))

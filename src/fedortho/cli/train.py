@@ -3,22 +3,10 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
+from fedortho.cli import flags
 from fedortho.cli.console import bar, bars, federation_bar, print_run, say, training_bar, warn
-from fedortho.cli.flags import (
-    Backend,
-    Config,
-    DataDir,
-    Deployment,
-    Device,
-    OutPath,
-    RecipeFile,
-    RunPath,
-    Timeout,
-    read_recipe,
-    takes_settings,
-)
 from fedortho.errors import FedOrthoError
 from fedortho.requests.federated_jobs import federate_run, sync_run
 from fedortho.runs.run import Run, open_run
@@ -27,8 +15,8 @@ from fedortho.runs.training import import_run, train_run
 from fedortho.storage.settings import make_settings, read_toml
 
 
-@takes_settings(TrainSettings)
-def train_command(out_path: OutPath, config: Config = None, *, given: dict[str, Any]) -> None:
+@flags.takes_settings(TrainSettings)
+def train_command(out_path: flags.OutPath, config: flags.Config = None, *, given: dict[str, Any]) -> None:
     """Train a model with orthogonal kernels; an interrupted training continues where it stopped."""
     settings = make_settings(TrainSettings, read_toml(config) if config else {}, given)
     with bars() as shown:
@@ -41,11 +29,11 @@ def train_command(out_path: OutPath, config: Config = None, *, given: dict[str, 
     print_run(run)
 
 
-@takes_settings(ImportSettings)
+@flags.takes_settings(ImportSettings)
 def import_command(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="a safetensors file, or a .pt file with a state dict")],
-    out_path: OutPath,
-    recipe: RecipeFile = None,
+    file: Annotated[Path, Argument(metavar="FILE", help="a safetensors file, or a .pt file with a state dict")],
+    out_path: flags.OutPath,
+    recipe: flags.RecipeFile = None,
     *,
     given: dict[str, Any],
 ) -> None:
@@ -53,17 +41,17 @@ def import_command(
     settings = make_settings(ImportSettings, given)
     with bars() as shown:
         decoding, observing = bar(shown, "decoding images"), bar(shown, "writing the ledger")
-        run = import_run(out_path, file, settings, read_recipe(recipe), progress=decoding, observing=observing)
+        run = import_run(out_path, file, settings, flags.read_recipe(recipe), progress=decoding, observing=observing)
     print_run(run)
 
 
-@takes_settings(FederateSettings)
+@flags.takes_settings(FederateSettings)
 def federate_command(
-    out_path: OutPath,
-    config: Config = None,
-    backend: Backend = "inprocess",
-    workers: Annotated[int, typer.Option(help="processes in which clients run at the same time, inprocess only")] = 1,
-    deployment: Deployment = None,
+    out_path: flags.OutPath,
+    config: flags.Config = None,
+    backend: flags.Backend = "inprocess",
+    workers: Annotated[int, Option(help="processes in which clients run at the same time, inprocess only")] = 1,
+    deployment: flags.Deployment = None,
     *,
     given: dict[str, Any],
 ) -> None:
@@ -86,11 +74,11 @@ def print_elsewhere(run: Run | None, path: Path) -> None:
 
 
 def sync_command(
-    run_path: RunPath,
-    deployment: Deployment = None,
-    timeout: Timeout = 0.0,
-    data_dir: DataDir = "",
-    device: Device = "auto",
+    run_path: flags.RunPath,
+    deployment: flags.Deployment = None,
+    timeout: flags.Timeout = 0.0,
+    data_dir: flags.DataDir = "",
+    device: flags.Device = "auto",
 ) -> None:
     """Send clients the patches that they missed, in a simulation or a deployment."""
     run = open_run(run_path).at(timeout=timeout)
@@ -99,16 +87,14 @@ def sync_command(
         say(f"{len(clients)} of {run.settings.clients} clients have the model {run.record.model.digest[:16]}")
 
 
-@takes_settings(FederateSettings)
+@flags.takes_settings(FederateSettings)
 def deploy_command(
-    out_path: Annotated[Path, typer.Option("--out", help="the directory to write")],
-    address: Annotated[str, typer.Option(help="host name or IP address of the SuperLink's machine, as nodes reach it")],
-    nodes: Annotated[int, typer.Option(help="number of nodes, one per client")] = 3,
-    port: Annotated[int, typer.Option(help="port of the SuperLink")] = 8000,
-    node_port: Annotated[
-        int, typer.Option(help="port of node 0 on its own machine, for its client app; node N has N more")
-    ] = 9094,
-    insecure: Annotated[bool, typer.Option("--insecure", help="no TLS and no keys; for loopback only")] = False,
+    out_path: Annotated[Path, Option("--out", help="the directory to write")],
+    address: Annotated[str, Option(help="host name or IP address of the SuperLink's machine, as nodes reach it")],
+    nodes: Annotated[int, Option(help="number of nodes, one per client")] = 3,
+    port: Annotated[int, Option(help="port of the SuperLink")] = 8000,
+    node_port: Annotated[int, Option(help="port of node 0's client app on its own machine; node N has N more")] = 9094,
+    insecure: Annotated[bool, Option("--insecure", help="no TLS and no keys; for loopback only")] = False,
     *,
     given: dict[str, Any],
 ) -> None:

@@ -1,48 +1,43 @@
-"""The commands judge and audit, and what forget shows of a verdict."""
+"""The commands judge, audit and qualify, and what forget shows of a verdict."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, TypedDict
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from typer import Argument, Option
 
 from fedortho.audits import AUDITS
+from fedortho.audits.qualification import Qualification
 from fedortho.audits.verdict import Verdict
 from fedortho.cli.console import bars, out, say, say_json, training_bar, words_table
 from fedortho.cli.flags import AsJson, DataDir, Device, RecipeFile, RunPath, read_recipe
 from fedortho.errors import BadSetting
 from fedortho.evaluation.metrics import Metric
 from fedortho.requests.judging import JudgeOptions, audit_run, check_rounds, judge_run
+from fedortho.requests.qualifying import QualifyOptions, draw_classes, qualify_run
 from fedortho.runs.run import Run, open_run
-from fedortho.training.loop import Watch
+from fedortho.storage.records import to_json
 
 COLOURS = {"PASS": "green", "FAIL": "bold red", "ERROR": "bold red"}  # others are open: yellow
 
-Judged = Annotated[str, typer.Argument(metavar="REQUEST", help="a request that RUN has served (default: its last)")]
-Budget = Annotated[str, typer.Option("--audit", help="quick (under a minute for small models), full or none")]
+Judged = Annotated[str, Argument(metavar="REQUEST", help="a request that RUN has served (default: its last)")]
+Budget = Annotated[str, Option("--audit", help="quick (under a minute for small models), full or none")]
 Reference = Annotated[
     list[Path] | None,
-    typer.Option(help="run of a reference model, trained --without the forget set; up to three are averaged"),
+    Option(help="run of a reference model, trained --without the forget set; at most three"),
 ]
-References = Annotated[Path | None, typer.Option(help="directory of such runs (default: references beside RUN)")]
-Retrain = Annotated[bool, typer.Option("--retrain", help="train a missing reference model and keep it")]
-Original = Annotated[
-    Path | None, typer.Option(help="the run before forgetting (default: the run that RUN is made from)")
-]
-Shadows = Annotated[int, typer.Option(help="shadow models of the membership audit, 8 to 64; 0: do not run it")]
-
-
-class JudgeProgress(TypedDict):
-    """The callbacks of `judge_run`."""
-
-    on_training: Watch
-    on_step: Callable[[str], None]
+References = Annotated[Path | None, Option(help="directory of such runs (default: references beside RUN)")]
+Retrain = Annotated[bool, Option("--retrain", help="train a missing reference model and keep it")]
+Original = Annotated[Path | None, Option(help="the run before forgetting (default: the run that RUN is made from)")]
+Shadows = Annotated[int, Option(help="shadow models of the membership audit, 8 to 64; 0: do not run it")]
 
 
 @contextmanager
-def judging_bars() -> Iterator[JudgeProgress]:
+def judging_bars() -> Iterator[dict[str, Any]]:
     """Progress bars of a judgement: training of reference models, and the measurement under way."""
     with bars() as shown:
         on_training = training_bar(shown)
@@ -59,7 +54,7 @@ def judge_command(
     retrain: Retrain = False,
     original: Original = None,
     shadows: Shadows = 0,
-    strict: Annotated[bool, typer.Option("--strict", help="exit code 1 unless every audit ran and passed")] = False,
+    strict: Annotated[bool, Option("--strict", help="exit code 1 unless every audit ran and passed")] = False,
     recipe: RecipeFile = None,
     data_dir: DataDir = "",
     device: Device = "auto",
@@ -82,14 +77,12 @@ def judge_command(
 def audit_command(
     run_path: RunPath,
     request: Judged = "",
-    attack: Annotated[
-        str, typer.Option(help=f"audits to run: some of {', '.join(AUDITS)}, with commas; empty: all")
-    ] = "",
+    attack: Annotated[str, Option(help=f"audits to run: some of {', '.join(AUDITS)}, with commas; empty: all")] = "",
     reference: Reference = None,
     references: References = None,
     retrain: Retrain = False,
     original: Original = None,
-    after_rounds: Annotated[str, typer.Option(help="federations: audit again after so many more rounds: 1,5,20")] = "",
+    after_rounds: Annotated[str, Option(help="federations: audit again after so many more rounds: 1,5,20")] = "",
     shadows: Shadows = 0,
     recipe: RecipeFile = None,
     data_dir: DataDir = "",
@@ -132,23 +125,23 @@ def print_verdict(verdict: Verdict, *, whole: bool = True) -> None:
     say(f"audits: {verdict.label}")
     if verdict.advice:
         say((verdict.advice, "yellow"))
-    if whole and verdict.effect is not None:
+    if not whole:
+        print_audits(verdict)
+        return
+    if verdict.effect is not None:
         say(str(verdict.effect))
-    if whole:
-        out.print(metric_table(verdict.metrics))
-        say("retrain: the value of one reference model, for a gap to it that of a second one; sources: judge --json")
+    out.print(metric_table(verdict.metrics))
+    say("retrain: the value of one reference model, for a gap to it that of a second one; sources: judge --json")
     print_audits(verdict)
-    if whole and verdict.cost is not None:
-        cost = verdict.cost
+    if (cost := verdict.cost) is not None:
         sent = f", {cost.bytes_up / 1e6:.2f} MB up, {cost.bytes_down / 1e6:.2f} MB down" if cost.exchanges else ""
         say(
             f"cost: {cost.seconds:.1f} s, {cost.images_read:,} images read, {cost.images_trained:,} trained on, "
             f"{cost.flops / 1e9:,.1f} GFLOPs ({cost.request_flops / 1e9:,.1f} without kept statistics){sent}"
         )
-    if whole:
-        for copy in verdict.copies:
-            say(f"copy of the data: {copy}")
-        say("not tested: " + "; ".join(verdict.not_tested))
+    for copy in verdict.copies:
+        say(f"copy of the data: {copy}")
+    say("not tested: " + "; ".join(verdict.not_tested))
 
 
 def metric_table(metrics: Sequence[Metric]) -> Table:
@@ -170,3 +163,54 @@ def print_audits(verdict: Verdict) -> None:
         limit = f" ({result.value:.3f}, limit {result.limit:g})" if has_limit else ""
         outcome = (result.outcome, COLOURS.get(result.outcome, "yellow"))
         say("  ", outcome, f" {result.name} {result.title}: {result.finding}{limit}")
+
+
+def qualify_command(
+    run_path: RunPath,
+    classes: Annotated[int, Option(help="drawn classes on whose test images the method is confirmed")] = 3,
+    choosing: Annotated[int, Option(help="further ones, on whose validation images it is chosen")] = 1,
+    seed: Annotated[int, Option(help="of the draw")] = 0,
+    per_class: Annotated[int, Option(help="reference models for each class")] = 2,
+    references: References = None,
+    data_dir: DataDir = "",
+    device: Device = "auto",
+    dry_run: Annotated[bool, Option("--dry-run", help="show the draw and the number of trainings only")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Try forgetting on drawn classes, against reference models, so that later requests can cite it.
+
+    Writes qualification.json into RUN after every class; a stopped qualification goes on where it was.
+    """
+    run = open_run(run_path)
+    options = QualifyOptions(classes, choosing, seed, per_class, (), references, data_dir, device)
+    drawn, number = draw_classes(run, options), (classes + choosing) * per_class
+    if not as_json:
+        seconds = number * sum(epoch.seconds for epoch in run.history())
+        about = f", about {seconds / 60:.0f} minutes at the speed of this run's training" if seconds else ""
+        choose, confirm = ", ".join(drawn.choosing), ", ".join(drawn.confirming)
+        say(f"drawn by seed {seed}: {choose} to choose, {confirm} to confirm")
+        say(f"{number} reference models are needed, those that exist are used{about}")
+    if dry_run:
+        return
+    with judging_bars() as progress:
+        found = qualify_run(run, replace(options, **progress))
+    if as_json:
+        say_json(to_json(found))
+    else:
+        _print_qualification(found)
+
+
+def _print_qualification(found: Qualification) -> None:
+    lines = []
+    for tried in (*found.tried, *([found.confirmed] if found.confirmed else [])):
+        for trial in tried.classes:
+            failed = ", ".join(name for name, outcome in trial.outcomes.items() if outcome in ("FAIL", "ERROR"))
+            outcome = "passed" if trial.passed else f"failed {failed}" if failed else "not decided"
+            shares = [f"{share:.1%}" for share in (trial.forget, trial.retain, trial.reference_retain)]
+            cost = f"{trial.flops / trial.reference_flops:.0%}"
+            lines.append((tried.method, trial.request, trial.split, *shares, cost, outcome))
+    out.print(words_table(("method", "class", "images", "forget", "retain", "retrained", "cost", "outcome"), lines))
+    if found.chosen is None:
+        say("no method passed on the classes of the choice: this model is not qualified; retrain, or try --level exact")
+    else:
+        say(found.sentence)

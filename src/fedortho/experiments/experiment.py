@@ -1,20 +1,33 @@
-"""The tables of the paper as experiments: which networks at which scale, which requests, which methods."""
+"""The tables of the paper as experiments: networks, requests and methods at a scale; our rows beside the paper's."""
 
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, ClassVar
 
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadSetting, unknown
-from fedortho.experiments.relations import METRICS, Relation, TableRow, as_text, parse_relation, read_pairs
+from fedortho.experiments.relations import (
+    METRICS,
+    Relation,
+    SeedRow,
+    TableRow,
+    as_text,
+    differences,
+    judge_differences,
+    over_seeds,
+    parse_relation,
+    read_pairs,
+)
 from fedortho.methods import make_method
 from fedortho.methods.hyperparameters import read_settings
 from fedortho.runs.settings import FederateSettings, TrainSettings
 from fedortho.storage.files import read_json
+from fedortho.storage.provenance import Environment
 from fedortho.storage.settings import make_settings, read_toml
 
 HERE = Path(__file__).parent
@@ -51,7 +64,7 @@ class Experiment:
 
 
 def load_experiment(
-    name: str, scale: str = "demo", *, seeds: str | Sequence[int] = (), methods: str = "", rows: str = ""
+    name: str, scale: str = "demo", *, seeds: str = "", methods: str = "", rows: str = ""
 ) -> Experiment:
     """An experiment of the package; its seeds, methods and rows (key=value) can be limited.
 
@@ -63,14 +76,22 @@ def load_experiment(
     if scale not in SCALES:
         raise unknown("scale", scale, SCALES)
     experiment = select_rows(make_experiment(name, scale, read_toml(HERE / f"{name}.toml")), methods, rows)
-    chosen = read_seeds(seeds) if seeds and isinstance(seeds, str) else tuple(map(int, seeds))
-    return replace(experiment, seeds=chosen or experiment.seeds)
+    return replace(experiment, seeds=read_seeds(seeds)) if seeds else experiment
 
 
 def make_experiment(name: str, scale: str, table: Mapping[str, Any]) -> Experiment:
     """An experiment from the keys of its file; those of the scale win over those above it."""
     keys = {key: value for key, value in table.items() if key not in SCALES} | table[scale]
-    networks = _networks(keys["networks"])
+    recipes, networks, variants = read_toml(HERE / "recipes.toml"), list[TrainSettings](), list[MethodVariant]()
+    for given, _ in (each for entry in keys["networks"] for each in combinations(entry)):
+        settings = recipes[given.pop("like")] | given if "like" in given else given
+        networks.append(make_settings(FederateSettings if "clients" in settings else TrainSettings, settings))
+    known = read_settings(networks[0].data, networks[0].model, keys.get("settings", "published"))
+    entries = [{"name": entry} if isinstance(entry, str) else entry for entry in keys["methods"]]
+    for settings, varied in (each for entry in entries for each in combinations(entry)):
+        method = settings.pop("name")
+        variants.append(MethodVariant(method, {**known.get(method, {}), **settings}, varied))
+        make_method(method, variants[-1].settings)  # refuses wrong settings
     return Experiment(
         name,
         scale,
@@ -78,11 +99,9 @@ def make_experiment(name: str, scale: str, table: Mapping[str, Any]) -> Experime
         tuple(keys["requests"]),
         keys.get("is-sequence", False),
         tuple(keys["seeds"]),
-        networks,
-        _variants(
-            keys["methods"], read_settings(networks[0].data, networks[0].model, keys.get("settings", "published"))
-        ),
-        tuple(parse_relation(text) for text in keys["relations"]),
+        tuple(networks),
+        tuple(variants),
+        tuple(map(parse_relation, keys["relations"])),
         keys.get("beside", {}),
         tuple(printed_rows(name)),
     )
@@ -90,36 +109,14 @@ def make_experiment(name: str, scale: str, table: Mapping[str, Any]) -> Experime
 
 def printed_rows(table: str) -> list[TableRow]:
     """The rows of a table of the paper; standard deviations are metrics of their own (forget-sd)."""
-    printed = read_json(HERE / "printed.json")
-    rows = []
+    printed, rows = read_json(HERE / "printed.json"), []
     for values in printed["tables"][table]["rows"]:
-        cells = dict(zip(printed["tables"][table]["columns"], values, strict=True))
-        known = {column: value for column, value in cells.items() if value is not None}
+        cells = zip(printed["tables"][table]["columns"], values, strict=True)
+        known = {column: value for column, value in cells if value is not None}
         known["method"] = printed["names"][known["method"]]
         numbers = {name: float(value) for name, value in known.items() if name in NUMBERS}
         rows.append(TableRow({name: value for name, value in known.items() if name not in NUMBERS}, {0: numbers}))
     return rows
-
-
-def _networks(entries: Sequence[Mapping[str, Any]]) -> tuple[TrainSettings, ...]:
-    recipes, networks = read_toml(HERE / "recipes.toml"), []
-    for entry in entries:
-        for keys, _ in combinations(entry):
-            settings = recipes[keys.pop("like")] | keys if "like" in keys else keys
-            networks.append(make_settings(FederateSettings if "clients" in settings else TrainSettings, settings))
-    return tuple(networks)
-
-
-def _variants(
-    entries: Sequence[str | Mapping[str, Any]], settings: Mapping[str, Mapping[str, Any]]
-) -> tuple[MethodVariant, ...]:
-    variants = []
-    for entry in entries:
-        for keys, varied in combinations({"name": entry} if isinstance(entry, str) else entry):
-            method = keys.pop("name")
-            variants.append(MethodVariant(method, {**settings.get(method, {}), **keys}, varied))
-            make_method(method, variants[-1].settings)  # refuses wrong settings
-    return tuple(variants)
 
 
 def combinations(entry: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
@@ -187,3 +184,68 @@ def select_rows(experiment: Experiment, methods: str = "", rows: str = "") -> Ex
         requests = tuple(one for one in requests if key != "request" or request_kind(one) == value)
         variants = tuple(one for one in variants if as_text(one.varied.get(key, value)) == value)
     return replace(experiment, networks=networks, requests=requests, variants=variants)
+
+
+@dataclass(frozen=True)
+class PairFinding:
+    """Two rows that a claim is about: differences in points, one for each seed, and what they come to."""
+
+    rows: tuple[Mapping[str, Any], Mapping[str, Any]]
+    differences: tuple[float, ...]
+    verdict: str
+
+
+@dataclass(frozen=True)
+class ClaimFinding:
+    """A claim of the paper with the pairs of rows here, and the verdicts on the paper's own rows."""
+
+    relation: str
+    here: tuple[PairFinding, ...]
+    paper: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ExperimentResults:
+    """The result file of an experiment."""
+
+    schema: ClassVar[int] = 2
+    what: str
+    command: str
+    scale: str
+    rows: tuple[SeedRow, ...]
+    claims: tuple[ClaimFinding, ...]
+    environment: Environment
+
+
+def check_claims(experiment: Experiment, rows: Sequence[SeedRow]) -> tuple[ClaimFinding, ...]:
+    """Each claim of the paper, checked on our rows and on the printed ones."""
+    ours, findings = over_seeds(rows), []
+    for claim in experiment.relations:
+        here = [(pair, values) for pair in claim.pairs(ours) if (values := differences(claim, pair))]
+        printed = [values for pair in claim.pairs(experiment.printed) if (values := differences(claim, pair))]
+        pairs = [PairFinding((a.key, b.key), tuple(v), judge_differences(v)) for (a, b), v in here]
+        findings.append(ClaimFinding(claim.text, tuple(pairs), tuple(map(judge_differences, printed))))
+    return tuple(findings)
+
+
+def printed_beside(experiment: Experiment, row: TableRow) -> Mapping[str, float]:
+    """What the paper prints for a row of ours, or for its like in the setting that `beside` names; empty: nothing."""
+    key = {**row.key, **experiment.beside}
+    for candidate in experiment.printed:
+        if all(name in key and as_text(key[name]) == as_text(value) for name, value in candidate.key.items()):
+            return candidate.values[0]
+    return {}
+
+
+def row_verdict(experiment: Experiment, row: TableRow) -> str:
+    """How a row compares with the printed one; numbers are compared at the paper's own scale only."""
+    printed = printed_beside(experiment, row)
+    if not row.of("forget"):
+        return "refused"
+    if not printed or experiment.scale != "paper":
+        return "other setting" if printed else "not printed"
+    off = {metric: abs(fmean(row.of(metric)) - printed[metric]) for metric in METRICS if metric in printed}
+    if not all(f"{metric}-sd" in printed for metric in off):
+        return f"off by {max(off.values()):.1f}; no sd printed"
+    outside = [metric for metric in off if off[metric] > 2 * printed[f"{metric}-sd"]]
+    return f"outside 2 sd: {', '.join(outside)}" if outside else "within 2 sd"

@@ -60,7 +60,8 @@ class Relation:
     def pairs(self, rows: Sequence[TableRow]) -> list[tuple[TableRow, TableRow]]:
         named = self.less[0].keys() | self.more[0].keys()
         left, right = (_matching(where, rows) for where, _ in (self.less, self.more))
-        return [(a, b) for a in left for b in right if a is not b and _agree(a, b, named)]
+        pairs = [(a, b, (a.key.keys() & b.key.keys()) - named) for a in left for b in right if a is not b]
+        return [(a, b) for a, b, shared in pairs if all(a.key[key] == b.key[key] for key in shared)]
 
 
 def parse_relation(text: str) -> Relation:
@@ -103,10 +104,6 @@ def _matching(where: Mapping[str, str], rows: Sequence[TableRow]) -> list[TableR
         if value in ("max", "min") and known:
             wanted[key] = as_text(max(known) if value == "max" else min(known))
     return [row for row in rows if all(as_text(row.key.get(key)) == value for key, value in wanted.items())]
-
-
-def _agree(a: TableRow, b: TableRow, named: set[str]) -> bool:
-    return all(a.key[key] == b.key[key] for key in (a.key.keys() & b.key.keys()) - named)
 
 
 def differences(relation: Relation, pair: tuple[TableRow, TableRow]) -> list[float]:

@@ -13,22 +13,22 @@ from fedortho.devices import using_threads
 from fedortho.errors import FedOrthoError
 from fedortho.experiments.experiment import (
     Experiment,
+    ExperimentResults,
     MethodVariant,
+    check_claims,
     load_experiment,
     network_key,
     request_for,
     request_kind,
 )
-from fedortho.experiments.findings import ExperimentResults, check_claims
 from fedortho.experiments.relations import SeedRow, as_text
 from fedortho.federated.server import train_federation
 from fedortho.methods.method import PlanningMethod
 from fedortho.requests.comparing import compare
 from fedortho.requests.forgetting import forget_run
-from fedortho.requests.references import find_reference, reference_name, reference_settings, train_reference
 from fedortho.requests.run_context import method_for_run, open_context
 from fedortho.runs.record import Accuracies
-from fedortho.runs.run import Run, load_run_data, open_run
+from fedortho.runs.run import Run, load_run_data
 from fedortho.runs.settings import FREE, FederateSettings, TrainSettings
 from fedortho.runs.training import train_run
 from fedortho.storage.files import canonical_json
@@ -68,7 +68,10 @@ def reproduce(
     """
     experiment = load_experiment(experiment) if isinstance(experiment, str) else experiment
     out, rows = Path(out), list[SeedRow]()
-    networks = [replace(_located(settings, data_dir), device=device) for settings in experiment.networks]
+    networks = [replace(settings, device=device) for settings in experiment.networks]
+    if data_dir:
+        named = {name for name, source in DATASETS.items() if source.folders}
+        networks = [replace(each, data_dir=data_dir) if each.data in named else each for each in networks]
     for settings in {network.data: network for network in networks}.values():
         load_run_data(settings, progress=hooks.decoding)  # refuses missing data before anything is trained
     order = [replace(settings, seed=seed) for seed in experiment.seeds for settings in networks]
@@ -98,11 +101,6 @@ def _results(experiment: Experiment, rows: list[SeedRow]) -> ExperimentResults:
     )
 
 
-def _located(settings: TrainSettings, data_dir: str) -> TrainSettings:
-    known = DATASETS.get(settings.data)
-    return replace(settings, data_dir=data_dir) if data_dir and known is not None and known.folders else settings
-
-
 def trained(directory: Path, settings: TrainSettings, hooks: ProgressHooks = SILENT) -> Run:
     """The network with these settings in a directory of runs, trained if it is missing."""
     known = {key: value for key, value in as_mapping(settings).items() if key not in FREE}
@@ -117,26 +115,21 @@ def trained(directory: Path, settings: TrainSettings, hooks: ProgressHooks = SIL
 
 def _requests(experiment: Experiment, run: Run, data: Dataset, out: Path, hooks: ProgressHooks) -> Iterator[SeedRow]:
     """Every request on the same network by every method."""
-    seed, references = run.settings.seed, out / "references"
+    seed = run.settings.seed
     for words in experiment.requests:
         request, kind = request_for(words, data), request_kind(words)
         yield SeedRow(seed, {"request": kind, "method": "original"}, _original_accuracies(run, data, request))
         for variant in experiment.variants:
-            name = variant.method
+            name, on_training = variant.method, hooks.training() if variant.method == "retrain" else None
             hooks.step(f"{name} {kind}", 0, 0)
-            if name == "retrain":  # trained here, because `compare` shows no progress of it
-                wanted = reference_settings(run, request)
-                if find_reference(references, wanted, data.digest) is None:
-                    train_reference(references, reference_name(run, request, wanted), wanted, watch=hooks.training())
             place = out / "outcomes" / run.path.name / words.replace(":", "-").replace(" ", "-") / _name(variant)
-            settings = {name: variant.settings}
-            (row,) = compare(run, request, [name], out=place, data=data, settings=settings, references=references)
+            where: dict[str, Any] = {"out": place, "references": out / "references", "on_training": on_training}
+            (row,) = compare(run, request, [name], settings={name: variant.settings}, data=data, **where)
             yield SeedRow(seed, {"request": kind, "method": name, **variant.varied}, row.accuracies, row.refused)
 
 
 def _original_accuracies(run: Run, data: Dataset, request: ForgetRequest) -> Accuracies:
-    context = replace(open_context(run, data), forgotten=None)
-    return context.accuracies(run.load_model(), request)
+    return replace(open_context(run, data), forgotten=None).accuracies(run.load_model(), request)
 
 
 def _name(variant: MethodVariant) -> str:
@@ -166,17 +159,10 @@ def _sequence(experiment: Experiment, run: Run, data: Dataset, out: Path, hooks:
 
 
 def _served(run: Run, data: Dataset, request: ForgetRequest, variant: MethodVariant, out: Path) -> Run:
-    settings = method_for_run(run, variant.method, variant.settings)
-    if not isinstance(settings, PlanningMethod):
-        raise FedOrthoError(
-            f"{variant.method} serves no sequence of requests: its model cannot be edited again; leave it out"
-        )
-    if not out.exists():
-        with using_threads(run.settings.threads):
-            forget_run(run, request, settings, out=out, data=data, device=run.settings.device)
-    found = replace(open_run(out), settings=run.settings)
-    served = found.record.requests[-1]
-    made = (found.record.parent, served.request, served.settings)
-    if made != (run.record.model.digest, str(request), as_mapping(settings)):
-        raise FedOrthoError(f"{out} was made from another model, request or settings; choose another --out")
-    return found
+    method = method_for_run(run, variant.method, variant.settings)
+    if not isinstance(method, PlanningMethod):
+        raise FedOrthoError(f"{method.name} serves no sequence: its model cannot be edited again; leave it out")
+    with using_threads(run.settings.threads):
+        served = forget_run(run, request, method, out=out, data=data, device=run.settings.device).run
+    assert served is not None, "it has an out"
+    return replace(served, settings=run.settings)

@@ -32,7 +32,7 @@ from fedortho.methods.neggrad import NegGrad
 from fedortho.methods.not_ import NoT
 from fedortho.methods.paper import Paper
 from fedortho.methods.regrow import Regrow
-from fedortho.methods.retrain import Retrain, RetrainPlain
+from fedortho.methods.retrain import Retrain
 from fedortho.methods.salun import SalUn
 from fedortho.methods.scrub import SCRUB
 from fedortho.methods.ssd import SSD
@@ -46,12 +46,14 @@ from fedortho.storage.settings import as_mapping, make_settings
 from fedortho.unlearning.plan import ForgetPlan
 
 ENTRY_POINTS = "fedortho.methods"  # the group in which other packages name their methods
-_OURS: tuple[type[Method], ...] = (Retrain, RetrainPlain, Hide, Directions, Regrow, Paper)  # and the reference
-_OTHERS: tuple[type[Method], ...] = (
-    *(FineTune, NoT, FUSED, SSD, SalUn, UNSIR, BadTeacher, ClassPruning, FedEraser, NegGrad, SCRUB, EUk, CFk),
-    *(ConvolutionTranspose, MaskedSmallGradients, Subspace, LogitMask),
-)
-METHODS: Mapping[str, type[Method]] = {method.name: method for method in (*_OURS, *_OTHERS)}
+METHODS: Mapping[str, type[Method]] = {
+    method.name: method
+    for method in (
+        *(Retrain, Hide, Directions, Regrow, Paper, FineTune, NoT, FUSED, SSD, SalUn, UNSIR, BadTeacher),
+        *(ClassPruning, FedEraser, NegGrad, SCRUB, EUk, CFk, ConvolutionTranspose, MaskedSmallGradients),
+        *(Subspace, LogitMask),
+    )
+}
 LEVELS: Mapping[str, str] = {"hide": Hide.name, "erase": Regrow.name, "exact": Retrain.name}  # the method of each level
 MEANINGS = {
     "hide": "forward passes only: the answers change, what was learnt can still be found",

@@ -1,14 +1,13 @@
 """Retraining from scratch on the retain set: the reference for every other method."""
 
 from dataclasses import dataclass, fields
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 from torch import nn
 
 from fedortho.data.request import KINDS, ForgetRequest
 from fedortho.engines.engine import Engine, fresh_model
 from fedortho.methods.method import CannotServe, forget_and_retain
-from fedortho.storage.settings import Weight
 from fedortho.training.recipe import Recipe
 
 NO_RECIPE = (
@@ -37,12 +36,3 @@ class Retrain(Recipe):
         _, retain = forget_and_retain(self, engine, request)
         recipe = Recipe(**{field.name: getattr(self, field.name) for field in fields(Recipe)})
         return engine.fit(fresh_model(engine, self.seed), retain, recipe)
-
-
-@dataclass(frozen=True)
-class RetrainPlain(Retrain):
-    """Retraining without orthogonality and alignment; the difference to `retrain` is the effect of the penalties."""
-
-    name: ClassVar[str] = "retrain-plain"
-    ortho: Annotated[Weight, "weight of the orthogonality penalty; 0: off"] = 0.0
-    align: Annotated[Weight, "weight of the distance to the received model, where there is one"] = 0.0

@@ -15,8 +15,8 @@ from fedortho.errors import BadData, FedOrthoError
 from fedortho.methods import LEVELS
 from fedortho.methods.method import ForgetResult
 from fedortho.requests.forgetting import ServedRequest, forget_run
-from fedortho.requests.judging import JudgeOptions, references_for
-from fedortho.requests.levels import levels_for, method_of_level, training_cost_words
+from fedortho.requests.judging import JudgeOptions, OnStep, references_for
+from fedortho.requests.levels import level_method, levels_for, training_cost_words
 from fedortho.requests.references import case_of
 from fedortho.requests.rewind import holds_rewind
 from fedortho.requests.transaction import holds_result
@@ -49,7 +49,7 @@ def forget_until_passed(
     data: Dataset | None = None,
     on_attempt: Callable[[LevelAttempt], None] | None = None,
     on_training: Watch | None = None,
-    on_step: Callable[[str], None] | None = None,
+    on_step: OnStep = None,
     **how: Any,
 ) -> tuple[ServedRequest, tuple[LevelAttempt, ...]]:
     """Serve a request at the cheapest level whose result passes the audits, and return it with all that were tried.
@@ -60,27 +60,23 @@ def forget_until_passed(
     result that is taken is measured on test images. `how` are further arguments of `forget_run`.
     """
     options = options or JudgeOptions()
-    run, out = open_run(run).at(recipe=options.recipe), Path(out)
+    run, out = open_run(run).at(options.data_dir, recipe=options.recipe), Path(out)
     data = data or run.load_data(options.data_dir)
-    asked = run.request(request, options.data_dir, hashed=bool(how.get("hash_ids")))
-    how = {**how, "out": out, "data": data, "data_dir": options.data_dir, "device": options.device}
-    levels = levels_for(asked)
-    ticket = how.get("ticket") or None
-    methods = {level: method_of_level(run, level) for level in levels}
-    if done := [level for level in levels if holds_result(run, asked, methods[level], out, ticket=ticket)]:
-        return forget_run(run, request, level=done[0], hide_first=False, **how), (LevelAttempt(done[0], ""),)
-    if holds_rewind(run, asked, out, data_dir=options.data_dir):
-        return forget_run(run, request, level="exact", **how), (LevelAttempt("exact", ""),)
+    asked = run.request(request, hashed=bool(how.get("hash_ids")))
+    how = {**how, "out": out, "data": data, "device": options.device, "hide_first": False}
+    levels, ticket = levels_for(asked), how.get("ticket") or None
+    done = [each for each in levels if holds_result(run, asked, level_method(run, each), out, ticket=ticket)]
+    if done or holds_rewind(run, asked, out):
+        level = done[0] if done else "exact"
+        return forget_run(run, request, level=level, **how), (LevelAttempt(level, ""),)
     check = _validation(run, asked, options, data, on_training, on_step)
     attempts: list[LevelAttempt] = []
     for level in levels:
         try:
-            accept = None if level == levels[-1] else check
-            served = forget_run(run, request, level=level, hide_first=False, accept=accept, **how)
+            served = forget_run(run, request, level=level, accept=None if level == levels[-1] else check, **how)
+            attempts.append(LevelAttempt(level, ""))
         except (NotPassed, Refused) as error:
             attempts.append(LevelAttempt(level, str(error)))
-        else:
-            attempts.append(LevelAttempt(level, ""))
         if on_attempt is not None:
             on_attempt(attempts[-1])
         if not attempts[-1].reason:
@@ -89,12 +85,7 @@ def forget_until_passed(
 
 
 def _validation(
-    run: Run,
-    request: ForgetRequest,
-    options: JudgeOptions,
-    data: Dataset,
-    on_training: Watch | None,
-    on_step: Callable[[str], None] | None,
+    run: Run, request: ForgetRequest, options: JudgeOptions, data: Dataset, on_training: Watch | None, on_step: OnStep
 ) -> Callable[[ForgetResult], None]:
     """A function that refuses a result which does not pass the audits on validation images."""
     if not len(data.valid):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -15,14 +16,8 @@ from fedortho.errors import BadRecord, FedOrthoError, unknown
 from fedortho.methods import find_method, known_methods, unlearn
 from fedortho.methods.hyperparameters import read_settings
 from fedortho.methods.method import CannotServe, Method, Schedule
-from fedortho.methods.retrain import Retrain, RetrainPlain
-from fedortho.requests.references import (
-    find_reference,
-    reference_cost,
-    reference_name,
-    reference_settings,
-    train_reference,
-)
+from fedortho.methods.retrain import Retrain
+from fedortho.requests.references import find_reference, reference_cost, reference_settings, train_references
 from fedortho.requests.run_context import RunContext, method_for_run, open_context
 from fedortho.runs.derived import build_derived, building
 from fedortho.runs.record import Accuracies, ResultRecord, ServedRecord
@@ -31,9 +26,10 @@ from fedortho.storage.files import tensors_digest
 from fedortho.storage.provenance import Environment, environment
 from fedortho.storage.records import Scalar, read_record, write_record
 from fedortho.storage.settings import as_mapping
+from fedortho.training.loop import Watch
 from fedortho.unlearning.calibrate import Refused
 
-CONTROLS = ("retrain", "retrain-plain", "logit-mask")  # measured, never marked as best
+CONTROLS = ("retrain", "logit-mask")  # measured, never marked as best
 PASSES = ("settings", "one", "published")  # how often methods that train see the images
 HEADER = ("method", "forget", "retain", "test", "gap", "seconds", "GFLOPs", "if kept", "MB up", "MB down")
 NOTES = (
@@ -45,8 +41,8 @@ NOTES = (
     "come from elsewhere (tuned: another request)",
 )
 R = TypeVar("R")
-Watch = Callable[[str, int, int], None]
 Settings = str | Path | Mapping[str, Mapping[str, Any]]
+Outcome = tuple[nn.Module, Cost | None]  # the edited model and the cost of making it; None: it was trained elsewhere
 
 
 @dataclass(frozen=True)
@@ -86,21 +82,20 @@ def compare(
     passes: str | Sequence[str] = "settings",
     references: Path | None = None,
     data: Dataset | None = None,
-    watch: Watch | None = None,
+    watch: Callable[[str, int, int], None] | None = None,
+    on_training: Watch | None = None,
 ) -> list[Row]:
     """Run methods from the same model and measure accuracies, cost and the gap to retraining of each.
 
-    Every method writes a JSON file and a run directory with its model into `out` (default: RUN-compared-REQUEST); a
-    method whose file exists is not run again. `settings` are hyper-parameters: `published`, `short`, `tuned`, a JSON
-    file, or a mapping by method. `passes` say how often methods that train see the images (in a federation: rounds): as
-    the `settings` say, `one`, as many as `published`, or several of these with commas between, each a row of its own.
-    Reference models come from the directory `references` (default: beside the run) and are trained into it if they are
-    missing. `data` is the run's data if it is already loaded. `watch` receives each method's name, its number and the
-    number of methods.
+    Every method writes a JSON file and a run with its model into `out` (default: RUN-compared-REQUEST), and is not run
+    again while the file exists. `settings` are hyper-parameters: `published`, `short`, `tuned`, a JSON file, or a
+    mapping by method. `passes` say how often methods that train see the images (in a federation: rounds): as `settings`
+    say, `one`, as many as `published`, or several with commas between, each a row of its own. Reference models come
+    from the directory `references` (default: beside the run); missing ones are trained into it, which `on_training`
+    shows. `data` is the run's data if it is loaded. `watch` receives each method's name, its number and how many.
     """
-    run = open_run(run)
-    names, chosen = chosen_methods(methods), settings_by_method(run, settings)
-    wanted = _words(passes)
+    run, names, wanted = open_run(run), chosen_methods(methods), _words(passes)
+    chosen = settings_by_method(run, settings)
     for word in wanted or [""]:
         if word not in PASSES:
             raise unknown("passes", word, PASSES)
@@ -108,12 +103,13 @@ def compare(
     request = as_request(request, data)
     directory = compared_path(run, request) if out is None else Path(out)
     context, rows = open_context(run, data), []
+    unlearned = partial(_outcome, context, request, references, on_training)
     with using_threads(run.settings.threads):
         for number, name in enumerate(names):
             if watch is not None:
                 watch(name, number, len(names))
-            for path, method in _variants(run, name, chosen.get(name, {}), wanted).items():
-                rows.append(_row(context, request, method, directory / f"{path}.json", references))
+            for file, method in _variants(run, name, chosen.get(name, {}), wanted).items():
+                rows.append(_row(context, request, method, directory / f"{file}.json", partial(unlearned, method)))
     return rows
 
 
@@ -161,7 +157,9 @@ def settings_by_method(run: Run, settings: Settings) -> Mapping[str, Mapping[str
     return read_settings(run.settings.data, run.settings.model, str(settings))
 
 
-def _row(context: RunContext, request: ForgetRequest, method: Method, path: Path, references: Path | None) -> Row:
+def _row(
+    context: RunContext, request: ForgetRequest, method: Method, path: Path, unlearned: Callable[[], Outcome]
+) -> Row:
     planned = Row(context.run.record.model.digest, str(request), method.name, as_mapping(method))
     if path.exists():
         row = read_result(Row, path)
@@ -172,7 +170,7 @@ def _row(context: RunContext, request: ForgetRequest, method: Method, path: Path
         raise FedOrthoError(f"{place} exists and is no result of a comparison; choose another --out")
     planned = replace(planned, environment=environment(context.device))
     try:
-        model, cost = _outcome(context, request, method, references)
+        model, cost = unlearned()
     except (CannotServe, Refused) as error:
         row = replace(planned, refused=str(error))
     else:
@@ -192,23 +190,18 @@ def read_result(kind: type[R], path: Path) -> R:
 
 
 def _outcome(
-    context: RunContext, request: ForgetRequest, method: Method, references: Path | None
-) -> tuple[nn.Module, Cost | None]:
-    """The edited model and the cost of making it; None: it was trained elsewhere."""
+    context: RunContext, request: ForgetRequest, references: Path | None, on_training: Watch | None, method: Method
+) -> Outcome:
+    run, data = context.run, context.data
     if not isinstance(method, Retrain):
         with context.engine() as engine:
-            result = unlearn(context.run.load_model(), engine, request, method)
+            result = unlearn(run.load_model(), engine, request, method)
         return result.model, result.cost
-    settings = reference_settings(context.run, request, plain=isinstance(method, RetrainPlain))
-    beside = context.run.path.resolve().parent
-    directory = references or beside / "references"
-    found = find_reference(directory, settings, context.data.digest)
-    if found is None and references is None:
-        found = find_reference(beside, settings, context.data.digest)
-    run = found or train_reference(
-        directory, reference_name(context.run, request, settings), settings, data=context.data
-    )
-    return run.load_model(), None if run.record.imported_from else reference_cost(run, context.data)
+    settings, beside = reference_settings(run, request), run.path.resolve().parent
+    places = [references] if references else [beside / "references", beside]
+    found = next(filter(None, (find_reference(place, settings, data.digest) for place in places)), None)
+    found = found or next(train_references(run, request, (), places[0], data, on_training))
+    return found.load_model(), None if found.record.imported_from else reference_cost(found, data)
 
 
 def _write_outcome(context: RunContext, request: ForgetRequest, row: Row, model: nn.Module, path: Path) -> None:
@@ -226,15 +219,12 @@ def _write_outcome(context: RunContext, request: ForgetRequest, row: Row, model:
 
 def gaps(rows: Sequence[Row]) -> dict[str, float]:
     """By label: mean distance of forget and retain accuracy to retraining, which is not compared with itself."""
-    retrained = next((row for row in rows if row.method == "retrain" and row.accuracies is not None), None)
-    if retrained is None or retrained.accuracies is None:
+    measured = [(row, row.accuracies) for row in rows if row.accuracies is not None]
+    goal = next((found for row, found in measured if row.method == "retrain"), None)
+    if goal is None:
         return {}
-    forget, retain = retrained.accuracies.forget, retrained.accuracies.retain
-    return {
-        row.label: (abs(found.forget - forget) + abs(found.retain - retain)) / 2
-        for row in rows
-        if (found := row.accuracies) is not None and row is not retrained
-    }
+    others = {row.label: found for row, found in measured if found is not goal}
+    return {name: (abs(a.forget - goal.forget) + abs(a.retain - goal.retain)) / 2 for name, a in others.items()}
 
 
 def best(rows: Sequence[Row]) -> str | None:
@@ -259,9 +249,9 @@ def comparison_table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
         label = f"{row.label} (model unchanged)" if row.is_unchanged else row.label
         shares = [f"{share:.1%}" for share in (row.accuracies.forget, row.accuracies.retain, row.accuracies.test)]
         gap = f"{distance[row.label]:.1%}{' *' if row.label == nearest else ''}" if row.label in distance else ""
-        if (cost := row.cost) is None:
-            lines.append((label, *shares, gap, *["–"] * len(HEADER))[:columns])
-            continue
-        numbers = (cost.seconds, cost.flops / 1e9, cost.request_flops / 1e9, cost.bytes_up / 1e6, cost.bytes_down / 1e6)
-        lines.append((label, *shares, gap, *(f"{number:.1f}" for number in numbers))[:columns])
+        costs = ["–"] * len(HEADER)
+        if (cost := row.cost) is not None:
+            numbers = (cost.seconds, cost.flops / 1e9, cost.request_flops / 1e9, cost.bytes_up / 1e6)
+            costs = [f"{number:.1f}" for number in (*numbers, cost.bytes_down / 1e6)]
+        lines.append((label, *shares, gap, *costs)[:columns])
     return lines

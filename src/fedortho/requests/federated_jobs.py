@@ -1,34 +1,41 @@
-"""Work of a federation: with clients simulated in this process, on Ray, or on a SuperLink."""
+"""Jobs of a federation: with clients simulated here, on Ray, or on a SuperLink; and the server app that does them."""
 
 import importlib.util
 import json
 import logging
 import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedortho.data.request import ForgetRequest
 from fedortho.devices import MOST_THREADS
-from fedortho.errors import FedOrthoError, unknown
+from fedortho.errors import BadSetting, FedOrthoError, unknown
 from fedortho.federated import switch_off
-from fedortho.federated.engine import Watch
+from fedortho.federated.client import client_app, federate_settings, settled
+from fedortho.federated.engine import RoundProgress, Watch
 from fedortho.federated.launch import need_flower, simulate, submit
-from fedortho.federated.server import copied_clients, sync, train_federation
+from fedortho.federated.server import copied_clients, federation_lock, sync, train_federation
+from fedortho.methods import make_method
 from fedortho.methods.method import Method
-from fedortho.requests.rewind import plan_rewind
+from fedortho.requests.forgetting import forget_federated_run
+from fedortho.requests.rewind import plan_rewind, rewind_run
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.settings import FederateSettings
-from fedortho.storage.records import Scalar
+from fedortho.storage.records import Scalar, to_json
 from fedortho.storage.settings import as_mapping
 from fedortho.storage.trusted_code import remember_code
 
+if TYPE_CHECKING:
+    from flwr.app import Context
+    from flwr.serverapp import Grid, ServerApp
+
 logger = logging.getLogger(__name__)
+remote = logging.getLogger("flwr")  # the log that a SuperLink hands to whoever submitted the job
 Log = Callable[[str], None]
-BACKENDS = ("inprocess", "ray", "superlink")
+BACKENDS, JOBS = ("inprocess", "ray", "superlink"), ("train", "forget", "rewind", "sync")
 JOB = {"do": "train", "out": "", "run": "", "request": "", "method": "hide", "forget": "", "store": ""}  # its own keys
-
-
 # defaults of `flwr run app`: small enough for a first run, with as many clients as Flower simulates
 SIMULATION = {"clients": 0, "rounds": 3, "fraction": 1.0, "data": "digits", "epochs": 2, "batch-size": 32, "threads": 1}
 
@@ -73,23 +80,18 @@ def federate_run(
     config = {**app_config(settings), "do": "train", "out": str(path.absolute())}
     if settings.start:
         config["start"] = str(Path(settings.start).absolute())  # the server app has another working directory
-    _do_elsewhere(config, settings, path / "clients", deployment, log)
-    return open_run(path) if (path / "run.json").exists() else None
+    return _do_elsewhere(config, path / "clients", deployment, log)
 
 
 def forget_elsewhere(
     run: Run, request: ForgetRequest, method: Method, *, out: Path, deployment: Path | None, log: Log = logger.info
 ) -> Run | None:
     """Serve a request on Ray or a SuperLink; the run that has forgotten, or None if it is not on this machine."""
-    settings = _federation_of(run)
-    config = app_config(settings) | {"do": "forget", "run": str(run.path.absolute()), "out": str(out.absolute())}
-    config |= {"request": str(request), "method": method.name, "forget": json.dumps(as_mapping(method))}
-    if deployment is not None:
-        _do_elsewhere(config, settings, out, deployment, log)
-        return open_run(out) if (out / "run.json").exists() else None
-    with copied_clients(run) as store:
-        _do_elsewhere(config, settings, store, None, log)
-    return open_run(out)
+    config = app_config(_federation_of(run)) | {"do": "forget", "run": str(run.path.absolute())}
+    config |= {"out": str(out.absolute()), "request": str(request)}
+    config |= {"method": method.name, "forget": json.dumps(as_mapping(method))}
+    with copied_clients(run) if deployment is None else nullcontext(out) as store:
+        return _do_elsewhere(config, store, deployment, log)
 
 
 def rewind_elsewhere(
@@ -99,10 +101,9 @@ def rewind_elsewhere(
     plan = plan_rewind(run, request)
     for line in plan.lines():
         log(line)
-    where = {"do": "rewind", "run": str(run.path.absolute()), "out": str(out.absolute())}
-    config = app_config(plan.settings) | where | {"request": str(plan.request)}
-    _do_elsewhere(config, plan.settings, out / "clients", deployment, log)
-    return open_run(out) if (out / "run.json").exists() else None
+    config = app_config(plan.settings) | {"do": "rewind", "run": str(run.path.absolute())}
+    config |= {"out": str(out.absolute()), "request": str(plan.request)}
+    return _do_elsewhere(config, out / "clients", deployment, log)
 
 
 def sync_run(
@@ -121,8 +122,7 @@ def sync_run(
     settings = _federation_of(run)
     if deployment is None:
         return sync(run)
-    config = {**app_config(settings), "do": "sync", "run": str(run.path.absolute())}
-    _do_elsewhere(config, settings, run.path, Path(deployment), log)
+    submit(Path(deployment), {**app_config(settings), "do": "sync", "run": str(run.path.absolute())}, say=log)
     return []
 
 
@@ -132,14 +132,14 @@ def _federation_of(run: Run) -> FederateSettings:
     return run.settings
 
 
-def _do_elsewhere(
-    config: dict[str, Any], settings: FederateSettings, store: Path, deployment: Path | None, log: Log
-) -> None:
-    """Do a job on the SuperLink of a deployment or, without one, on Ray with the clients' directories in `store`."""
+def _do_elsewhere(config: dict[str, Any], store: Path, deployment: Path | None, log: Log) -> Run | None:
+    """The run of a job on the SuperLink of a deployment or, without one, on Ray with the clients' files in `store`."""
     if deployment is not None:
         submit(deployment, config, say=log)
     else:
-        run_ray(config, clients=settings.clients, store=store, threads=settings.threads or 1)
+        run_ray(config, clients=config["clients"], store=store, threads=config["threads"] or 1)
+    out = Path(config["out"])
+    return open_run(out) if (out / "run.json").exists() else None
 
 
 def run_ray(config: Mapping[str, Scalar], *, clients: int, store: Path, threads: int, workers: int = 2) -> None:
@@ -148,8 +148,65 @@ def run_ray(config: Mapping[str, Scalar], *, clients: int, store: Path, threads:
     if importlib.util.find_spec("ray") is None:
         raise FedOrthoError("Ray is not installed; run: pip install 'fedortho[simulation]', or use another --backend")
     switch_off(os.environ)
-    from fedortho.federated.client import client_app
-    from fedortho.requests.server_app import server_app
+    whole = {**config, "store": str(store.absolute()), "run": str(config["run"] or config["out"])}
+    simulate(server_app(whole), client_app(whole), clients=clients, threads=threads, workers=workers)
 
-    settled = {**config, "store": str(store.absolute()), "run": str(config["run"] or config["out"])}
-    simulate(server_app(settled), client_app(settled), clients=clients, threads=threads, workers=workers)
+
+def server_app(config: Mapping[str, Any] | None = None) -> "ServerApp":
+    """The Flower server app; `config`, or the run configuration, describes its one job: `do`, `out`, …"""
+    from flwr.serverapp import ServerApp
+
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: "Grid", context: "Context") -> None:
+        given = config or settled(context.run_config, context.run_id, len(list(grid.get_node_ids())))
+        try:
+            do_job(grid, given)
+        except FedOrthoError as error:
+            remote.error("%s", error)  # on one line, before Flower's traceback
+            raise
+        remote.info("done: %s", given.get("out") or given.get("run"))
+
+    return app
+
+
+def do_job(grid: "Grid", config: Mapping[str, Any]) -> None:
+    """Do the job that a flat configuration describes."""
+    job, place, store = config.get("do"), str(config.get("out") or ""), str(config.get("store") or "")
+    if job not in JOBS:
+        raise FedOrthoError(f"no job {job!r}; choose from {', '.join(JOBS)}")
+    if job in ("train", "rewind") and not place:
+        raise FedOrthoError("the job has no out; give the run directory to write")
+    out = Path(place)
+    if job == "train":
+        with nullcontext() if store else federation_lock(out):  # simulated clients have directories of their own
+            train_federation(out, federate_settings(config), grid, watch=_tell)
+        return
+    timeout, sums = float(config.get("timeout") or 0.0), str(config.get("sums") or "")
+    run = open_run(Path(str(config["run"]))).at(timeout=timeout, sums=sums)
+    _federation_of(run)  # refuses another run
+    if job == "sync":
+        remote.info("clients %s have the model of %s", sync(run, grid), run.path)
+    elif job == "rewind":
+        with nullcontext() if store else federation_lock(run.path):
+            remote.info("%s", rewind_run(run, str(config["request"]), out, grid=grid, watch=_tell).plan)
+    else:
+        name, text = str(config.get("method") or "hide"), str(config.get("forget") or "{}")
+        try:
+            settings = json.loads(text)
+        except ValueError:
+            settings = None
+        if not isinstance(settings, dict):
+            raise BadSetting(f"forget must be settings as JSON, not {text!r}")
+        request, where = ForgetRequest.parse(str(config["request"])), Path(store) if store else None
+        new = out if place else None
+        served = forget_federated_run(run, request, make_method(name, settings), grid, out=new, store=where)
+        remote.info("%s", json.dumps(to_json(served.record)))
+
+
+def _tell(news: RoundProgress) -> None:
+    if news.history and not news.asked:
+        entry = news.history[-1]
+        told = (entry.epoch + 1, news.rounds, entry.clients, entry.loss, news.bytes_down / 1e6, news.bytes_up / 1e6)
+        remote.info("round %d/%d: %d clients, loss %.3f, %.1f MB down, %.1f MB up so far", *told)

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,6 @@ from fedortho.errors import FedOrthoError
 from fedortho.federated.engine import FederatedEngine
 from fedortho.federated.roster import NODES, NodesRecord, ranges
 from fedortho.federated.server import (
-    Confirmed,
     confirmed_by,
     copied_clients,
     federated_engine,
@@ -36,21 +34,30 @@ from fedortho.methods import unlearn
 from fedortho.methods.method import ForgetResult, Method
 from fedortho.models.patch import patch_between, undo_patch, write_undo
 from fedortho.models.predictions import accuracy
-from fedortho.requests.levels import chosen_method, hidden_path, level_for_run, method_of_level, training_cost_words
+from fedortho.requests.levels import chosen_method, hidden_path, level_for_run, level_method, training_cost_words
 from fedortho.requests.measuring import measured_record
 from fedortho.requests.references import reference_cost
 from fedortho.requests.rewind import RewindPlan, find_rewind, rewind_run
-from fedortho.requests.tickets import Ticket
-from fedortho.requests.transaction import Step, Transaction, Unconfirmed, find_served, relative_out, transaction
+from fedortho.requests.transaction import (
+    Step,
+    Transaction,
+    Unconfirmed,
+    find_served,
+    find_ticket,
+    relative_out,
+    tell_once,
+    ticket_details,
+    transaction,
+)
 from fedortho.runs.derived import build_derived, building, tidy, write_derived
 from fedortho.runs.purge import purge_run
 from fedortho.runs.record import ResultRecord, RunRecord, ServedRecord, read_run_record
 from fedortho.runs.rows import hash_key
 from fedortho.runs.run import Run, check_unserved, last_request, open_run, served_requests
-from fedortho.runs.settings import FederateSettings, held_rows
+from fedortho.runs.settings import FederateSettings
 from fedortho.statistics.ledger import forget_lines, load_ledger, rebind_ledger
 from fedortho.storage.files import tensors_digest
-from fedortho.storage.journal import append_entry, read_journal
+from fedortho.storage.journal import append_entry
 from fedortho.storage.records import write_record
 from fedortho.unlearning.calibrate import Refused
 
@@ -99,64 +106,58 @@ def forget_run(
     """Make the model of a run forget and write a new run to `out`; the given run stays as it is.
 
     `level` is `hide`, `erase` (the default for classes) or `exact`; `method` is another method, or the level's with its
-    hyper-parameters. Without `out` nothing is written and the result shows what the method finds. Before a class is
-    erased, a hidden model is written to `out`-hidden if `hide_first`. `undo` is a file for the tensors that change, for
-    `undo_run`. `accept` receives the result before test images are read, and raises an error to refuse it.
+    hyper-parameters. Without `out` nothing is written. Before a class is erased, a hidden model is written to
+    `out`-hidden if `hide_first`. `undo` is a file for the tensors that change, for `undo_run`. `accept` receives the
+    result before test images are read, and raises an error to refuse it. The same call again returns what it wrote, or
+    completes what a killed process began; with a `ticket` also after the images were deleted. `purge` removes forgotten
+    images from the decoded ones here; None: samples of your own data. With `hash_ids` the records name samples by keyed
+    hashes; the key is beside the run. `data` is the run's data if it is already loaded.
 
-    The same call again returns what it wrote before, or completes what a killed process began; with a `ticket` also
-    after the images were deleted. With `purge` forgotten images are removed from the decoded images on this machine;
-    None: if they are samples of your own data. With `hash_ids` the records name samples by keyed
-    hashes; the key is beside the run. `data` is the run's data if it is already loaded. A federation is simulated here.
-    At the level `exact` a federation that kept rounds goes back to one of them, as by `rewind_run`. The new run never
-    met the data: it has no patch, undo file or ticket, and nothing is purged; with one of these it is retrained.
+    A federation is simulated here. At the level `exact` one that kept rounds goes back to one of them, as by
+    `rewind_run`; with an undo file, a ticket or `purge`, which a rewind has no use for, it is retrained.
     Raises `Refused`, with the trials that were measured, if target and budget cannot both hold.
     """
-    run = open_run(run)
+    run = open_run(run).at(data_dir)
     request = ForgetRequest.parse(request) if isinstance(request, str) else request
     out, undo = (None if path is None else Path(path) for path in (out, undo))
     level = level_for_run(run, request, level, method)
     if level == "exact" and not method and out is not None:
         unused = {"undo": undo, "accept": accept, "ticket": ticket, "purge": purge, "hash_ids": hash_ids}
-        if served := _serve_by_rewind(run, request, out, [name for name, value in unused.items() if value], data_dir):
+        if served := _serve_by_rewind(run, request, out, [name for name, value in unused.items() if value]):
             return served
     if isinstance(method, str):
-        method = chosen_method(run, method) if method else method_of_level(run, level)
+        method = chosen_method(run, method) if method else level_method(run, level)
+    if ticket and (finished := find_ticket(ticket, run, request, out)):
+        return _served_before(finished)
     details = {} if out is None else {"out": relative_out(run, out)}
-    if ticket:
-        asked = Ticket(ticket, run, request, out)
-        if finished := asked.finished():
-            return _served_before(finished)
-        details = asked.details
-    data = data or run.load_data(data_dir)
+    details |= ticket_details(ticket, run, request, out) if ticket else {}
+    data = data or run.load_data()
     request = run.request(as_request(request, data), hashed=hash_ids)
     check_unserved(run, request)
     data, step = data.with_key(hash_key(run.path)), Step(details=details, accept=accept)
-    where = (data_dir, device)
     if found := find_served(run, request, method, out, undo, step):
         served = _served_before(found)
     else:
         if level == "erase" and hide_first and out is not None:
             with building(out, undo):  # refuses what cannot be written before anything is hidden
                 pass
-            step = replace(step, is_first=not _hide_first(run, request, data, out, details, where))
-        served = _serve_run(run, data, request, method, where, out=out, undo=undo, step=step)
+            step = replace(step, is_first=not _hide_first(run, request, data, out, details, device))
+        served = _serve_run(run, data, request, method, device, out=out, undo=undo, step=step)
     if purge is None:
         purge = bool(request.samples) and run.settings.data not in DATASETS
-    if served.run is None or not purge:
-        return served
-    return replace(served, copies=tuple(purge_run(served.run, data=data)))
+    return replace(served, copies=tuple(purge_run(served.run, data=data))) if purge and served.run else served
 
 
 def _hide_first(
-    run: Run, request: ForgetRequest, data: Dataset, out: Path, details: dict[str, str], where: tuple[str, str]
+    run: Run, request: ForgetRequest, data: Dataset, out: Path, details: dict[str, str], device: str
 ) -> bool:
     """Write the hidden run, if it is not there; whether the journal was told that the request was received."""
-    step, hidden, method = Step("hidden", details=details), hidden_path(out), method_of_level(run, "hide")
+    step, hidden, method = Step("hidden", details=details), hidden_path(out), level_method(run, "hide")
     if find_served(run, request, method, hidden, None, step):
         logger.info("%s has hidden %s before; erasing goes on", hidden, request)
         return False
     try:
-        _serve_run(run, data, request, method, where, out=hidden, step=step)
+        _serve_run(run, data, request, method, device, out=hidden, step=step)
         logger.info("%s no longer predicts %s and can be used until the erased model is written", hidden, request)
     except Refused as refusal:
         logger.warning("not hidden first, erasing goes on: %s", refusal)
@@ -164,24 +165,22 @@ def _hide_first(
 
 
 def _serve_run(
-    run: Run, data: Dataset, request: ForgetRequest, method: Method, where: tuple[str, str], **how: Any
+    run: Run, data: Dataset, request: ForgetRequest, method: Method, device: str, **how: Any
 ) -> ServedRequest:
-    """Serve a request on a run of either kind, with its data and device; a refusal says what else can be done."""
+    """Serve a request on a run of either kind; a refusal says what else can be done."""
     try:
         if isinstance(run.settings, FederateSettings):
-            return forget_federated_run(run.at(*where), request, method, data=data, **how)
-        return serve_request(run, data, request, method, device=choose_device(where[1]), **how)
+            return forget_federated_run(run.at(device=device), request, method, data=data, **how)
+        return serve_request(run, data, request, method, device=choose_device(device), **how)
     except Refused as refusal:
         flags = "--max-retain-drop or --target" if request.classes else "--max-retain-drop"
         advice = f"raise {flags}, edit more layers with --layers mid,deep, or retrain ({training_cost_words(run)})"
         raise Refused(f"{refusal}; {advice}", refusal.frontier) from refusal
 
 
-def _serve_by_rewind(
-    run: Run, request: ForgetRequest, out: Path, unused: Sequence[str], data_dir: str
-) -> ServedRequest | None:
+def _serve_by_rewind(run: Run, request: ForgetRequest, out: Path, unused: Sequence[str]) -> ServedRequest | None:
     """Go back to a round that the run kept, and measure the new run; None where it is to be retrained."""
-    if (plan := find_rewind(run, request, data_dir=data_dir)) is None:
+    if (plan := find_rewind(run, request)) is None:
         return None
     if unused:
         logger.warning("a rewind has no %s: the federation is retrained from the start", " and no ".join(unused))
@@ -190,14 +189,11 @@ def _serve_by_rewind(
         logger.info("%s", line)
     new = rewind_run(plan.run, plan.request, out).run
     assert new is not None, "it was written"
-    data, settings = plan.run.load_data(), plan.settings
-    before, after = plan.run.load_model(), new.load_model()
+    data, before, after = run.load_data(), run.load_model(), new.load_model()
     patch = patch_between(before, after, request=str(plan.request), method="rewind")
     result = ForgetResult(plan.request, "rewind", {}, after, patch, reference_cost(new, data, plan.begin))
-    clients = held_rows(data, settings, settings.partition_seed)
-    record = measured_record(plan.run, before, result, data, CentralEngine(data), clients, choose_device("cpu"))
-    paid = record.retain_paid + sum(earlier.retain_paid for earlier in run.record.requests)
-    return ServedRequest(result, record, paid, new, rewind=plan)
+    record = measured_record(run, before, result, data, CentralEngine(data), run.clients(data), "cpu")
+    return ServedRequest(result, record, _paid((*run.record.requests, record)), new, rewind=plan)
 
 
 def _served_before(finished: Run) -> ServedRequest:
@@ -205,8 +201,11 @@ def _served_before(finished: Run) -> ServedRequest:
     assert request is not None, "a run that was served"
     assert record.cost is not None, "records without it are older than repeated requests"
     result = ForgetResult(request, record.method, record.settings, finished.load_model(), patch, record.cost)
-    paid = sum(served.retain_paid for served in finished.record.requests)
-    return ServedRequest(result, record, paid, finished, was_finished=True)
+    return ServedRequest(result, record, _paid(finished.record.requests), finished, was_finished=True)
+
+
+def _paid(requests: Sequence[ServedRecord]) -> float:
+    return sum(served.retain_paid for served in requests)
 
 
 def serve_request(
@@ -239,7 +238,7 @@ def serve_in(
     clients: Clients | None = None,
 ) -> ServedRequest:
     """Unlearn, measure, and build the new run; a federation passes its `engine` and the rows of its `clients`."""
-    model = run.load_model().to(device)
+    model, earlier = run.load_model().to(device), run.record.requests
     ledger = load_ledger(run.path / "ledger.safetensors", model)
     engine = engine or CentralEngine(data, ledger, clients, device, build=run.new_model)
     result = unlearn(model, engine, request, method, forgotten=run.excluded)
@@ -247,16 +246,15 @@ def serve_in(
         step.accept(result)
     record = measured_record(run, model, result, data, engine, clients, device)
     record = replace(record, ledger=None if ledger is None else ledger.digest, ticket=step.details.get("ticket"))
-    retain_paid = record.retain_paid + sum(earlier.retain_paid for earlier in run.record.requests)
     if writing is not None:
         if writing.place.undo is not None:
             write_undo(writing.place.undo_file, result.patch, model)
         if ledger is not None:  # for the edited model, without sums over forgotten images
             retained = data.train.subset(~request.mask(data.train, clients))
             ledger = forget_lines(rebind_ledger(ledger, model, result.model, data.train), retained)
-        changed = replace(run.record, requests=(*run.record.requests, record), result=ResultRecord(record.after.test))
+        changed = replace(run.record, requests=(*earlier, record), result=ResultRecord(record.after.test))
         build_derived(writing.place.run, run, result.model, changed, patch=result.patch, ledger=ledger)
-    return ServedRequest(result, record, retain_paid)
+    return ServedRequest(result, record, _paid((*earlier, record)))
 
 
 def forget_federated_run(
@@ -290,7 +288,7 @@ def forget_federated_run(
         engine = federated_engine(grid, settings, data, served_requests(run), run.path)
         engine.bring_up_to_date(run.load_model(), patches_of(run), run.excluded)
         is_remote = any(info.has_own_images for info in engine.clients.values())
-        clients = None if is_remote else held_rows(data, settings, settings.partition_seed)
+        clients = None if is_remote else run.clients(data)
         if clients is not None:  # all images are known here, so ids are checked before any client is asked
             for holder in (engine, CentralEngine(data, clients=clients)):
                 holder.check(request, run.excluded)
@@ -301,10 +299,9 @@ def forget_federated_run(
             return served
         if store is None:  # real clients: what they are sent must not be lost, so the run comes first
             done = writing.place.place()
-            clients_told = _send_patch(engine, served, writing, done.path).details
-            writing.tell(done, clients_told)
+            writing.tell(done, _send_patch(engine, served, writing, done.path))
         else:
-            clients_told = _send_patch(engine, served, writing, writing.place.run).details
+            clients_told = _send_patch(engine, served, writing, writing.place.run)
             shutil.move(store, writing.place.run / "clients")
             done = writing.commit(clients_told)
     return replace(served, run=done, record=open_run(done.path).record.requests[-1])
@@ -318,8 +315,8 @@ def check_retention(engine: FederatedEngine, served: ServedRequest, run: Run, da
     """
     result = served.result
     budget, images = result.settings.get("max-retain-drop"), data.valid if len(data.valid) else data.test
-    gone = [request.classes for request in (result.request, run.excluded) if request is not None]
-    images = images.subset(~ForgetRequest(tuple(chain.from_iterable(gone))).mask(images))
+    gone = result.request if run.excluded is None else result.request + run.excluded
+    images = images.subset(~ForgetRequest(gone.classes).mask(images))
     if not isinstance(budget, float) or result.settings.get("ratio") or not len(images):
         return
     device = next(result.model.parameters()).device
@@ -334,13 +331,14 @@ def check_retention(engine: FederatedEngine, served: ServedRequest, run: Run, da
     )
 
 
-def _send_patch(engine: FederatedEngine, served: ServedRequest, writing: Transaction, directory: Path) -> Confirmed:
-    """Send the patch to the clients and write who confirmed it and what travelled; too few are an error.
+def _send_patch(
+    engine: FederatedEngine, served: ServedRequest, writing: Transaction, directory: Path
+) -> dict[str, str]:
+    """Send the patch to the clients and write who confirmed it, which is returned; too few are an error.
 
     If all clients refused it, nobody has the new model and its run is taken back.
     """
-    patch, asked = served.result.patch, engine.present()
-    reason = ""
+    patch, asked, reason = served.result.patch, engine.present(), ""
     try:
         engine.send_patch(patch, served.result.request)
     except FedOrthoError as error:  # by the quorum
@@ -359,7 +357,7 @@ def _send_patch(engine: FederatedEngine, served: ServedRequest, writing: Transac
         raise Unconfirmed(f"only {number} clients took the patch: {late}")
     if told.unconfirmed:
         logger.warning("%s", late)
-    return told
+    return told.details
 
 
 def undo_run(run: Run | Path | str, undo: Path | str, out: Path | str) -> Run:
@@ -374,14 +372,11 @@ def undo_run(run: Run | Path | str, undo: Path | str, out: Path | str) -> Run:
     *earlier, last = run.record.requests
     undone = (*run.record.undone, last.request)
     changed = replace(run.record, requests=tuple(earlier), undone=undone, result=ResultRecord(last.before.test))
-    done, directory = read_run_record(out), run.path.absolute().parent
-    told = ("undone", run.path.name, last.request, before, after)
+    done = read_run_record(out)
     if isinstance(done, RunRecord) and (done.parent, done.model.digest, done.undone) == (before, after, undone):
         tidy(out)
-        derived = open_run(out)  # by a call that was killed before it told the journal, or by the same call
-        if told in {(e.event, e.run, e.request, e.before, e.after) for e in read_journal(directory).entries}:
-            return derived
-    else:
-        derived = write_derived(out, run, restored, changed, patch=None, ledger=None)
-    append_entry(directory, *told[:3], before=before, after=after)
+        tell_once(run, "undone", run.path.name, last.request, after)  # a killed call may not have told it
+        return open_run(out)
+    derived = write_derived(out, run, restored, changed, patch=None, ledger=None)
+    append_entry(run.path.absolute().parent, "undone", run.path.name, last.request, before=before, after=after)
     return derived

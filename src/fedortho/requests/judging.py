@@ -11,7 +11,7 @@ from torch import nn
 
 from fedortho.audits import check_audits
 from fedortho.audits.judge import judge_case
-from fedortho.audits.qualification import Qualification, read_qualification
+from fedortho.audits.qualification import read_qualification
 from fedortho.audits.verdict import FILE, Verdict, read_verdict, write_verdict
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
@@ -23,15 +23,7 @@ from fedortho.evaluation.shadows import ShadowPlan, ShadowSettings
 from fedortho.federated.server import train_on
 from fedortho.methods import find_method, make_method, unlearn
 from fedortho.methods.retrain import Retrain
-from fedortho.requests.references import (
-    case_of,
-    check_reference,
-    find_references,
-    original_of,
-    reference_name,
-    reference_settings,
-    train_reference,
-)
+from fedortho.requests.references import case_of, check_reference, find_references, original_of, train_references
 from fedortho.runs.purge import known_copies
 from fedortho.runs.record import ServedRecord
 from fedortho.runs.run import Run, last_request, open_run, served_record
@@ -43,6 +35,7 @@ from fedortho.training.loop import Watch
 from fedortho.training.recipe import Recipe
 
 logger = logging.getLogger(__name__)
+OnStep = Callable[[str], None] | None  # receives the title of each measurement that begins
 SHADOW_EPOCHS = 6  # upper bound
 
 
@@ -75,7 +68,7 @@ def judge_run(
     original: Run | Path | str | None = None,
     data: Dataset | None = None,
     on_training: Watch | None = None,
-    on_step: Callable[[str], None] | None = None,
+    on_step: OnStep = None,
 ) -> Verdict:
     """Judge a run that has served a request (default: its last) and write verdict.json into its directory.
 
@@ -86,9 +79,13 @@ def judge_run(
     run, options = open_run(run), options or JudgeOptions()
     served = served_record(run, _parsed(run, request, options))
     request = ForgetRequest.parse(served.request)  # one spelling: verdicts are found by it
-    original = original_of(run, original).at(recipe=options.recipe)
+    original = original_of(run, original).at(options.data_dir, recipe=options.recipe)
     check_judge_options(original, request, options)
-    _refuse_itself(run, original, options)
+    digest, is_other = run.record.model.digest, original.path.resolve() != run.path.resolve()
+    if options.audit != "none" and is_other and original.record.model.digest == digest:
+        raise BadSetting(f"{run.path} and {original.path} have the same weights: nothing was edited, nothing to judge")
+    if same := [reference.path for reference in options.given if reference.record.model.digest == digest]:
+        raise BadSetting(f"{same[0]} and {run.path} have the same weights; give a reference of another seed")
     journal = original.path.absolute().parent  # the journal that recorded the request
     for directory in [journal, *([] if options.only else [run.path])]:
         check_writable(directory)
@@ -98,15 +95,9 @@ def judge_run(
         verdict = _verdict_on(run, request, data, original, references, options, on_step)
     if not options.only:
         _keep_verdict(run.path, verdict, options.audit, is_deleted=bool(len(data.gone)))
-    append_entry(
-        journal,
-        "verified" if verdict.passes else "judged",
-        run.path.name,
-        str(request),
-        before=verdict.digests["before"],
-        after=verdict.digests["after"],
-        details={"label": verdict.label, "passes": verdict.passes},
-    )
+    event, details = "verified" if verdict.passes else "judged", {"label": verdict.label, "passes": verdict.passes}
+    models = {role: verdict.digests[role] for role in ("before", "after")}
+    append_entry(journal, event, run.path.name, str(request), **models, details=details)
     return verdict
 
 
@@ -114,10 +105,8 @@ def _keep_verdict(directory: Path, verdict: Verdict, audit: str, *, is_deleted: 
     """Write a verdict; one without audits never replaces one with them, but tells it which copies are left."""
     is_audited = audit != "none" and any(result.outcome != "NOT RUN" for result in verdict.audits)
     earlier = read_verdict(directory) if is_deleted and not is_audited else None
-    if earlier is not None and (earlier.request, earlier.digests["after"]) == (
-        verdict.request,
-        verdict.digests["after"],
-    ):
+    is_same = earlier is not None and earlier.request == verdict.request
+    if earlier is not None and is_same and earlier.digests["after"] == verdict.digests["after"]:
         logger.info("%s keeps what was measured before the images were deleted", directory / FILE)
         write_verdict(directory, replace(earlier, copies=verdict.copies))
     elif audit != "none" or not (directory / FILE).exists():
@@ -132,7 +121,7 @@ def audit_run(
     after_rounds: int = 0,
     original: Run | Path | str | None = None,
     on_training: Watch | None = None,
-    on_step: Callable[[str], None] | None = None,
+    on_step: OnStep = None,
 ) -> Verdict:
     """Run audits at their full budget: all, or those in `options.only`.
 
@@ -165,24 +154,9 @@ def check_judge_options(original: Run, request: ForgetRequest, options: JudgeOpt
         check_reference(original, reference, request)
 
 
-def _refuse_itself(run: Run, original: Run, options: JudgeOptions) -> None:
-    """Refuse to audit a model against itself, as its own original or as its own reference."""
-    digest = run.record.model.digest
-    is_other = original.path.resolve() != run.path.resolve()
-    if options.audit != "none" and is_other and original.record.model.digest == digest:
-        raise BadSetting(f"{run.path} and {original.path} have the same weights: nothing was edited, nothing to judge")
-    for reference in options.given:
-        if reference.record.model.digest == digest:
-            raise BadSetting(f"{reference.path} and {run.path} have the same weights; give a reference of another seed")
-
-
 def _parsed(run: Run, request: ForgetRequest | str | None, options: JudgeOptions) -> ForgetRequest:
     last = last_request(run)  # refuses a run that has forgotten nothing
     return run.request(request, options.data_dir) if request else last
-
-
-def _references_directory(run: Run, options: JudgeOptions) -> Path:
-    return options.references or run.path.parent / "references"
 
 
 def references_for(
@@ -192,19 +166,14 @@ def references_for(
 
     One with the weights of the judged model, which may be retrained itself, is left out.
     """
-    directory = _references_directory(run, options)
-    references = options.given
-    if not references:  # where the user says; else beside the original, then where --retrain writes them
-        references = find_references(original, request, options.references, options.data_dir)
-        references = references or find_references(original, request, directory, options.data_dir)
-    found_seeds = {reference.settings.seed for reference in references}
-    references = [found for found in references if found.record.model.digest != run.record.model.digest]
-    while options.retrain and len(references) < (2 if options.audit == "full" else 1):
-        seed = next(n for n in range(original.settings.seed, 10**6) if n not in found_seeds)
-        found_seeds.add(seed)
-        settings = reference_settings(original, request, seed=seed, data_dir=options.data_dir)
-        name = reference_name(original, request, settings)
-        trained = train_reference(directory, name, settings, data=data, watch=on_training)
+    directory = options.references or run.path.parent / "references"
+    found = options.given or find_references(original, request, options.references)  # beside the original by default
+    found = found or find_references(original, request, directory)  # where --retrain writes them
+    taken, number = {reference.settings.seed for reference in found}, 2 if options.audit == "full" else 1
+    fresh = train_references(original, request, taken, directory, data, on_training)
+    references = [each for each in found if each.record.model.digest != run.record.model.digest]
+    while options.retrain and len(references) < number:
+        trained = next(fresh)
         references += [trained] if trained.record.model.digest != run.record.model.digest else []
     return references[: len(REFERENCES)]
 
@@ -216,46 +185,34 @@ def _verdict_on(
     original: Run,
     references: list[Run],
     options: JudgeOptions,
-    on_step: Callable[[str], None] | None,
+    on_step: OnStep,
 ) -> Verdict:
     """The verdict on a run's model, with what its record tells about method, settings and cost."""
     served, device = served_record(run, request), choose_device(options.device)
     case = case_of(run, request, data, original, references, device)
     if options.shadows:
-        directory = _references_directory(run, options) / "shadows"
-        case = replace(case, shadows=shadow_plan(original, served, directory, options.shadows, device))
+        directory = options.references or run.path.parent / "references"
+        case = replace(case, shadows=shadow_plan(original, served, directory / "shadows", options.shadows, device))
+    qualification = read_qualification(original.path) if request.kind == "class" and not references else None
+    bound_to = (original.record.model.digest, served.method, served.settings)
+    seconds = sum(epoch.seconds for reference in references[:1] for epoch in reference.history())
+    if not seconds:  # those of the original, scaled to the retain set
+        share = len(case.retain_train) / max(len(data.train), 1)
+        seconds = share * sum(epoch.seconds for epoch in original.history())
     return judge_case(
         case,
         options.audit,
         only=options.only,
         on_step=on_step,
-        method=served.method,
         edited=edited_parts(served),
-        effect=served.effect,
-        cost=served.cost,
-        retrain_seconds=_retrain_seconds(original, references[:1], len(case.retain_train) / max(len(data.train), 1)),
-        settings=served.settings,
+        **{name: getattr(served, name) for name in ("method", "effect", "cost", "settings")},
+        retrain_seconds=seconds or None,
         copies=tuple(known_copies(run, request, data)),
         origin={"run": run.path.name, "data": to_json(run.record.data), "settings": dict(run.record.settings)},
-        qualification=None if references else _qualification(original, served),
+        qualification=qualification if qualification and qualification.covers(*bound_to) else None,
         digests={"before": original.record.model.digest, "after": run.record.model.digest}
         | {role: found.record.model.digest for role, found in zip(REFERENCES, references, strict=False)},
     )
-
-
-def _qualification(original: Run, served: ServedRecord) -> Qualification | None:
-    """The qualification that speaks for this request: of a class, the first on the original, by the same method."""
-    found = read_qualification(original.path)
-    is_class = ForgetRequest.parse(served.request).kind == "class"
-    if found is None or not is_class or not found.covers(original.record.model.digest, served.method, served.settings):
-        return None
-    return found
-
-
-def _retrain_seconds(original: Run, references: list[Run], retain_share: float) -> float | None:
-    """Training time of the reference model; without one, of the original, scaled to the retain set."""
-    seconds = sum(epoch.seconds for reference in references for epoch in reference.history())
-    return seconds or retain_share * sum(epoch.seconds for epoch in original.history()) or None
 
 
 def edited_parts(served: ServedRecord) -> dict[str, Any]:

@@ -1,19 +1,20 @@
 """The record of a request that a method has served: accuracies before and after, cost, trials."""
 
 import logging
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import nn
 
 from fedortho.data.images import Dataset
-from fedortho.data.request import Clients, ForgetRequest
+from fedortho.data.request import Clients
 from fedortho.engines.engine import Engine
 from fedortho.engines.query import Query, Selection, Statistic
 from fedortho.evaluation.accuracies import accuracies_of, forget_eval_images
 from fedortho.methods.method import ForgetResult
-from fedortho.models.patch import NOTHING, Patch
-from fedortho.runs.record import Accuracies, ServedRecord, TrialRecord
+from fedortho.models.patch import NOTHING
+from fedortho.runs.record import ServedRecord, TrialRecord
 from fedortho.runs.run import Run, served_requests
 from fedortho.unlearning.trials import Trial
 
@@ -33,15 +34,22 @@ def measured_record(
     request, forgotten, patch, plan = result.request, run.excluded, result.patch, result.plan
     measure = partial(accuracies_of, data=data, clients=clients, device=device)
     is_remote = engine.info.is_federated and clients is None  # training images lie with the clients only
-    counted: tuple[float | None, float | None] = (None, None)
-    if is_remote and request.kind != "class":
-        counted = _counted_by_clients(engine, model, patch, request, forgotten)
+    counted: Sequence[float | None] = (None, None)
+    if is_remote and request.kind != "class":  # as the clients that hold the images count it
+        statistic = Statistic("right", layers="all", edit="conv", tap="conv", patches=(NOTHING, patch))
+        ((correct,),) = engine.measure(model, [Query((Selection("train", request, forgotten),), statistic)])
+        counted = correct.mean("right").tolist()
     before, after = (
         measure(net, request=request, forgotten=forgotten, forget=forget)
         for net, forget in zip((model, result.model), counted, strict=True)
     )
-    _warn_of_nothing_to_do(result, before)
-    earlier = _measurable_requests(run, data, clients, is_remote)
+    target = result.settings.get("target")
+    if request.kind == "class" and target is not None and before.forget <= target:
+        share = f"{before.forget:.1%}"
+        logger.warning("forget accuracy of %s was %s before the edit: already below the target", request, share)
+    earlier = [each for each in served_requests(run) if each.kind == "class" or not is_remote]
+    if len(data.gone):  # images of earlier requests that were deleted can no longer be measured
+        earlier = [each for each in earlier if len(forget_eval_images(data, each, clients))]
     return ServedRecord(
         request=str(request),
         method=result.method,
@@ -60,35 +68,10 @@ def measured_record(
         sample_correlation=None if plan is None else plan.sample_correlation,
         effect=None if plan is None else plan.effect,
         chosen=None if result.chosen is None else _trial_record(result.chosen),
-        trials=tuple(_trial_record(trial) for trial in result.trials),
+        trials=tuple(map(_trial_record, result.trials)),
         threads=torch.get_num_threads(),
         device=str(device),
     )
-
-
-def _warn_of_nothing_to_do(result: ForgetResult, before: Accuracies) -> None:
-    target = result.settings.get("target")
-    if result.request.kind == "class" and target is not None and before.forget <= target:
-        share = f"{before.forget:.1%}"
-        logger.warning("forget accuracy of %s was %s before the edit: already below the target", result.request, share)
-
-
-def _measurable_requests(run: Run, data: Dataset, clients: Clients | None, is_remote: bool) -> list[ForgetRequest]:
-    """The requests that the run has served and whose images, or other images of their classes, are here."""
-    served = [request for request in served_requests(run) if request.kind == "class" or not is_remote]
-    if len(data.gone):  # images of earlier requests that were deleted can no longer be measured
-        served = [request for request in served if len(forget_eval_images(data, request, clients))]
-    return served
-
-
-def _counted_by_clients(
-    engine: Engine, model: nn.Module, patch: Patch, request: ForgetRequest, forgotten: ForgetRequest | None
-) -> tuple[float, float]:
-    """Forget accuracy before and after the patch, as the clients that hold the images count it."""
-    statistic = Statistic("right", layers="all", edit="conv", tap="conv", patches=(NOTHING, patch))
-    ((correct,),) = engine.measure(model, [Query((Selection("train", request, forgotten),), statistic)])
-    before, after = correct.mean("right").tolist()
-    return before, after
 
 
 def _trial_record(trial: Trial) -> TrialRecord:

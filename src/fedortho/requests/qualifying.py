@@ -1,40 +1,25 @@
 """Qualify a run: draw classes, train reference models, choose a method on some of them, confirm it on the others."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
-import torch
-
 from fedortho.audits.judge import judge_case
-from fedortho.audits.qualification import (
-    QUALIFICATION,
-    ClassTrial,
-    MethodTrial,
-    Qualification,
-    read_qualification,
-)
-from fedortho.data.images import Dataset
+from fedortho.audits.qualification import QUALIFICATION, ClassTrial, MethodTrial, Qualification, read_qualification
 from fedortho.data.request import ForgetRequest
 from fedortho.devices import choose_device, using_threads
-from fedortho.engines.central import CentralEngine
 from fedortho.errors import BadSetting, FedOrthoError
-from fedortho.evaluation.accuracies import accuracies_of
 from fedortho.evaluation.case import Case
 from fedortho.methods import unlearn
 from fedortho.methods.method import Method, serves
-from fedortho.requests.references import (
-    find_references,
-    reference_cost,
-    reference_name,
-    reference_settings,
-    train_reference,
-)
-from fedortho.requests.run_context import method_for_run
+from fedortho.requests.judging import OnStep
+from fedortho.requests.references import find_references, reference_cost, train_references
+from fedortho.requests.run_context import RunContext, method_for_run
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.settings import FederateSettings
-from fedortho.statistics.ledger import load_ledger
 from fedortho.storage.files import locked
 from fedortho.storage.records import write_record
 from fedortho.storage.settings import as_mapping
@@ -54,13 +39,13 @@ class QualifyOptions:
     data_dir: str = ""
     device: str = "auto"
     on_training: Watch | None = field(default=None, compare=False)
-    on_step: Callable[[str], None] | None = field(default=None, compare=False)
+    on_step: OnStep = field(default=None, compare=False)
 
 
 def draw_classes(run: Run, options: QualifyOptions) -> Qualification:
     """The classes that the seed draws for this model, before anything is trained."""
-    names, excluded = run.record.data.class_names, run.excluded
-    gone = () if excluded is None else excluded.labels(names)
+    names = run.record.data.class_names
+    gone = () if run.excluded is None else run.excluded.labels(names)
     labels = [label for label in range(len(names)) if label not in gone]
     wanted = options.classes + options.choosing
     if options.classes < 1 or options.choosing < 1 or options.references < 1:
@@ -80,34 +65,39 @@ def qualify_run(run: Run | Path | str, options: QualifyOptions | None = None) ->
     confirmed on test images of the confirming classes, once. `Qualification.chosen` is None if none passed.
     """
     run, options = open_run(run), options or QualifyOptions()
-    _check(run)
-    with locked(run.path / QUALIFICATION), using_threads(run.settings.threads):
-        found = _begun(run, options)
-        data = run.load_data(options.data_dir)
-        candidates = options.candidates or default_candidates(run)
-        for candidate in candidates:
-            if not serves(candidate, ForgetRequest.parse(found.choosing[0])):
-                raise BadSetting(f"{candidate.name} serves no class requests; leave it out")
-        qualifier = _Qualifier(run, data, options)
-        for candidate in candidates:
-            if found.chosen is not None:
-                break
-            found = _tried(qualifier, found, candidate)
-        if found.chosen is not None:
-            found = _confirmed(qualifier, found, candidates)
-    return found
-
-
-def default_candidates(run: Run) -> tuple[Method, ...]:
-    """`regrow` with its defaults for this run: the method of the level erase."""
-    return (method_for_run(run, "regrow"),)
-
-
-def _check(run: Run) -> None:
     if isinstance(run.settings, FederateSettings):
         raise FedOrthoError(f"{run.path} is a federation; qualify serves runs that were trained on one machine")
     if run.record.is_edited:
         raise FedOrthoError(f"{run.path} has forgotten before; qualify the run that was trained")
+    file = run.path / QUALIFICATION
+    with locked(file), using_threads(run.settings.threads):
+        found, run = _begun(run, options), run.at(options.data_dir)
+        context = RunContext(run, run.load_data(), None, None, choose_device(options.device))
+        candidates = options.candidates or (method_for_run(run, "regrow"),)  # the method of the level erase
+        for candidate in candidates:
+            if not serves(candidate, ForgetRequest.parse(found.choosing[0])):
+                raise BadSetting(f"{candidate.name} serves no class requests; leave it out")
+        for candidate in candidates:
+            if found.chosen is not None:
+                break
+            new = MethodTrial(candidate.name, as_mapping(candidate))
+            mine = next((trial for trial in found.tried if _is_of(trial, candidate)), new)
+            others = tuple(trial for trial in found.tried if trial is not mine)
+            for longer in _trials(mine, found.choosing, "valid", partial(_trial, context, options, candidate)):
+                found = replace(found, tried=(*others, longer))
+                write_record(file, found)
+        if (chosen := found.chosen) is None:
+            return found
+        method = next((each for each in candidates if _is_of(chosen, each)), None)
+        if method is None:
+            raise FedOrthoError(
+                f"{chosen.method} was chosen with other settings; give the candidates of the first call"
+            )
+        mine = found.confirmed or replace(chosen, classes=())
+        for longer in _trials(mine, found.confirming, "test", partial(_trial, context, options, method)):
+            found = replace(found, confirmed=longer)
+            write_record(file, found)
+    return found
 
 
 def _begun(run: Run, options: QualifyOptions) -> Qualification:
@@ -124,96 +114,47 @@ def _begun(run: Run, options: QualifyOptions) -> Qualification:
     return found
 
 
-@dataclass(frozen=True)
-class _Qualifier:
-    run: Run
-    data: Dataset
-    options: QualifyOptions
-
-    @property
-    def device(self) -> torch.device:
-        return choose_device(self.options.device)
-
-    def trial(self, method: Method, text: str, split: str) -> ClassTrial:
-        """Forget one class by a method and audit the result in full, on images of one split."""
-        request, model = ForgetRequest.parse(text), self.run.load_model().to(self.device)
-        references = self.references(request)
-        if self.options.on_step is not None:
-            self.options.on_step(f"{method.name} on {text}")
-        ledger = load_ledger(self.run.path / "ledger.safetensors", model)
-        engine = CentralEngine(self.data, ledger, None, self.device, build=self.run.new_model)
-        result = unlearn(model, engine, request, method)
-        data = self.data if split == "test" else replace(self.data, test=self.data.valid)
-        retrained = [reference.load_model() for reference in references]
-        case = Case(result.model, model, tuple(retrained), data, request, device=self.device)
-        verdict = judge_case(case, "full", on_step=self.options.on_step, method=method.name)
-        mine, theirs = (
-            accuracies_of(each.to(self.device), data, request, device=self.device)
-            for each in (result.model, retrained[0])
-        )
-        return ClassTrial(
-            text,
-            split,
-            {audit.name: audit.outcome for audit in verdict.results},
-            result.patch.after,
-            tuple(reference.record.model.digest for reference in references),
-            mine.forget,
-            mine.retain,
-            theirs.retain,
-            result.cost.flops,
-            reference_cost(references[0], self.data).flops,
-        )
-
-    def references(self, request: ForgetRequest) -> list[Run]:
-        """Reference models of the class, found or trained and kept."""
-        directory = self.options.directory or self.run.path.parent / "references"
-        found = find_references(self.run, request, directory, self.options.data_dir)
-        seeds = {reference.settings.seed for reference in found}
-        fresh = (seed for seed in range(self.run.settings.seed, 10**6) if seed not in seeds)
-        while len(found) < self.options.references:
-            settings = reference_settings(self.run, request, seed=next(fresh), data_dir=self.options.data_dir)
-            name = reference_name(self.run, request, settings)
-            found.append(train_reference(directory, name, settings, data=self.data, watch=self.options.on_training))
-        return found[: self.options.references]
-
-
-def _tried(qualifier: _Qualifier, found: Qualification, method: Method) -> Qualification:
-    """The qualification with one candidate tried on the choosing classes, until one fails."""
-    for request in found.choosing:
-        mine = _trial_of(found.tried, method)
-        if request in {trial.request for trial in mine.classes}:
-            continue
-        if not mine.passed:
-            break
-        mine = replace(mine, classes=(*mine.classes, qualifier.trial(method, request, "valid")))
-        others = tuple(trial for trial in found.tried if not _is_of(trial, method))
-        found = _kept(qualifier.run, replace(found, tried=(*others, mine)))
-    return found
-
-
-def _confirmed(qualifier: _Qualifier, found: Qualification, candidates: Sequence[Method]) -> Qualification:
-    chosen = found.chosen
-    assert chosen is not None, "the caller looked"
-    method = next((each for each in candidates if _is_of(chosen, each)), None)
-    if method is None:
-        raise FedOrthoError(f"{chosen.method} was chosen with other settings; give the candidates of the first call")
-    for request in found.confirming:
-        mine = found.confirmed or replace(chosen, classes=())
-        if request in {trial.request for trial in mine.classes}:
-            continue
-        mine = replace(mine, classes=(*mine.classes, qualifier.trial(method, request, "test")))
-        found = _kept(qualifier.run, replace(found, confirmed=mine))
-    return found
-
-
-def _trial_of(tried: Sequence[MethodTrial], method: Method) -> MethodTrial:
-    return next((trial for trial in tried if _is_of(trial, method)), MethodTrial(method.name, as_mapping(method)))
-
-
 def _is_of(trial: MethodTrial, method: Method) -> bool:
     return (trial.method, dict(trial.settings)) == (method.name, as_mapping(method))
 
 
-def _kept(run: Run, found: Qualification) -> Qualification:
-    write_record(run.path / QUALIFICATION, found)
-    return found
+def _trials(
+    mine: MethodTrial, requests: Sequence[str], split: str, trial: Callable[[str, str], ClassTrial]
+) -> Iterator[MethodTrial]:
+    """The trials of a method with one more class each time; a method that failed is not tried on validation images."""
+    for request in requests:
+        if request not in {each.request for each in mine.classes} and (mine.passed or split == "test"):
+            mine = replace(mine, classes=(*mine.classes, trial(request, split)))
+            yield mine
+
+
+def _trial(context: RunContext, options: QualifyOptions, method: Method, text: str, split: str) -> ClassTrial:
+    """Forget one class by a method and audit the result in full, on images of one split."""
+    request, run, device = ForgetRequest.parse(text), context.run, context.device
+    directory, number = options.directory or run.path.parent / "references", options.references
+    references = find_references(run, request, directory)[:number]
+    taken = {reference.settings.seed for reference in references}
+    fresh = train_references(run, request, taken, directory, context.data, options.on_training)
+    references += islice(fresh, number - len(references))
+    if options.on_step is not None:
+        options.on_step(f"{method.name} on {text}")
+    model = run.load_model().to(device)
+    with context.engine() as engine:
+        result = unlearn(model, engine, request, method)
+    data = context.data if split == "test" else replace(context.data, test=context.data.valid)
+    retrained = [reference.load_model() for reference in references]
+    case = Case(result.model, model, tuple(retrained), data, request, device=device)
+    verdict = judge_case(case, "full", on_step=options.on_step, method=method.name)
+    mine, theirs = (replace(context, data=data).accuracies(each, request) for each in (result.model, retrained[0]))
+    return ClassTrial(
+        text,
+        split,
+        {audit.name: audit.outcome for audit in verdict.results},
+        result.patch.after,
+        tuple(reference.record.model.digest for reference in references),
+        mine.forget,
+        mine.retain,
+        theirs.retain,
+        result.cost.flops,
+        reference_cost(references[0], context.data).flops,
+    )

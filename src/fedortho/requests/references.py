@@ -1,27 +1,29 @@
 """Reference models, retrained without the forget set: found by their settings, or trained and kept."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import fields, replace
+from itertools import count
 from pathlib import Path
 
 import torch
 
 from fedortho.data.cache import without_forgotten
 from fedortho.data.images import Dataset
-from fedortho.data.request import ForgetRequest, union_of
+from fedortho.data.request import Clients, ForgetRequest
 from fedortho.engines.cost import Cost, training_cost
 from fedortho.engines.engine import Tally
 from fedortho.errors import BadCheckpoint, FedOrthoError
 from fedortho.evaluation.case import Case
 from fedortho.federated.messages import TrainLocal
+from fedortho.federated.server import train_federation
 from fedortho.federated.transport import read_wire_log, total_bytes
 from fedortho.methods.method import CannotServe
 from fedortho.methods.retrain import NO_RECIPE
 from fedortho.runs.record import RunRecord, read_run_record
 from fedortho.runs.rows import read_rows
 from fedortho.runs.run import Run, excluded_besides, open_run
-from fedortho.runs.settings import FREE, FederateSettings, TrainSettings, held_rows, relocated
+from fedortho.runs.settings import FREE, FederateSettings, TrainSettings, held_rows
 from fedortho.runs.training import train_run
 from fedortho.storage.settings import as_mapping, kebab
 from fedortho.training.loop import Watch
@@ -29,41 +31,36 @@ from fedortho.training.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 # settings that do not make another reference model
-KEPT = ("keep-updates", "keep-rounds")
-IRRELEVANT = (*FREE, *KEPT, "data", "threads", "device", "evaluate-every", "mean", "std", "transform")
+IRRELEVANT = ("keep-updates", "keep-rounds", "data", "threads", "device", "evaluate-every", "mean", "std", "transform")
 # those that are not known of a model that was trained elsewhere
 UNKNOWN = (*(kebab(field.name) for field in fields(Recipe)), "valid", "valid-dir", "valid-from-test", "split-seed")
 
 
-def reference_settings(
-    run: Run, request: ForgetRequest, *, seed: int | None = None, plain: bool = False, data_dir: str = ""
-) -> TrainSettings:
+def reference_settings(run: Run, request: ForgetRequest, *, seed: int | None = None) -> TrainSettings:
     """Settings that train a reference model: without the request and without what the run has forgotten before.
 
-    The recipe and the validation split are those of the run; `plain` sets orthogonality and alignment to 0. Another
-    `seed` gives a second reference: the distance between two references shows how large a difference is by chance.
+    The recipe and the validation split are those of the run. Another `seed` gives a second reference: the distance
+    between two references shows how large a difference is by chance.
     """
-    settings = relocated(run.settings, data_dir)
-    forget = union_of([part for part in (run.excluded, request) if part is not None])
-    assert forget is not None, "the request is one of them"
+    settings = run.settings
     if isinstance(settings, FederateSettings):
         settings = replace(settings, start="", keep_updates=False, keep_rounds="")  # those weights knew the forget set
     return replace(
         settings,
-        without=str(forget.settled(run.record.data.class_names)),
+        without=str(_forgotten_with(run, request).settled(run.record.data.class_names)),
         seed=settings.seed if seed is None else seed,
         split_seed=settings.partition_seed,
-        ortho=0.0 if plain else settings.ortho,
-        align=0.0 if plain else settings.align,
     )
+
+
+def _forgotten_with(run: Run, request: ForgetRequest) -> ForgetRequest:
+    return request if run.excluded is None else run.excluded + request
 
 
 def find_reference(directory: Path, settings: TrainSettings, data_digest: str) -> Run | None:
     """The finished run of a directory that was trained with these settings on this data; None: there is none."""
-    for run in finished_runs(directory):
-        if run.record.data.digest == data_digest and _is_trained_as(run, settings):
-            return run
-    return None
+    same = (run for run in finished_runs(directory) if run.record.data.digest == data_digest)
+    return next((run for run in same if _is_trained_as(run, settings)), None)
 
 
 def finished_runs(directory: Path, *, strict: bool = False) -> Iterator[Run]:
@@ -83,7 +80,7 @@ def finished_runs(directory: Path, *, strict: bool = False) -> Iterator[Run]:
 def _is_trained_as(run: Run, wanted: TrainSettings, *, any_seed: bool = False) -> bool:
     """Whether a run is a reference model of these settings; of an imported model the recipe is not known."""
     is_known = run.record.imported_from is None and bool(wanted.epochs)
-    ignored = (*IRRELEVANT, *([] if is_known else UNKNOWN), *(["seed"] if any_seed else []))
+    ignored = (*FREE, *IRRELEVANT, *([] if is_known else UNKNOWN), *(["seed"] if any_seed else []))
     mine, theirs = (_key(each, run.record.data.class_names) for each in (run.settings, wanted))
     return not run.record.is_edited and all(
         mine.get(key) == theirs.get(key) for key in {**mine, **theirs} if key not in ignored
@@ -110,23 +107,35 @@ def train_reference(
         raise CannotServe(f"{name}: {NO_RECIPE}")
     if data is not None:
         clients = held_rows(data, settings, settings.partition_seed) if isinstance(settings, FederateSettings) else None
-        rest = ForgetRequest.parse(settings.without).split(data.train, clients, gone=data.gone)[1]
-        lost = len(rest) - int(torch.isin(rest.rows, without_forgotten(data).train.rows).sum())
-        if lost:
+        if lost := purged_images(data, ForgetRequest.parse(settings.without), clients):
             raise FedOrthoError(
                 f"{name} would lack {lost} images that were forgotten and purged for another request; give a reference "
                 "that was trained before (--reference RUN)"
             )
     if isinstance(settings, FederateSettings):
-        from fedortho.federated.server import train_federation
-
         return train_federation(directory / name, settings, data=data)
     return train_run(directory / name, settings, watch=watch, data=data)
 
 
+def purged_images(data: Dataset, without: ForgetRequest, clients: Clients | None) -> int:
+    """How many images a training without these would lack, because they were purged for another request."""
+    rest = without.split(data.train, clients, gone=data.gone)[1]
+    return len(rest) - int(torch.isin(rest.rows, without_forgotten(data).train.rows).sum())
+
+
+def train_references(
+    run: Run, request: ForgetRequest, taken: Container[int], directory: Path, data: Dataset, watch: Watch | None
+) -> Iterator[Run]:
+    """Reference models of a run, one after the other, each with a seed that is not `taken`."""
+    for seed in count(run.settings.seed):
+        if seed not in taken:
+            settings = reference_settings(run, request, seed=seed)
+            yield train_reference(directory, reference_name(run, request, settings), settings, data=data, watch=watch)
+
+
 def reference_name(run: Run, request: ForgetRequest, settings: TrainSettings) -> str:
     """A readable directory name, another for each reference model of a run."""
-    return f"{run.path.name}-without-{request.word}{'-plain' if settings.ortho == 0 else ''}-seed{settings.seed}"
+    return f"{run.path.name}-without-{request.word}-seed{settings.seed}"
 
 
 def check_reference(run: Run, reference: Run, request: ForgetRequest) -> None:
@@ -145,8 +154,7 @@ def check_reference(run: Run, reference: Run, request: ForgetRequest) -> None:
     names, out = run.record.data.class_names, reference.excluded
     if out is None or not out.settled(names).covers(request.settled(names)):
         raise FedOrthoError(f"{reference.path} was trained with {request}; give a run trained --without it")
-    forget = union_of([part for part in (run.excluded, request) if part is not None])
-    assert forget is not None, "the request is one of them"
+    forget = _forgotten_with(run, request)
     if not forget.settled(names).covers(out.settled(names)):
         raise FedOrthoError(f"{reference.path} was trained without {out}; expected {forget}: it is no valid reference")
     known, own = (read_rows(each.path, each.settings) for each in (reference, run))
@@ -161,7 +169,7 @@ def check_reference(run: Run, reference: Run, request: ForgetRequest) -> None:
         )
         return
     mine, theirs = as_mapping(run.settings), as_mapping(reference.settings)
-    recipe = [f.name.replace("_", "-") for f in fields(Recipe) if f.name != "seed"]
+    recipe = [kebab(field.name) for field in fields(Recipe) if field.name != "seed"]
     if other := [f"{key} {theirs[key]}, not {mine[key]}" for key in recipe if theirs[key] != mine[key]]:
         logger.warning("%s was trained with another recipe (%s): compare with care", reference.path, ", ".join(other))
 
@@ -191,14 +199,11 @@ def case_of(
         check_reference(run, found, request)
     if original.record.data.digest != run.record.data.digest:
         raise BadCheckpoint(f"{original.path} was trained on other data than {run.path}")
-    names = run.record.data.class_names
-    before = original.excluded
+    names, before = run.record.data.class_names, original.excluded
     if before is not None and before.settled(names).covers(request.settled(names)):
         raise FedOrthoError(f"{original.path} has forgotten {request} before; give an earlier run (--original)")
-    others = excluded_besides(run, request)
-    clients = run.clients(data)
-    retrained = tuple(found.load_model() for found in references)
-    return Case(run.load_model(), original.load_model(), retrained, data, request, others, clients, device)
+    models = run.load_model(), original.load_model(), tuple(found.load_model() for found in references)
+    return Case(*models, data, request, excluded_besides(run, request), run.clients(data), device)
 
 
 def find_original(run: Run) -> Run | None:
@@ -224,14 +229,14 @@ def original_of(run: Run, given: Run | Path | str | None = None) -> Run:
     return found
 
 
-def find_references(original: Run, request: ForgetRequest, place: Path | None = None, data_dir: str = "") -> list[Run]:
+def find_references(original: Run, request: ForgetRequest, place: Path | None = None) -> list[Run]:
     """Reference models in a directory, one of each seed, that of the original's seed first.
 
     The default directories are that of the original, and `references` in it.
     """
     beside = original.path.resolve().parent
     found = [run for where in ([place] if place else [beside, beside / "references"]) for run in finished_runs(where)]
-    wanted, seed = reference_settings(original, request, data_dir=data_dir), original.settings.seed
+    wanted, seed = reference_settings(original, request), original.settings.seed
     mine = [run for run in found if run.record.data.digest == original.record.data.digest]
     mine = [run for run in reversed(mine) if _is_trained_as(run, wanted, any_seed=True)]
     by_seed = {(run.settings.seed, run.record.imported_from and run.record.model.digest): run for run in mine}

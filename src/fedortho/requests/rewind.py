@@ -5,32 +5,31 @@ The result has the digest of `federate --without` all requests so far: it is the
 
 import logging
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import comb
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fedortho.data.cache import without_forgotten
 from fedortho.data.images import Dataset
 from fedortho.data.request import Clients, ForgetRequest
 from fedortho.errors import FedOrthoError
 from fedortho.federated.engine import Watch
 from fedortho.federated.server import train_federation
-from fedortho.requests.references import find_original
+from fedortho.requests.references import find_original, purged_images
+from fedortho.requests.transaction import tell_once
 from fedortho.runs.rounds import LOG_FILE, RoundLog, kept_rounds, read_log, read_start, round_file
 from fedortho.runs.run import Run, open_run, served_requests
 from fedortho.runs.settings import FederateSettings, Federation, held_rows, is_kept
-from fedortho.storage.journal import append_entry, read_journal
+from fedortho.storage.journal import append_entry
 from fedortho.storage.provenance import environment
 
 if TYPE_CHECKING:
     from flwr.serverapp import Grid
 
 logger = logging.getLogger(__name__)
-Requests = ForgetRequest | str | Sequence[ForgetRequest | str]
 
 
 class CannotRewind(FedOrthoError):
@@ -63,9 +62,8 @@ class RewindPlan:
         if self.is_untouched:
             told.append(f"nothing to train: by {log} the model never met the data, and stays as it is")
         elif self.begin:
-            told.append(
-                f"back to the end of round {self.begin}: {rounds - self.begin} of {rounds} rounds are trained again"
-            )
+            left = f"{rounds - self.begin} of {rounds} rounds"
+            told.append(f"back to the end of round {self.begin}: {left} are trained again")
         else:
             told.append(f"back to the start: all {rounds} rounds are trained again")
         told.append(f"rounds saved: {self.begin}; on average {self.expected:.1f} for such a request, if all are kept")
@@ -81,19 +79,19 @@ class Rewound:
     deleted: tuple[Path, ...] = ()
 
 
-def plan_rewind(run: Run | Path | str, request: Requests, *, data_dir: str = "") -> RewindPlan:
+def plan_rewind(run: Run | Path | str, request: ForgetRequest | str, *, data_dir: str = "") -> RewindPlan:
     """How far back an exact request goes and what it costs; `CannotRewind` where no round was kept that would serve."""
     run = open_run(run).at(data_dir)
     source, settings, log = _source_of(run)
-    given, names = [request] if isinstance(request, str | ForgetRequest) else list(request), run.record.data.class_names
-    now = [run.request(each).settled(names) for each in given]
-    asked = sum(now[1:], now[0])
-    requests = [*(each.settled(names) for each in served_requests(run)), *now]
+    asked, names, data = run.request(request), run.record.data.class_names, run.load_data()
+    requests = [each.settled(names) for each in (*served_requests(run), asked)]
     without = sum(requests, settings.excluded).settled(names)
-    data = run.load_data()
     clients = None if log.own_images else held_rows(data, settings, settings.partition_seed)
-    if clients is not None:
-        _check(run, asked, without, data, clients)
+    if clients is not None:  # a request that selects nothing new is refused
+        known = data.train if run.excluded is None else data.train.subset(~run.excluded.mask(data.train, clients))
+        asked.split(known, clients, gone=data.gone)
+        if lost := purged_images(data, without, clients):
+            raise FedOrthoError(f"{lost} images were purged for another request; name them in this one, too")
     holders = [_holders(settings, each, data, clients) for each in requests]
     every = set[int]().union(*holders)
     first = log.before_contact(every)
@@ -101,7 +99,7 @@ def plan_rewind(run: Run | Path | str, request: Requests, *, data_dir: str = "")
         run,
         source,
         replace(settings, without=str(without), keep_updates=False),
-        asked,
+        requests[-1],
         {str(each): log.first_contact(who) for each, who in zip(requests, holders, strict=True)},
         first,
         _last_kept(source, settings, asked, first),
@@ -110,29 +108,27 @@ def plan_rewind(run: Run | Path | str, request: Requests, *, data_dir: str = "")
     )
 
 
-def find_rewind(run: Run, request: Requests, *, data_dir: str = "") -> RewindPlan | None:
+def find_rewind(run: Run, request: ForgetRequest) -> RewindPlan | None:
     """As `plan_rewind`; None, and the log says why, where an exact request means to retrain."""
     if not isinstance(run.settings, FederateSettings):
         return None
     try:
-        plan = plan_rewind(run, request, data_dir=data_dir)
+        plan = plan_rewind(run, request)
     except CannotRewind as error:
         logger.warning("no rewind: %s", error)
         return None
     return plan if plan.begin or plan.settings.keep_rounds else None
 
 
-def holds_rewind(run: Run, request: Requests, out: Path, *, data_dir: str = "") -> bool:
+def holds_rewind(run: Run, request: ForgetRequest, out: Path) -> bool:
     """Whether `out` is the finished run of a rewind for this request."""
-    if not (out / "run.json").exists():
-        return False
-    plan = find_rewind(run, request, data_dir=data_dir)
+    plan = find_rewind(run, request) if (out / "run.json").exists() else None
     return plan is not None and open_run(out).settings == plan.settings
 
 
 def rewind_run(
     run: Run | Path | str,
-    request: Requests,
+    request: ForgetRequest | str,
     out: Path | str | None = None,
     *,
     purge: bool = False,
@@ -141,7 +137,7 @@ def rewind_run(
     watch: Watch | None = None,
     data_dir: str = "",
 ) -> Rewound:
-    """Serve a request, or several together, exactly: the new run is what `federate --without` them all gives.
+    """Serve a request exactly: the new run is what `federate --without` all requests so far gives.
 
     It begins at the last kept round before the first contact of any request that the run has served, these included,
     and goes on without them to the planned end. Neither its model nor anything that it keeps has met their data.
@@ -151,16 +147,13 @@ def rewind_run(
     plan = plan_rewind(run, request, data_dir=data_dir)
     if out is None:
         return Rewound(plan)
-    out = Path(out)
-    journal, before = plan.run.path.absolute().parent, plan.run.record.model.digest
-    append_entry(journal, "received", plan.run.path.name, str(plan.request), before=before)
+    out, run, asked = Path(out), plan.run, str(plan.request)
+    append_entry(run.path.absolute().parent, "received", run.path.name, asked, before=run.record.model.digest)
     begin = read_start(plan.source, plan.begin) if plan.begin else None
-    data = plan.run.load_data()
-    new = train_federation(out, plan.settings, grid, watch=watch, workers=workers, data=data, begin=begin)
-    told = ("executed", out.name, str(plan.request), before, new.record.model.digest)
-    if told not in {(e.event, e.run, e.request, e.before, e.after) for e in read_journal(journal).entries}:
-        details = {"method": "rewind", "without": plan.settings.without, "rounds-saved": plan.begin}
-        append_entry(journal, *told[:3], before=before, after=told[4], details=details)
+    how: dict[str, Any] = {"watch": watch, "workers": workers, "data": run.load_data(), "begin": begin}
+    new = train_federation(out, plan.settings, grid, **how)
+    details = {"method": "rewind", "without": plan.settings.without, "rounds-saved": plan.begin}
+    tell_once(run, "executed", out.name, asked, new.record.model.digest, details)
     return Rewound(plan, new, tuple(_delete_traces(plan)) if purge else ())
 
 
@@ -186,24 +179,10 @@ def _source_of(run: Run) -> tuple[Run, FederateSettings, RoundLog]:
         raise CannotRewind(f"{run.path} has no {LOG_FILE}, nor has a run that it was derived from; exact is to retrain")
     settings = replace(source.settings, data=run.settings.data, data_dir=run.settings.data_dir)
     if settings.draw == 1:
-        raise CannotRewind(
-            f"{source.path} has draw 1, in which an absent client changes all draws; exact is to retrain"
-        )
+        raise CannotRewind(f"{source.path} has draw 1: an absent client changes all draws; exact is to retrain")
     if settings.start:
-        raise CannotRewind(
-            f"{source.path} began with the model {settings.start}, which may know the data; retrain that"
-        )
+        raise CannotRewind(f"{source.path} began with {settings.start}, which may know the data; retrain that")
     return source, settings, log
-
-
-def _check(run: Run, asked: ForgetRequest, without: ForgetRequest, data: Dataset, clients: Clients) -> None:
-    """Refuse a request that selects nothing new, and a training that would lack images that it does not name."""
-    known = data.train if run.excluded is None else data.train.subset(~run.excluded.mask(data.train, clients))
-    asked.split(known, clients, gone=data.gone)
-    rest = without.split(data.train, clients, gone=data.gone)[1]
-    lost = len(rest) - int(torch.isin(rest.rows, without_forgotten(data).train.rows).sum())
-    if lost:
-        raise FedOrthoError(f"{lost} images were purged for another request; name them in this one, too")
 
 
 def _holders(settings: FederateSettings, request: ForgetRequest, data: Dataset, clients: Clients | None) -> set[int]:
@@ -237,9 +216,7 @@ def _remarks(source: Run, log: RoundLog, first: int) -> tuple[str, ...]:
     told = [f"in round {n} a client did not answer: equal is a training in which it is silent again" for n in silent]
     began, here = source.record.environment, environment()
     if (began.versions, began.processor) != (here.versions, here.processor):
-        told.append(
-            "earlier rounds have other versions or another processor: a training from the start may differ here"
-        )
+        told.append("earlier rounds have other versions or another processor: a whole training here may differ")
     if not source.settings.preprocessing.is_given:
         told.append("images are normalised by mean and deviation of the whole training split, with the data or without")
     return tuple(told)

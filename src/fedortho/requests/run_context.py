@@ -19,7 +19,7 @@ from fedortho.evaluation.accuracies import accuracies_of
 from fedortho.federated.server import copied_clients, federated_engine, local_grid, patches_of
 from fedortho.methods import find_method, make_method
 from fedortho.methods.method import Method, Schedule
-from fedortho.methods.retrain import Retrain, RetrainPlain
+from fedortho.methods.retrain import Retrain
 from fedortho.runs.record import Accuracies
 from fedortho.runs.run import Run, served_requests
 from fedortho.runs.settings import FederateSettings
@@ -40,13 +40,15 @@ class RunContext:
 
     @contextmanager
     def engine(self) -> Iterator[Engine]:
-        """A new engine for each method, so that none profits from what another has computed or sent.
+        """A new engine, so that no method profits from what another has computed or sent.
 
         A federation works on a copy of its clients' directories.
         """
         settings, model = self.run.settings, self.run.load_model()
         if not isinstance(settings, FederateSettings):
-            yield self._central_engine(model)
+            ledger, known = load_ledger(self.run.path / "ledger.safetensors", model), Selection(exclude=self.forgotten)
+            data = replace(self.data, train=known.select(self.data.train), valid=known.select(self.data.valid))
+            yield CentralEngine(data, ledger, None, self.device, build=self.run.new_model)
             return
         if settings.without:
             raise FedOrthoError(
@@ -58,18 +60,10 @@ class RunContext:
             engine.bring_up_to_date(model, patches_of(self.run), self.run.excluded)
             yield engine
 
-    def _central_engine(self, model: nn.Module) -> CentralEngine:
-        ledger = load_ledger(self.run.path / "ledger.safetensors", model)
-        train, valid = (Selection(exclude=self.forgotten).select(part) for part in (self.data.train, self.data.valid))
-        data = replace(self.data, train=train, valid=valid)
-        return CentralEngine(data, ledger, None, self.device, build=self.run.new_model)
-
     def accuracies(self, model: nn.Module, request: ForgetRequest) -> Accuracies:
         """Forget, retain and test accuracy; what the run has forgotten before is not part of the retain set."""
-        model = model.to(self.device)
-        return accuracies_of(
-            model, self.data, request, forgotten=self.forgotten, clients=self.clients, device=self.device
-        )
+        how: dict[str, Any] = {"forgotten": self.forgotten, "clients": self.clients, "device": self.device}
+        return accuracies_of(model.to(self.device), self.data, request, **how)
 
 
 def open_context(run: Run, data: Dataset) -> RunContext:
@@ -90,7 +84,5 @@ def method_for_run(run: Run, name: str, *settings: Mapping[str, Any]) -> Method:
             own["epochs"] = run.settings.rounds
     if "updates" in field_types(kind):
         own["updates"] = str(run.path / "updates")
-    if issubclass(kind, RetrainPlain):
-        own |= {"ortho": 0.0, "align": 0.0}
     chosen = () if issubclass(kind, Retrain) else settings  # retraining is the standard: nothing of it is chosen
     return make_method(name, own, *chosen)

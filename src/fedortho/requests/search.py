@@ -2,8 +2,7 @@
 
 First every candidate of the grid is tried on some of the training images. Then the two best are tried at the size that
 a comparison reports (all training images, as many passes), and after them the neighbours of the best one, in the grid
-or a step beyond its edge, until it has been compared with all of them or the budget is spent. The chosen values were
-therefore measured at the reported size.
+or a step beyond its edge, until it has been compared with all of them or the budget is spent.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,7 +36,7 @@ GRIDS: Mapping[str, Grid] = {
 }
 FACTORS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)  # methods without a grid: of their own learning rate
 # references, methods that search by themselves, a replay of updates, a control
-FIXED = ("retrain", "retrain-plain", "hide", "directions", "federaser", "logit-mask")
+FIXED = ("retrain", "hide", "directions", "federaser", "logit-mask")
 STARTS = 2  # candidates that are tried at the reported size before any neighbour
 
 

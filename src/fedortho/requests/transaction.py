@@ -1,20 +1,25 @@
 """A request as a transaction: received, built beside its place, put in place in one step, executed; or refused.
 
 A kill at any point leaves the old state or the new one, and the same call again completes it: what a killed process
-left is removed, and a run that is in place is told to the journal if it was not.
+left is removed, and a run that is in place is told to the journal if it was not. A request with a ticket, an id, is
+served once, however often it is asked for.
 """
 
+import hashlib
+import hmac
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import FedOrthoError, first_line
 from fedortho.methods.method import ForgetResult, Method
 from fedortho.runs.derived import Building, building, remove_leftovers
 from fedortho.runs.record import RunRecord, ServedRecord, read_run_record
+from fedortho.runs.rows import hash_key
 from fedortho.runs.run import Run, open_run
 from fedortho.storage.files import locked, read_tensors
 from fedortho.storage.journal import append_entry, read_journal
@@ -51,7 +56,10 @@ class Transaction:
 
     def tell(self, done: Run, clients: Mapping[str, str] | None = None) -> Run:
         """Tell the journal of a run that is in place."""
-        _tell(self.run, self.event, done, str(self.request), {**self.details, **(clients or {})})
+        directory, details = self.run.path.absolute().parent, {**self.details, **(clients or {})}
+        before, after = self.run.record.model.digest, done.record.model.digest
+        about = (self.event, done.path.name, str(self.request))
+        append_entry(directory, *about, before=before, after=after, details=details)
         return done
 
 
@@ -63,33 +71,38 @@ def transaction(
     if out is None:
         yield None
         return
-    directory, before = run.path.absolute().parent, run.record.model.digest
-    details = {"out": relative_out(run, out), **step.details}
+    directory, about = run.path.absolute().parent, (run.path.name, str(request))
+    before, details = run.record.model.digest, {"out": relative_out(run, out), **step.details}
     with building(out, undo) as place:
         if step.is_first:
-            append_entry(directory, "received", run.path.name, str(request), before=before, details=details)
+            append_entry(directory, "received", *about, before=before, details=details)
         try:
             yield Transaction(run, request, place, step.event, details)
         except (Exception, KeyboardInterrupt) as error:  # a defect too: what was received has an end
             event = "unconfirmed" if isinstance(error, Unconfirmed) else "refused"
-            if step.event == "executed" and _is_placed(place) == (event == "unconfirmed"):
-                told = {**details, "reason": _reason(error)}
+            is_placed = place.out.exists() and not place.run.exists()
+            if step.event == "executed" and is_placed == (event == "unconfirmed"):
+                is_ours = isinstance(error, FedOrthoError)
+                reason = str(error) if is_ours else f"{type(error).__name__}: {first_line(error)}"
                 with suppress(OSError):  # the disk may be full, and the error itself says so
-                    append_entry(directory, event, run.path.name, str(request), before=before, details=told)
+                    append_entry(directory, event, *about, before=before, details={**details, "reason": reason})
             raise
-
-
-def _reason(error: BaseException) -> str:
-    return str(error) if isinstance(error, FedOrthoError) else f"{type(error).__name__}: {first_line(error)}"
-
-
-def _is_placed(place: Building) -> bool:
-    return place.out.exists() and not place.run.exists()
 
 
 def relative_out(run: Run, out: Path) -> str:
     """`out` as seen from the directory of the run, whose journal names it."""
     return os.path.relpath(out.absolute(), run.path.absolute().parent)
+
+
+def tell_once(
+    run: Run, event: str, name: str, request: str, after: str, details: Mapping[str, Any] | None = None
+) -> None:
+    """Tell the journal beside a run of a request on it, unless a call that was killed later has told the same."""
+    directory, before, out = run.path.absolute().parent, run.record.model.digest, (details or {}).get("out")
+    entries = read_journal(directory).entries
+    known = {(e.event, e.run, e.request, e.before, e.after, e.details.get("out", out)) for e in entries}
+    if (event, name, request, before, after, out) not in known:
+        append_entry(directory, event, name, request, before=before, after=after, details=details)
 
 
 def find_served(
@@ -101,7 +114,7 @@ def find_served(
     with locked(out):
         remove_leftovers(out)
         done = open_run(out)
-        settle(run, done, step)
+        _settle(run, done, step)
         return done
 
 
@@ -109,34 +122,63 @@ def holds_result(
     run: Run, request: ForgetRequest, method: Method, out: Path, undo: Path | None = None, ticket: str | None = None
 ) -> bool:
     """Whether `out` is a run that has served this request on this run by this method, and `undo` undoes it."""
-    record = read_run_record(out)
-    if not isinstance(record, RunRecord) or not record.requests:
+    if (last := _last_served(out)) is None:
         return False
-    last, asked = record.requests[-1], (str(request), method.name, as_mapping(method), run.record.model.digest, ticket)
+    asked = (str(request), method.name, as_mapping(method), run.record.model.digest, ticket)
     if (last.request, last.method, dict(last.settings), last.model_before, last.ticket) != asked:
         return False
-    return undo is None or _undoes(undo, last)
+    note = {} if undo is None or not undo.is_file() else read_tensors(undo)[1]
+    return undo is None or (note.get("before"), note.get("after")) == (last.model_before, last.model_after)
 
 
-def _undoes(undo: Path, served: ServedRecord) -> bool:
-    if not undo.is_file():
-        return False
-    note = read_tensors(undo)[1]
-    return (note.get("before"), note.get("after")) == (served.model_before, served.model_after)
+def _last_served(out: Path) -> ServedRecord | None:
+    record = read_run_record(out)
+    return record.requests[-1] if isinstance(record, RunRecord) and record.requests else None
 
 
-def settle(run: Run, done: Run, step: Step) -> None:
+def _settle(run: Run, done: Run, step: Step) -> None:
     """Tell the journal of a run that is in place, unless it knows."""
     details = {"out": relative_out(run, done.path), **step.details}
-    known = (step.event, done.path.name, done.record.model.digest, details["out"])
-    for entry in read_journal(run.path.absolute().parent).entries:
-        if (entry.event, entry.run, entry.after, entry.details.get("out", details["out"])) == known:
-            return
-    _tell(run, step.event, done, done.record.requests[-1].request, details)
+    tell_once(run, step.event, done.path.name, done.record.requests[-1].request, done.record.model.digest, details)
 
 
-def _tell(run: Run, event: str, done: Run, request: str, details: Mapping[str, str]) -> None:
-    before, after = run.record.model.digest, done.record.model.digest
-    append_entry(
-        run.path.absolute().parent, event, done.path.name, request, before=before, after=after, details=details
-    )
+def ticket_details(
+    ticket: str, run: Run, request: ForgetRequest, out: Path | None, key: bytes | None = None
+) -> dict[str, str]:
+    """What the journal notes of a ticket: `out`, and the digest of the request as it is asked.
+
+    Files that a request names may be deleted after it was served, so their rows cannot be compared. With a key of
+    hashed ids beside the run the digest is keyed: nobody without it can try out which rows were asked for.
+    """
+    if out is None:
+        raise FedOrthoError(f"the ticket {ticket} needs a directory to write to; give out, and no dry run")
+    key = hash_key(run.path) if key is None else key
+    asked = str(request.settled(run.record.data.class_names)).encode()
+    digest = hmac.digest(key, asked, "sha256") if key else hashlib.sha256(asked).digest()
+    return {"ticket": ticket, "out": relative_out(run, out), "asked": digest.hex()}
+
+
+def find_ticket(ticket: str, run: Run, request: ForgetRequest, out: Path | None) -> Run | None:
+    """The run that a ticket led to; None if it was not served, or its run is gone.
+
+    A ticket that was served for another run, request or `out` is refused.
+    """
+    details, before = ticket_details(ticket, run, request, out), run.record.model.digest
+    known = (details, ticket_details(ticket, run, request, out, b""))  # the key may be younger than the entry
+    entries = read_journal(run.path.absolute().parent).entries
+    entries = tuple(entry for entry in entries if entry.details.get("ticket") == ticket)
+    executed = [entry for entry in entries if entry.event == "executed"]
+    for entry in executed:
+        if {name: entry.details.get(name) for name in details} not in known or entry.before != before:
+            what = f"{entry.request} on model {(entry.before or '')[:8]}, written to {entry.details['out']}"
+            raise FedOrthoError(f"the ticket {ticket} was served for {what}; give this request another id")
+    assert out is not None, "ticket_details has looked"
+    last, received = _last_served(out), [entry for entry in entries if entry.details in known]
+    if last is None or last.ticket != ticket:
+        return None
+    if not executed and (not received or last.model_before != before):
+        return None
+    done = open_run(out)
+    if not executed:  # a crash came between the run and the journal
+        _settle(run, done, Step(details=received[-1].details))
+    return done

@@ -62,18 +62,21 @@ def tune(
 ) -> dict[str, Search]:
     """Search the hyper-parameters of methods on validation images, with the same budget for every method.
 
-    The trials serve the request `on`, by default another one of the same kind and size that the budget's seed draws, so
-    that nothing is chosen on what is reported. `out` is a JSON file: it receives the best settings by method, as
-    `compare(settings=out)` reads them, and OUT.trials.json all attempts. A search that was interrupted goes on after
-    its last attempt, and several processes may tune different methods into the same file. `settings` are those to start
-    from. `all` are the methods that serve the request and have something to tune; others are refused if they are named.
-    `watch` receives the method's name, the attempt's number and the attempt.
+    The trials serve the request `on`, by default another of the same kind and size, drawn by the budget's seed, so that
+    nothing is chosen on what is reported. The JSON file `out` receives the best settings by method, for
+    `compare(settings=out)`, and OUT.trials.json all attempts. An interrupted search goes on after its last attempt;
+    several processes may tune different methods into one file. `settings` are those to start from. `all` are the
+    methods that serve the request and have something to tune. `watch` receives name, number and attempt.
     """
     run, budget = open_run(run), budget or Budget()
     data = data or run.load_data()
     request = as_request(request, data)
-    names, base = _tuned_methods(methods, request), settings_by_method(run, settings)
-    context = open_context(run, data)
+    names, base, context = chosen_methods(methods), settings_by_method(run, settings), open_context(run, data)
+    if methods == "all":
+        names = [name for name in names if is_tunable(name) and serves(find_method(name), request)]
+    for name in names:
+        grid_of(name)  # refuses a method that has nothing to tune
+        _check_served(name, request)
     on = as_request(on, data) if on else stand_in(request, context, budget.seed)
     about = TuningTrials(run.record.model.digest, str(request), str(on), budget, dict(base))
     file = None if out is None else _TuningFile(Path(out), about)
@@ -89,21 +92,15 @@ def tune(
                     search(name, base=base.get(name), known=known.attempts, save=partial(file.write, name))
         except Busy:
             busy.append(name)
-    found = file.write_best()
+    found = file.write()
     if busy := [name for name in busy if name not in found or found[name].best is None]:
         raise Busy(f"another process is tuning {', '.join(busy)} into {out}; run this again when it has finished")
     return found
 
 
-def _tuned_methods(methods: str | Sequence[str], request: ForgetRequest) -> list[str]:
-    names = chosen_methods(methods)
-    if methods == "all":
-        return [name for name in names if is_tunable(name) and serves(find_method(name), request)]
-    for name in names:
-        grid_of(name)  # refuses a method that has nothing to tune
-        if not serves(find_method(name), request):
-            raise FedOrthoError(f"{name} does not serve {request}; leave it out")
-    return names
+def _check_served(name: str, request: ForgetRequest) -> None:
+    if not serves(find_method(name), request):
+        raise FedOrthoError(f"{name} does not serve {request}; leave it out")
 
 
 def stand_in(request: ForgetRequest, context: RunContext, seed: int) -> ForgetRequest:
@@ -117,10 +114,9 @@ def stand_in(request: ForgetRequest, context: RunContext, seed: int) -> ForgetRe
     classes = [str(label) for label in range(train.classes) if label not in labels]
     clients = [client for client in context.clients or () if client not in taken.clients]
     left = Selection(exclude=taken).select(train, context.clients)
-    asked: list[int] = []
+    asked, samples = list[int](), list[int]()
     if request.samples:
         asked = ForgetRequest(samples=request.samples).split(train, context.clients)[0].labels.tolist()
-    samples: list[int] = []
     try:
         for label, number in Counter(asked).items():
             samples += drawn.sample(left.rows[left.labels == label].tolist(), number)
@@ -138,7 +134,7 @@ def tune_method(
     *,
     base: Mapping[str, Any] | None = None,
     known: Sequence[Attempt] = (),
-    save: Callable[[Search], None] | None = None,
+    save: Callable[[Search], object] | None = None,
     watch: Callable[[str, int, Attempt], None] | None = None,
 ) -> Search:
     """The search of one method on this very request; each attempt changes some settings of `base`.
@@ -147,8 +143,7 @@ def tune_method(
     labels are by the original model: an estimate of what retraining gives, which ignores that a client's images differ
     from others. An attempt that fails (its loss diverges) counts as the worst. `known` attempts are not made again.
     """
-    if not serves(find_method(name), request):
-        raise FedOrthoError(f"{name} does not serve {request}; leave it out")
+    _check_served(name, request)
     budget, reported, save = budget or Budget(), len(context.data.train), save or (lambda _: None)
     images = min(budget.images, reported) if context.clients is None else reported
     search, contexts = GridSearch(name, budget, images, reported), {reported: context}
@@ -158,9 +153,8 @@ def tune_method(
         before, wanted = _baseline(context, request)
         while (step := search.following()) is not None:
             settings, images = step
-            same = [
-                one for one in known if one.images == images and search.place(one.settings) == search.place(settings)
-            ]
+            here = (images, search.place(settings))
+            same = [each for each in known if (each.images, search.place(each.settings)) == here]
             settings = {**(base or {}), **settings}
             tried = same[0] if same else _attempt(contexts[images], request, name, settings, budget, before, wanted)
             search.made.append(tried)
@@ -255,20 +249,17 @@ class _TuningFile:
         found = read_result(TuningTrials, self.trials)
         if replace(found, searches={}, environment=None) != self.about:
             raise FedOrthoError(
-                f"{self.trials} is about another model, request, budget or settings; choose another --out"
+                f"{self.trials} is about another model, request, budget or settings; give another --out"
             )
         return dict(found.searches)
 
-    def write(self, name: str, search: Search) -> None:
-        with locked(self.path.with_suffix(".writing"), PATIENCE):
-            every = self.searches() | {name: search}
-            write_record(self.trials, replace(self.about, searches=every, environment=environment()))
-        if search.best is not None:
-            self.write_best()
-
-    def write_best(self) -> dict[str, Search]:
+    def write(self, name: str = "", search: Search | None = None) -> dict[str, Search]:
+        """Add a search, if one is given, and write the best settings of all methods; returns all searches."""
         with locked(self.path.with_suffix(".writing"), PATIENCE):
             every = self.searches()
+            if search is not None:
+                every[name] = search
+                write_record(self.trials, replace(self.about, searches=every, environment=environment()))
             if best := {name: dict(found.best.settings) for name, found in every.items() if found.best is not None}:
                 write_json(self.path, best)
         return every
