@@ -173,6 +173,9 @@ def measured_once() -> Iterator[None]:
     def drawn(run: Any, *words: Any, **more: Any) -> Any:
         return once(("draw", run.record.model.digest, str(more)), lambda: draw_gallery(run, *words, **more))
 
+    def plotted(audits: Any) -> Any:
+        return once(("plot", str(audits)), lambda: audit_pictures(audits))
+
     with ExitStack() as patched:
         patched.enter_context(patch.object(Run, "load_data", lambda run, *_: once(run.path, lambda: load(run))))
         patched.enter_context(

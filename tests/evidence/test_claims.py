@@ -75,6 +75,13 @@ def test_without_the_data_every_claim_is_named_as_not_checked(judged: Path) -> N
     assert "times, costs, copies" in unchecked
 
 
+def test_what_a_run_has_done_since_is_named_as_not_checked(judged: Path, tmp_path: Path) -> None:
+    later = edited(judged / "evidence.zip", "digests.json", lambda value: value | {"run-now": "a" * 64})
+    (tmp_path / "x.zip").write_bytes(forge(judged / "evidence.zip", {"digests.json": later}))
+    assert any(text.startswith("what the run has done since") for text in states(tmp_path / "x.zip")["not checked"])
+    assert not any("done since" in text for text in states(judged / "evidence.zip")["not checked"])
+
+
 def changed(judged: Path, tmp_path: Path, files: dict[str, bytes], without: tuple[str, ...] = ()) -> Path:
     (tmp_path / "x.zip").write_bytes(forge(judged / "evidence.zip", files, without))
     return tmp_path / "x.zip"

@@ -48,6 +48,13 @@ def test_a_reference_never_met_what_must_go_and_splits_the_images_as_the_origina
     assert sum(row[3] for row in confusion) == 0
 
 
+def test_what_a_killed_training_left_in_a_finished_reference_is_removed(original: Run, reference: Run) -> None:
+    left = reference.path / "checkpoint.safetensors"
+    left.write_bytes(b"weights")
+    assert find_reference(reference.path.parent, reference.settings, original.record.data.digest) is not None
+    assert not left.exists()
+
+
 def test_a_reference_is_found_by_what_it_was_made_from(original: Run, reference: Run) -> None:
     where, digest = reference.path.parent, original.record.data.digest
     spelled = ForgetRequest.parse("class:3,3")

@@ -83,6 +83,8 @@ def check_bundle(
         _tell_unmeasured(found, bundle, has_model=model is not None)
     else:
         _measure_again(found, bundle, open_run(run), audits, [open_run(each) for each in references], data_dir)
+    if bundle.digests.run_now != bundle.digests.after:
+        found.unchecked(f"what the run has done since, which made it the model {bundle.digests.run_now[:16]}")
     found.unchecked(
         "times, costs, copies of the images, name of the run, environment of its maker: nobody else can measure them"
     )

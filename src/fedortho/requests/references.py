@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Container, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from itertools import count
 from pathlib import Path
@@ -64,12 +65,17 @@ def find_reference(directory: Path, settings: TrainSettings, data_digest: str) -
 
 
 def finished_runs(directory: Path, *, strict: bool = False) -> Iterator[Run]:
-    """The finished runs in a directory; a damaged one is skipped with a warning, or with `strict` an error."""
+    """The finished runs in a directory; a damaged one is skipped with a warning, or with `strict` an error.
+
+    A checkpoint that a killed training left in a finished run is removed: nobody else would.
+    """
     for path in sorted(directory.iterdir()) if directory.is_dir() else []:
         if not (path / "run.json").is_file():
             continue
         try:
             if isinstance(read_run_record(path), RunRecord):
+                with suppress(OSError):  # its training was killed just before it removed this
+                    (path / "checkpoint.safetensors").unlink(missing_ok=True)
                 yield open_run(path)
         except FedOrthoError as error:
             if strict:
