@@ -6,6 +6,7 @@ python scripts/tables.py --check  fail if one is out of date
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from statistics import mean
 from typing import Any
@@ -303,6 +304,33 @@ def profile() -> str:
     return grid(header, rows) + origin(result)
 
 
+def campaigns() -> str:
+    """What hostile input, kills and forgeries did, summed over doors, commands and files."""
+    found = {name: read(name) for name in ("fuzz", "chaos", "forging")}
+    sums = {name: Counter[str]() for name in found}
+    for name, result in found.items():
+        for row in result["rows"]:
+            sums[name].update({key: value for key, value in row.items() if isinstance(value, int)})
+    fuzz, chaos, forging = sums.values()
+    doors, commands, files = (len(result["rows"]) for result in found.values())
+    broken = sum(chaos[kind] for kind in ("torn", "stuck", "leftover", "differ", "lost"))
+    tried = (
+        f"{fuzz['cases']:,} hostile inputs at {doors} doors",
+        f"kills at {chaos['operations']:,} file operations of {commands} commands",
+        f"{forging['cases']:,} forgeries of {forging['values']} values in {files} files",
+    )
+    told = f"{forging['told']} of a kind that the check says nobody can measure"
+    ended = (
+        f"{fuzz['tracebacks']} tracebacks, {fuzz['hangs']} hangs, {fuzz['forgeries']} forgeries accepted",
+        f"{chaos['completed']} of {chaos['states']} different states repeated, {broken} not completed",
+        f"{forging['refused']:,} refused by name, {told}, {forging['same']} read as the honest value, "
+        f"{forging['accepted']} accepted",
+    )
+    names = ("`make fuzz`", "`make chaos`", "`python benchmarks/forging.py`")
+    rows = [list(row) for row in zip(names, tried, ended, strict=True)]
+    return grid(["campaign", "tried", "found"], rows) + "".join(origin(result) for result in found.values())
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "orthogonality": orthogonality,
     "overhead": overhead,
@@ -329,6 +357,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "erasing": erasing,
     "regrow": regrow,
     "regrow-tried": regrow_tried,
+    "campaigns": campaigns,
     "scale": scale,
     "million": million,
     "kills": kills,
