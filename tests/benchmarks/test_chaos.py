@@ -20,7 +20,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return (place / "world").rename(place / "base")
 
 
-@pytest.mark.parametrize(("name", "every"), [("key", 3), ("undo", 30), ("compare again", 30), ("bundle", 8)])
+@pytest.mark.parametrize(("name", "every"), [("key", 2), ("undo", 6), ("compare again", 4), ("bundle", 2)])
 def test_a_command_that_is_killed_is_completed_by_the_same_command(
     base: Path, monkeypatch: pytest.MonkeyPatch, name: str, every: int
 ) -> None:

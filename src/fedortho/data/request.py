@@ -99,6 +99,7 @@ class ForgetRequest:
 
     @property
     def kinds(self) -> list[str]:
+        """The kinds that the request names: class, client, samples."""
         return [kind for kind, words in zip(KINDS, self._words, strict=True) if words]
 
     def __add__(self, other: "ForgetRequest") -> "ForgetRequest":
@@ -159,6 +160,7 @@ class ForgetRequest:
         return {*self.clients, *by_client, *by_row}
 
     def labels(self, names: Sequence[str]) -> list[int]:
+        """The labels of the classes asked for."""
         return [_label(word, names) for word in self.classes]
 
     def mask(self, images: Images, clients: Clients | None = None) -> Tensor:
