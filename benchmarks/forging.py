@@ -95,7 +95,7 @@ def another(value: Any) -> Any:
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):
-        return value + 1 if isinstance(value, int) else (value if math.isfinite(value) else 0.0) + 0.01
+        return value + 1 if isinstance(value, int) else 0.01 + (1.01 * value if math.isfinite(value) else 0.0)
     if isinstance(value, str):
         is_hex = len(value) == 64 and set(value) <= set("0123456789abcdef")
         return f"{(int(value[0], 16) + 1) % 16:x}{value[1:]}" if is_hex else f"{value}x"

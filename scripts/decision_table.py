@@ -50,21 +50,23 @@ def where(rows: dict[str, Rows]) -> str:
 
 
 def cells(rows: Rows) -> list[str]:
-    """Means over networks and classes; how many fail an audit, of how many that were judged."""
+    """Means over networks and classes; how many fail an audit or leave it open, of how many that were judged."""
     forget, retain, exact = (f"{100 * mean(row[key] for row in rows):.1f}" for key in ("forget", "retain", "exact"))
     gaps = [row["gap"] for row in rows if row["gap"] is not None]
     least = "≥ " if gaps and not all(row["is-worst"] for row in rows) else ""
     gap = f"{least}{100 * mean(gaps):+.1f}".replace("-", "−") if gaps else "–"
     costs = [row["share"] for row in rows if row["share"] is not None]
     cost = f"{100 * mean(costs):.3g}" if costs else "–"
-    judged = [row["failed"] for row in rows if row["failed"] is not None]
-    failing = Counter(name for failed in judged for name in failed)
-    told = ", ".join(f"{name} {number}/{len(judged)}" for name, number in sorted(failing.items()))
-    return [forget, f"{retain} ({exact})", gap, cost, told or (f"none, {len(judged)}/{len(judged)}" if judged else "–")]
+    judged = [row["audits"] for row in rows if row["audits"]]
+    failing, undecided = (counted(judged, outcomes) for outcomes in (("FAIL", "ERROR"), ("INCONCLUSIVE",)))
+    told = (failing or f"none, {len(judged)}/{len(judged)}") + (f"; undecided {undecided}" if undecided else "")
+    return [forget, f"{retain} ({exact})", gap, cost, told if judged else "–"]
 
 
-def failed_audits(audits: dict[str, Any]) -> list[str]:
-    return [name for name, audit in audits.items() if audit["outcome"] in ("FAIL", "ERROR")]
+def counted(judged: list[dict[str, Any]], outcomes: tuple[str, ...]) -> str:
+    """The audits with one of these outcomes, each with how often it has."""
+    found = Counter(name for audits in judged for name, audit in audits.items() if audit["outcome"] in outcomes)
+    return ", ".join(f"{name} {number}/{len(judged)}" for name, number in sorted(found.items()))
 
 
 def erasing_rows() -> dict[str, Rows]:
@@ -76,14 +78,14 @@ def erasing_rows() -> dict[str, Rows]:
     for row in rows:
         if (cell := (row["seed"], row["request"])) not in exact:
             continue  # its retrained model has not been measured yet
-        audits = row.get("audits")
-        probe = (audits or {}).get("C1", {})
+        audits = row.get("audits", {})
+        probe = audits.get("C1", {})
         gap = None if probe.get("reference") is None else probe["unlearned"] - probe["reference"]
         told = {
             "exact": exact[cell]["retain"],
             "gap": gap,
             "is-worst": True,
-            "failed": failed_audits(audits) if audits else None,
+            "audits": audits,
         }
         found.setdefault(row["method"], []).append({**row, **row["accuracies"], **told})
     return found
@@ -107,7 +109,7 @@ def audited_rows() -> dict[str, Rows]:
                 "request": "class:1",
                 "seed": seed,
             }
-            told |= {"failed": failed_audits(row["audits"]), "exact": row["retain-accuracy"]["reference"]}
+            told |= {"audits": row["audits"], "exact": row["retain-accuracy"]["reference"]}
             told |= {"share": spent[row["method"], seed] / spent["retrain", seed]}
             found.setdefault(row["method"], []).append(ends | told)
     return found
@@ -121,6 +123,6 @@ def regrow_rows() -> dict[str, Rows]:
             probe = row["probe"]
             gap = max(probe["unlearned"][depth] - probe["reference"][depth] for depth in probe["unlearned"])
             about = {"gap": gap, "is-worst": True, "request": row["request"], "seed": row["settings"]["seed"]}
-            about |= {"exact": row["accuracies"]["reference"]["retain"], "share": row["share"], "failed": None}
+            about |= {"exact": row["accuracies"]["reference"]["retain"], "share": row["share"], "audits": {}}
             rows.append({**row["accuracies"]["unlearned"], **about})
     return {"regrow": rows}

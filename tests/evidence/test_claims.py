@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from bundles import all_passed, better, edited, forge, wholly_forged
+from forging import campaign
 
 from fedortho.evidence.bundle import BadBundle, open_bundle, read_bundle
 from fedortho.evidence.published_head import publish_head
@@ -34,6 +35,12 @@ def test_a_wholly_forged_bundle_is_refused_by_name(judged: Path, tmp_path: Path)
         "report.html: line",
     ):
         assert lie in str(told.value)
+
+
+def test_no_forgery_of_a_small_file_is_accepted(judged: Path, tmp_path: Path) -> None:
+    shutil.copy(judged / "evidence.zip", tmp_path)
+    rows = campaign(tmp_path / "evidence.zip", judged / "first", ["request.json", "digests.json"])
+    assert [(row["accepted"], row["refused"] > 5) for row in rows] == [(0, True)] * 2
 
 
 def test_an_honest_bundle_is_measured_again_and_agrees(judged: Path, tmp_path: Path) -> None:
