@@ -7,8 +7,8 @@ value, and none. The forger knows how bundles are made: sizes, digests and the m
 are written anew from its numbers. Each forgery is checked with the run and its data, all audits repeated. `refused`:
 the check names the lie. `told`: it is not refused, and the check says that nobody can measure values of this kind
 (times, costs, copies, name of the run, environment of its maker), or names more as not checked than for the honest
-bundle. `same`: the value that was left out is the one that
-readers assume. `accepted`: none of these, a forgery that worked.
+bundle. `same`: readers assume the value that was left out,
+or it follows from others and was written anew. `accepted`: none of these, a forgery that worked.
 """
 
 import argparse
@@ -60,7 +60,7 @@ TOLD: dict[str, tuple[str, ...]] = {
     "request.json": ("run",),
     "entry.json": claims.UNREPEATED,
     "environment.json": ("here", "packages"),
-    "verdict.json": ("cost", "copies", "environment"),
+    "verdict.json": ("cost", "copies", "environment", "retrain-seconds"),
 }
 Place = tuple[str | int, ...]
 
@@ -205,9 +205,9 @@ def campaign(honest: Path, run: Path, files: Sequence[str] = ()) -> list[dict[st
                 except FedOrthoError:
                     counts["refused"] += 1
                     continue
-                if place[0] in TOLD.get(name, ()) or place[-1] == "seconds" or found > known:
+                if is_told(name, place, value) or found > known:
                     counts["told"] += 1
-                elif what == "removed" and reads_alike(bundle, forgery, name):
+                elif told == value or (what == "removed" and reads_alike(bundle, forgery, name)):
                     counts["same"] += 1
                 else:
                     counts["accepted"] += 1
@@ -218,6 +218,13 @@ def campaign(honest: Path, run: Path, files: Sequence[str] = ()) -> list[dict[st
             sys.stdout.write("".join(f"  {where}\n" for where in accepted[:20]))
             sys.stdout.flush()
     return rows
+
+
+def is_told(name: str, place: Place, value: Any) -> bool:
+    """Whether the check says of values at this place that it does not know them."""
+    if name == "verdict.json" and place[0] == "audits" and place[-1] == "finding":
+        return bool(value["audits"][place[1]]["outcome"] == "NOT RUN")  # the reason is its maker's word
+    return place[0] in TOLD.get(name, ()) or place[-1] == "seconds" or place == ("origin", "run")
 
 
 def doubts(check: BundleCheck) -> int:

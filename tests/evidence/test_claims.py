@@ -97,6 +97,8 @@ def changed(judged: Path, tmp_path: Path, files: dict[str, bytes], without: tupl
 def test_each_lie_is_named(judged: Path, tmp_path: Path) -> None:
     def prettier(value: dict[str, Any]) -> dict[str, Any]:
         value["metrics"][1]["value"] = 0.999
+        attack = next(metric for metric in value["metrics"] if "attack accuracy" in metric["details"])
+        attack["details"]["attack accuracy"] = 0.123
         return value
 
     made = judged / "evidence.zip"
@@ -113,6 +115,7 @@ def test_each_lie_is_named(judged: Path, tmp_path: Path) -> None:
         "entry.json: after.retain is 0.999",
         "settings.json: training.epochs is 90; here it is 2",
         "verdict.json: retain-accuracy value is 0.999",
+        "details.attack accuracy is 0.123",
         "report.html: line",
     ):
         assert lie in str(told.value)
@@ -123,8 +126,18 @@ def test_a_verdict_that_contradicts_itself_is_refused_without_data(judged: Path)
         value["audits"][0]["outcome"] = "PASS"
         return value
 
+    def measured(value: dict[str, Any]) -> dict[str, Any]:
+        next(audit for audit in value["audits"] if audit["outcome"] == "NOT RUN")["value"] = 0.0
+        return value
+
+    def unnamed(value: dict[str, Any]) -> dict[str, Any]:
+        del value["digests"]["before"]
+        return value
+
     made = judged / "evidence.zip"
     for change, lie in (
+        (measured, r"C\d is NOT RUN, but has a number \(value\)"),
+        (unnamed, "disagree about the verdict's model before"),
         (passing, r"C1 is PASS, but its value 0\.\d+ is above its limit"),
         (lambda v: v | {"passes": True}, r"verdict\.json: passes is True; its numbers give False"),
         (lambda v: v | {"sentence": "All is well."}, r"sentence is 'All is well\.'"),

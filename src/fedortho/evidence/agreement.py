@@ -12,6 +12,8 @@ from fedortho.evidence.contents import BadBundle, Bundle, made_here
 from fedortho.requests.judging import edited_parts
 from fedortho.storage.records import is_digest
 
+NUMBERS = ("value", "limit", "unlearned", "original", "reference")  # of an audit that was run
+
 
 def check_agreement(bundle: Bundle, verdict_file: dict[str, Any] | None) -> None:
     """Refuse a bundle whose files contradict each other; `verdict_file` is verdict.json as it was read."""
@@ -59,9 +61,9 @@ def _verdict_claims(bundle: Bundle, verdict: Verdict) -> dict[str, tuple[Any, ..
         "the verdict's request": (entry.request, verdict.request),
         "the verdict's method": (entry.method, verdict.method),
         "the verdict's model": (digests.after, verdict.digests.get("after")),
-        "the verdict's model before": (digests.before, verdict.digests.get("before", digests.before)),
     }
     if verdict.settings:
+        claims["the verdict's model before"] = (digests.before, verdict.digests.get("before"))
         claims["the verdict's settings"] = (dict(entry.settings), dict(verdict.settings))
         claims["the verdict's cost"] = (entry.cost, verdict.cost)
         claims["the verdict's effect"] = (entry.effect, verdict.effect)
@@ -78,6 +80,8 @@ def _check_verdict(bundle: Bundle, verdict: Verdict, file: dict[str, Any]) -> No
     if known is not None and not known.covers(entry.model_before or "", entry.method, entry.settings):
         raise BadBundle(f"{source}: verdict.json has a qualification of another model, method or settings")
     for result in verdict.results:
+        if result.outcome == "NOT RUN" and (told := [name for name in NUMBERS if getattr(result, name) is not None]):
+            raise BadBundle(f"{source}: verdict.json: {result.name} is NOT RUN, but has a number ({told[0]})")
         if result.outcome != "PASS":
             continue
         if result.value is not None and result.limit is not None and result.value > result.limit + ROUNDING:
