@@ -80,8 +80,8 @@ def _check_verdict(bundle: Bundle, verdict: Verdict, file: dict[str, Any]) -> No
     if known is not None and not known.covers(entry.model_before or "", entry.method, entry.settings):
         raise BadBundle(f"{source}: verdict.json has a qualification of another model, method or settings")
     for result in verdict.results:
-        if result.outcome == "NOT RUN" and (told := [name for name in NUMBERS if getattr(result, name) is not None]):
-            raise BadBundle(f"{source}: verdict.json: {result.name} is NOT RUN, but has a number ({told[0]})")
+        if result.outcome == "NOT RUN" and (odd := [name for name in NUMBERS if getattr(result, name) is not None]):
+            raise BadBundle(f"{source}: verdict.json: {result.name} is NOT RUN, but has a number ({odd[0]})")
         if result.outcome != "PASS":
             continue
         if result.value is not None and result.limit is not None and result.value > result.limit + ROUNDING:
