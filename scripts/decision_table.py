@@ -11,6 +11,7 @@ from result_text import RESULTS, grid, read
 MODEL = "vgg-mini"
 LEVELS = {"hide": "**hide**", "regrow": "**erase**", "retrain": "**exact** (retraining)"}
 RIVALS = {"ssd": "SSD", "salun": "SalUn", "eu-k": "EU-k", "logit-mask": "logit mask (a control)"}
+RIVALS |= {"regrow-all": "erase with every stage new (a control: it never saw the class)"}
 CLASSES = NAMES | {"class:2": "bird", "class:4": "deer", "class:6": "frog"}
 HEADER = ["", "forget %", "retain % (retrained)", "probe gap", "cost %", "audits that fail", "on"]
 Rows = list[dict[str, Any]]
