@@ -280,6 +280,11 @@ def main(words: list[str] | None = None) -> None:
     usage.add_argument("--every", type=int, default=1)
     usage.add_argument("--out", type=Path, default=RESULT)
     chosen = usage.parse_args(words)
+    names = chosen.commands.split(",") if chosen.commands else list(COMMANDS)
+    if other := [name for name in names if name not in COMMANDS]:
+        usage.error(f"no command {other[0]!r}; choose from {', '.join(COMMANDS)}")
+    if chosen.every < 1:
+        usage.error(f"--every is {chosen.every}; expected at least 1")
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
     failed = 0
@@ -289,7 +294,7 @@ def main(words: list[str] | None = None) -> None:
         at = Path(place).resolve() / "world"
         build_base(at)
         at.rename(base := at.with_name("base"))
-        for name in chosen.commands.split(",") if chosen.commands else COMMANDS:
+        for name in names:
             tally = kill_everywhere(name, base, at, chosen.every)
             sys.stdout.write(f"{name}: {tally.operations} operations, {tally.completed} of {tally.states} states: ")
             numbers = ", ".join(f"{getattr(tally, kind)} {kind}" for kind in FAILURES)
