@@ -22,6 +22,7 @@ def distance(case: Case, cache: MeasurementCache, budget: str) -> AuditResult:
     u is the unlearned model, o the original, r and r' two reference models, and each CKA a mean over all of them. The
     total variation between mean predictions is reported beside it.
     """
+    case = case.treated_alike
     if len(case.references) == 1:
         reason = "needs a second reference model of another seed as a scale (--audit full --retrain)"
         return AuditResult("NOT RUN", reason)

@@ -27,6 +27,7 @@ def judge(
     *,
     original: nn.Module | None = None,
     reference: nn.Module | Sequence[nn.Module] | None = None,
+    counterfactual: nn.Module | Sequence[nn.Module] | None = None,
     clients: Clients | None = None,
     device: torch.device | str = "cpu",
     audit: str = "quick",
@@ -36,17 +37,23 @@ def judge(
 
     `data` is the original model's data, as in `forget`, with test images. Without a `reference`, a model retrained
     without the forget set, the verdict cannot pass; several, up to three, are averaged. Audits need the `original`
-    model; without it none is run. `audit` is their budget (`quick`, `full` or `none`), `only` the names of those to
-    run. A model is not judged against itself: two models with the same weights are refused.
+    model; without it none is run. `counterfactual` is what the same method makes of the reference model: the probe,
+    relearning and distance then compare with it. `audit` is their budget (`quick`, `full` or `none`), `only` the names
+    of those to run. A model is not judged against itself: two models with the same weights are refused.
     """
     dataset = as_dataset(data)
     request = as_request(request, dataset)
     if not len(dataset.test):
         raise BadData('the data has no test images, on which a model is judged; pass {"train": ..., "test": ...}')
-    given = [] if reference is None else [reference] if isinstance(reference, nn.Module) else reference
     before = model if original is None else original
-    unlearned, before, *references = (as_model(each, dataset) for each in (model, before, *given))
-    case = Case(unlearned, before, tuple(references), dataset, request, None, clients, device)
+    references, treated = (
+        tuple(as_model(each, dataset) for each in ([given] if isinstance(given, nn.Module) else given or ()))
+        for given in (reference, counterfactual)
+    )
+    if treated and len(treated) != len(references):
+        raise BadSetting(f"{len(treated)} counterfactuals and {len(references)} reference models; give one for each")
+    models = as_model(model, dataset), as_model(before, dataset), references
+    case = Case(*models, dataset, request, None, clients, device, counterfactuals=treated)
     return judge_case(case, "none" if original is None else audit, only=only)
 
 

@@ -34,15 +34,12 @@ def linear_probe(case: Case, cache: MeasurementCache, budget: str) -> AuditResul
 
     Features separate classes that they were not trained on, so a reference model's recall is above 0 and only the gap
     to it counts, or to the mean of several. The largest gap beyond its limit decides, of the depths at which the
-    original model would fail.
+    original model would fail. Where counterfactuals decide, the recall in the models as retrained stands beside it.
     """
     if case.request.kind != "class":
         return AuditResult("NOT RUN", "applies to class requests only: a probe reads classes from features")
-    labels = balanced_sample(case).labels
-    single: dict[str, dict[str, float]] = {}
-    for role in case.models:
-        found = depth_features(case, cache, role).items()
-        single[role] = {depth: recall(*pair, labels, case.forget_eval.labels) for depth, pair in found}
+    retrained, case = case, case.treated_alike
+    single = depth_recalls(case, cache)
     depths = {depth: compared({role: single[role][depth] for role in single}) for depth in single["unlearned"]}
     limits = depth_limits(list(depths))
     worst, behind = (last := list(depths)[-1]), ""
@@ -58,12 +55,31 @@ def linear_probe(case: Case, cache: MeasurementCache, budget: str) -> AuditResul
     finding = f"a linear probe recalls {shares_text(depths[worst], len(case.references))} of the class"
     finding += f" at {worst}, the worst depth that can tell" if worst != last else " before the classifier"
     finding += f"; erased behind {behind} only" if behind else ""
-    details = {"images": len(labels), "penalty": PENALTY, "stages": single, "depths": list(depths)}
+    as_retrained = depth_recalls(retrained, cache) if retrained.counterfactuals else {}
+    if as_retrained:
+        shown = compared({role: recalls[worst] for role, recalls in as_retrained.items()})["reference"]
+        finding += f"; reference models were treated alike, as retrained they show {100 * shown:.1f} %"
+    details = {
+        "images": len(balanced_sample(case)),
+        "as_retrained": as_retrained,
+        "penalty": PENALTY,
+        "stages": single,
+        "depths": list(depths),
+    }
     details |= {"references": len(case.references), "depth": "" if worst == last else worst, "erased_behind": behind}
     result = decide(finding, depths[worst], limits[worst], details)
     if result.outcome in ("PASS", "FAIL") and is_too_near(case, result.value, limits[worst]):
         return replace(result, outcome="INCONCLUSIVE", finding=f"{finding}; {TOO_FEW}")
     return result
+
+
+def depth_recalls(case: Case, cache: MeasurementCache) -> dict[str, dict[str, float]]:
+    """The probe's recall of the class in each model of a case, by role and depth."""
+    labels, single = balanced_sample(case).labels, dict[str, dict[str, float]]()
+    for role in case.models:
+        found = depth_features(case, cache, role).items()
+        single[role] = {depth: recall(*pair, labels, case.forget_eval.labels) for depth, pair in found}
+    return single
 
 
 def depth_limits(depths: Sequence[str]) -> dict[str, Limit]:

@@ -32,6 +32,7 @@ class ClassTrial:
     reference_retain: float
     flops: float  # of forgetting
     reference_flops: float  # of training one reference model
+    counterfactuals: tuple[str, ...] = ()  # digests of what the method made of the reference models
 
     @property
     def passed(self) -> bool:
@@ -91,7 +92,8 @@ class Qualification:
         every = [*self.tried, *([self.confirmed] if self.confirmed else [])]
         trials = [trial for method in every for trial in method.classes]
         references = sum({trial.request: len(trial.references) for trial in trials}.values())
-        return references + sum(trial.flops / trial.reference_flops for trial in trials)
+        shares = [(1 + len(trial.counterfactuals)) * trial.flops / trial.reference_flops for trial in trials]
+        return references + sum(shares)
 
     @property
     def break_even(self) -> float | None:

@@ -47,6 +47,7 @@ def relearning(case: Case, cache: MeasurementCache, budget: str) -> AuditResult:
     attack. Where one class is retained, its images alone teach a constant answer, so some of the forget set are always
     among them.
     """
+    case = case.treated_alike
     is_class, attacks = case.request.kind == "class", list[Attack]()
     details: dict[str, Any] = {"steps": STEPS, "batch": BATCH, "shots": SHOTS}
     if is_class:

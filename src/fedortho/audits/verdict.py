@@ -12,7 +12,7 @@ from fedortho.data.cache import DataCopy
 from fedortho.data.request import ForgetRequest
 from fedortho.engines.cost import Cost
 from fedortho.errors import BadRecord
-from fedortho.evaluation.case import REFERENCES
+from fedortho.evaluation.case import COUNTERFACTUALS, REFERENCES
 from fedortho.evaluation.metrics import Metric
 from fedortho.storage.files import read_json, write_json
 from fedortho.storage.provenance import Environment
@@ -255,6 +255,8 @@ def _passed(verdict: Verdict) -> str:
     number = Counter(audit.outcome for audit in verdict.audits)
     opened = [(number[outcome], outcome.lower()) for outcome in ("INCONCLUSIVE", "NOT RUN") if number[outcome]]
     notes = [f"{many} {'was' if many == 1 else 'were'} {outcome}" for many, outcome in opened]
+    if verdict.digests.get("after", "-") in [verdict.digests.get(role) for role in COUNTERFACTUALS]:
+        notes.append("the same method makes the same model, byte for byte, of one that never saw it")
     if not number["PASS"]:
         return f"no audit can tell whether it is erased ({', '.join(notes)})"
     found = "1 audit finds" if number["PASS"] == 1 else f"{number['PASS']} audits find"
@@ -269,7 +271,8 @@ def _references(verdict: Verdict) -> int:
 
 
 def _retrained(verdict: Verdict) -> str:
-    return ("one retrained model", "two retrained models", "three retrained models")[_references(verdict) - 1]
+    named = ("one retrained model", "two retrained models", "three retrained models")[_references(verdict) - 1]
+    return f"{named} treated alike" if COUNTERFACTUALS[0] in verdict.digests else named
 
 
 def _depth(verdict: Verdict) -> str:

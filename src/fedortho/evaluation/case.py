@@ -14,6 +14,7 @@ from fedortho.evaluation.accuracies import forget_eval_images
 from fedortho.evaluation.shadows import ShadowPlan
 
 REFERENCES = ("reference", "second_reference", "third_reference")  # roles
+COUNTERFACTUALS = ("counterfactual", "second_counterfactual", "third_counterfactual")  # what became of each
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,15 @@ class Case:
     device: torch.device | str = "cpu"
     seed: int = 0
     shadows: ShadowPlan | None = None  # shadow models of the membership audit; None: it is not run
+    counterfactuals: tuple[nn.Module, ...] = ()  # what the method makes of the reference models; it saw no forget set
+
+    @property
+    def treated_alike(self) -> "Case":
+        """The case with counterfactuals as reference models, where there are any.
+
+        Both models of a comparison then have had the same treatment, so what it leaves does not count as memory.
+        """
+        return replace(self, references=self.counterfactuals, counterfactuals=()) if self.counterfactuals else self
 
     @property
     def models(self) -> dict[str, nn.Module]:

@@ -23,7 +23,7 @@ from fedortho.audits.verdict import Verdict, subject_of
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.devices import choose_device
-from fedortho.evaluation.case import REFERENCES
+from fedortho.evaluation.case import COUNTERFACTUALS, REFERENCES
 from fedortho.evaluation.metric_suite import MetricSuite
 from fedortho.evidence.bundle import lines_about
 from fedortho.evidence.contents import Bundle, NetworkRecord, made_here
@@ -31,7 +31,7 @@ from fedortho.reports.gallery import NO_ORIGINAL, NO_REFERENCE, audit_pictures, 
 from fedortho.reports.page import LEFT_OUT, render, without_images
 from fedortho.reports.summary import Report
 from fedortho.requests.forgetting import ServedRequest
-from fedortho.requests.references import case_of, find_references
+from fedortho.requests.references import case_of, find_references, runs_beside
 from fedortho.runs.derived import build_derived
 from fedortho.runs.record import ResultRecord, RunRecord, read_run_record
 from fedortho.runs.run import Run
@@ -120,7 +120,8 @@ def check_entry(found: Findings, bundle: Bundle, again: Repeated) -> None:
 
 def references_of(run: Run, request: ForgetRequest, given: Sequence[Run], wanted: Sequence[str]) -> tuple[Run, ...]:
     """The runs with the digests that a verdict names, among those that are given or lie beside the run."""
-    here = {found.record.model.digest: found for found in [*find_references(run, request), *given]}
+    beside = [found for found in runs_beside(run) if found.settings.without]
+    here = {found.record.model.digest: found for found in [*beside, *find_references(run, request), *given]}
     return tuple(here[digest] for digest in wanted if digest in here)
 
 
@@ -129,7 +130,7 @@ def check_verdict(
 ) -> None:
     """Measure the metrics again and repeat audits; `audits` as in `chosen_audits`."""
     request, run, data = ForgetRequest.parse(bundle.entry.request), again.run, again.data
-    names = [role for role in REFERENCES if role in verdict.digests]
+    names = [role for role in (*REFERENCES, *COUNTERFACTUALS) if role in verdict.digests]
     is_complete = len(again.references) == len(names)
     device = choose_device(verdict.environment.device if verdict.environment else "cpu")
     case = case_of(derived, request, data, run, again.references if is_complete else (), device)

@@ -11,7 +11,7 @@ from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.devices import using_threads
 from fedortho.errors import FedOrthoError
-from fedortho.evaluation.case import REFERENCES
+from fedortho.evaluation.case import COUNTERFACTUALS, REFERENCES
 from fedortho.evidence import claims
 from fedortho.evidence.bundle import open_bundle
 from fedortho.evidence.claims import BundleCheck, Findings
@@ -149,8 +149,9 @@ def _measure_again(found: Findings, bundle: Bundle, run: Run, audits: str, given
     served = rerun_decision(bundle, run, data_dir, data)
     found.checked(APPLIED)
     found.checked("the method finds the same patch on the data again")
-    roles = [] if verdict is None else [verdict.digests[role] for role in REFERENCES if role in verdict.digests]
-    again = claims.Repeated(run, data, served, claims.references_of(run, request, given, roles))
+    known, roles = {} if verdict is None else verdict.digests, (*REFERENCES, *COUNTERFACTUALS)
+    wanted = [known[role] for role in roles if role in known]
+    again = claims.Repeated(run, data, served, claims.references_of(run, request, given, wanted))
     claims.check_entry(found, bundle, again)
     with claims.derived_run(bundle, again) as derived, using_threads(run.settings.threads):
         if verdict is not None:

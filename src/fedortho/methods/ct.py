@@ -23,6 +23,7 @@ class ConvolutionTranspose(Schedule):
 
     name: ClassVar[str] = "ct"
     needs: ClassVar[str] = "retain: a few epochs"
+    has_counterfactual: ClassVar[bool] = True
     schedule: ClassVar[str] = "cosine"
     epochs: Annotated[int, "passes over the images; in a federation rounds"] = 3
     lr: Annotated[float, "learning rate at the start; a cosine takes it to 0"] = 0.001

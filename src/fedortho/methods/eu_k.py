@@ -30,6 +30,7 @@ class EUk(Schedule):
 
     name: ClassVar[str] = "eu-k"
     needs: ClassVar[str] = "retain: all epochs, backward through the last k layers only"
+    has_counterfactual: ClassVar[bool] = True
     norms: ClassVar[str] = "new in the last k layers, frozen in the others"
     schedule: ClassVar[str] = "cosine"
     resets: ClassVar[bool] = True

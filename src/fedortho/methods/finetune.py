@@ -19,6 +19,7 @@ class FineTune(Schedule):
 
     name: ClassVar[str] = "finetune"
     needs: ClassVar[str] = "retain: a few epochs"
+    has_counterfactual: ClassVar[bool] = True
     lr: Annotated[float, "learning rate"] = 0.001
 
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:

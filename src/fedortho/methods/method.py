@@ -87,6 +87,7 @@ class Schedule:
     kinds: ClassVar[tuple[str, ...]] = KINDS
     norms: ClassVar[str] = "updated by training"
     schedule: ClassVar[str] = "constant"  # of lr
+    has_counterfactual: ClassVar[bool] = False  # starts from the model and reads no image of the forget set
 
     def __post_init__(self) -> None:
         check_settings(self)

@@ -25,6 +25,7 @@ class NoT(Schedule):
 
     name: ClassVar[str] = "not"
     needs: ClassVar[str] = "retain: a few epochs"
+    has_counterfactual: ClassVar[bool] = True
     layers: Annotated[str, "convolutions to negate: names, patterns, depths; empty: the first"] = ""
 
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:

@@ -25,6 +25,7 @@ class Regrow(Schedule):
 
     name: ClassVar[str] = "regrow"
     needs: ClassVar[str] = "retain: all epochs"
+    has_counterfactual: ClassVar[bool] = True
     norms: ClassVar[str] = "new in the stages that are reset; before them updated by training, or kept (frozen)"
     schedule: ClassVar[str] = "linear"
     epochs: Annotated[int, "passes over the images; in a federation rounds"] = 2

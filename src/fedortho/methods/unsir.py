@@ -29,6 +29,7 @@ class UNSIR(Schedule):
     name: ClassVar[str] = "unsir"
     kinds: ClassVar[tuple[str, ...]] = ("class",)
     needs: ClassVar[str] = "retain: a few thousand images, two short trainings"
+    has_counterfactual: ClassVar[bool] = True
     norms: ClassVar[str] = "unchanged while noise is optimised, then updated by training, noise included"
     epochs: Annotated[int, "impairing and repairing epochs each; in a federation rounds"] = 1
     lr: Annotated[float, "learning rate of Adam while impairing"] = 0.02

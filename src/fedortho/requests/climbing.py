@@ -12,13 +12,15 @@ from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.devices import choose_device
 from fedortho.errors import BadData, FedOrthoError
-from fedortho.methods import LEVELS
+from fedortho.methods import LEVELS, make_method
 from fedortho.methods.method import ForgetResult
+from fedortho.requests.counterfactuals import counterfactuals
 from fedortho.requests.forgetting import ServedRequest, forget_run
-from fedortho.requests.judging import JudgeOptions, OnStep, references_for
+from fedortho.requests.judging import JudgeOptions, OnStep, references_directory, references_for
 from fedortho.requests.levels import level_method, levels_for, training_cost_words
 from fedortho.requests.references import case_of
 from fedortho.requests.rewind import holds_rewind
+from fedortho.requests.run_context import open_context
 from fedortho.requests.transaction import holds_result
 from fedortho.runs.run import Run, open_run
 from fedortho.training.loop import Watch
@@ -99,10 +101,14 @@ def _validation(
             f"--reference RUN, or --retrain ({training_cost_words(run)})"
         )
     case = case_of(run, request, replace(data, test=data.valid), run, references, choose_device(options.device))
-    cache = MeasurementCache()
+    cache, context = MeasurementCache(), open_context(run.at(options.data_dir, options.device), data)
+    directory = references_directory(run, options)
 
     def check(result: ForgetResult) -> None:
-        judged = replace(case, unlearned=copy.deepcopy(result.model).cpu())
+        method = make_method(result.method, result.settings)
+        alike = [] if options.given else counterfactuals(context, method, request, references, directory)
+        treated = tuple(each.load_model() for each in alike)
+        judged = replace(case, unlearned=copy.deepcopy(result.model).cpu(), counterfactuals=treated)
         verdict = judge_case(judged, options.audit, only=options.only, on_step=on_step, cache=cache)
         failed = [f"{each.name} {each.outcome}" for each in verdict.results if each.outcome not in ("PASS", "NOT RUN")]
         if failed or all(audit.outcome == "NOT RUN" for audit in verdict.audits):

@@ -18,12 +18,14 @@ from fedortho.data.request import ForgetRequest
 from fedortho.devices import choose_device, using_threads
 from fedortho.engines.central import CentralEngine
 from fedortho.errors import BadSetting
-from fedortho.evaluation.case import REFERENCES
+from fedortho.evaluation.case import COUNTERFACTUALS, REFERENCES
 from fedortho.evaluation.shadows import ShadowPlan, ShadowSettings
 from fedortho.federated.server import train_on
 from fedortho.methods import find_method, make_method, unlearn
 from fedortho.methods.retrain import Retrain
+from fedortho.requests.counterfactuals import counterfactuals
 from fedortho.requests.references import case_of, check_reference, find_references, original_of, train_references
+from fedortho.requests.run_context import open_context
 from fedortho.runs.purge import known_copies
 from fedortho.runs.record import ServedRecord
 from fedortho.runs.run import Run, last_request, open_run, served_record
@@ -92,6 +94,7 @@ def judge_run(
     data = data or run.load_data(options.data_dir)
     with using_threads(original.settings.threads):
         references = references_for(run, original, request, options, data, on_training)
+        references += _treated_alike(run, original, request, options, data, references, on_step)
         verdict = _verdict_on(run, request, data, original, references, options, on_step)
     if not options.only:
         _keep_verdict(run.path, verdict, options.audit, is_deleted=bool(len(data.gone)))
@@ -166,7 +169,7 @@ def references_for(
 
     One with the weights of the judged model, which may be retrained itself, is left out.
     """
-    directory = options.references or run.path.parent / "references"
+    directory = references_directory(run, options)
     found = options.given or find_references(original, request, options.references)  # beside the original by default
     found = found or find_references(original, request, directory)  # where --retrain writes them
     taken, number = {reference.settings.seed for reference in found}, 2 if options.audit == "full" else 1
@@ -176,6 +179,34 @@ def references_for(
         trained = next(fresh)
         references += [trained] if trained.record.model.digest != run.record.model.digest else []
     return references[: len(REFERENCES)]
+
+
+def _treated_alike(
+    run: Run,
+    original: Run,
+    request: ForgetRequest,
+    options: JudgeOptions,
+    data: Dataset,
+    references: list[Run],
+    on_step: OnStep,
+) -> list[Run]:
+    """What the run's method makes of the reference models; empty where they are compared as they are.
+
+    Those that the user names are, and so are all if nothing may be trained and their counterfactuals are missing.
+    """
+    served = served_record(run, request)
+    if options.given or not references or options.audit == "none":
+        return []
+    if on_step is not None and options.retrain:
+        on_step("reference models, treated alike")
+    method, directory = make_method(served.method, served.settings), references_directory(run, options)
+    context = open_context(original.at(options.data_dir, options.device), data)
+    return counterfactuals(context, method, request, references, directory, make=options.retrain)
+
+
+def references_directory(run: Run, options: JudgeOptions) -> Path:
+    """Where reference models of a run are kept."""
+    return options.references or run.path.parent / "references"
 
 
 def _verdict_on(
@@ -191,8 +222,8 @@ def _verdict_on(
     served, device = served_record(run, request), choose_device(options.device)
     case = case_of(run, request, data, original, references, device)
     if options.shadows:
-        directory = options.references or run.path.parent / "references"
-        case = replace(case, shadows=shadow_plan(original, served, directory / "shadows", options.shadows, device))
+        place = references_directory(run, options) / "shadows"
+        case = replace(case, shadows=shadow_plan(original, served, place, options.shadows, device))
     qualification = read_qualification(original.path) if request.kind == "class" and not references else None
     bound_to = (original.record.model.digest, served.method, served.settings)
     seconds = sum(epoch.seconds for reference in references[:1] for epoch in reference.history())
@@ -211,8 +242,17 @@ def _verdict_on(
         origin={"run": run.path.name, "data": to_json(run.record.data), "settings": dict(run.record.settings)},
         qualification=qualification if qualification and qualification.covers(*bound_to) else None,
         digests={"before": original.record.model.digest, "after": run.record.model.digest}
-        | {role: found.record.model.digest for role, found in zip(REFERENCES, references, strict=False)},
+        | reference_digests(references),
     )
+
+
+def reference_digests(references: Sequence[Run]) -> dict[str, str]:
+    """The digests of reference models and of their counterfactuals, by role."""
+    digests: dict[str, str] = {}
+    for roles, is_treated in ((REFERENCES, False), (COUNTERFACTUALS, True)):
+        models = [each.record.model.digest for each in references if each.record.is_edited == is_treated]
+        digests |= dict(zip(roles, models, strict=False))
+    return digests
 
 
 def edited_parts(served: ServedRecord) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from fedortho.errors import BadSetting, FedOrthoError
 from fedortho.evaluation.case import Case
 from fedortho.methods import unlearn
 from fedortho.methods.method import Method, serves
+from fedortho.requests.counterfactuals import counterfactuals
 from fedortho.requests.judging import OnStep
 from fedortho.requests.references import find_references, reference_cost, train_references
 from fedortho.requests.run_context import RunContext, method_for_run
@@ -143,7 +144,9 @@ def _trial(context: RunContext, options: QualifyOptions, method: Method, text: s
         result = unlearn(model, engine, request, method)
     data = context.data if split == "test" else replace(context.data, test=context.data.valid)
     retrained = [reference.load_model() for reference in references]
-    case = Case(result.model, model, tuple(retrained), data, request, device=device)
+    alike = counterfactuals(context, method, request, references, directory)
+    treated = tuple(each.load_model() for each in alike)
+    case = Case(result.model, model, tuple(retrained), data, request, device=device, counterfactuals=treated)
     verdict = judge_case(case, "full", on_step=options.on_step, method=method.name)
     mine, theirs = (replace(context, data=data).accuracies(each, request) for each in (result.model, retrained[0]))
     return ClassTrial(
@@ -157,4 +160,5 @@ def _trial(context: RunContext, options: QualifyOptions, method: Method, text: s
         theirs.retain,
         result.cost.flops,
         reference_cost(references[0], context.data).flops,
+        tuple(each.record.model.digest for each in alike),
     )

@@ -21,11 +21,12 @@ from fedortho.federated.server import train_federation
 from fedortho.federated.transport import read_wire_log, total_bytes
 from fedortho.methods.method import CannotServe
 from fedortho.methods.retrain import NO_RECIPE
-from fedortho.runs.record import RunRecord, read_run_record
+from fedortho.runs.record import RunRecord, ServedRecord, read_run_record
 from fedortho.runs.rows import read_rows
 from fedortho.runs.run import Run, excluded_besides, open_run
 from fedortho.runs.settings import FREE, FederateSettings, TrainSettings, held_rows
 from fedortho.runs.training import train_run
+from fedortho.storage.records import Scalar
 from fedortho.storage.settings import as_mapping, kebab
 from fedortho.training.loop import Watch
 from fedortho.training.recipe import Recipe
@@ -155,10 +156,12 @@ def check_reference(run: Run, reference: Run, request: ForgetRequest) -> None:
             f"{reference.path} reads images by another preprocessing than {run.path}; give both the same"
         )
     began = reference.settings.start if isinstance(reference.settings, FederateSettings) else ""
-    if began or reference.record.is_edited:
+    served = next((each for each in run.record.requests if each.request == str(request)), None)
+    is_treated = served is not None and is_treated_by(served, reference)
+    if began or (reference.record.is_edited and not is_treated):
         raise FedOrthoError(f"{reference.path} was edited or began with another model; train one --without {request}")
-    names, out = run.record.data.class_names, reference.excluded
-    if out is None or not out.settled(names).covers(request.settled(names)):
+    names, out = run.record.data.class_names, reference.settings.excluded
+    if not out.kinds or not out.settled(names).covers(request.settled(names)):
         raise FedOrthoError(f"{reference.path} was trained with {request}; give a run trained --without it")
     forget = _forgotten_with(run, request)
     if not forget.settled(names).covers(out.settled(names)):
@@ -178,6 +181,15 @@ def check_reference(run: Run, reference: Run, request: ForgetRequest) -> None:
     recipe = [kebab(field.name) for field in fields(Recipe) if field.name != "seed"]
     if other := [f"{key} {theirs[key]}, not {mine[key]}" for key in recipe if theirs[key] != mine[key]]:
         logger.warning("%s was trained with another recipe (%s): compare with care", reference.path, ", ".join(other))
+
+
+def is_treated_by(served: ServedRecord, reference: Run) -> bool:
+    """Whether a run is what the method of a served request made of a reference model, with the same settings."""
+
+    def treatment(each: ServedRecord) -> tuple[str, str, dict[str, Scalar]]:
+        return each.request, each.method, dict(each.settings)
+
+    return [treatment(each) for each in reference.record.requests] == [treatment(served)]
 
 
 def reference_cost(reference: Run, data: Dataset, begin: int = 0) -> Cost:
@@ -200,7 +212,10 @@ def case_of(
     references: Sequence[Run] = (),
     device: torch.device | str = "cpu",
 ) -> Case:
-    """The models of these runs as a case for audits; runs on other data or networks are refused."""
+    """The models of these runs as a case for audits; runs on other data or networks are refused.
+
+    `references` are retrained models, and beside each what the method of `run` made of it, or none of these.
+    """
     for found in references:
         check_reference(run, found, request)
     if original.record.data.digest != run.record.data.digest:
@@ -208,8 +223,12 @@ def case_of(
     names, before = run.record.data.class_names, original.excluded
     if before is not None and before.settled(names).covers(request.settled(names)):
         raise FedOrthoError(f"{original.path} has forgotten {request} before; give an earlier run (--original)")
-    models = run.load_model(), original.load_model(), tuple(found.load_model() for found in references)
-    return Case(*models, data, request, excluded_besides(run, request), run.clients(data), device)
+    retrained, treated = (
+        tuple(each.load_model() for each in references if each.record.is_edited == is_treated)
+        for is_treated in (False, True)
+    )
+    models, before = (run.load_model(), original.load_model(), retrained), excluded_besides(run, request)
+    return Case(*models, data, request, before, run.clients(data), device, counterfactuals=treated)
 
 
 def find_original(run: Run) -> Run | None:
@@ -235,13 +254,18 @@ def original_of(run: Run, given: Run | Path | str | None = None) -> Run:
     return found
 
 
+def runs_beside(run: Run) -> list[Run]:
+    """The finished runs in the directory of a run, and in `references` there."""
+    beside = run.path.resolve().parent
+    return [found for where in (beside, beside / "references") for found in finished_runs(where)]
+
+
 def find_references(original: Run, request: ForgetRequest, place: Path | None = None) -> list[Run]:
     """Reference models in a directory, one of each seed, that of the original's seed first.
 
     The default directories are that of the original, and `references` in it.
     """
-    beside = original.path.resolve().parent
-    found = [run for where in ([place] if place else [beside, beside / "references"]) for run in finished_runs(where)]
+    found = list(finished_runs(place)) if place else runs_beside(original)
     wanted, seed = reference_settings(original, request), original.settings.seed
     mine = [run for run in found if run.record.data.digest == original.record.data.digest]
     mine = [run for run in reversed(mine) if _is_trained_as(run, wanted, any_seed=True)]
