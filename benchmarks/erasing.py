@@ -13,7 +13,9 @@ of the table, the process can be killed and started again, and several share the
 the manifest that were retrained without the class for an original of any seed, at most three, that of the original's
 own seed first (one of another seed was trained on another 45,000 of the 50,000 images); one that is missing in
 --networks is trained before anything is judged. A retrained model is judged by the others, so `retrain` has audits only
-where there is a second reference, and else accuracies and cost. Models and verdicts go to runs/erasing, one row each to
+where there is a second reference, and else accuracies and cost. Methods that read no image of the forget set are judged
+a second time, by what they make of the same references (`alike`); that was added after the first rows, whose models are
+made again for it and must have the same digest. Models go to runs/erasing, one row each to
 benchmarks/results/erasing.json.
 """
 
@@ -32,10 +34,14 @@ from fedortho.audits.measurements import MeasurementCache
 from fedortho.audits.verdict import Verdict
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
-from fedortho.errors import Busy, unknown
+from fedortho.errors import BadCheckpoint, Busy, unknown
 from fedortho.evaluation.case import REFERENCES
+from fedortho.methods import find_method, make_method
 from fedortho.requests.comparing import Row, compare
+from fedortho.requests.counterfactuals import counterfactuals
+from fedortho.requests.judging import reference_digests
 from fedortho.requests.references import case_of, reference_cost
+from fedortho.requests.run_context import open_context
 from fedortho.runs.run import Run, open_run
 from fedortho.storage.files import locked, read_json
 from fedortho.storage.records import to_json
@@ -69,6 +75,10 @@ class Cell:
         return {"stages": 99} if self.method == "regrow-all" else {}
 
     @property
+    def is_judged_alike(self) -> bool:
+        return getattr(find_method(METHODS[self.method]), "has_counterfactual", False) and self.method != "regrow-all"
+
+    @property
     def place(self) -> Path:
         return MODELS / f"{self.model}-seed{self.seed}-{self.request.replace(':', '-')}-{self.method}"
 
@@ -86,8 +96,8 @@ def main(words: list[str] | None = None) -> None:
             continue
         try:
             with locked(cell.place):
-                if not has_row(given.out, cell):
-                    serve(cell, given.networks, given.data_dir, given.out)
+                if not (row := row_of_cell(given.out, cell)) or (cell.is_judged_alike and "alike" not in row):
+                    serve(cell, given.networks, given.data_dir, given.out, row)
         except Busy:
             print(cell, "is made by another process", flush=True)
 
@@ -98,13 +108,14 @@ def cells(models: list[str], seeds: list[str]) -> Iterator[Cell]:
             yield from (Cell(model, seed, request, method) for request in REQUESTS for method in METHODS)
 
 
-def has_row(out: Path, cell: Cell) -> bool:
+def row_of_cell(out: Path, cell: Cell) -> Mapping[str, Any]:
+    """The row of a cell; empty if it has none yet."""
     rows = read_results(out).rows if out.exists() else ()
-    return any(all(row[key] == getattr(cell, key) for key in ORDER) for row in rows)
+    return next((row for row in rows if all(row[key] == getattr(cell, key) for key in ORDER)), {})
 
 
-def serve(cell: Cell, networks: Path, data_dir: str, out: Path) -> None:
-    """Make a cell's model, judge it, and add its row."""
+def serve(cell: Cell, networks: Path, data_dir: str, out: Path, row: Mapping[str, Any]) -> None:
+    """Make a cell's model, judge it, and add its row, or to the row what it lacks."""
     original = open_network(networks, original_name(cell.model, cell.seed), data_dir)
     originals = [original_name(cell.model, seed) for seed in SEEDS[cell.model]]
     names = [name for other in originals for name in reference_names(other, cell.request)]
@@ -116,11 +127,18 @@ def serve(cell: Cell, networks: Path, data_dir: str, out: Path) -> None:
     (made,) = compare(original, cell.request, [name], out=cell.place, settings=chosen, references=networks, data=data)
     references = sorted(known, key=lambda run: nearness(original, run))
     others = [reference for reference in references if reference.record.model.digest != made.weights][: len(REFERENCES)]
-    verdict = judged(cell, open_run(cell.place / name), original, others, data) if others else None
-    retraining = reference_cost(references[0], data).flops
-    command = "python benchmarks/erasing.py --data-dir ../shared/data"
-    add_row(out, row_of(cell, made, verdict, retraining), ORDER, order, WHAT, command)
-    print(cell, verdict.label if verdict else "no second reference", flush=True)
+    if row and row["weights"] != made.weights:
+        raise BadCheckpoint(f"{cell} gave {row['weights'][:16]} before and {made.weights[:16]} here; not comparable")
+    unlearned = open_run(cell.place / name)
+    if not row:
+        verdict = judged(cell, unlearned, original, others, data) if others else None
+        row = row_of(cell, made, verdict, reference_cost(references[0], data).flops)
+    if cell.is_judged_alike and others:
+        method, request = make_method(name, made.settings), ForgetRequest.parse(cell.request)
+        treated = counterfactuals(open_context(original, data), method, request, others, MODELS / "references")
+        row = {**row, "alike": audits_of(judged(cell, unlearned, original, [*others, *treated], data))}
+    add_row(out, row, ORDER, order, WHAT, "python benchmarks/erasing.py --data-dir ../shared/data")
+    print(cell, row.get("label", "no second reference"), row.get("alike", {}).get("label", ""), flush=True)
 
 
 def nearness(original: Run, reference: Run) -> tuple[bool, bool, int]:
@@ -132,9 +150,10 @@ def nearness(original: Run, reference: Run) -> tuple[bool, bool, int]:
 def judged(cell: Cell, run: Run, original: Run, references: list[Run], data: Dataset) -> Verdict:
     """The full audits; what was measured on the original and the references serves all cells of a class."""
     case = case_of(run, ForgetRequest.parse(cell.request), data, original, references)
-    shared = [SHARED.setdefault(each.record.model.digest, each.load_model()) for each in (original, *references)]
+    first = [each for each in references if not each.record.is_edited]
+    shared = [SHARED.setdefault(each.record.model.digest, each.load_model()) for each in (original, *first)]
     digests = {"before": original.record.model.digest, "after": run.record.model.digest}
-    digests |= {role: each.record.model.digest for role, each in zip(REFERENCES, references, strict=False)}
+    digests |= reference_digests(references)
     cache = CACHES.setdefault((cell.model, cell.seed, cell.request), MeasurementCache())
     case = replace(case, original=shared[0], references=tuple(shared[1:]))
     return judge_case(case, "full", cache=cache, method=cell.method, digests=digests)
@@ -146,12 +165,14 @@ def row_of(cell: Cell, made: Row, verdict: Verdict | None, retraining: float) ->
     row = {key: getattr(cell, key) for key in ORDER} | {"settings": dict(made.settings), "weights": made.weights}
     row |= {"accuracies": to_json(made.accuracies), "seconds": made.cost.seconds if made.cost else None}
     row |= {"share": (made.cost.flops if made.cost else retraining) / retraining}
-    if verdict is None:
-        return row
-    row |= {"label": verdict.label, "references": sorted(verdict.digests.items())}
-    row["audits"] = {audit.name: {key: getattr(audit, key) for key in SUMMARISED} for audit in verdict.results}
-    row["details"] = {audit.name: dict(audit.details) for audit in verdict.audits}
-    return row
+    return row if verdict is None else row | audits_of(verdict)
+
+
+def audits_of(verdict: Verdict) -> dict[str, Any]:
+    """What the audits found, and the models that they compared with."""
+    found: dict[str, Any] = {"label": verdict.label, "references": sorted(verdict.digests.items())}
+    found["audits"] = {audit.name: {key: getattr(audit, key) for key in SUMMARISED} for audit in verdict.results}
+    return found | {"details": {audit.name: dict(audit.details) for audit in verdict.audits}}
 
 
 def order(row: Mapping[str, Any]) -> Any:

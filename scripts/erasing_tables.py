@@ -51,16 +51,20 @@ def erasing() -> str:
         return "The protocol has not been run."
     result, rows = read("erasing"), []
     for row in result["rows"]:
-        audits, probe = row.get("audits", {}), "–"
-        if "C1" in audits:
-            seen = [audits["C1"][who] for who in ROLES]
-            probe = " / ".join("–" if share is None else f"{100 * share:.1f}" for share in seen)
         ends = [f"{100 * row['accuracies'][key]:.1f}" for key in ("forget", "retain")]
         about = [row["model"], str(row["seed"]), row["request"], row["method"]]
-        rows.append([*about, *ends, probe, row.get("label", "–"), f"{row['share']:.1%}"])
-    header = ["model", "seed", "request", "method", "forget %", "retain %"]
-    header += ["C1, worst depth: after / retrained / original", "audits", "FLOPs of retraining"]
+        judged = [text for found in (row, row.get("alike", {})) for text in (_probe(found), found.get("label", "–"))]
+        rows.append([*about, *ends, f"{row['share']:.1%}", *judged])
+    header = ["model", "seed", "request", "method", "forget %", "retain %", "FLOPs of retraining"]
+    header += ["C1, worst depth: after / retrained / original", "audits", "C1 / retrained and treated alike", "audits"]
     return grid(header, rows) + origin(result)
+
+
+def _probe(found: dict[str, Any]) -> str:
+    """The recall of the probe at its worst depth, in each model."""
+    probe = found.get("audits", {}).get("C1")
+    seen = [] if probe is None else [probe[who] for who in ROLES]
+    return " / ".join("–" if share is None else f"{100 * share:.1f}" for share in seen) or "–"
 
 
 def erasing_figures() -> dict[str, Drawing]:

@@ -170,7 +170,8 @@ def test_a_cell_of_the_final_protocol_is_made_and_judged_once(tmp_path: Path, mo
     module.main(flags)
     rows = json.loads(out.read_text())["rows"]
     assert [row["method"] for row in rows] == ["retrain", "regrow", "regrow-all"]
-    assert judged == ["regrow", "regrow-all"], "the only reference cannot be judged by itself"
+    assert judged == ["regrow", "regrow", "regrow-all"], "the only reference cannot be judged by itself"
+    assert rows[1]["audits"]["C1"]["reference"] == rows[1]["alike"]["details"]["C1"]["as_retrained"]["reference"]["fc"]
     assert rows[0]["share"] == 1.0
     assert rows[2]["settings"]["stages"] == 99
     assert rows[1]["audits"]["C1"]["reference"] is not None

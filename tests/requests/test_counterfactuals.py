@@ -77,7 +77,7 @@ def test_verdicts_compare_with_counterfactuals_and_name_the_models_as_retrained(
     missing = judge_run(erased, options=JudgeOptions(only=("C1",)))
     assert COUNTERFACTUALS[0] not in missing.digests, "nothing is trained unless --retrain allows it"
     alike = judge_run(erased, options=JudgeOptions(retrain=True, only=("C1",)))
-    (made,) = map(open_run, (runs / "references").glob("reference-*"))
+    (made,) = map(open_run, (runs / "references").glob("reference-finetune-*"))
     assert alike.digests[COUNTERFACTUALS[0]] == made.record.model.digest
     assert alike.digests["reference"] == reference.record.model.digest
     probe, before = alike.audit("C1"), plain.audit("C1")
@@ -120,7 +120,7 @@ def test_a_bundle_is_checked_against_the_counterfactuals_that_its_verdict_names(
         return [claim.text for claim in found.claims if claim.state == "checked"]
 
     assert f"audit C1, repeated: {told.outcome}" in checked()
-    (made,) = map(open_run, (runs / "references").glob("reference-*"))
+    (made,) = map(open_run, (runs / "references").glob("reference-finetune-*"))
     elsewhere = made.path.rename(tmp_path / "elsewhere")
     try:
         assert "the verdict's metrics, measured again, without the reference model" in checked()

@@ -98,6 +98,7 @@ class ForgettingPlan:
     audit: str  # the budget; none: the result is not judged
     references: tuple[str, ...]  # that were found
     trains_reference: bool
+    treats_reference: bool  # the method is applied to it, too
     training_seconds: float  # of one; 0: not known
 
     def lines(self) -> list[str]:
@@ -113,6 +114,7 @@ class ForgettingPlan:
         elif self.trains_reference:
             time = f", about {spoken_time(self.training_seconds)}" if self.training_seconds else ""
             judging += f" against a reference model that is trained for it{time}"
+            judging += ", and what the method makes of it" if self.treats_reference else ""
         else:
             judging += " without a reference model, so they cannot pass; --retrain trains one"
         return [f"plan: {self.request} on {self.run}{until}", *steps, f"then {judging}"]
@@ -138,6 +140,7 @@ def plan_request(
         options.audit,
         tuple(str(each.path) for each in found),
         options.retrain and not found,
+        any(getattr(method, "has_counterfactual", False) for _, method, _ in steps),
         _training_seconds(run),
     )
 
