@@ -95,6 +95,24 @@ def test_printed_numbers_are_the_papers() -> None:
     assert (found.values[0]["forget"], found.values[0]["retain"]) == (36.67, 50.64)
 
 
+def test_labels_of_the_sequence_count_from_1_because_its_first_row_is_that_of_the_first_class() -> None:
+    sequence = [one for one in printed_rows("continuous_unlearning_comparison") if one.key["method"] == "paper"]
+    elsewhere = [one for name in ("unlearning_res50", "unlearning_iid_non_iid") for one in printed_rows(name)]
+    for row in (one for one in sequence if one.key["step"] == 1):
+        wanted = {"data": "cifar100", "model": "resnet50", "method": "paper", "request": "class", **row.key}
+        same = [
+            one for one in elsewhere if all(wanted[key] == value for key, value in one.key.items() if key in wanted)
+        ]
+        (first,) = [one for one in same if one.key.get("split", "central") == row.key["split"]]
+        assert [first.values[0][name] for name in ("forget", "retain", "mia")] == [
+            row.values[0][name] for name in ("forget", "retain", "mia")
+        ]
+        assert row.values[0]["label"] == 1
+    labels = dict.fromkeys(int(one.values[0]["label"]) for one in sequence)
+    asked = load_experiment("continuous_unlearning_comparison", "paper").requests
+    assert asked == tuple(f"class:{label - 1}" for label in labels)
+
+
 def test_a_relation_pairs_rows_that_agree_in_all_it_does_not_name() -> None:
     rows = [line([1.0], method="a", ratio=r, ortho=o) for r in (0.1, 0.2) for o in ("deep", "none")]
     pairs = parse_relation("a[ortho=deep] forget < a[ortho=none] forget").pairs(rows)
