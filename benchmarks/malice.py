@@ -27,7 +27,7 @@ from fedortho.errors import FedOrthoError
 from fedortho.evaluation.accuracies import accuracies_of
 from fedortho.federated.local_grid import FIRST_NODE, LocalGrid
 from fedortho.federated.server import copied_clients, federated_engine, local_grid, train_federation
-from fedortho.federated.wire import pack_json, unpack_json
+from fedortho.federated.wire import pack_integers, pack_json, unpack_integers, unpack_json
 from fedortho.methods import unlearn
 from fedortho.methods.hide import Hide
 from fedortho.requests.forgetting import APART, ServedRequest, check_retention
@@ -81,16 +81,15 @@ class Hostile(LocalGrid):
     def _false(self, name: str, tensor: torch.Tensor, tensors: Mapping[str, torch.Tensor], order: Any) -> torch.Tensor:
         """One tensor of a reply as the liar sends it."""
         number, place, what, *_ = name.split(".")
-        query = order["queries"][int(number)]
-        is_answer = what == "sums" and query["statistic"]["kind"] == "right"
-        if self.attack == "false counts":
-            return tensor.long() * 100
+        query, counts = order["queries"][int(number)], tensors[f"{number}.{place}.counts"]
+        if what != "sums":
+            return tensor * 100 if self.attack == "false counts" else tensor
+        is_answer, whole = query["statistic"]["kind"] == "right", unpack_integers(tensor, len(counts))
         if self.attack == "false answers" and is_answer:
             keeps = query["selections"][int(place)]["split"] == "valid" and not name.endswith(":changed")
-            return tensors[f"{number}.{place}.counts"].reshape(tensor.shape) * int(keeps)
-        if what == "sums" and not is_answer and self.attack in ("scaled sums", "sign flips"):
-            return tensor.long() * (1000 if self.attack == "scaled sums" else -1)
-        return tensor
+            return pack_integers(counts.unsqueeze(1).expand_as(whole) * int(keeps))
+        factor = {"false counts": 100, "scaled sums": 1 if is_answer else 1000, "sign flips": 1 if is_answer else -1}
+        return pack_integers(whole * factor.get(self.attack, 1))
 
 
 def _with(message: Message, tensors: Any, value: Any) -> Message:

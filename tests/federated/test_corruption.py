@@ -21,6 +21,7 @@ from fedortho.federated.engine import FederatedEngine
 from fedortho.federated.local_grid import FIRST_NODE, LocalGrid
 from fedortho.federated.server import federated_engine, local_grid
 from fedortho.federated.transport import append_wire_log, read_wire_log
+from fedortho.federated.wire import pack_integers, unpack_integers
 from fedortho.models.patch import bind_patch
 from fedortho.models.sites import find_sites
 from fedortho.runs.run import load_run_data
@@ -196,12 +197,18 @@ def with_counts(content: RecordDict, name: str, change: Callable[[Any], Any]) ->
     return RecordDict({"tensors": ArrayRecord(arrays), "message": content["message"]})
 
 
+def more_right(sums: Any) -> Any:
+    return pack_integers(unpack_integers(torch.from_numpy(sums.copy()), 1) + 1000).numpy()
+
+
 @pytest.mark.parametrize(
     ("name", "change", "telling"),
     [
         ("0.1.counts", lambda counts: counts * 0 + 400, "0.1.counts is 400; expected at most"),
         ("0.0.counts", lambda counts: counts.astype("float64") * float("nan"), "0.0.counts is float64"),
-        ("1.1.sums.right", lambda sums: sums + 1000, "1.1.sums.right is below 0 or above its count"),
+        ("1.1.sums.right", more_right, "1.1.sums.right is below 0 or above its count"),
+        ("1.1.sums.right", lambda sums: sums[:-1], "integers of 8 bits from"),
+        ("1.1.sums.right", lambda sums: sums.astype("int64"), "1.1.sums.right is int64"),
     ],
 )
 def test_a_refusal_names_the_client_and_the_field(

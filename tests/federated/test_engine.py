@@ -287,7 +287,9 @@ def test_a_request_for_resnet50s_last_stage_sends_few_bytes(make_engine) -> None
     """The sums of both groups as they travel, for 3,072 inner kernels and 2,048 stream channels: at most 64 KB."""
     sites = find_sites(build_model("resnet50", num_classes=10), (3, 32, 32), "deep", "channel", "stream")
     assert sum(site.kernels for site in sites) == 5120
-    sums = {f"x:{site.name}": torch.zeros(1, site.kernels, dtype=torch.float64) for site in sites}
+    generator = torch.Generator().manual_seed(0)
+    drawn = {site.name: torch.rand(1, site.kernels, generator=generator, dtype=torch.float64) for site in sites}
+    sums = {f"x:{name}": 2**15 * peaks for name, peaks in drawn.items()}  # 32 bits each
     seen = Observation(sums, torch.tensor([9]))
     queries = [Query((Selection(), Selection()), Statistic("peaks"))]
     reply = ObserveReply(1, "done", (), 0, 9, 0, 0.0, 0.0)

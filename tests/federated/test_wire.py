@@ -17,16 +17,20 @@ from fedortho.federated.messages import ModelReply, Observe, TaskInfo, TrainLoca
 from fedortho.federated.wire import (
     BITS,
     BITS_OF,
+    HEADER,
+    LARGEST,
     BadReply,
     count_bytes,
     from_wire,
     pack,
+    pack_integers,
     pack_json,
     pack_observations,
     pack_queries,
     pack_training_plan,
     to_wire,
     unpack,
+    unpack_integers,
     unpack_json,
     unpack_observations,
     unpack_queries,
@@ -129,7 +133,7 @@ def test_sums_of_clients_add_up_to_the_stated_precision_in_any_order(kind: str) 
         for client in order:
             seen = Observation({"0": clients[client]}, torch.tensor([5000]))
             sent, _ = pack_observations([[seen]], queries)
-            assert sent["0.0.sums.0"].dtype == torch.int32
+            assert sent["0.0.sums.0"].dtype == torch.uint8
             ((found,),) = unpack_observations(sent, queries)
             assert found is not None
             added += found.sums["0"]
@@ -140,12 +144,75 @@ def test_sums_of_clients_add_up_to_the_stated_precision_in_any_order(kind: str) 
     assert float(error) <= 7 * 2.0 ** -(BITS_OF.get(kind, BITS) + 1)
 
 
-def test_large_sums_take_more_bytes_and_those_beyond_the_wire_are_refused() -> None:
-    assert to_wire(torch.tensor([1e5]), "peaks").dtype == torch.int64
+INTEGERS = st.integers(1 - LARGEST, LARGEST - 1) | st.integers(-300, 300)
+SHAPES = st.tuples(st.integers(1, 4), st.integers(0, 70))
+
+
+@given(
+    SHAPES.flatmap(
+        lambda shape: st.lists(INTEGERS, min_size=shape[0] * shape[1], max_size=shape[0] * shape[1]).map(
+            lambda values: torch.tensor(values, dtype=torch.int64).reshape(shape)
+        )
+    )
+)
+def test_packed_integers_come_back_and_take_the_bits_of_their_range(whole: torch.Tensor) -> None:
+    packed = pack_integers(whole)
+    assert torch.equal(unpack_integers(packed, len(whole)), whole)
+    bits = max(int(whole.max() - whole.min()).bit_length(), 8) if whole.numel() else 8
+    assert len(packed) == HEADER.size + (whole.numel() * bits + 7) // 8
+
+
+def test_many_packed_integers_come_back() -> None:
+    """More than are packed at a time, of odd widths."""
+    for bits in (9, 27, 31, 54):
+        whole = torch.randint(
+            -(2 ** (bits - 1)), 2 ** (bits - 1) - 1, (2, 5000), generator=torch.Generator().manual_seed(bits)
+        )
+        assert torch.equal(unpack_integers(pack_integers(whole), 2), whole)
+
+
+@given(st.binary(max_size=40), st.integers(0, 3))
+def test_bytes_of_a_stranger_are_refused_or_a_matrix_within_range(data: bytes, rows: int) -> None:
+    try:
+        whole = unpack_integers(torch.frombuffer(bytearray(data) or bytearray(1), dtype=torch.uint8), rows)
+    except BadReply:
+        return
+    assert len(whole) == rows
+    assert bool((whole.abs() < LARGEST).all())
+    assert whole.numel() <= 8 * len(data), "no more integers than eight times the bytes that were sent"
+
+
+@pytest.mark.parametrize(
+    ("low", "columns", "bits"),
+    [
+        (0, 3, 7),
+        (0, 3, 55),
+        (0, 4, 8),
+        (0, 2, 8),
+        (LARGEST, 3, 8),
+        (-LARGEST, 3, 8),
+        (LARGEST - 1, 3, 8),
+        (0, 2**32 - 1, 8),
+    ],
+)
+def test_headers_that_lie_are_refused(low: int, columns: int, bits: int) -> None:
+    honest = bytes(pack_integers(torch.tensor([[0, 9, 200]])).tolist())
+    unpack_integers(torch.frombuffer(bytearray(honest), dtype=torch.uint8), 1)
+    forged = bytearray(HEADER.pack(low, columns, bits) + honest[HEADER.size :])
+    with pytest.raises(BadReply):
+        unpack_integers(torch.frombuffer(forged, dtype=torch.uint8), 1)
+
+
+def test_sums_beyond_the_wire_are_refused_and_other_types_by_name() -> None:
     with pytest.raises(FedOrthoError, match="beyond the range"):
-        to_wire(torch.tensor([float("inf")]), "peaks")
-    with pytest.raises(BadReply, match="expected int32"):
-        from_wire(torch.tensor([1.0]), "peaks")
+        to_wire(torch.tensor([[float("inf")]]), "peaks")
+    with pytest.raises(BadReply, match="float32, 4 bytes; expected packed integers"):
+        from_wire(torch.tensor([[1.0]]), "peaks", 1)
+    with pytest.raises(BadReply, match="float64; expected float32"):
+        from_wire(torch.tensor([[1.0]], dtype=torch.float64), "fisher", 1)
+    queries = [Query((Selection(),), Statistic("peaks"))]
+    with pytest.raises(BadReply, match=r"0\.0\.sums\.x is int64"):
+        unpack_observations({"0.0.sums.x": torch.tensor([[1]]), "0.0.counts": torch.tensor([1])}, queries)
 
 
 def test_bytes_are_those_of_the_arrays_and_a_little_more() -> None:

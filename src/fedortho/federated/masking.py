@@ -19,7 +19,7 @@ from fedortho.engines.query import Query
 from fedortho.errors import FedOrthoError
 from fedortho.federated.messages import NO_SUMS, KeyReply, Observe, ObserveReply, ShareKey
 from fedortho.federated.transport import Transport
-from fedortho.federated.wire import FLOAT32, Observations, Tensors, from_wire, pack, to_wire
+from fedortho.federated.wire import FLOAT32, Observations, Tensors, from_integers, pack, to_integers
 from fedortho.statistics.observe import Observation
 
 LEAST_CLIENTS = 3  # of two, each knows the other's sums from the total
@@ -67,7 +67,7 @@ def flatten(observed: Observations, queries: Sequence[Query], cost: ObserveReply
         if query.statistic.kind in FLOAT32:
             raise FedOrthoError(f"sums of {query.statistic.kind} are float32 and cannot be masked; give --sums open")
         for each in row:
-            parts += [to_wire(each.sums[key], query.statistic.kind).long().flatten() for key in sorted(each.sums)]
+            parts += [to_integers(each.sums[key], query.statistic.kind).flatten() for key in sorted(each.sums)]
             parts.append(each.counts.flatten())
     return torch.cat([*parts, torch.tensor([round(getattr(cost, name)) for name in COSTS])])
 
@@ -87,7 +87,7 @@ def unflatten(
     for row, query in zip(blank, queries, strict=True):
         found.append([])
         for each in row:
-            sums = {key: from_wire(take(each.sums[key]), query.statistic.kind) for key in sorted(each.sums)}
+            sums = {key: from_integers(take(each.sums[key]), query.statistic.kind) for key in sorted(each.sums)}
             found[-1].append(Observation({key: sums[key] for key in each.sums}, take(each.counts)))
     withheld, read, trained, flops, kept = total[at:].tolist()
     if min(withheld, read, trained, flops, kept, *(int(each.counts.min()) for row in found for each in row)) < 0:

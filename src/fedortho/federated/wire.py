@@ -1,10 +1,12 @@
 """Values ↔ Flower records: tensors as NumPy arrays, the message as one line of JSON."""
 
 import json
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -27,11 +29,14 @@ Json = Mapping[str, Any]
 Tensors = Mapping[str, Tensor]
 Observations = Sequence[Sequence[Observation]]  # by query and selection
 Places = Sequence[tuple[int, int]]  # query and selection
-# Sums travel as whole multiples of 2^-bits, so that their total does not depend on the order of clients.
+# Sums are whole multiples of 2^-bits, so that their total does not depend on the order of clients, and travel packed.
 # Gradients range over too many magnitudes and stay float32.
 FLOAT32 = ("fisher", "fisher-abs", "gradient", "drift")
 BITS = 16  # of a sum's fraction, unless BITS_OF says otherwise
 BITS_OF = {"right": 0, "moments": 18, "layer": 18, "inputs": 18}  # moments are subtracted from one another
+LARGEST = 2**53  # integers below it are exact as float64
+HEADER = struct.Struct("<qIB")  # of packed integers: the lowest, how many in a row, bits of each
+LEAST_BITS, MOST_BITS = 8, 54  # at least a byte, so that a message unpacks to a few times its size
 NO_DIGESTS = PatchInfo("", "")  # of candidates
 
 
@@ -143,27 +148,69 @@ def unpack_training_plan(
     return replace(plan, parts=tuple(parts), teachers=teachers)
 
 
-def to_wire(sums: Tensor, kind: str) -> Tensor:
-    """Sums of a statistic as they travel: integers, the smallest type that holds them; see BITS.
+def to_integers(sums: Tensor, kind: str) -> Tensor:
+    """Sums of a statistic as whole multiples of 2^-bits, int64; see BITS.
 
-    >>> to_wire(torch.tensor([0.5, -2.0]), "peaks")
-    tensor([  32768, -131072], dtype=torch.int32)
+    >>> to_integers(torch.tensor([0.5, -2.0]), "peaks")
+    tensor([  32768, -131072])
     """
-    if kind in FLOAT32:
-        return sums.float()
     whole = (sums.double() * 2.0 ** BITS_OF.get(kind, BITS)).round()
-    if not bool((whole.abs() < 2**53).all()):
+    if not bool((whole.abs() < LARGEST).all()):
         raise FedOrthoError(f"a sum of {kind} is not finite or beyond the range of the wire")
-    narrow = not whole.numel() or float(whole.abs().max()) < 2**31
-    return whole.to(torch.int32 if narrow else torch.int64)
+    return whole.long()
 
 
-def from_wire(sums: Tensor, kind: str) -> Tensor:
-    """The sums that `to_wire` has made integers of, float64."""
-    wanted = (torch.float32,) if kind in FLOAT32 else (torch.int32, torch.int64)
-    if sums.dtype not in wanted:
-        raise BadReply(f"its sums of {kind} are {str(sums.dtype)[6:]}; expected {str(wanted[0])[6:]}")
-    return sums.double() if kind in FLOAT32 else sums.double() / 2.0 ** BITS_OF.get(kind, BITS)
+def from_integers(whole: Tensor, kind: str) -> Tensor:
+    """The sums that `to_integers` has made integers of, float64."""
+    return whole.double() / 2.0 ** BITS_OF.get(kind, BITS)
+
+
+def pack_integers(whole: Tensor) -> Tensor:
+    """A matrix of integers as bytes: what each exceeds the lowest by, in as many bits as the largest needs.
+
+    >>> pack_integers(torch.tensor([[-7, 255]])).tolist()[HEADER.size :]  # 0 and 262, nine bits each
+    [0, 65, 128]
+    """
+    low = int(whole.min()) if whole.numel() else 0
+    above = (whole.flatten() - low).numpy().astype(">u8")
+    bits = max(int(above.max(initial=0)).bit_length(), LEAST_BITS)
+    parts = [HEADER.pack(low, whole.shape[1], bits)]
+    for start in range(0, len(above), 4096):  # whole bytes, and never all bits as numbers at once
+        digits = np.unpackbits(above[start : start + 4096, None].view(np.uint8), axis=1)
+        parts.append(np.packbits(digits[:, 64 - bits :]).tobytes())
+    return torch.from_numpy(np.frombuffer(b"".join(parts), np.uint8).copy())
+
+
+def unpack_integers(packed: Tensor, rows: int) -> Tensor:
+    """The matrix of so many rows that `pack_integers` has packed, int64; other bytes are refused."""
+    data = packed.numpy().tobytes()
+    if packed.dtype != torch.uint8 or len(data) < HEADER.size:
+        raise BadReply(f"{str(packed.dtype)[6:]}, {len(data)} bytes; expected packed integers")
+    low, columns, bits = HEADER.unpack_from(data)
+    size = -(-rows * columns * bits // 8)
+    if not LEAST_BITS <= bits <= MOST_BITS or abs(low) >= LARGEST or len(data) != HEADER.size + size:
+        raise BadReply(f"{len(data)} bytes; {rows} x {columns} integers of {bits} bits from {low} are others")
+    at = np.arange(rows * columns) * bits  # where each begins; eight bytes from there hold it
+    window = np.lib.stride_tricks.sliding_window_view(np.frombuffer(data + bytes(8), np.uint8)[HEADER.size :], 8)
+    above = window[at // 8].view(">u8").ravel() << (at % 8).astype(np.uint64) >> np.uint64(64 - bits)
+    whole = torch.from_numpy(above.astype(np.int64)).reshape(rows, columns) + low
+    if not bool((whole.abs() < LARGEST).all()):
+        raise BadReply("an integer is beyond the range of the wire")
+    return whole
+
+
+def to_wire(sums: Tensor, kind: str) -> Tensor:
+    """Sums of a statistic, (labels, values), as they travel."""
+    return sums.float() if kind in FLOAT32 else pack_integers(to_integers(sums, kind))
+
+
+def from_wire(sent: Tensor, kind: str, rows: int) -> Tensor:
+    """The sums that `to_wire` was given, (rows, values), float64."""
+    if kind not in FLOAT32:
+        return from_integers(unpack_integers(sent, rows), kind)
+    if sent.dtype != torch.float32:
+        raise BadReply(f"{str(sent.dtype)[6:]}; expected float32")
+    return sent.double()
 
 
 def pack_observations(
@@ -226,10 +273,12 @@ def _unpacked(part: Tensors, kind: str, at: str, most: int | None) -> Observatio
         raise BadReply(f"{at}.counts is {int(counts.max())}; expected at most {most}, which it said it holds")
     sums = {}
     for key, value in below("sums.", part).items():
-        sums[key] = from_wire(value, kind)
-        if not bool(torch.isfinite(sums[key]).all()):
+        try:
+            found = sums[key] = from_wire(value, kind, len(counts))
+        except BadReply as error:
+            raise BadReply(f"{at}.sums.{key} is {error}") from error
+        if not bool(torch.isfinite(found).all()):
             raise BadReply(f"{at}.sums.{key} is not finite")
-        fits = value.dim() == 2 and len(value) == len(counts)
-        if kind == "right" and not (fits and bool(((value >= 0) & (value <= counts.unsqueeze(1))).all())):
+        if kind == "right" and not bool(((found >= 0) & (found <= counts.unsqueeze(1))).all()):
             raise BadReply(f"{at}.sums.{key} is below 0 or above its count")
     return Observation(sums, counts)
