@@ -1,14 +1,30 @@
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+from fedortho.data.request import ForgetRequest
+from fedortho.engines.engine import EngineInfo
+from fedortho.engines.query import Query, Selection, Statistic
 from fedortho.models.patch import Patch
+from fedortho.statistics.observe import Observation
 from fedortho.unlearning.calibrate import SCRUBS, Refused, calibrate, first_place
 from fedortho.unlearning.directions import SHARES
-from fedortho.unlearning.trials import Candidate, Score, Trial, is_at_most, is_within
+from fedortho.unlearning.task import Task
+from fedortho.unlearning.trials import (
+    Baseline,
+    Candidate,
+    Score,
+    Trial,
+    TrialRunner,
+    is_at_most,
+    is_within,
+    strength_looks,
+)
 
 NOTHING = Patch("", "")
 
@@ -154,3 +170,44 @@ def test_an_edit_that_just_meets_both_is_taken_before_refusing() -> None:
     assert chosen.forget <= chosen.limit
     assert chosen.retain >= 0.89
     assert not (chosen.reaches and chosen.keeps(0.89)), "by its estimates alone"
+
+
+class CountingEngine:
+    """Nothing is right of the forget set; of 128 validation images so many answers are lost and changed."""
+
+    info = EngineInfo(tuple("abcd"), (1, 8, 8), "")
+
+    def __init__(self, lost: int, changed: int) -> None:
+        self.lost, self.changed = lost, changed
+        self.asked: list[tuple[str, int, int]] = []  # split, limit and skip of each selection
+
+    def measure(self, model: object, queries: Sequence[Query]) -> list[list[Observation]]:
+        return [[self._counted(each, query.statistic) for each in query.selections] for query in queries]
+
+    def _counted(self, selection: Selection, statistic: Statistic) -> Observation:
+        self.asked.append((selection.split, selection.limit, selection.skip))
+        images, number = selection.limit - selection.skip, len(statistic.patches)
+        lost, changed = (torch.full((1, number), each * images / 128) for each in (self.lost, self.changed))
+        right = torch.zeros(1, number) if selection.split == "train" else images - lost
+        if selection.split == "valid":
+            right[:, 0], changed[:, 0] = images, 0  # the original
+        return Observation({"right": right, "changed": changed}, torch.tensor([images]))
+
+
+@pytest.mark.parametrize(
+    ("lost", "changed", "looks", "keeps"),
+    [(-6, 10, 1, True), (0, 4, 2, True), (1, 5, 2, False), (12, 12, 1, False)],
+    ids=["surely kept", "kept", "missed", "surely missed"],
+)
+def test_the_other_validation_images_are_looked_at_where_the_first_decide_nothing(
+    lost: int, changed: int, looks: int, keeps: bool
+) -> None:
+    engine = CountingEngine(lost, changed)
+    request = ForgetRequest.parse("class:3")
+    task = Task(nn.Identity(), engine, request, None, (), Statistic("peaks"), 0, {})  # type: ignore[arg-type]
+    runner = TrialRunner(task, strength_looks(task, 512), [], Baseline(0.8, (0.01,), 0.9), 0.01, Selection())
+    trials = runner.attempt([Candidate(NOTHING, 0.04), Candidate(NOTHING, 0.04)])
+    assert engine.asked == [("train", 256, 0), ("valid", 128, 0), ("valid", 512, 128)][: looks + 1]
+    assert [trial.keeps(0.79) for trial in trials] == [keeps, keeps]
+    assert all(trial.reaches for trial in trials)
+    assert trials[0].retain == pytest.approx(0.8 - lost / 128)

@@ -1,10 +1,11 @@
 """Trials: an edit is repaired, scrubbed and measured until it is decided; test images are not used.
 
 Forget accuracy is measured on training images, retain accuracy on validation images, where the original answers the
-same images. A candidate is looked at on an eighth of the images first, and on the others unless it misses the target or
-the budget already, each with an error of at most 5 % (an exact binomial tail for the target, a normal one for the
-difference of two answers to the same images). The target can be reached early too, the budget cannot: of several
-candidates the one that keeps it on few images is too often one that does not.
+same images. A candidate is looked at on few images first, and on the others unless it misses the target or the budget
+already, each with an error of at most 5 % (an exact binomial tail for the target, a normal one for the difference of
+two answers to the same images). The target can be reached early too. The budget can where candidates are strengths of
+one edit, which lose the same answers; of several edits the one that keeps it on few images is too often one that does
+not.
 """
 
 import math
@@ -85,6 +86,14 @@ def looks(task: Task, images: int) -> list[Look]:
     if images < 32:
         return [look_at(task, images)]
     return [look_at(task, images // 8), look_at(task, images, images // 8)]
+
+
+def strength_looks(task: Task, images: int) -> list[Look]:
+    """A quarter of the validation images beside half as many of each part as there are in all, then the others."""
+    if images < 32:
+        return [look_at(task, images, part=2)]
+    first = (*task.forget_sets(images // 2, steady=True), task.retain_set(images // 4, "valid", steady=True))
+    return [first, (task.retain_set(images, "valid", images // 4, steady=True),)]
 
 
 @dataclass
@@ -211,7 +220,7 @@ class TrialRunner:
     norms: Sequence[str] = ()  # batch norms to repair; none: no repair
     layerwise: bool = False
     classifier: str | None = None
-    own_rows: bool = True  # a scrub changes the classifier's rows of the forgotten classes alone
+    own_rows: bool = True  # a scrub changes the classifier's rows of the forgotten classes alone; see above
     decide_all: bool = False  # also whether candidates that miss the target are within the budget
     _repaired: dict[float, Patch] = field(default_factory=dict)  # by ratio
 
@@ -229,9 +238,12 @@ class TrialRunner:
         self._count(first, scores, patches, everyone, everyone)
         for look in later:
             waiting = [n for n in everyone if scores[n].is_within() is not False and scores[n].reaches() is not False]
-            self._count(look, scores, patches, [n for n in waiting if scores[n].reaches() is None], [])
+            if look[:-1]:
+                self._count(look, scores, patches, [n for n in waiting if scores[n].reaches() is None], [])
             waiting = everyone if self.decide_all else [n for n in waiting if scores[n].worst[0] <= scores[n].worst[1]]
-            self._count(look, scores, patches, [], [n for n in waiting if scores[n].is_within() is not False])
+            waiting = [n for n in waiting if scores[n].is_within() is not False]
+            if not self.own_rows or any(scores[n].is_within() is None for n in waiting):
+                self._count(look, scores, patches, [], waiting)
         return [
             Trial(c.ratio, c.scrub, *score.worst, self.baseline.retain - score.loss, patch, score.spare, score.doubt)
             for c, patch, score in zip(candidates, patches, scores, strict=True)
@@ -331,16 +343,19 @@ def make_runner(
 ) -> TrialRunner:
     """A runner for this task; without a baseline (a fixed ratio) any accuracy counts as forgotten.
 
-    Trials are `sequential` where many ratios are tried; one look at all images is cheaper where one or two are.
+    Trials are `sequential` where many ratios are tried; one or two looks are cheaper where one or two are.
     """
     any_accuracy = Baseline(1.0, (1.0,) * len(task.parts), 1.0)
     classes, example = len(task.engine.info.class_names), task.example
     retained = replace(task.retain_set(settings.repair_images), steady=True)
     few = (*task.forget_sets(SCRUB_FORGET, steady=True), replace(retained, limit=SCRUB_RETAIN))
-    several = looks(task, settings.trial_images)
+    classifier = find_classifier(task.model, classes, example) if task.request.kind == "class" else None
+    images, may_scrub = settings.trial_images, settings.scrub and classifier is not None
+    several = looks(task, images)
+    once = strength_looks(task, images) if may_scrub else [look_at(task, images, part=2)]
     return TrialRunner(
         task,
-        looks=several if sequential else [look_at(task, settings.trial_images, part=2)],
+        looks=several if sequential else once,
         inputs=several if sequential else [few],
         own_rows=not sequential,
         baseline=baseline or any_accuracy,
@@ -348,5 +363,5 @@ def make_runner(
         repair=retained,
         norms=norms_behind(task.model, task.sites, example) if repair else [],
         layerwise=settings.repair_by == "layers",
-        classifier=find_classifier(task.model, classes, example) if task.request.kind == "class" else None,
+        classifier=classifier,
     )
