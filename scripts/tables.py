@@ -292,12 +292,13 @@ def profile() -> str:
     result, rows = read("requests"), []
     steps = {"peaks": "sums of peaks", "moments": "repair", "inputs": "direction of the scrub", "right": "trials"}
     for row in result["rows"]:
-        if row["method"] != "hide, statistics kept" or "profile" not in row:
+        if row["method"] not in ("hide", "hide, statistics kept") or "profile" not in row:
             continue
         spent, cost = row["profile"], row["cost"]
         cells = [f"{spent[kind]['flops'] / 1e9:,.1f} / {spent[kind]['seconds']:.2f}" for kind in steps]
         flops, seconds = (sum(part[key] for part in spent.values()) for key in ("flops", "seconds"))
-        rest = f"{(cost['request-flops'] - flops) / 1e9:,.1f} / {cost['cpu-seconds'] - seconds:.2f}"
+        rest = f"{(cost['request-flops'] - flops) / 1e9:,.1f} / "
+        rest += f"{cost['cpu-seconds'] - seconds:.2f}" if "cpu-seconds" in cost else "–"
         sent = row.get("client-bytes", {}).get("all", 0)
         rows.append([row["network"], row["request"], *cells, rest, f"{sent / 1024:,.0f}" if sent else "–"])
     header = ["network", "request", *steps.values(), "ranking, patches, digests", "KB of one client"]

@@ -218,6 +218,21 @@ def test_validation_images_are_never_read_from_the_ledger_of_training_images(
         assert torch.allclose(deep[0].sums[key], value, rtol=1e-6)
 
 
+def test_clients_count_the_images_they_read_and_no_kept_activations(make_engine, tiny_digits: nn.Module) -> None:
+    deep = replace(PEAKS, layers="deep")
+    queries = [
+        Query((Selection("train", CLASS), Selection("train", None, CLASS)), deep),
+        Query((Selection("valid"),), replace(deep, kind="right")),
+    ]
+    read = []
+    for ledger in (True, False):
+        engine = make_engine(clients=3)
+        engine.send_model(tiny_digits, ledger=ledger)
+        (sets, (valid,)) = engine.measure(tiny_digits, queries)
+        read.append(engine.tally.images_read)
+    assert read == [0, sum(each.images for each in sets) + valid.images]
+
+
 def test_the_same_images_are_looked_at_anew_for_other_layers(digits: Dataset, tiny_digits: nn.Module) -> None:
     engine = CentralEngine(digits)
     first, second = (replace(PEAKS, layers=layers) for layers in ("features.0", "features.3"))

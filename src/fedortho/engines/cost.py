@@ -29,7 +29,7 @@ class Cost:
     """
 
     seconds: float
-    images_read: int  # forward passes during the request
+    images_read: int  # forward passes during the request; not those of activations that were kept with a ledger
     images_trained: int  # forward and backward passes
     flops: float  # multiplications and additions, both counted, as torch counts them
     exchanges: int

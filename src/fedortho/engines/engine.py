@@ -72,7 +72,7 @@ def as_training_plan(what: Selection | TrainingPlan) -> TrainingPlan:
 class Tally:
     """What an engine has spent so far; exchanges and bytes stay 0 on one machine."""
 
-    images_read: int = 0  # forward passes
+    images_read: int = 0  # forward passes; those of kept activations through deep layers are not among them
     images_trained: int = 0  # forward and backward passes
     flops: float = 0.0  # computed elsewhere: by clients, or before the request (a ledger, stored importances)
     kept_flops: float = 0.0  # of all FLOPs those that do not depend on the request
