@@ -20,7 +20,7 @@ import torch
 from frontier import trace_frontier
 from manifest import benchmark_parser, open_network, original_name
 from result_files import write_results
-from torch import nn
+from torch import Tensor, nn
 
 from fedortho.data.images import Dataset, evaluation_batches
 from fedortho.data.request import ForgetRequest, union_of
@@ -59,7 +59,7 @@ def main(words: list[str] | None = None) -> None:
     out = arguments.out or HERE / "results" / f"forgetting-{arguments.dataset}.json"
     saved = json.loads(out.read_text()) if out.exists() else {}
     rows: list[dict[str, Any]] = saved.get("rows", [])
-    more: dict[str, list[dict[str, Any]]] = {key: saved.get(key, []) for key in ("timing", "sequence", "samples")}
+    more: dict[str, list[dict[str, Any]]] = {key: saved.get(key, []) for key in ("sequence", "samples")}
 
     def name(model: str, variant: str) -> str:
         return original_name(model, arguments.seed, variant, arguments.dataset)
@@ -80,7 +80,7 @@ def main(words: list[str] | None = None) -> None:
             continue  # the rest is about the method, not about orthogonality
         run = open_network(arguments.networks, name(model, variant), arguments.data_dir)
         data = run.load_data(arguments.data_dir)
-        for key, measured in (("timing", timing), ("samples", samples), ("sequence", sequence)):
+        for key, measured in (("samples", samples), ("sequence", sequence)):
             if not any(row["model"] == model and row["variant"] == variant for row in more[key]):
                 more[key] += [
                     {"model": model, "variant": variant} | row for row in measured(run, data, ledger_of(run, data))
@@ -98,30 +98,11 @@ def save(out: Path, dataset: str, rows: list[dict[str, Any]], more: dict[str, li
     write_results(out, what, command.strip(), rows, **more)
 
 
-def timing(run: Run, data: Dataset, ledger: Observation) -> list[dict[str, Any]]:
-    """Seconds and images of observing (ledger, data), of a request at a fixed ratio, and of one with hide."""
-    model, request = run.load_model(), ForgetRequest.parse("class:3")
-    fixed = Hide(ratio=0.1)
-    rows = []
-    for name, settings, known in (
-        ("observe, ledger", replace(fixed, repair=False), ledger),
-        ("observe, data", replace(fixed, repair=False), None),
-        ("fixed ratio", fixed, ledger),
-        ("hide", Hide(max_retain_drop=0.05), ledger),
-    ):
-        outcome = settings.plan(model, central_engine(model, data, known), request)
-        seconds = outcome.seconds["statistics"] + (0 if name.startswith("observe") else outcome.seconds["edit"])
-        read = outcome.images_read["statistics"] + outcome.images_read["edit"]
-        rows.append({"what": name, "seconds": round(seconds, 4), "images_read": read})
-        print(rows[-1], flush=True)
-    return rows
-
-
 def sequence(run: Run, data: Dataset, ledger: Observation) -> list[dict[str, Any]]:
     """Five classes one after the other, each with a retain budget of 2 points; stops at a refusal."""
     model: nn.Module = run.load_model()
-    done: list[ForgetRequest] = []
-    rows: list[dict[str, Any]] = []
+    test = CachedTest(model, data)
+    right, done, rows = test.right(model), list[ForgetRequest](), list[dict[str, Any]]()
     for label in range(5):
         request, before = ForgetRequest.parse(f"class:{label}"), union_of(done)
         try:
@@ -129,19 +110,22 @@ def sequence(run: Run, data: Dataset, ledger: Observation) -> list[dict[str, Any
         except Refused as refusal:
             rows.append({"request": str(request), "refused": str(refusal)})
             break
-        start = accuracies_of(model, data, request, forgotten=before)
         edited = outcome.patch.apply(model)
         stays = (request if before is None else before + request).split(data.train)[1]
         ledger = forget_lines(rebind_ledger(ledger, model, edited, data.train), stays)
-        model = edited
-        end = accuracies_of(model, data, request, forgotten=before)
+        model, earlier = edited, right
+        right = test.right(model)
         done.append(request)
-        forgotten = {str(old): accuracies_of(model, data, old).forget for old in done}
-        rows.append(
-            {"request": str(request), "retain_before": start.retain, "retain": end.retain, "forgotten": forgotten}
-        )
+        retained = test.labels > label
+        forgotten = {str(old): share(right[test.labels == number]) for number, old in enumerate(done)}
+        kept = {"retain_before": share(earlier[retained]), "retain": share(right[retained])}
+        rows.append({"request": str(request), **kept, "forgotten": forgotten})
         print(rows[-1], flush=True)
     return rows
+
+
+def share(right: Tensor) -> float:
+    return float(right.double().mean())
 
 
 def samples(run: Run, data: Dataset, ledger: Observation) -> list[dict[str, Any]]:
@@ -174,12 +158,15 @@ class CachedTest:
         parts = [entry_inputs(model, self.split, inputs) for inputs, _ in evaluation_batches(data.test)]
         self.cached = torch.cat(parts)
 
-    def accuracies(self, model: nn.Module, request: ForgetRequest) -> dict[str, float]:
+    def right(self, model: nn.Module) -> Tensor:
+        """Of each image whether the answer is right."""
         with torch.no_grad():
-            right = run_tail(tail_model(model, self.split), self.split, self.cached).argmax(1) == self.labels
-        forget = torch.isin(self.labels, torch.tensor(request.labels(self.names)))
+            return run_tail(tail_model(model, self.split), self.split, self.cached).argmax(1) == self.labels
+
+    def accuracies(self, model: nn.Module, request: ForgetRequest) -> dict[str, float]:
+        right, forget = self.right(model), torch.isin(self.labels, torch.tensor(request.labels(self.names)))
         parts = {"forget": right[forget], "retain": right[~forget], "test": right}
-        return {name: float(part.double().mean()) for name, part in parts.items()}
+        return {name: share(part) for name, part in parts.items()}
 
 
 def ledger_of(run: Run, data: Dataset) -> Observation:
