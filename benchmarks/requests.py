@@ -8,9 +8,10 @@ statistic takes of it; retraining by what torch counts for an image (`computed`,
 fine-tuning and of SalUn, and SSD, on the same network. `repeated`: five classes one after the other, with what keeping
 the ledger current costs. `large`: ResNet-18 and ResNet-50 with new weights, on random images, at a given ratio and
 calibrated for a target and a budget that any accuracy meets (new weights answer one class whatever is pruned), so that
-trials end at the first look; `client-bytes` are the messages that a client with these images would send. `federation`: ten clients, fashion-mini,
-Dirichlet 0.3, three rounds (kept in --federation), and one round of fine-tuning; its profile is of a second request
-that asks one thing at a time. Rows are added to benchmarks/results/requests.json as they are measured.
+trials end at the first look; `client-bytes` are the messages that a client with these images would send. `federation`:
+ten clients, fashion-mini, Dirichlet 0.3, three rounds (kept in --federation), and one round of fine-tuning; its profile
+is of a second request that asks one thing at a time. Rows are added to benchmarks/results/requests.json as they are
+measured.
 """
 
 import re

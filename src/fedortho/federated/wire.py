@@ -193,7 +193,7 @@ def unpack_integers(packed: Tensor, rows: int) -> Tensor:
     at = np.arange(rows * columns) * bits  # where each begins; eight bytes from there hold it
     window = np.lib.stride_tricks.sliding_window_view(np.frombuffer(data + bytes(8), np.uint8)[HEADER.size :], 8)
     above = window[at // 8].view(">u8").ravel() << (at % 8).astype(np.uint64) >> np.uint64(64 - bits)
-    whole = torch.from_numpy(above.astype(np.int64)).reshape(rows, columns) + low
+    whole: Tensor = torch.from_numpy(above.astype(np.int64)).reshape(rows, columns) + low
     if not bool((whole.abs() < LARGEST).all()):
         raise BadReply("an integer is beyond the range of the wire")
     return whole
