@@ -24,6 +24,7 @@ from decision_table import decision
 from erasing_tables import erasing, erasing_figures, regrow, regrow_tried
 from federation_tables import kills, malice, million, scale, server_view
 from result_text import RESULTS, ROOT, depth, grid, origin, read, stale_figures
+from theory_tables import theory, theory_figures
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(<!-- table: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -356,6 +357,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "calibration": calibration,
     "published": published,
     "erasing": erasing,
+    "theory": theory,
     "regrow": regrow,
     "regrow-tried": regrow_tried,
     "campaigns": campaigns,
@@ -374,7 +376,7 @@ def rendered(text: str) -> str:
 
 def main() -> None:
     is_check = "--check" in sys.argv
-    stale = stale_figures({**cost_figures(), **erasing_figures()}, write=not is_check)
+    stale = stale_figures({**cost_figures(), **erasing_figures(), **theory_figures()}, write=not is_check)
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         if rendered(text) != text:

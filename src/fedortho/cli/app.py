@@ -15,7 +15,7 @@ from fedortho.cli.console import err, one_line, out, warn
 from fedortho.cli.evidence import bundle_app, journal_app
 from fedortho.cli.forget import forget_command, undo_command
 from fedortho.cli.methods import compare_command, reproduce_command, tune_command
-from fedortho.cli.show import check_command, data_app, evaluate_command, report_command, results_command
+from fedortho.cli.show import check_command, data_app, evaluate_command, report_command, results_command, theory_command
 from fedortho.cli.train import deploy_command, federate_command, import_command, sync_command, train_command
 from fedortho.cli.verdict import audit_command, judge_command, qualify_command
 from fedortho.errors import FedOrthoError, first_line
@@ -121,7 +121,7 @@ def common(
 COMMANDS = (
     *(train_command, import_command, evaluate_command, check_command, federate_command, sync_command, deploy_command),
     *(forget_command, undo_command, judge_command, audit_command, qualify_command, compare_command, tune_command),
-    *(reproduce_command, report_command, results_command),
+    *(reproduce_command, theory_command, report_command, results_command),
 )
 for command in COMMANDS:
     app.command(command.__name__.removesuffix("_command"))(command)

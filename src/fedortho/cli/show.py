@@ -16,14 +16,19 @@ from fedortho.data.images import Dataset
 from fedortho.data.listing import ImageRow, list_images
 from fedortho.data.sources import load_images
 from fedortho.devices import choose_device
+from fedortho.engines.query import draw
 from fedortho.errors import FedOrthoError, unknown
+from fedortho.experiments.theory import HEADER, LayerTheory, measure_theory, theory_figure, theory_sentences
 from fedortho.models.predictions import evaluate
 from fedortho.models.zoo import build_model
+from fedortho.reports.figures.style import png
 from fedortho.reports.page import write_report
 from fedortho.reports.run_table import COLUMNS, SORTED_BY, by_directory, list_runs
 from fedortho.requests.checking import check
 from fedortho.runs.purge import purge_run
 from fedortho.runs.run import open_run
+from fedortho.storage.files import replacing
+from fedortho.storage.records import to_json
 from fedortho.storage.trusted_code import remember_code
 
 data_app = typer.Typer(
@@ -57,6 +62,41 @@ def evaluate_command(
         source = run.record.data.valid_source if split == "valid" else ""
         say(f"{run_path}: {split} images of {data.name}{': ' * bool(source)}{source}")
         out.print(class_table(score, images.names))
+
+
+def theory_command(
+    run_path: RunPath,
+    beside: Annotated[
+        Path | None, Option(help="another run to compare with, such as one without orthogonality")
+    ] = None,
+    layers: Annotated[
+        str, Option(help="depth (shallow, mid, deep, all), names or patterns, with commas between")
+    ] = "deep",
+    images: Annotated[int, Option(help="training images whose patches are measured")] = 500,
+    figure: Annotated[Path | None, Option(help="PNG file to draw")] = None,
+    data_dir: DataDir = "",
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Measure the paper's theory on a run: orthogonality, covariances of responses and their bounds, by layer."""
+    if images < 1:
+        raise FedOrthoError(f"--images is {images}; expected at least 1")
+    chosen, found = choose_device(device), dict[str, list[LayerTheory]]()
+    for run in (open_run(path) for path in (run_path, beside) if path is not None):
+        with bars() as shown:
+            data = run.load_data(data_dir, bar(shown, "decoding images"))
+        found[run.path.name] = measure_theory(run.load_model(), draw(data.train, images, 0), layers, device=chosen)
+    if figure is not None:
+        with replacing(figure) as file:
+            file.write_bytes(png(theory_figure(found)))
+    if as_json:
+        say_json({name: [to_json(layer) for layer in measured] for name, measured in found.items()})
+        return
+    for name, measured in found.items():
+        say(f"{name}: {images} training images")
+        out.print(words_table(HEADER, [layer.cells for layer in measured]))
+    for sentence in theory_sentences(found):
+        say(sentence)
 
 
 def check_command(
