@@ -4,6 +4,7 @@ import json
 import logging
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,17 +14,19 @@ from typer.testing import CliRunner
 from fedortho.cli.app import app
 from fedortho.errors import FedOrthoError
 from fedortho.evaluation.accuracies import accuracies_of
+from fedortho.experiments import runner
 from fedortho.experiments.experiment import (
     Experiment,
     ExperimentResults,
     MethodVariant,
     load_experiment,
-    read_seeds,
     select_rows,
 )
 from fedortho.experiments.relations import SeedRow, parse_relation
 from fedortho.experiments.runner import ProgressHooks, reproduce
 from fedortho.requests import comparing
+from fedortho.requests.comparing import Row
+from fedortho.runs.record import Accuracies
 from fedortho.runs.run import open_run
 from fedortho.runs.settings import TrainSettings
 from fedortho.storage.files import read_json
@@ -40,8 +43,7 @@ def experiment(**changes: Any) -> Experiment:
 
 
 def limited(seeds: str = "", methods: str = "", rows: str = "") -> Experiment:
-    chosen = select_rows(experiment(), methods, rows)
-    return replace(chosen, seeds=read_seeds(seeds)) if seeds else chosen
+    return select_rows(experiment(), methods, rows, seeds)
 
 
 def forget(row: SeedRow) -> float:
@@ -83,6 +85,49 @@ def test_the_same_seed_gives_the_same_bytes_elsewhere_and_nothing_is_done_twice(
     assert other.rows[0].accuracies != rows[0].accuracies
 
 
+@pytest.fixture
+def places(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Nothing is trained or edited: what is tested is where outcomes and tables are written."""
+    seen: list[Path] = []
+    zero = Accuracies(0.0, 0.0, 0.0)
+
+    def served(run: Any, data: Any, request: Any, variant: Any, out: Path) -> Any:
+        seen.append(out)
+        record = SimpleNamespace(requests=[SimpleNamespace(after=zero, all_forgotten={})])
+        return SimpleNamespace(path=run.path, settings=run.settings, record=record)
+
+    def compared(run: Any, request: Any, methods: Any, *, out: Path, **how: Any) -> list[Row]:
+        seen.append(out)
+        return [Row("", str(request), methods[0], {}, zero)]
+
+    run = SimpleNamespace(path=Path("network"), settings=NETWORK, load_data=lambda: None)
+    for name, stub in {"trained": lambda *_: run, "_served": served, "compare": compared}.items():
+        monkeypatch.setattr(runner, name, stub)
+    monkeypatch.setattr(runner, "_original_accuracies", lambda *_: zero)
+    return seen
+
+
+@pytest.mark.usefixtures("places")
+def test_a_narrowed_run_leaves_the_table_of_the_whole_run_alone(tmp_path: Path) -> None:
+    reproduce(experiment(), tmp_path)
+    before = (tmp_path / "pruning-demo.json").read_bytes()
+    for flag, value in {"rows": "ratio=0.4", "methods": "paper", "seeds": "0"}.items():
+        narrowed = reproduce(limited(**{flag: value}), tmp_path)
+        assert (tmp_path / "pruning-demo.json").read_bytes() == before, flag
+        assert read_record(ExperimentResults, tmp_path / f"pruning-demo-{flag}-{value}.json") == narrowed
+        assert narrowed.command.endswith(f"--{flag} {value}")
+
+
+@pytest.mark.parametrize("is_sequence", [False, True])
+def test_another_setting_of_a_variant_is_another_outcome(is_sequence: bool, tmp_path: Path, places: list[Path]) -> None:
+    base = experiment(is_sequence=is_sequence, requests=("class:0", "class:1"))
+    for alpha in (1.0, 0.5, 1.0):  # a setting that the table does not vary
+        variant = MethodVariant("paper", {"ratio": 0.4, "alpha": alpha}, {"ratio": 0.4})
+        reproduce(replace(base, variants=(variant,)), tmp_path)
+    assert places[:2] == places[4:]
+    assert not set(places[:2]) & set(places[2:4])
+
+
 def test_requests_of_a_sequence_are_served_one_after_the_other(tmp_path: Path) -> None:
     steps = experiment(is_sequence=True, requests=("class:0", "class:1", "class:2"), variants=RATIOS[1:])
     original, *rows = reproduce(steps, tmp_path).rows
@@ -94,8 +139,8 @@ def test_requests_of_a_sequence_are_served_one_after_the_other(tmp_path: Path) -
     told = {word: accuracies_of(model, data, word).forget for word in ("class:0", "class:1", "class:2")}
     assert rows[-1].forgotten == told, "earlier classes are measured on the last model"
     assert reproduce(steps, tmp_path).rows == (original, *rows)
-    with pytest.raises(FedOrthoError, match="exists already; choose a new directory for --out"):
-        reproduce(replace(steps, requests=("class:5", "class:1")), tmp_path)
+    others = reproduce(replace(steps, requests=("class:5", "class:1")), tmp_path).rows
+    assert set(others[-1].forgotten) == {"class:5", "class:1"}, "other requests are other outcomes"
 
 
 def test_a_federation_forgets_one_after_the_other_and_by_client_and_samples(tmp_path: Path) -> None:
@@ -137,7 +182,8 @@ def test_the_command_lists_runs_and_explains(tmp_path: Path, monkeypatch: pytest
     assert "±" not in told, "one seed has no spread"
     assert "(1 seed)" in told
     value = json.loads(invoke("reproduce", "pruning", "--seeds", "0", "--out", str(tmp_path), "--json"))
-    assert value == read_json(tmp_path / "pruning-demo.json")
+    assert value == read_json(tmp_path / "pruning-demo-seeds-0.json")
+    assert value["command"] == "fedortho reproduce pruning --scale demo --seeds 0"
     assert [row["key"]["method"] for row in value["rows"]] == ["original", "paper", "paper"]
 
 

@@ -146,7 +146,7 @@ def reproduce_command(
         say_json(to_json(results))
         return
     _print_experiment(experiment, results)
-    say(f"all numbers: {place / f'{name}-{scale}.json'}; networks and models: {place}")
+    say(f"all numbers: {place / experiment.file_name}; networks and models: {place}")
 
 
 def _hooks(shown: Bars, name: str) -> ProgressHooks:

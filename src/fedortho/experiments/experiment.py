@@ -3,7 +3,7 @@
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, ClassVar
@@ -61,6 +61,19 @@ class Experiment:
     relations: tuple[Relation, ...]
     beside: Mapping[str, str]  # keys of the printed rows that stand beside ours, where they differ
     printed: tuple[TableRow, ...]  # the paper's rows
+    limits: Mapping[str, str] = field(default_factory=dict)  # flags that narrow the table: seeds, methods, rows
+
+    @property
+    def command(self) -> str:
+        """The command that runs it."""
+        flags = [f"--{flag} {value}" for flag, value in self.limits.items()]
+        return " ".join([f"fedortho reproduce {self.name} --scale {self.scale}", *flags])
+
+    @property
+    def file_name(self) -> str:
+        """The name of its result file; a narrowed table has its own, and never replaces that of the whole table."""
+        words = [self.name, self.scale, *(word for limit in self.limits.items() for word in limit)]
+        return re.sub(r"[^\w.,=-]+", "-", "-".join(words)) + ".json"
 
 
 def load_experiment(
@@ -75,8 +88,7 @@ def load_experiment(
         raise unknown("experiment", name, EXPERIMENTS)
     if scale not in SCALES:
         raise unknown("scale", scale, SCALES)
-    experiment = select_rows(make_experiment(name, scale, read_toml(HERE / f"{name}.toml")), methods, rows)
-    return replace(experiment, seeds=read_seeds(seeds)) if seeds else experiment
+    return select_rows(make_experiment(name, scale, read_toml(HERE / f"{name}.toml")), methods, rows, seeds)
 
 
 def make_experiment(name: str, scale: str, table: Mapping[str, Any]) -> Experiment:
@@ -163,8 +175,8 @@ def read_seeds(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(map(int, words)))
 
 
-def select_rows(experiment: Experiment, methods: str = "", rows: str = "") -> Experiment:
-    """Only these methods (names with commas between) and the rows with these values (key=value with commas between)."""
+def select_rows(experiment: Experiment, methods: str = "", rows: str = "", seeds: str = "") -> Experiment:
+    """Only these methods and seeds (with commas between) and the rows with these values (key=value)."""
     names = [name.strip() for name in methods.split(",") if name.strip()]
     known = dict.fromkeys(variant.method for variant in experiment.variants)
     for name in names or ([methods] if methods else []):  # commas alone name no method, and not all methods
@@ -183,7 +195,9 @@ def select_rows(experiment: Experiment, methods: str = "", rows: str = "") -> Ex
         networks = tuple(one for one in networks if as_text(network_key(one).get(key, value)) == value)
         requests = tuple(one for one in requests if key != "request" or request_kind(one) == value)
         variants = tuple(one for one in variants if as_text(one.varied.get(key, value)) == value)
-    return replace(experiment, networks=networks, requests=requests, variants=variants)
+    limits = {key: value for key, value in {"seeds": seeds, "methods": methods, "rows": rows}.items() if value}
+    chosen = replace(experiment, networks=networks, requests=requests, variants=variants, limits=limits)
+    return replace(chosen, seeds=read_seeds(seeds)) if seeds else chosen
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Run an experiment: train missing networks, forget, measure; every step is on disk and is not repeated."""
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ def reproduce(
     """Run an experiment, given by its name or as `load_experiment` returns it; all rows and checked claims.
 
     Networks, reference models and outcomes are kept in the directory `out`, and all experiments there share them.
-    OUT/NAME-SCALE.json holds the results; it is written after each row.
+    OUT/NAME-SCALE.json holds the results, that of a narrowed table also names its limits; written after each row.
     """
     experiment = load_experiment(experiment) if isinstance(experiment, str) else experiment
     out, rows = Path(out), list[SeedRow]()
@@ -86,14 +86,14 @@ def reproduce(
         serve = _sequence if experiment.is_sequence else _requests
         for row in serve(experiment, run, run.load_data(), out, replace(hooks, step=on_step)):
             rows.append(replace(row, key={**network_key(settings), **row.key}))
-            write_record(out / f"{experiment.name}-{experiment.scale}.json", _results(experiment, rows))
+            write_record(out / experiment.file_name, _results(experiment, rows))
     return _results(experiment, rows)
 
 
 def _results(experiment: Experiment, rows: list[SeedRow]) -> ExperimentResults:
     return ExperimentResults(
         f"{experiment.name}: {experiment.what}",
-        f"fedortho reproduce {experiment.name} --scale {experiment.scale}",
+        experiment.command,
         experiment.scale,
         tuple(rows),
         check_claims(experiment, rows),
@@ -104,13 +104,16 @@ def _results(experiment: Experiment, rows: list[SeedRow]) -> ExperimentResults:
 def trained(directory: Path, settings: TrainSettings, hooks: ProgressHooks = SILENT) -> Run:
     """The network with these settings in a directory of runs, trained if it is missing."""
     known = {key: value for key, value in as_mapping(settings).items() if key not in FREE}
-    digest = hashlib.sha256(canonical_json(known).encode()).hexdigest()[:8]
-    path = directory / f"{settings.data}-{settings.model}-seed{settings.seed}-{digest}".replace(":", "-")
+    path = directory / f"{settings.data}-{settings.model}-seed{settings.seed}-{_digest(known)}".replace(":", "-")
     if isinstance(settings, FederateSettings):
         run = train_federation(path, settings, watch=hooks.federation())
     else:
         run = train_run(path, settings, watch=hooks.training(), progress=hooks.decoding)
     return replace(run, settings=settings)  # its data may lie elsewhere than during training
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(canonical_json(value).encode()).hexdigest()[:8]
 
 
 def _requests(experiment: Experiment, run: Run, data: Dataset, out: Path, hooks: ProgressHooks) -> Iterator[SeedRow]:
@@ -122,7 +125,8 @@ def _requests(experiment: Experiment, run: Run, data: Dataset, out: Path, hooks:
         for variant in experiment.variants:
             name, on_training = variant.method, hooks.training() if variant.method == "retrain" else None
             hooks.step(f"{name} {kind}", 0, 0)
-            place = out / "outcomes" / run.path.name / words.replace(":", "-").replace(" ", "-") / _name(variant)
+            folder = words.replace(":", "-").replace(" ", "-")
+            place = out / "outcomes" / run.path.name / folder / _name(run, variant, [request])
             where: dict[str, Any] = {"out": place, "references": out / "references", "on_training": on_training}
             (row,) = compare(run, request, [name], settings={name: variant.settings}, data=data, **where)
             yield SeedRow(seed, {"request": kind, "method": name, **variant.varied}, row.accuracies, row.refused)
@@ -132,8 +136,11 @@ def _original_accuracies(run: Run, data: Dataset, request: ForgetRequest) -> Acc
     return replace(open_context(run, data), forgotten=None).accuracies(run.load_model(), request)
 
 
-def _name(variant: MethodVariant) -> str:
-    return "-".join(f"{key}-{as_text(value)}" for key, value in variant.varied.items()) or "as-set"
+def _name(run: Run, variant: MethodVariant, requests: Sequence[ForgetRequest]) -> str:
+    """What varies, and a digest of all settings and requests: with another setting it is another outcome."""
+    settings = as_mapping(method_for_run(run, variant.method, variant.settings))
+    words = [f"{key}-{as_text(value)}" for key, value in variant.varied.items()] or ["as-set"]
+    return "-".join([*words, _digest([settings, *map(str, requests)])])
 
 
 def _sequence(experiment: Experiment, run: Run, data: Dataset, out: Path, hooks: ProgressHooks) -> Iterator[SeedRow]:
@@ -148,7 +155,9 @@ def _sequence(experiment: Experiment, run: Run, data: Dataset, out: Path, hooks:
         for step, request in enumerate(requests, 1):
             hooks.step(f"{variant.method}, request {step}", 0, 0)
             key = {"request": request.kind, "method": variant.method, "step": step, **variant.varied}
-            place = out / "outcomes" / run.path.name / f"{variant.method}-{_name(variant)}-step{step}"
+            place = (
+                out / "outcomes" / run.path.name / f"{variant.method}-{_name(run, variant, requests[:step])}-step{step}"
+            )
             try:
                 current = _served(current, data, request, variant, place)
             except Refused as refusal:
