@@ -16,18 +16,20 @@ from fedortho.errors import FedOrthoError
 from fedortho.evaluation.accuracies import accuracies_of
 from fedortho.experiments import runner
 from fedortho.experiments.experiment import (
+    PAPER_DATA,
     Experiment,
     ExperimentResults,
     MethodVariant,
     load_experiment,
+    row_verdict,
     select_rows,
 )
-from fedortho.experiments.relations import SeedRow, parse_relation
+from fedortho.experiments.relations import SeedRow, over_seeds, parse_relation
 from fedortho.experiments.runner import ProgressHooks, reproduce
 from fedortho.requests import comparing
 from fedortho.requests.comparing import Row
 from fedortho.runs.record import Accuracies
-from fedortho.runs.run import open_run
+from fedortho.runs.run import load_run_data, open_run
 from fedortho.runs.settings import TrainSettings
 from fedortho.storage.files import read_json
 from fedortho.storage.records import read_record
@@ -42,7 +44,8 @@ def experiment(**changes: Any) -> Experiment:
     return replace(base, **changes)
 
 
-def limited(seeds: str = "", methods: str = "", rows: str = "") -> Experiment:
+def limited(seeds: str = "", methods: str = "", rows: str = "", other_data: bool = False) -> Experiment:
+    assert not other_data
     return select_rows(experiment(), methods, rows, seeds)
 
 
@@ -118,6 +121,33 @@ def test_a_narrowed_run_leaves_the_table_of_the_whole_run_alone(tmp_path: Path) 
         assert narrowed.command.endswith(f"--{flag} {value}")
 
 
+@pytest.mark.usefixtures("places")
+def test_the_papers_scale_refuses_other_data_unless_it_is_named_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = load_run_data(NETWORK)  # digits: 10 classes, 1,797 images
+    monkeypatch.setattr(runner, "load_run_data", lambda *_, **__: half)
+    table = replace(experiment(), scale="paper", networks=(replace(NETWORK, data="cifar10"),))
+    message = r"cifar10 here has 10 classes, 1,\d+ training and \d+ test images; the paper's has 10 classes, 50,000 "
+    with pytest.raises(FedOrthoError, match=message + r"training and 10,000 test images; .*--other-data"):
+        reproduce(table, tmp_path)
+    assert not list(tmp_path.iterdir())
+    named = replace(table, limits={"other-data": ""})
+    results = reproduce(named, tmp_path)
+    assert results.data["cifar10"].train == len(half.train)
+    assert f"{len(half.valid)} more held out for validation (the paper has no hold-out)" in results.data["cifar10"].text
+    assert {row_verdict(named, row) for row in over_seeds(results.rows)} == {"other data"}
+    assert [path.name for path in tmp_path.iterdir()] == ["pruning-paper-other-data.json"]
+    monkeypatch.setitem(PAPER_DATA, "cifar10", (10, len(half.known_rows), len(half.test)))
+    assert reproduce(table, tmp_path).data == results.data, "the same counts are accepted"
+
+
+def test_other_data_is_a_word_of_the_papers_scale() -> None:
+    assert load_experiment("pruning", "paper", other_data=True).command.endswith("--scale paper --other-data")
+    with pytest.raises(FedOrthoError, match="--other-data is for --scale paper; at scale demo"):
+        load_experiment("pruning", other_data=True)
+
+
 @pytest.mark.parametrize("is_sequence", [False, True])
 def test_another_setting_of_a_variant_is_another_outcome(is_sequence: bool, tmp_path: Path, places: list[Path]) -> None:
     base = experiment(is_sequence=is_sequence, requests=("class:0", "class:1"))
@@ -176,7 +206,17 @@ def test_the_command_lists_runs_and_explains(tmp_path: Path, monkeypatch: pytest
         assert name in told
     monkeypatch.setattr("fedortho.cli.methods.load_experiment", lambda name, scale="demo", **limits: limited(**limits))
     told = invoke("reproduce", "pruning", "--seeds", "0,1", "--rows", "ratio=0.4", "--out", str(tmp_path))
-    for text in ("forget", "(paper)", "92.00", "not printed", "other setting", "±", "no such rows", "seeds 0, 1"):
+    for text in (
+        "forget",
+        "(paper)",
+        "92.00",
+        "not printed",
+        "other setting",
+        "±",
+        "no such rows",
+        "seeds 0, 1",
+        "the paper has no hold-out",
+    ):
         assert text in told
     told = invoke("reproduce", "pruning", "--seeds", "0", "--out", str(tmp_path))
     assert "±" not in told, "one seed has no spread"

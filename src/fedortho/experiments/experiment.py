@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
-from fedortho.errors import BadSetting, unknown
+from fedortho.errors import BadData, BadSetting, unknown
 from fedortho.experiments.relations import (
     METRICS,
     Relation,
@@ -34,6 +34,11 @@ HERE = Path(__file__).parent
 EXPERIMENTS = tuple(sorted(path.stem for path in HERE.glob("*.toml") if path.stem != "recipes"))
 SCALES = ("demo", "small", "paper")
 NUMBERS = {*METRICS, *(f"{metric}-sd" for metric in METRICS), "mia", "mia-sd", "seconds", "label"}  # printed columns
+PAPER_DATA = {  # classes, training images, test images
+    "cifar10": (10, 50_000, 10_000),
+    "cifar100": (100, 50_000, 10_000),
+    "tiny-imagenet": (200, 100_000, 10_000),
+}
 FIRST_SAMPLES = re.compile(r"first (\d+) of class:(\d+)")
 
 
@@ -61,25 +66,27 @@ class Experiment:
     relations: tuple[Relation, ...]
     beside: Mapping[str, str]  # keys of the printed rows that stand beside ours, where they differ
     printed: tuple[TableRow, ...]  # the paper's rows
-    limits: Mapping[str, str] = field(default_factory=dict)  # flags that narrow the table: seeds, methods, rows
+    limits: Mapping[str, str] = field(default_factory=dict)  # flags: seeds, methods, rows, other-data
 
     @property
     def command(self) -> str:
         """The command that runs it."""
-        flags = [f"--{flag} {value}" for flag, value in self.limits.items()]
+        flags = [f"--{flag} {value}".strip() for flag, value in self.limits.items()]
         return " ".join([f"fedortho reproduce {self.name} --scale {self.scale}", *flags])
 
     @property
     def file_name(self) -> str:
         """The name of its result file; a narrowed table has its own, and never replaces that of the whole table."""
-        words = [self.name, self.scale, *(word for limit in self.limits.items() for word in limit)]
+        words = [self.name, self.scale, *(word for limit in self.limits.items() for word in limit if word)]
         return re.sub(r"[^\w.,=-]+", "-", "-".join(words)) + ".json"
 
 
 def load_experiment(
-    name: str, scale: str = "demo", *, seeds: str = "", methods: str = "", rows: str = ""
+    name: str, scale: str = "demo", *, seeds: str = "", methods: str = "", rows: str = "", other_data: bool = False
 ) -> Experiment:
     """An experiment of the package; its seeds, methods and rows (key=value) can be limited.
+
+    The scale `paper` accepts other data than the paper's only with `other_data`; then no number is judged.
 
     >>> load_experiment("pruning", "paper").seeds
     (0, 20, 23)
@@ -88,7 +95,12 @@ def load_experiment(
         raise unknown("experiment", name, EXPERIMENTS)
     if scale not in SCALES:
         raise unknown("scale", scale, SCALES)
-    return select_rows(make_experiment(name, scale, read_toml(HERE / f"{name}.toml")), methods, rows, seeds)
+    if other_data and scale != "paper":
+        raise BadSetting(
+            f"--other-data is for --scale paper; at scale {scale} no number is judged anyway; leave it out"
+        )
+    chosen = select_rows(make_experiment(name, scale, read_toml(HERE / f"{name}.toml")), methods, rows, seeds)
+    return replace(chosen, limits={**chosen.limits, "other-data": ""}) if other_data else chosen
 
 
 def make_experiment(name: str, scale: str, table: Mapping[str, Any]) -> Experiment:
@@ -201,6 +213,35 @@ def select_rows(experiment: Experiment, methods: str = "", rows: str = "", seeds
 
 
 @dataclass(frozen=True)
+class DataSummary:
+    """How much data a table was run on."""
+
+    classes: int
+    train: int
+    valid: int  # held out of the training images for validation; the paper has no hold-out
+    test: int
+
+    @property
+    def text(self) -> str:
+        """In words."""
+        held = f", {self.valid:,} more held out for validation (the paper has no hold-out)" if self.valid else ""
+        return f"{self.classes} classes, {self.train:,} training images{held}, {self.test:,} test images"
+
+
+def summarise_data(experiment: Experiment, name: str, data: Dataset) -> DataSummary:
+    """How much data this is; at the scale `paper`, other data than the paper's is refused unless it is named so."""
+    valid = len(data.known_rows) - len(data.train) - len(data.gone)
+    found = DataSummary(data.train.classes, len(data.train), valid, len(data.test))
+    papers, here = PAPER_DATA.get(name), (found.classes, len(data.known_rows), found.test)
+    if experiment.scale == "paper" and here != papers and "other-data" not in experiment.limits:
+        numbers = "{} classes, {:,} training and {:,} test images"
+        wanted = f"the paper's has {numbers.format(*papers)}" if papers else "the paper does not have it"
+        advice = "give all of it, or --other-data, with which no number is judged"
+        raise BadData(f"{name} here has {numbers.format(*here)}; {wanted}; {advice}")
+    return found
+
+
+@dataclass(frozen=True)
 class PairFinding:
     """Two rows that a claim is about: differences in points, one for each seed, and what they come to."""
 
@@ -229,6 +270,7 @@ class ExperimentResults:
     rows: tuple[SeedRow, ...]
     claims: tuple[ClaimFinding, ...]
     environment: Environment
+    data: Mapping[str, DataSummary] = field(default_factory=dict)  # by name
 
 
 def check_claims(experiment: Experiment, rows: Sequence[SeedRow]) -> tuple[ClaimFinding, ...]:
@@ -256,6 +298,8 @@ def row_verdict(experiment: Experiment, row: TableRow) -> str:
     printed = printed_beside(experiment, row)
     if not row.of("forget"):
         return "refused"
+    if "other-data" in experiment.limits:
+        return "other data"
     if not printed or experiment.scale != "paper":
         return "other setting" if printed else "not printed"
     off = {metric: abs(fmean(row.of(metric)) - printed[metric]) for metric in METRICS if metric in printed}

@@ -12,6 +12,7 @@ from fedortho.data.sources import DATASETS
 from fedortho.devices import using_threads
 from fedortho.errors import FedOrthoError
 from fedortho.experiments.experiment import (
+    DataSummary,
     Experiment,
     ExperimentResults,
     MethodVariant,
@@ -20,6 +21,7 @@ from fedortho.experiments.experiment import (
     network_key,
     request_for,
     request_kind,
+    summarise_data,
 )
 from fedortho.experiments.relations import SeedRow, as_text
 from fedortho.federated.server import train_federation
@@ -72,8 +74,11 @@ def reproduce(
     if data_dir:
         named = {name for name, source in DATASETS.items() if source.folders}
         networks = [replace(each, data_dir=data_dir) if each.data in named else each for each in networks]
+    used = dict[str, DataSummary]()  # missing data, and other data than the paper's, are refused before any training
     for settings in {network.data: network for network in networks}.values():
-        load_run_data(settings, progress=hooks.decoding)  # refuses missing data before anything is trained
+        used[settings.data] = summarise_data(
+            experiment, settings.data, load_run_data(settings, progress=hooks.decoding)
+        )
     order = [replace(settings, seed=seed) for seed in experiment.seeds for settings in networks]
     for number, settings in enumerate(order):
         name = " ".join([str(settings.seed), *network_key(settings).values()])
@@ -86,11 +91,11 @@ def reproduce(
         serve = _sequence if experiment.is_sequence else _requests
         for row in serve(experiment, run, run.load_data(), out, replace(hooks, step=on_step)):
             rows.append(replace(row, key={**network_key(settings), **row.key}))
-            write_record(out / experiment.file_name, _results(experiment, rows))
-    return _results(experiment, rows)
+            write_record(out / experiment.file_name, _results(experiment, rows, used))
+    return _results(experiment, rows, used)
 
 
-def _results(experiment: Experiment, rows: list[SeedRow]) -> ExperimentResults:
+def _results(experiment: Experiment, rows: list[SeedRow], used: dict[str, DataSummary]) -> ExperimentResults:
     return ExperimentResults(
         f"{experiment.name}: {experiment.what}",
         experiment.command,
@@ -98,6 +103,7 @@ def _results(experiment: Experiment, rows: list[SeedRow]) -> ExperimentResults:
         tuple(rows),
         check_claims(experiment, rows),
         environment(),
+        used,
     )
 
 
