@@ -111,7 +111,8 @@ def find_client(node: Config, config: Config) -> ClientState:
         raise FedOrthoError("the node's configuration has no store; give the node store=DIRECTORY, see docs/deploy.md")
     run = node.get("run") or (config.get("run") if config.get("store") else "")  # only of clients simulated here
     policy = read_policy(node, is_simulated=bool(config.get("store")) or "run" in node)
-    state = open_client(client, federate_settings(config), Path(str(store)), str(node.get("data", "")))
+    settings = federate_settings({**config, "strategy": ""})  # which is the server's
+    state = open_client(client, settings, Path(str(store)), str(node.get("data", "")))
     return replace(state, run=str(run or ""), policy=policy)
 
 

@@ -24,6 +24,7 @@ from fedortho.federated.masking import masked_observations
 from fedortho.federated.messages import LocalResult, Observe, ObserveReply, TrainLocal, TrainReply
 from fedortho.federated.pooling import Pool
 from fedortho.federated.roster import Roster, ranges
+from fedortho.federated.strategies import StrategyRound, is_repeatable, load_strategy
 from fedortho.federated.transport import ClientReply, Exchange, Progress
 from fedortho.federated.wire import BadReply, Tensors, below, prefixed
 from fedortho.models.norms import batch_norms, frozen_norms
@@ -132,6 +133,9 @@ class FederatedEngine(Roster):
         job = TrainingJob(plan, recipe, trainable, local_epochs, base, updates, self.federation.norms)
         identity = _identity(model, job, self.federation)
         self._taught.clear()
+        self._strategy = load_strategy(self.federation.strategy) if self.federation.strategy else None
+        if not is_repeatable(self.federation.strategy):
+            checkpoint = None  # it may keep state that no checkpoint has: a killed training begins anew
         self._resume(checkpoint, identity, current, begin)
         clients, every = [each for each in self.present() if job.may_train(each)], self.federation.evaluate_every
         for number in range(len(self.history), recipe.epochs):
@@ -170,7 +174,13 @@ class FederatedEngine(Roster):
 
         while remaining:
             sampled = sample_clients(remaining, self.federation, job.recipe.seed, number, self._named(job.plan))
-            results |= self._average(current, job, number, sampled, progress)
+            chosen = None
+            if self._strategy is not None:
+                seed = step_seed(job.recipe.seed, number, self.federation.clients + 1)  # of no client's training
+                chosen = StrategyRound(self._strategy, number, seed)
+                state = {n: v for n, v in current.state_dict().items() if n not in job.frozen_tensors(current)}
+                sampled = chosen.sampled(state, {client: self.transport.nodes[client] for client in sampled})
+            results |= self._average(current, job, number, sampled, progress, chosen)
             asked = set(sampled)
             remaining = [client for client in remaining if client not in asked]
             if trained := {client: result for client, result in results.items() if result is not None}:
@@ -186,12 +196,19 @@ class FederatedEngine(Roster):
         return {client for request in requests for client in request.named_clients(shares)}
 
     def _average(
-        self, current: nn.Module, job: TrainingJob, number: int, sampled: Sequence[int], progress: Progress
+        self,
+        current: nn.Module,
+        job: TrainingJob,
+        number: int,
+        sampled: Sequence[int],
+        progress: Progress,
+        strategy: StrategyRound | None,
     ) -> dict[int, LocalResult | None]:
         """Send the model, have clients train it, average what they send; the results of those that answer.
 
         The result is None for a client without images, and for one whose answer does not count. Models are added in the
-        order of client numbers, into the tensors of the current model: beside it there is only its message.
+        order of client numbers, into the tensors of the current model: beside it there is only its message. A strategy
+        has them all at once.
         """
         state = current.state_dict()
         job.save(number, "global", state)
@@ -215,10 +232,15 @@ class FederatedEngine(Roster):
             except BadReply as error:
                 self.transport.log[-1].reject(reply.client, f"its reply does not match ({error})")
                 continue
-            mean.add(sent, result.images)
+            if strategy is None:
+                mean.add(sent, result.images)
+            else:
+                strategy.add(self.transport.nodes[reply.client], sent, result.images)
             job.save(number, f"client-{reply.client}", sent, result.images)
             self._spend(result)
             results[reply.client] = result
+        if strategy is not None and strategy.replies:
+            strategy.combine(trained)
         return results
 
     def _train_contents(

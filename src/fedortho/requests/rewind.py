@@ -18,6 +18,7 @@ from fedortho.data.request import Clients, ForgetRequest
 from fedortho.errors import FedOrthoError
 from fedortho.federated.engine import Watch
 from fedortho.federated.server import train_federation
+from fedortho.federated.strategies import is_repeatable
 from fedortho.requests.references import find_original, purged_images
 from fedortho.requests.transaction import tell_once
 from fedortho.runs.rounds import LOG_FILE, RoundLog, kept_rounds, read_log, read_start, round_file
@@ -180,6 +181,9 @@ def _source_of(run: Run) -> tuple[Run, FederateSettings, RoundLog]:
     settings = replace(source.settings, data=run.settings.data, data_dir=run.settings.data_dir)
     if settings.draw == 1:
         raise CannotRewind(f"{source.path} has draw 1: an absent client changes all draws; exact is to retrain")
+    if not is_repeatable(settings.strategy):
+        what = f"{settings.strategy}, which may keep state between rounds"
+        raise CannotRewind(f"{source.path} was trained by {what}; exact is to retrain")
     if settings.start:
         raise CannotRewind(f"{source.path} began with {settings.start}, which may know the data; retrain that")
     return source, settings, log

@@ -59,7 +59,7 @@ class Subject:
         return Preprocessing.parse(self.mean, self.std, self.scale, self.transform)
 
     @property
-    def code(self) -> tuple[str, str]:
+    def code(self) -> tuple[str, ...]:
         """Names that may be those of functions of others."""
         return self.model, self.transform
 
@@ -151,6 +151,9 @@ class Federation:
     pooling: Annotated[
         str, "sums of clients: bounded (by the model and the median client), trimmed (without extremes), or sum"
     ] = "bounded"
+    strategy: Annotated[
+        str, "strategy of Flower for training, such as flwr.serverapp.strategy:FedMedian; empty: the weighted mean"
+    ] = ""
 
     def __post_init__(self) -> None:
         for name, least in LEAST.items():
@@ -193,6 +196,11 @@ class FederateSettings(TrainSettings, Federation):
             raise BadSetting(
                 "clients of a federation validate on their own images; leave out --valid-dir and --valid-from-test"
             )
+
+    @property
+    def code(self) -> tuple[str, ...]:
+        strategy = self.strategy.partition("(")[0]
+        return (*super().code, "" if strategy.startswith("flwr.") else strategy)
 
     @property
     def federation(self) -> Federation:
