@@ -1,11 +1,12 @@
 """A kill campaign: a federation is killed at random moments of training and of a request; the same call is repeated.
 
-    python benchmarks/kills.py [--trials 100] [--minutes 10] [--seed 0]
+    python benchmarks/kills.py [--trials 100] [--minutes 10] [--seed 0] [--processes]
 
 Targets: `all` (driver, server app and clients, which share one process here) and `node` (one of two processes in which
 clients run, in training). A trial ends well if the repeated call gives the bytes of the undisturbed one, the run that
 was there before is unchanged and the journal is whole; a refusal in between must be one of ours. Anything else is
-`lost`.
+`lost`. With --processes SuperLink, nodes, server app and driver are processes of their own: see process_kills.py.
+Another seed draws other moments; rows of all seeds are kept.
 """
 
 import argparse
@@ -15,13 +16,13 @@ import shutil
 import signal
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from result_files import write_results
+from process_kills import campaign
+from result_files import add_row, read_results
 
 import fedortho as fo
 from fedortho.federated import switch_off
@@ -33,6 +34,7 @@ SETTINGS = fo.FederateSettings(
     device="cpu", crop=0, flip=0.0, quorum=1.0, timeout=60.0, least_group=1,
 )  # fmt: skip
 METHOD = fo.make_method("paper", {"ratio": 0.1})
+KEY = ("mode", "seed", "number")
 
 
 def main(words: list[str] | None = None) -> None:
@@ -40,34 +42,49 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", action="store_true", help="kill real processes on loopback")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "kills.json")
     given = parser.parse_args(words)
     torch.set_num_threads(1)
     switch_off(os.environ)
+    mode = "processes" if given.processes else "in process"
+    rows = read_results(given.out).rows if given.out.exists() else ()
+    known = [row["number"] for row in rows if (row["mode"], row["seed"]) == (mode, given.seed)]
+
+    def add(row: dict[str, Any]) -> None:
+        whole = {"mode": mode, "seed": given.seed, "number": len(known), **row}
+        known.append(len(known))
+        what, command = "kills at random moments", "python benchmarks/kills.py, and with --processes"
+        add_row(given.out, whole, KEY, lambda r: [r[k] for k in KEY], what, command)
+        print(whole, flush=True)
+
+    until = time.monotonic() + 60 * given.minutes
+    with tempfile.TemporaryDirectory(prefix="fedortho-kills-") as folder:
+        if given.processes:
+            campaign(Path(folder), given.seed + 1000 * len(known), until, add)
+        else:
+            in_process(Path(folder), range(len(known), given.trials), given.seed, until, add)
+
+
+def in_process(
+    place: Path, numbers: Sequence[int], seed: int, until: float, add: Callable[[dict[str, Any]], None]
+) -> None:
+    """Trials with all clients in one process, or two of them in processes of their own."""
     os.environ["FEDORTHO_TRUST_CODE"] = "all"  # the network below
     __import__("fedortho.federated.local_grid")  # so that children begin at once
-    rows: list[dict[str, Any]] = []
-    until, draw = time.monotonic() + 60 * given.minutes, random.Random(given.seed)
-    with tempfile.TemporaryDirectory(prefix="fedortho-kills-") as folder:
-        place = Path(folder)
-        train(place / "run")
-        forget(place / "run", place / "forgot")
-        seconds = {"training": timed(train, place / "again")}  # the first one decodes the images
-        seconds["request"] = timed(forget, place / "again", place / "again-forgot")
-        for number in range(given.trials):
-            if time.monotonic() > until:
-                break
-            what = "request" if number % 2 else "training"
-            target = "node" if number % 10 == 8 else "all"
-            delay = draw.uniform(0, seconds[what] * (2 if target == "node" else 1))
-            outcome, reason = trial(place, place / f"trial-{number}", what, target, delay)
-            rows.append(
-                {"what": what, "target": target, "delay": round(delay, 3), "outcome": outcome, "reason": reason}
-            )
-            write_results(given.out, "kills at random moments, in process", "python benchmarks/kills.py", rows)
-            print(number, rows[-1], flush=True)
-            shutil.rmtree(place / f"trial-{number}")
-    print(Counter((row["what"], row["target"], row["outcome"]) for row in rows))
+    train(place / "run")
+    forget(place / "run", place / "forgot")
+    seconds = {"training": timed(train, place / "again")}  # the first one decodes the images
+    seconds["request"] = timed(forget, place / "again", place / "again-forgot")
+    for number in numbers:
+        if time.monotonic() > until:
+            return
+        what = "request" if number % 2 else "training"
+        target = "node" if number % 10 == 8 else "all"
+        delay = random.Random(f"{seed}-{number}").uniform(0, seconds[what])
+        outcome, reason = trial(place, place / f"trial-{number}", what, target, delay)
+        add({"what": what, "target": target, "delay": round(delay, 3), "outcome": outcome, "reason": reason})
+        shutil.rmtree(place / f"trial-{number}")
 
 
 def small_network(classes: int, channels: int) -> torch.nn.Module:
@@ -144,12 +161,13 @@ def killed(job: Callable[[], None], target: str, delay: float, note: Path) -> tu
     was_killed = False
     if target:
         time.sleep(delay)
-        victims = [child] if target == "all" else children_of(child)[:1]
-        for victim in victims:
-            if os.waitpid(child, os.WNOHANG) != (0, 0):
-                return False, ""
-            os.kill(victim, signal.SIGKILL)
-            was_killed = True
+        while not was_killed and (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
+            for victim in [child] if target == "all" else children_of(child)[:1]:
+                os.kill(victim, signal.SIGKILL)
+                was_killed = True
+            time.sleep(0.01)
+        if not was_killed:
+            return False, "" if ended[1] == 0 else "it failed before it was killed"
     _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)
     reason = note.read_text(encoding="utf-8") if note.exists() else ""

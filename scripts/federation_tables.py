@@ -67,12 +67,37 @@ def million() -> str:
     return grid(["one request, a million clients, one server", "by proportion", "that is"], rows)
 
 
+def malice_training() -> str:
+    """The accuracy that training ends with, by attack, number of liars and strategy."""
+    result = read("malice-training")
+    cells: dict[tuple[int, str], dict[str, str]] = {}
+    for row in result["rows"]:
+        shown = "refused" if row["refused"] else f"{100 * row['accuracy']:.1f}"
+        cells.setdefault((row["liars"], row["attack"]), {})[row["strategy"]] = shown
+    strategies = [row["strategy"] for row in result["rows"] if not row["liars"]]
+    rows = [
+        [attack, f"{liars} of 10", *(found.get(each, "–") for each in strategies)]
+        for (liars, attack), found in sorted(cells.items())
+    ]
+    return grid(["attack", "hostile", *(f"{each}: test %" for each in strategies)], rows) + origin(result)
+
+
 def kills() -> str:
     result = read("kills")
-    counted = Counter((row["what"], row["target"], row["outcome"]) for row in result["rows"])
     names = {"all": "driver, server app and clients", "node": "one of two processes with clients"}
-    rows = [[what, names[target], outcome, str(number)] for (what, target, outcome), number in sorted(counted.items())]
-    lost = sum(row["outcome"] == "lost" for row in result["rows"])
+    rows = []
+    for mode in ("in process", "processes"):
+        found = [row for row in result["rows"] if row["mode"] == mode]
+        counted = Counter(
+            (
+                row["what"],
+                names.get(row["target"], row["target"]) if mode == "in process" else row["target"],
+                row["outcome"],
+            )
+            for row in found
+        )
+        rows += [[mode, *key, str(number)] for key, number in sorted(counted.items())]
     early = sum(row["outcome"] == "it had ended" for row in result["rows"])
+    lost = sum(row["outcome"].startswith("lost") for row in result["rows"])
     total = f"\n\n{len(result['rows']) - early} kills in {len(result['rows'])} trials, {lost} lost."
-    return grid(["killed in", "killed", "after the same call again", "times"], rows) + total + origin(result)
+    return grid(["where", "killed in", "killed", "in the end", "times"], rows) + total + origin(result)

@@ -2,17 +2,14 @@
 
 import os
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from deployments import deployed, free_ports, left_behind
 
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import FedOrthoError
@@ -54,12 +51,6 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     run = train_federation(place / "run", SETTINGS)
     forget_federated_run(run, ForgetRequest.parse(REQUEST), Hide(), out=place / "forgot")
     return digest(place / "run"), digest(place / "forgot")
-
-
-def left_behind(marks: tuple[str, ...]) -> list[str]:
-    """Processes whose command line contains one of the marks."""
-    lines = subprocess.run(["ps", "axww", "-o", "stat=,command="], check=True, capture_output=True, text=True).stdout
-    return [line for line in lines.splitlines() if not line.startswith("Z") and any(mark in line for mark in marks)]
 
 
 @needs_ray
@@ -110,68 +101,13 @@ def test_ctrl_c_ends_a_simulation_whose_clients_are_at_work() -> None:
     assert not left_behind(("raylet", "gcs_server"))
 
 
-def free_ports(number: int) -> int:
-    """The first of so many free ports in a row."""
-    for first in range(20000 + os.getpid() % 9000, 32000, number):
-        try:
-            for port in range(first, first + number):
-                with socket.socket() as candidate:
-                    candidate.bind(("127.0.0.1", port))
-        except OSError:
-            continue
-        return first
-    raise AssertionError("no free ports")
-
-
-@contextmanager
-def running(script: Path, environ: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A script and all that it starts; ended with the block, whatever happens in it."""
-    with script.with_suffix(".log").open("ab") as log:
-        process = subprocess.Popen(
-            [str(script)], env=dict(environ), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            yield process
-        finally:
-            process.terminate()
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait(20)
-
-
-def wait_for_port(port: int, seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-        except OSError:
-            assert time.monotonic() < until, f"nobody listens on {port}"
-            time.sleep(0.5)
-        else:
-            return
-
-
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A SuperLink and three nodes on this machine, with TLS and keys, started by the scripts that deploy writes."""
     folder = tmp_path_factory.mktemp("link") / "a deployment"
-    port = free_ports(CLIENTS + 1)
-    ports = {"port": port, "node_port": port + 1}
-    deploy.write_deployment(folder, nodes=CLIENTS, address="127.0.0.1", **ports, config=job())
-    cache = {"FEDORTHO_CACHE": str(tmp_path_factory.getbasetemp() / "cache"), "OMP_NUM_THREADS": "1"}
-    environ = os.environ | cache | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    with running(folder / "superlink.sh", environ):
-        wait_for_port(port, 60)
-        subprocess.run([folder / "register.sh"], env=environ, check=True, timeout=60)
-        with ExitStack() as nodes:
-            for node in range(CLIENTS):
-                nodes.enter_context(running(folder / f"node-{node}.sh", environ))
-            yield folder
-    until = time.monotonic() + 30
-    while left_behind((str(folder),)) and time.monotonic() < until:  # Flower's processes need a moment to end
-        time.sleep(0.5)
+    cache = str(tmp_path_factory.getbasetemp() / "cache")
+    with deployed(folder, CLIENTS, job(), secure=True, FEDORTHO_CACHE=cache):
+        yield folder
     assert not left_behind((str(folder),)), "every process of the deployment has ended"
 
 

@@ -164,8 +164,8 @@ def server_app(config: Mapping[str, Any] | None = None) -> "ServerApp":
         try:
             do_job(grid, given)
         except FedOrthoError as error:
-            remote.error("%s", error)  # on one line, before Flower's traceback
-            raise
+            remote.error("%s", error)  # on one line; Flower's traceback below it is short
+            raise error.with_traceback(None) from None
         remote.info("done: %s", given.get("out") or given.get("run"))
 
     return app
