@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from fedortho.federated.deploy import write_deployment
 from fedortho.storage.records import Scalar
@@ -62,8 +63,8 @@ class Deployment:
 
     def __post_init__(self) -> None:
         self.port = free_ports(self.clients + 2)  # one more for a further node
-        where = {"address": "127.0.0.1", "port": self.port, "node_port": self.port + 1}
-        write_deployment(self.folder, nodes=self.clients, insecure=not self.secure, **where, config=self.config)
+        ports: dict[str, Any] = {"port": self.port, "node_port": self.port + 1, "insecure": not self.secure}
+        write_deployment(self.folder, nodes=self.clients, address="127.0.0.1", **ports, config=self.config)
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         self.environ = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | self.environ
 

@@ -90,8 +90,8 @@ class StrategyRound:
         floats = {name: value for name, value in state.items() if value.is_floating_point()}
         for name in state.keys() - floats.keys():
             self.counters[name] = torch.maximum(self.counters.get(name, state[name]), state[name])
-        weight = {getattr(self.strategy, "weighted_by_key", "num-examples"): images}
-        content = RecordDict({"arrays": ArrayRecord(arrays_of(floats)), "metrics": MetricRecord(weight)})
+        weight = MetricRecord({str(getattr(self.strategy, "weighted_by_key", "num-examples")): images})
+        content = RecordDict({"arrays": ArrayRecord(arrays_of(floats)), "metrics": weight})
         self.replies.append(Message(content, reply_to=self.orders[node]))
 
     def combine(self, into: Mapping[str, Tensor]) -> None:
