@@ -2,8 +2,9 @@
 
     python benchmarks/privacy.py [--run DIR]
 
-Ten clients, fashion-mini, Dirichlet 1, vgg-mini, six rounds; `class:3` is hidden once with open and once with masked sums, to the same model.
-A row has a kind of message: how often it was asked, what the replies contain, and the mean bytes of one reply.
+Ten clients, fashion-mini, Dirichlet 1, vgg-mini, six rounds; `class:3` is hidden once with open and once with masked
+sums, to the same model. A row has a kind of message: how often it was asked, what the replies contain, and the mean
+bytes of one reply.
 """
 
 import argparse

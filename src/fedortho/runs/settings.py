@@ -199,6 +199,7 @@ class FederateSettings(TrainSettings, Federation):
 
     @property
     def code(self) -> tuple[str, ...]:
+        """Names that may be those of functions of others; Flower's own strategies are none."""
         strategy = self.strategy.partition("(")[0]
         return (*super().code, "" if strategy.startswith("flwr.") else strategy)
 
