@@ -33,6 +33,8 @@ from fedortho.experiments.relations import (
     over_seeds,
     parse_relation,
 )
+from fedortho.methods import make_method
+from fedortho.methods.finetune import FineTune
 from fedortho.models.zoo import MODELS
 from fedortho.runs.record import Accuracies
 from fedortho.runs.run import load_run_data
@@ -79,6 +81,43 @@ def test_every_printed_row_of_the_paper_is_a_row_of_the_full_scale(name: str) ->
                 ours.append(TableRow(key | ({"step": step if variant else 0} if experiment.is_sequence else {}), {}))
     shown = {str(printed_beside(experiment, one)) for one in ours} - {"{}"}
     assert shown == {str(one.values[0]) for one in printed_rows(name)}
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_rows_of_the_paper_have_its_ratio_and_strength_whatever_was_tuned(name: str, scale: str) -> None:
+    rows = [
+        make_method("paper", one.settings) for one in load_experiment(name, scale).variants if one.method == "paper"
+    ]
+    assert any(getattr(row, "ratio", 0) == 0.01 and getattr(row, "alpha", 0) == 0.5 for row in rows)
+    assert name == "strength" or {getattr(row, "alpha", 0) for row in rows} == {0.5}
+
+
+def test_layers_that_were_made_orthogonal_are_pruned_and_deep_layers_beside_them() -> None:
+    experiment = load_experiment("layer_ortho", "paper")
+    pruned = {
+        network_key(one)["ortho"]: [v.on(one)["layers"] for v in experiment.variants] for one in experiment.networks
+    }
+    assert pruned == {
+        "none": ["deep", "deep"],
+        **{layers: [layers, "deep"] for layers in ("shallow", "mid", "deep", "all")},
+    }
+    rows = [{"ortho": "mid", "layers": layers, "method": "paper"} for layers in ("ortho", "deep")]
+    shared = {"data": "cifar100", "model": "resnet50"}
+    assert {printed_beside(experiment, TableRow(row | shared, {}))["forget"] for row in rows} == {67.0}
+
+
+@pytest.mark.parametrize("name", ["unlearning_iid_non_iid", "resnet18_unlearning_iid_non_iid"])
+def test_fine_tuning_is_by_the_papers_recipe(name: str) -> None:
+    experiment = load_experiment(name, "paper")
+    (variant,) = [one for one in experiment.variants if one.method == "finetune"]
+    assert variant.fraction == 1.0, "all clients that are not forgotten"
+    method = make_method("finetune", variant.settings)
+    assert isinstance(method, FineTune)
+    for network in experiment.networks:
+        trained = (network.batch_size, network.weight_decay, network.momentum)
+        assert (method.batch_size, method.weight_decay, method.momentum) == trained
+    assert method.lr == 0.001
 
 
 def test_every_file_of_an_experiment_is_installed_with_the_package() -> None:

@@ -47,8 +47,14 @@ class MethodVariant:
     """A method with its settings; `varied` are those that the table varies."""
 
     method: str
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any]  # `layers = "ortho"` are the layers that the network made orthogonal
     varied: Mapping[str, Any]
+    fraction: float = 0.0  # of the clients that train in a round of the method; 0: as in training
+
+    def on(self, network: TrainSettings) -> Mapping[str, Any]:
+        """Its settings for a network; one without orthogonal layers is edited in its deep ones."""
+        is_ortho = self.settings.get("layers") == "ortho"
+        return {**self.settings, "layers": network.ortho_layers} if is_ortho else self.settings
 
 
 @dataclass(frozen=True)
@@ -113,8 +119,9 @@ def make_experiment(name: str, scale: str, table: Mapping[str, Any]) -> Experime
     known = read_settings(networks[0].data, networks[0].model, keys.get("settings", "published"))
     entries = [{"name": entry} if isinstance(entry, str) else entry for entry in keys["methods"]]
     for settings, varied in (each for entry in entries for each in combinations(entry)):
-        method = settings.pop("name")
-        variants.append(MethodVariant(method, {**known.get(method, {}), **settings}, varied))
+        method, fraction = settings.pop("name"), settings.pop("fraction", 0.0)
+        tuned = {} if method == "paper" else known.get(method, {})  # a row of the paper has the paper's settings
+        variants.append(MethodVariant(method, {**tuned, **settings}, varied, fraction))
         make_method(method, variants[-1].settings)  # refuses wrong settings
     return Experiment(
         name,

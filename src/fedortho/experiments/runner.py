@@ -134,8 +134,16 @@ def _requests(experiment: Experiment, run: Run, data: Dataset, out: Path, hooks:
             folder = words.replace(":", "-").replace(" ", "-")
             place = out / "outcomes" / run.path.name / folder / _name(run, variant, [request])
             where: dict[str, Any] = {"out": place, "references": out / "references", "on_training": on_training}
-            (row,) = compare(run, request, [name], settings={name: variant.settings}, data=data, **where)
+            settings = {name: variant.on(run.settings)}
+            (row,) = compare(_with_fraction(run, variant), request, [name], settings=settings, data=data, **where)
             yield SeedRow(seed, {"request": kind, "method": name, **variant.varied}, row.accuracies, row.refused)
+
+
+def _with_fraction(run: Run, variant: MethodVariant) -> Run:
+    """The run, with as many clients in a round as the variant wants."""
+    if not variant.fraction or not isinstance(run.settings, FederateSettings):
+        return run
+    return replace(run, settings=replace(run.settings, fraction=variant.fraction))
 
 
 def _original_accuracies(run: Run, data: Dataset, request: ForgetRequest) -> Accuracies:
@@ -144,9 +152,9 @@ def _original_accuracies(run: Run, data: Dataset, request: ForgetRequest) -> Acc
 
 def _name(run: Run, variant: MethodVariant, requests: Sequence[ForgetRequest]) -> str:
     """What varies, and a digest of all settings and requests: with another setting it is another outcome."""
-    settings = as_mapping(method_for_run(run, variant.method, variant.settings))
+    settings = as_mapping(method_for_run(run, variant.method, variant.on(run.settings)))
     words = [f"{key}-{as_text(value)}" for key, value in variant.varied.items()] or ["as-set"]
-    return "-".join([*words, _digest([settings, *map(str, requests)])])
+    return "-".join([*words, _digest([settings, variant.fraction, *map(str, requests)])])
 
 
 def _sequence(experiment: Experiment, run: Run, data: Dataset, out: Path, hooks: ProgressHooks) -> Iterator[SeedRow]:
@@ -174,7 +182,7 @@ def _sequence(experiment: Experiment, run: Run, data: Dataset, out: Path, hooks:
 
 
 def _served(run: Run, data: Dataset, request: ForgetRequest, variant: MethodVariant, out: Path) -> Run:
-    method = method_for_run(run, variant.method, variant.settings)
+    method = method_for_run(run, variant.method, variant.on(run.settings))
     if not isinstance(method, PlanningMethod):
         raise FedOrthoError(f"{method.name} serves no sequence: its model cannot be edited again; leave it out")
     with using_threads(run.settings.threads):
