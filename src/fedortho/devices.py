@@ -45,6 +45,18 @@ def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     return tensor.to(device, non_blocking=torch.device(device).type == "cuda")
 
 
+def seed_random(seed: int, device: torch.device | str = "auto") -> None:
+    """Seed what draws on this device, by default on any.
+
+    `torch.manual_seed` imports torch's compiler and, without a GPU, notes a stack trace for each GPU library.
+    """
+    device = choose_device("auto") if device == "auto" else torch.device(device)
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
+
+
 def sum_dtype(device: torch.device | str) -> torch.dtype:
     """What long sums are formed in: float64, which MPS lacks."""
     return torch.float32 if torch.device(device).type == "mps" else torch.float64
@@ -54,6 +66,11 @@ class _Counting(TorchDispatchMode):
     """Adds up the FLOPs of every operation by torch's formulas; about 5 µs an operation."""
 
     flops = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here; torch would import its compiler, for seconds, to skip it."""
+        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

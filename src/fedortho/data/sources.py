@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -256,6 +256,7 @@ def _joined(words: Sequence[str]) -> str:
     return hashlib.sha256("\0".join(words).encode()).hexdigest()
 
 
+@cache  # they are read-only, as memory-mapped images are
 def _digits(size: int) -> DecodedImages:
     """Scikit-learn's 1,797 digits of 8x8 pixels in 17 shades; a fifth is the test split."""
     from sklearn.datasets import load_digits

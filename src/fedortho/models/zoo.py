@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedortho.devices import seed_random
 from fedortho.errors import BadSetting, first_line, unknown
 from fedortho.models.predictions import answers_of, evaluating
 from fedortho.models.prepare import prepare_model
@@ -140,7 +141,7 @@ def build_model(name: str, *, num_classes: int, channels: int = 3, seed: int = 0
     if num_classes < 2:
         raise BadSetting(f"a classifier needs at least 2 classes, not {num_classes}")
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
+        seed_random(seed)
         if name in MODELS:
             return MODELS[name](num_classes, channels)
         if ":" in name:

@@ -7,6 +7,7 @@ import dataclasses
 import math
 import tomllib
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -60,9 +61,14 @@ def check_settings(settings: Any) -> None:
                 raise wrong if isinstance(allowed, Range) else unknown(kebab(name), value, allowed)
 
 
-def _notes(kind: type[Any]) -> dict[str, tuple[Any, ...]]:
+@cache
+def _hints(kind: Any, extras: bool) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=extras)
+
+
+def _notes(kind: Any) -> dict[str, tuple[Any, ...]]:
     """What the `Annotated` type of each field has beside the type."""
-    hints = get_type_hints(kind, include_extras=True)
+    hints = _hints(kind, True)
     return {field.name: getattr(hints[field.name], "__metadata__", ()) for field in dataclasses.fields(kind)}
 
 
@@ -71,9 +77,9 @@ def kebab(name: str) -> str:
     return name.replace("_", "-")
 
 
-def field_types(kind: type[Any]) -> dict[str, type[Any]]:
+def field_types(kind: Any) -> dict[str, type[Any]]:
     """The fields of a settings dataclass and their types (bool, int, float or str)."""
-    hints = get_type_hints(kind)
+    hints = _hints(kind, False)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 

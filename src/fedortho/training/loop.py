@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fedortho.data.images import Images
 from fedortho.data.loaders import ImageSource
-from fedortho.devices import counted_once, sum_dtype
+from fedortho.devices import counted_once, seed_random, sum_dtype
 from fedortho.errors import BadCheckpoint, BadSetting, FedOrthoError
 from fedortho.models.layout import arranged, memory_format_of
 from fedortho.models.norms import frozen_norms
@@ -287,7 +287,7 @@ def _take_step(state: _State, rows: Rows, step: int, steps: int) -> None:
     """One optimiser step on these rows; nothing here waits for the device."""
     recipe = state.recipe
     seed = step_seed(recipe.seed, state.epoch, step + 1)
-    torch.manual_seed(seed)  # for dropout inside the model
+    seed_random(seed, state.device)  # for dropout inside the model
     augment = Augment(recipe.crop, recipe.flip, recipe.erase)
     inputs, labels = read_step(state.training_sets, rows, augment, seed, state.device)
     inputs = inputs.contiguous(memory_format=state.order)
