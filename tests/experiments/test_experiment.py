@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 
+from fedortho.cli.methods import _table
 from fedortho.data.sources import DATASETS
 from fedortho.errors import FedOrthoError, UnknownName
 from fedortho.experiments.experiment import (
     EXPERIMENTS,
     HERE,
     SCALES,
+    Experiment,
+    ExperimentResults,
     check_claims,
     load_experiment,
     make_experiment,
@@ -30,6 +33,7 @@ from fedortho.experiments.relations import (
     TableRow,
     differences,
     judge_differences,
+    noise_of_images,
     over_seeds,
     parse_relation,
 )
@@ -39,6 +43,7 @@ from fedortho.models.zoo import MODELS
 from fedortho.runs.record import Accuracies
 from fedortho.runs.run import load_run_data
 from fedortho.runs.settings import FederateSettings
+from fedortho.storage.provenance import environment
 from fedortho.storage.settings import read_toml
 
 
@@ -69,18 +74,38 @@ def test_every_claim_is_one_that_the_printed_numbers_support(name: str) -> None:
         assert set(claim.paper) == {HOLDS}, claim.relation
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_every_printed_row_of_the_paper_is_a_row_of_the_full_scale(name: str) -> None:
-    experiment = load_experiment(name, "paper")
-    ours = []
+def rows_of(experiment: Experiment) -> list[SeedRow]:
+    """A row without values for everything that the table would run."""
+    rows = []
     for network in experiment.networks:
         for words in experiment.requests:
             for step, variant in [(1, None), *((s, t) for t in experiment.variants for s in range(1, 6))]:
                 key: dict[str, Any] = {**network_key(network), "request": request_kind(words)}
                 key |= {"method": "original"} if variant is None else {"method": variant.method, **variant.varied}
-                ours.append(TableRow(key | ({"step": step if variant else 0} if experiment.is_sequence else {}), {}))
-    shown = {str(printed_beside(experiment, one)) for one in ours} - {"{}"}
+                rows.append(SeedRow(0, key | ({"step": step if variant else 0} if experiment.is_sequence else {})))
+    return rows
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_printed_row_of_the_paper_is_a_row_of_the_full_scale(name: str) -> None:
+    experiment = load_experiment(name, "paper")
+    shown = {str(printed_beside(experiment, TableRow(row.key, {}))) for row in rows_of(experiment)} - {"{}"}
     assert shown == {str(one.values[0]) for one in printed_rows(name)}
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_printed_value_has_a_place_beside_ours(name: str) -> None:
+    experiment = load_experiment(name, "paper")
+    results = ExperimentResults("", "", "paper", tuple(rows_of(experiment)), (), environment())
+    header, *lines = _table(experiment, results)
+    shown = {(name, cell) for line in lines for name, cell in zip(header[:-1], line[1:], strict=True)}  # cell beside
+    titles = {"forget": "forget", "retain": "retain", "mia": "MIA confidence", "seconds": "seconds"}
+    for row in printed_rows(name):
+        for metric, title in titles.items():
+            if metric in (values := row.values[0]):
+                spread = f"±{values[f'{metric}-sd']:.2f}" if f"{metric}-sd" in values else ""
+                number = f"{values[metric]:.2f}" if metric != "seconds" else str(values[metric]).removesuffix(".0")
+                assert (title, number + spread) in shown, (row.key, metric)
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -172,6 +197,31 @@ def test_a_difference_within_its_noise_is_no_finding_in_either_direction() -> No
     assert judge_differences([1.0, 12.0, -4.0]) == "within noise"
     assert judge_differences([-10.0, -11.0]) == "does not hold"
     assert judge_differences([0.0, 0.0]) == judge_differences([0.0]) == "equal"
+
+
+def test_with_one_seed_the_noise_is_that_of_the_number_of_images() -> None:
+    relation = parse_relation("a retain > b retain")
+    error = (2 * 0.5 * 0.5 / 102) ** 0.5 * 100  # two shares of a half, of 100 images and two more
+
+    def row(name: str, share: float, number: int) -> TableRow:
+        return TableRow({"method": name}, {0: {"retain": share, "retain-images": number}})
+
+    for number, verdict in ((100, "within noise"), (10_000, "holds")):
+        pair = (row("b", 50.0, number), row("a", 56.0, number))
+        assert judge_differences(differences(relation, pair), noise_of_images(relation, pair)) == verdict
+    same = (row("b", 50.0, 100), row("a", 50.0, 100))
+    assert noise_of_images(relation, same) == pytest.approx(error)
+    certain = (row("b", 0.0, 10), row("a", 0.0, 10))
+    assert noise_of_images(relation, certain) > 0, "no image of ten is not none of all"
+    assert noise_of_images(relation, (line([1.0]), line([2.0]))) == 0.0, "printed rows do not tell how many images"
+
+
+def test_a_relation_may_multiply_one_side_and_allow_a_margin() -> None:
+    slow, fast = TableRow({}, {0: {"seconds": 250.0}}), TableRow({}, {0: {"seconds": 2.0}})
+    assert differences(parse_relation("100 a seconds < b seconds"), (fast, slow)) == [50.0]
+    near, goal = TableRow({}, {0: {"retain": 78.0}}), TableRow({}, {0: {"retain": 80.0}})
+    assert differences(parse_relation("a retain > b retain - 3"), (goal, near)) == [1.0]
+    assert parse_relation("b retain > a retain").less.where == {"method": "a"}
 
 
 def test_seeds_that_only_one_side_has_are_not_compared() -> None:

@@ -24,7 +24,7 @@ from fedortho.experiments.experiment import (
     printed_beside,
     row_verdict,
 )
-from fedortho.experiments.relations import METRICS, as_text, mean_and_sd, over_seeds
+from fedortho.experiments.relations import COLUMNS, as_text, mean_and_sd, over_seeds
 from fedortho.experiments.runner import ProgressHooks, Watch, reproduce
 from fedortho.requests.comparing import NOTES, compare, compared_path, comparison_table
 from fedortho.requests.search import Attempt, Budget, Search
@@ -34,6 +34,10 @@ from fedortho.storage.records import to_json
 
 OTHER_SETTING = "other setting: smaller networks, other data, fewer epochs; only claims are compared, not numbers"
 OTHER_DATA = "the paper's settings on other data; only claims are compared, not numbers"
+MIA_NOTE = (
+    "MIA confidence: forgotten images called members by a threshold on the confidence (Song et al. 2019); the paper "
+    "does not say which attack it has: compare with retrain, not with its value; lower than retrain is not better"
+)
 PAPER_SETTING = "the paper's settings; docs/reproduction.md lists what the paper leaves open"
 
 
@@ -174,7 +178,7 @@ def _print_experiment(experiment: Experiment, results: ExperimentResults) -> Non
     networks = " and ".join(dict.fromkeys(f"{one.model} on {one.data}" for one in experiment.networks))
     printed = ", ".join(experiment.beside.values()) or "the same"
     seeds = ", ".join(map(str, experiment.seeds))
-    say(f"scale {experiment.scale}: {networks}, seeds {seeds}; in brackets the paper's: {printed}; percent")
+    say(f"scale {experiment.scale}: {networks}, seeds {seeds}; in brackets the paper's: {printed}; percent, seconds")
     for data, found in results.data.items():
         say(f"{data}: {found.text}")
     lines = _table(experiment, results)
@@ -186,6 +190,7 @@ def _print_experiment(experiment: Experiment, results: ExperimentResults) -> Non
         say(f"forget accuracy in the end: {row.key['method']}, {row.key['split']}, seed {row.seed}: {shares}")
     for why in dict.fromkeys(f"{row.key['method']}: {row.refused}" for row in results.rows if row.refused):
         say(why)
+    say(MIA_NOTE)
     say("claims of the paper's table, and what was measured here:")
     for claim in results.claims:
         say(f"  {_claim_words(claim)}")
@@ -198,14 +203,16 @@ def _table(experiment: Experiment, results: ExperimentResults) -> list[list[str]
     rows = over_seeds(results.rows)
     values = {key: {as_text(row.key[key]) for row in rows if key in row.key} for row in rows for key in row.key}
     varied = ["method", *(key for key, known in values.items() if key != "method" and len(known) > 1)]
-    lines = [[*varied, *(name for metric in METRICS for name in (metric, "(paper)")), "verdict"]]
+    titles = ["MIA confidence" if metric == "mia" else metric for metric in COLUMNS]
+    lines = [[*varied, *(name for title in titles for name in (title, "(paper)")), "verdict"]]
     for row in rows:
         beside = printed_beside(experiment, row)
         cells = [as_text(row.key.get(key, "")) for key in varied]
-        for metric in METRICS:
+        for metric in COLUMNS:
             spread = f"±{beside[f'{metric}-sd']:.2f}" if f"{metric}-sd" in beside else ""
-            printed = f"{beside[metric]:.2f}{spread}" if metric in beside else "–"
-            cells += [mean_and_sd(row.of(metric)), printed]
+            number = f"{beside.get(metric, 0.0):{'.10g' if metric == 'seconds' else '.2f'}}"
+            ours = mean_and_sd(row.of(metric), 2 if metric == "seconds" else 1)
+            cells += [ours, f"{number}{spread}" if metric in beside else "–"]
         lines.append([*cells, row_verdict(experiment, row)])
     return lines
 
@@ -220,7 +227,8 @@ def _claim_words(claim: ClaimFinding) -> str:
     if not claim.here:
         return f"{claim.relation}: no such rows here"
     number, pairs = min(len(pair.differences) for pair in claim.here), len(claim.here)
-    words = f"{claim.here[0].verdict}, by {sum(claim.here[0].differences) / number:.1f} points"
+    unit = "seconds" if " seconds " in claim.relation else "points"
+    words = f"{claim.here[0].verdict}, by {sum(claim.here[0].differences) / number:.1f} {unit}"
     if pairs > 1:
         verdicts = Counter(pair.verdict for pair in claim.here)
         words = ", ".join(f"{verdict} in {found} of {pairs}" for verdict, found in verdicts.items())

@@ -12,6 +12,7 @@ from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadData, BadSetting, unknown
 from fedortho.experiments.relations import (
+    COLUMNS,
     METRICS,
     Relation,
     SeedRow,
@@ -19,8 +20,9 @@ from fedortho.experiments.relations import (
     as_text,
     differences,
     judge_differences,
+    noise_of_images,
     over_seeds,
-    parse_relation,
+    parse_relations,
     read_pairs,
 )
 from fedortho.methods import make_method
@@ -33,7 +35,7 @@ from fedortho.storage.settings import make_settings, read_toml
 HERE = Path(__file__).parent
 EXPERIMENTS = tuple(sorted(path.stem for path in HERE.glob("*.toml") if path.stem != "recipes"))
 SCALES = ("demo", "small", "paper")
-NUMBERS = {*METRICS, *(f"{metric}-sd" for metric in METRICS), "mia", "mia-sd", "seconds", "label"}  # printed columns
+NUMBERS = {*COLUMNS, *(f"{metric}-sd" for metric in COLUMNS), "label"}  # printed columns
 PAPER_DATA = {  # classes, training images, test images
     "cifar10": (10, 50_000, 10_000),
     "cifar100": (100, 50_000, 10_000),
@@ -132,7 +134,7 @@ def make_experiment(name: str, scale: str, table: Mapping[str, Any]) -> Experime
         tuple(keys["seeds"]),
         tuple(networks),
         tuple(variants),
-        tuple(map(parse_relation, keys["relations"])),
+        tuple(relation for text in keys["relations"] for relation in parse_relations(text)),
         keys.get("beside", {}),
         tuple(printed_rows(name)),
     )
@@ -250,7 +252,7 @@ def summarise_data(experiment: Experiment, name: str, data: Dataset) -> DataSumm
 
 @dataclass(frozen=True)
 class PairFinding:
-    """Two rows that a claim is about: differences in points, one for each seed, and what they come to."""
+    """Two rows that a claim is about: differences in points or seconds for each seed, and what they come to."""
 
     rows: tuple[Mapping[str, Any], Mapping[str, Any]]
     differences: tuple[float, ...]
@@ -286,7 +288,10 @@ def check_claims(experiment: Experiment, rows: Sequence[SeedRow]) -> tuple[Claim
     for claim in experiment.relations:
         here = [(pair, values) for pair in claim.pairs(ours) if (values := differences(claim, pair))]
         printed = [values for pair in claim.pairs(experiment.printed) if (values := differences(claim, pair))]
-        pairs = [PairFinding((a.key, b.key), tuple(v), judge_differences(v)) for (a, b), v in here]
+        pairs = [
+            PairFinding((a.key, b.key), tuple(v), judge_differences(v, noise_of_images(claim, (a, b))))
+            for (a, b), v in here
+        ]
         findings.append(ClaimFinding(claim.text, tuple(pairs), tuple(map(judge_differences, printed))))
     return tuple(findings)
 

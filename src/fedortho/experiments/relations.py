@@ -11,10 +11,22 @@ from fedortho.runs.record import Accuracies
 from fedortho.storage.files import canonical_json
 from fedortho.storage.records import Scalar
 
-METRICS = ("forget", "retain")
-SIDE = r"([a-z-]+)(?:\[([^\]]*)\])? (forget|retain)"
-RELATION = re.compile(rf"{SIDE} ([<>]) {SIDE}(?: at (\S+))?")
+METRICS = ("forget", "retain")  # in percent of test images, or of the forgotten training images
+COLUMNS = (*METRICS, "mia", "seconds")
+SIDE = rf"([a-z-]+)(?:\[([^\]]*)\])? ({'|'.join(COLUMNS)})"
+RELATION = re.compile(rf"(?:(\d+) )?{SIDE} ([<>]) {SIDE}(?: - (\d+))?(?: at (\S+))?")
 HOLDS, NOISE, EQUAL, FAILS = "holds", "within noise", "equal", "does not hold"
+
+
+@dataclass(frozen=True)
+class Membership:
+    """A membership attack on the forget set; rates are shares."""
+
+    attack: str
+    member_rate: float  # share of the forgotten images called members: the paper's MIA
+    accuracy: float  # on images of known membership
+    false_positive_rate: float
+    images: int  # attacked
 
 
 @dataclass(frozen=True)
@@ -26,6 +38,20 @@ class SeedRow:
     accuracies: Accuracies | None = None
     refused: str = ""
     forgotten: Mapping[str, float] = field(default_factory=dict)  # in a sequence: forget accuracy by request so far
+    membership: Membership | None = None
+    seconds: float | None = None  # of the method; None: not measured
+    images: Mapping[str, int] = field(default_factory=dict)  # that forget and retain accuracy are measured on
+
+    @property
+    def values(self) -> dict[str, float]:
+        """Its metrics, shares in percent, and the images behind each share."""
+        if self.accuracies is None:
+            return {}
+        values = {metric: 100 * getattr(self.accuracies, metric) for metric in METRICS}
+        values |= {f"{metric}-images": number for metric, number in self.images.items()}
+        if self.membership is not None:
+            values |= {"mia": 100 * self.membership.member_rate, "mia-images": self.membership.images}
+        return values if self.seconds is None else values | {"seconds": self.seconds}
 
 
 @dataclass(frozen=True)
@@ -44,22 +70,43 @@ def over_seeds(rows: Sequence[SeedRow]) -> list[TableRow]:
     table: dict[str, TableRow] = {}
     for row in rows:
         merged = table.setdefault(canonical_json(dict(row.key)), TableRow(row.key, {}))
-        found = row.accuracies
-        merged.values[row.seed] = {metric: 100 * getattr(found, metric) for metric in METRICS} if found else {}
+        merged.values[row.seed] = row.values
     return list(table.values())
 
 
 @dataclass(frozen=True)
+class Side:
+    """One side of a relation: which rows, which metric; `factor` times the metric, plus `shift`."""
+
+    where: Mapping[str, str]
+    metric: str
+    factor: int = 1
+    shift: int = 0
+
+    def value(self, metrics: Mapping[str, float]) -> float:
+        return self.factor * metrics[self.metric] + self.shift
+
+    def variance(self, metrics: Mapping[str, float]) -> float:
+        """Of a share, from the number of its images (binomial, one more of each kind as in Agresti and Caffo 2000)."""
+        number = metrics.get(f"{self.metric}-images", 0)
+        share = (metrics[self.metric] / 100 * number + 1) / (number + 2)
+        return (100 * self.factor) ** 2 * share * (1 - share) / (number + 2) if number else 0.0
+
+
+@dataclass(frozen=True)
 class Relation:
-    """`A[key=value] metric < B[key=value] metric at key=value`; other keys that both rows have must agree."""
+    """`A[key=value] metric < B[key=value] metric at key=value`; other keys that both rows have must agree.
+
+    `100 A seconds < B seconds` is about a hundred times A, and `A retain > B retain - 3` about B less three points.
+    """
 
     text: str
-    less: tuple[Mapping[str, str], str]  # which rows, which metric
-    more: tuple[Mapping[str, str], str]
+    less: Side
+    more: Side
 
     def pairs(self, rows: Sequence[TableRow]) -> list[tuple[TableRow, TableRow]]:
-        named = self.less[0].keys() | self.more[0].keys()
-        left, right = (_matching(where, rows) for where, _ in (self.less, self.more))
+        named = self.less.where.keys() | self.more.where.keys()
+        left, right = (_matching(side.where, rows) for side in (self.less, self.more))
         pairs = [(a, b, (a.key.keys() & b.key.keys()) - named) for a in left for b in right if a is not b]
         return [(a, b) for a, b, shared in pairs if all(a.key[key] == b.key[key] for key in shared)]
 
@@ -67,16 +114,30 @@ class Relation:
 def parse_relation(text: str) -> Relation:
     """Read a relation; the smaller side comes first whichever way it is written.
 
-    >>> parse_relation("ssd retain > salun[ratio=max] retain at request=class").less
-    ({'method': 'salun', 'ratio': 'max', 'request': 'class'}, 'retain')
+    >>> parse_relation("ssd retain > salun[ratio=max] retain - 3 at request=class").less
+    Side(where={'method': 'salun', 'ratio': 'max', 'request': 'class'}, metric='retain', factor=1, shift=-3)
     """
     match = RELATION.fullmatch(text)
     if match is None:
         raise FedOrthoError(f"{text!r} is no relation; write: METHOD[key=value] forget < METHOD retain at key=value")
-    left, left_keys, left_metric, sign, right, right_keys, right_metric, common = match.groups()
-    first = ({"method": left} | read_pairs(left_keys) | read_pairs(common), left_metric)
-    second = ({"method": right} | read_pairs(right_keys) | read_pairs(common), right_metric)
+    factor, left, left_keys, left_metric, sign, right, right_keys, right_metric, margin, common = match.groups()
+    first = Side({"method": left} | read_pairs(left_keys) | read_pairs(common), left_metric, int(factor or 1))
+    second = Side({"method": right} | read_pairs(right_keys) | read_pairs(common), right_metric, 1, -int(margin or 0))
     return Relation(text, *((first, second) if sign == "<" else (second, first)))
+
+
+def parse_relations(text: str) -> list[Relation]:
+    """A relation to each of several methods.
+
+    >>> [one.text for one in parse_relations("paper forget < ssd|unsir forget")]
+    ['paper forget < ssd forget', 'paper forget < unsir forget']
+    """
+    several = re.search(r"\S+\|\S+", text)
+    return (
+        [parse_relation(text.replace(several[0], name)) for name in several[0].split("|")]
+        if several
+        else [parse_relation(text)]
+    )
 
 
 def read_pairs(text: str | None) -> dict[str, str]:
@@ -108,33 +169,51 @@ def _matching(where: Mapping[str, str], rows: Sequence[TableRow]) -> list[TableR
 
 def differences(relation: Relation, pair: tuple[TableRow, TableRow]) -> list[float]:
     """For each seed of both rows: the side that should be larger minus the other."""
-    less, more = pair
-    low, high = relation.less[1], relation.more[1]
-    seeds = [seed for seed in less.values if low in less.values[seed] and high in more.values.get(seed, {})]
-    return [more.values[seed][high] - less.values[seed][low] for seed in seeds]
+    return [relation.more.value(high) - relation.less.value(low) for low, high in _by_seed(relation, pair)]
 
 
-def judge_differences(values: Sequence[float]) -> str:
-    """Whether differences exceed 0 by more than their noise (95 %, Student's t); one seed has no noise.
+def noise_of_images(relation: Relation, pair: tuple[TableRow, TableRow]) -> float:
+    """Standard error of the mean difference from the number of images behind the shares.
+
+    Both rows are measured on the same images, which makes their difference more certain than this says.
+    """
+    seeds = _by_seed(relation, pair)
+    variances = [relation.more.variance(high) + relation.less.variance(low) for low, high in seeds]
+    return float(sum(variances) ** 0.5 / max(len(seeds), 1))
+
+
+def _by_seed(relation: Relation, pair: tuple[TableRow, TableRow]) -> list[tuple[dict[str, float], dict[str, float]]]:
+    """The metrics of both rows for each seed that has both sides."""
+    found = [(metrics, pair[1].values.get(seed, {})) for seed, metrics in pair[0].values.items()]
+    return [(low, high) for low, high in found if relation.less.metric in low and relation.more.metric in high]
+
+
+def judge_differences(values: Sequence[float], error: float = 0.0) -> str:
+    """Whether differences exceed 0 by more than their noise (95 %): of seeds by Student's t, of one seed by its error.
 
     >>> judge_differences([3.0, 3.5, 4.0]), judge_differences([-1.0, 3.0, 4.0]), judge_differences([-3.0])
     ('holds', 'within noise', 'does not hold')
+    >>> judge_differences([3.0], error=2.0)
+    'within noise'
     """
     if not any(values):
         return EQUAL
     from scipy import stats
 
     mean, number = fmean(values), len(values)
-    if number > 1 and abs(mean) <= stats.t.ppf(0.975, number - 1) * stdev(values) / number**0.5:
+    bound = (
+        stats.t.ppf(0.975, number - 1) * stdev(values) / number**0.5 if number > 1 else stats.norm.ppf(0.975) * error
+    )
+    if bound and abs(mean) <= bound:
         return NOISE
     return HOLDS if mean > 0 else FAILS
 
 
-def mean_and_sd(values: Sequence[float]) -> str:
+def mean_and_sd(values: Sequence[float], digits: int = 1) -> str:
     """Mean and standard deviation over seeds; one seed has no deviation.
 
     >>> mean_and_sd([50.0, 52.0]), mean_and_sd([50.0]), mean_and_sd([])
     ('51.0±1.4', '50.0', '–')
     """
-    spread = f"±{stdev(values):.1f}" if len(values) > 1 else ""
-    return f"{fmean(values):.1f}{spread}" if values else "–"
+    spread = f"±{stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{fmean(values):.{digits}f}{spread}" if values else "–"

@@ -10,6 +10,7 @@ from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest, union_of
 from fedortho.data.sources import DATASETS
 from fedortho.devices import using_threads
+from fedortho.engines.cost import Cost
 from fedortho.errors import FedOrthoError
 from fedortho.experiments.experiment import (
     DataSummary,
@@ -23,6 +24,7 @@ from fedortho.experiments.experiment import (
     request_kind,
     summarise_data,
 )
+from fedortho.experiments.measuring import OutcomeMeasures, measure_outcome
 from fedortho.experiments.relations import SeedRow, as_text
 from fedortho.federated.server import train_federation
 from fedortho.methods.method import PlanningMethod
@@ -127,16 +129,34 @@ def _requests(experiment: Experiment, run: Run, data: Dataset, out: Path, hooks:
     seed = run.settings.seed
     for words in experiment.requests:
         request, kind = request_for(words, data), request_kind(words)
-        yield SeedRow(seed, {"request": kind, "method": "original"}, _original_accuracies(run, data, request))
+        folder = out / "outcomes" / run.path.name / words.replace(":", "-").replace(" ", "-")
+        yield _original(run, data, request, {"request": kind}, folder)
         for variant in experiment.variants:
             name, on_training = variant.method, hooks.training() if variant.method == "retrain" else None
             hooks.step(f"{name} {kind}", 0, 0)
-            folder = words.replace(":", "-").replace(" ", "-")
-            place = out / "outcomes" / run.path.name / folder / _name(run, variant, [request])
+            place = folder / _name(run, variant, [request])
             where: dict[str, Any] = {"out": place, "references": out / "references", "on_training": on_training}
             settings = {name: variant.on(run.settings)}
-            (row,) = compare(_with_fraction(run, variant), request, [name], settings=settings, data=data, **where)
-            yield SeedRow(seed, {"request": kind, "method": name, **variant.varied}, row.accuracies, row.refused)
+            (found,) = compare(_with_fraction(run, variant), request, [name], settings=settings, data=data, **where)
+            key: dict[str, Scalar] = {"request": kind, "method": name, **variant.varied}
+            row = SeedRow(seed, key, found.accuracies, found.refused, seconds=_seconds(found.cost))
+            measured = (place / f"{name}-measures.json", place / name, run, data, request)
+            yield row if found.refused else _measured(row, measure_outcome(*measured, None))
+
+
+def _measured(row: SeedRow, measures: OutcomeMeasures) -> SeedRow:
+    return replace(row, membership=measures.membership, images=measures.images)
+
+
+def _seconds(cost: Cost | None) -> float | None:
+    return None if cost is None else cost.seconds
+
+
+def _original(run: Run, data: Dataset, request: ForgetRequest, key: dict[str, Scalar], folder: Path) -> SeedRow:
+    """The row of the model as it was trained."""
+    path = folder / f"original-{_digest(str(request))}-measures.json"
+    row = SeedRow(run.settings.seed, {**key, "method": "original"}, _original_accuracies(run, data, request))
+    return _measured(row, measure_outcome(path, run, run, data, request, None))
 
 
 def _with_fraction(run: Run, variant: MethodVariant) -> Run:
@@ -162,13 +182,13 @@ def _sequence(experiment: Experiment, run: Run, data: Dataset, out: Path, hooks:
     seed, requests = run.settings.seed, [request_for(words, data) for words in experiment.requests]
     everything = union_of(requests)
     assert everything is not None, "a sequence has requests"
-    key: dict[str, Scalar] = {"request": everything.kind, "method": "original", "step": 0}
-    yield SeedRow(seed, key, _original_accuracies(run, data, everything))
+    folder = out / "outcomes" / run.path.name
+    yield _original(run, data, everything, {"request": everything.kind, "step": 0}, folder)
     for variant in experiment.variants:
         current = run
         for step, request in enumerate(requests, 1):
             hooks.step(f"{variant.method}, request {step}", 0, 0)
-            key = {"request": request.kind, "method": variant.method, "step": step, **variant.varied}
+            key: dict[str, Scalar] = {"request": request.kind, "method": variant.method, "step": step, **variant.varied}
             place = (
                 out / "outcomes" / run.path.name / f"{variant.method}-{_name(run, variant, requests[:step])}-step{step}"
             )
@@ -178,7 +198,9 @@ def _sequence(experiment: Experiment, run: Run, data: Dataset, out: Path, hooks:
                 yield SeedRow(seed, key, refused=str(refusal))
                 break
             served = current.record.requests[-1]
-            yield SeedRow(seed, key, served.after, forgotten=served.all_forgotten)
+            row = SeedRow(seed, key, served.after, forgotten=served.all_forgotten, seconds=_seconds(served.cost))
+            measured = (place.with_name(f"{place.name}-measures.json"), current, run, data, request)
+            yield _measured(row, measure_outcome(*measured, union_of(requests[: step - 1])))
 
 
 def _served(run: Run, data: Dataset, request: ForgetRequest, variant: MethodVariant, out: Path) -> Run:
