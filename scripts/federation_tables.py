@@ -101,3 +101,19 @@ def kills() -> str:
     lost = sum(row["outcome"].startswith("lost") for row in result["rows"])
     total = f"\n\n{len(result['rows']) - early} kills in {len(result['rows'])} trials, {lost} lost."
     return grid(["where", "killed in", "killed", "in the end", "times"], rows) + total + origin(result)
+
+
+def rewind() -> str:
+    """Rewound and retrained federations: rounds saved and whether they end with the same bytes."""
+    result, rows = read("rewind"), []
+    names = {"early": "a client drawn early", "late": "a client drawn late", "samples": "100 images of a client"}
+    names |= {"together": "two clients in one rewind", "never": "a client that was never drawn"}
+    for row in result["rows"]:
+        contact = ", ".join(str(each or "never") for each in row["first_contact"])
+        saved = f"{row['rounds_saved']} of {row['rounds']}"
+        is_equal = "yes" if row["is_equal"] and row["rounds_are_equal"] else "**no**"
+        seconds = [f"{row['seconds'][what]:,.0f}" for what in ("rewind", "retrain")]
+        rows.append([names[row["part"]], contact, saved, f"{row['expected_saved']:.1f}", is_equal, *seconds])
+    header = ["request", "first drawn in round", "rounds saved", "on average"]
+    header += ["digest of model and of every round equal", "s to rewind", "s to retrain"]
+    return grid(header, rows) + origin(result)

@@ -22,7 +22,7 @@ from comparison_tables import (
 )
 from decision_table import decision
 from erasing_tables import erasing, erasing_figures, regrow, regrow_tried
-from federation_tables import kills, malice, malice_training, million, scale, server_view
+from federation_tables import kills, malice, malice_training, million, rewind, scale, server_view
 from result_text import RESULTS, ROOT, depth, grid, origin, read, stale_figures
 from theory_tables import theory, theory_figures
 
@@ -367,6 +367,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "malice": malice,
     "malice-training": malice_training,
     "server-view": server_view,
+    "rewind": rewind,
 }
 
 

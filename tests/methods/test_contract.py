@@ -23,10 +23,10 @@ from fedortho.methods.method import CannotServe, Method
 from fedortho.models.predictions import evaluate
 from fedortho.models.zoo import build_model
 from fedortho.runs.run import load_run_data
-from fedortho.storage.files import tensors_digest
+from fedortho.storage.files import tensors_digest, write_tensors
 from fedortho.storage.settings import field_help
 from fedortho.training.batches import step_seed
-from fedortho.training.loop import Mask
+from fedortho.training.loop import Mask, fit
 from fedortho.training.recipe import Recipe, learning_rate
 
 LABEL = 3
@@ -52,6 +52,7 @@ SMALL = {  # for 20,000 weights and 1,150 images; published values are for milli
     "cf-k": {"epochs": 8, "k": 2, "batch_size": 32} | PLAIN,
     "ct": {"epochs": 5, "lr": 0.03} | PLAIN,
     "msg": {"epochs": 5, "lr": 0.05} | PLAIN,
+    "r2d": {"epochs": 5, "batch_size": 32, "lr": 0.1, "align": 0.0} | PLAIN,  # the fixture `kept` adds what it needs
     "subspace": {},
     "logit-mask": {},
 }
@@ -79,6 +80,8 @@ def cases(*federated: str) -> list[object]:
 
 def method_of(name: str, **changes: object) -> Method:
     has_epochs = "epochs" in field_help(METHODS[name])
+    if name == "r2d" and "epochs" in changes:
+        changes["epochs"] = 2  # one is kept, and one is replayed
     return make_method(name, SMALL[name], changes if has_epochs else {})
 
 
@@ -86,6 +89,16 @@ def central(digits: Dataset) -> CentralEngine:
     return CentralEngine(
         digits, build=lambda seed: build_model("small:SmallNet", num_classes=10, channels=1, seed=seed)
     )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kept(digits: Dataset, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A kept epoch, which r2d goes back to."""
+    place = tmp_path_factory.mktemp("epochs")
+    net = build_model("small:SmallNet", num_classes=10, channels=1)
+    trained = fit(net, digits.train, Recipe(epochs=1, batch_size=32, lr=0.1, crop=0, flip=0.0))
+    write_tensors(place / "00001.safetensors", trained.state_dict())
+    SMALL["r2d"]["kept"] = str(place)
 
 
 @pytest.fixture(scope="module")
@@ -117,9 +130,15 @@ class InRounds(CentralEngine):
     """One machine that trains as the only client of a federation does: a fresh start of SGD in each round."""
 
     def fit(
-        self, model: nn.Module, what: Selection | TrainingPlan, recipe: Recipe, *, trainable: Mask | None = None
+        self,
+        model: nn.Module,
+        what: Selection | TrainingPlan,
+        recipe: Recipe,
+        *,
+        trainable: Mask | None = None,
+        after: int = 0,
     ) -> nn.Module:
-        for turn in range(recipe.epochs):
+        for turn in range(after, recipe.epochs):
             lr, seed = learning_rate(recipe, turn), step_seed(recipe.seed, turn, 0)
             local = replace(recipe, epochs=1, lr=lr, schedule="constant", warmup=0.0, seed=seed)
             model = super().fit(model, what, local, trainable=trainable)
@@ -180,7 +199,7 @@ def test_a_federation_of_one_client_gives_what_one_machine_gives(
 def test_clients_and_samples_are_served_in_a_federation_too(
     small_net: nn.Module, federation: Callable[..., FederatedEngine], name: str, text: str
 ) -> None:
-    easy = {"hide": {"ratio": 0.1}, "paper": {}, "ssd": {"alpha": 1.0}}.get(name, {"epochs": 1})
+    easy = {"hide": {"ratio": 0.1}, "paper": {}, "ssd": {"alpha": 1.0}, "r2d": {"epochs": 2}}.get(name, {"epochs": 1})
     engine = federation(3, FEW)
     forgot = unlearn(small_net, engine, text, make_method(name, SMALL[name], easy)).model
     assert any(not torch.equal(p, q) for p, q in zip(forgot.parameters(), small_net.parameters(), strict=True))

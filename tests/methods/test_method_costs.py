@@ -32,7 +32,7 @@ CHEAP = {
     "max_retain_drop": 1.0,
     "ratio": 0.2,
 }
-CENTRAL = sorted(METHODS.keys() - {"federaser"})  # it replays stored rounds of a federation
+CENTRAL = sorted(METHODS.keys() - {"federaser", "r2d"})  # they replay what a training kept
 
 
 def cheap(name: str, **changes: object) -> Method:

@@ -93,10 +93,12 @@ def test_a_level_is_given_or_the_default_of_classes_and_excludes_a_method() -> N
 
 @pytest.mark.parametrize("request_", ["client:1", "samples:1,2", "class:3 samples:1"])
 def test_clients_and_samples_are_not_erased_and_have_no_default(run: Run, request_: str) -> None:
-    with pytest.raises(
-        CannotServe, match=r"has no level by default; choose the level hide \(.*about .*\) or exact \(.*took"
-    ):
+    by_cost = r"--level hide \(about .* of the training.*; --method ssd \(.*approximate.*; --level exact \(.*took"
+    with pytest.raises(CannotServe, match=f"has no level by default; choose, in order of cost: {by_cost}"):
         forget_run(run, request_)
+    shown = told("forget", run.path, *request_.split(), "--dry-run")
+    assert "--method r2d" not in shown, "the run kept no epochs"
+    assert shown.index("--level hide") < shown.index("--method finetune") < shown.index("--level exact")
     with pytest.raises(
         CannotServe, match=r"cannot be erased yet; choose the level hide \(.* exact \(retraining .*took"
     ):
@@ -264,6 +266,18 @@ def test_climbing_decides_by_real_audits_and_reads_test_images_once(
     served, attempts = forget_until_passed(run, "class:3", options, out=tmp_path / "new")
     assert measured == [served.record.method] == [LEVELS[attempts[-1].level]]
     assert all(attempt.reason.startswith("on validation images ") for attempt in attempts[:-1])
+
+
+def test_climbing_says_why_the_last_level_refused(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: object, __: object, *, level: str, **___: object) -> None:
+        raise Refused(f"{level} cannot hold the budget", ())
+
+    monkeypatch.setattr(climbing, "forget_run", refuse)
+    monkeypatch.setattr(climbing, "_validation", lambda *_: None)
+    told: list[str] = []
+    with pytest.raises(Refused, match="exact cannot hold the budget"):
+        forget_until_passed(run, "class:3", out=tmp_path / "new", on_attempt=lambda each: told.append(each.level))
+    assert told == ["hide", "erase"]
 
 
 def test_climbing_needs_a_reference_and_audits(run: Run, tmp_path: Path) -> None:

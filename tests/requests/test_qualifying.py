@@ -2,12 +2,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from fedortho.audits import relearn, reset_tail
+from fedortho.audits.judge import judge_case
 from fedortho.audits.qualification import QUALIFICATION, ClassTrial, MethodTrial, Qualification, read_qualification
+from fedortho.data.images import Dataset
+from fedortho.engines.central import CentralEngine
 from fedortho.errors import BadSetting, FedOrthoError
-from fedortho.methods import make_method
-from fedortho.methods.method import Method
+from fedortho.evaluation.case import Case
+from fedortho.methods import make_method, unlearn
+from fedortho.methods.method import ForgetResult, Method
+from fedortho.requests import qualifying
 from fedortho.requests.forgetting import forget_run
 from fedortho.requests.judging import JudgeOptions, judge_run
 from fedortho.requests.qualifying import QualifyOptions, draw_classes, qualify_run
@@ -152,3 +158,26 @@ def test_a_failed_drawn_class_or_a_number_beyond_its_limit_is_not_qualified(forg
     beyond = tuple(replace(audit, value=0.5, limit=0.02) if audit.name == "C2" else audit for audit in verdict.audits)
     assert not replace(verdict, audits=beyond).is_qualified
     assert verdict.is_qualified
+
+
+def test_images_that_the_run_was_trained_without_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = train_run(tmp_path / "run", replace(SETTINGS, epochs=1, without="class:0 samples:41"))
+    seen, judged = list[Dataset](), list[Case]()
+
+    def watched(model: nn.Module, engine: CentralEngine, *rest: object) -> ForgetResult:
+        seen.append(engine.data)
+        return unlearn(model, engine, *rest)  # type: ignore[arg-type]  # as it was called
+
+    def judge(case: Case, *rest: object, **how: object) -> object:
+        judged.append(case)
+        return judge_case(case, *rest, **how)  # type: ignore[arg-type]  # as it was called
+
+    monkeypatch.setattr(qualifying, "unlearn", watched)
+    monkeypatch.setattr(qualifying, "judge_case", judge)
+    qualify_run(run, options(run, candidates=(make_method("logit-mask"),)))
+    assert seen
+    for data in seen:
+        assert 0 not in data.train.labels
+        assert 0 not in data.valid.labels
+        assert 41 not in data.train.rows
+    assert [str(case.forgotten) for case in judged] == ["class:0 samples:41"] * len(judged)

@@ -205,8 +205,11 @@ def print_run(run: Run) -> None:
     ortho = f", orthogonality penalty {history[-1].ortho:.3g}" if history and history[-1].ortho is not None else ""
     say((str(run.path), "bold"), f": {run.settings.model} ({about.weights:,} weights) on {run.settings.data}")
     say(f"  accuracy: {scores}{ortho}")
-    if kept := kept_rounds(run.path):
-        say(f"  rounds kept: {len(kept)}, {sum(kept.values()) / 1e6:,.1f} MB on disk")
+    unit = run.settings.passes.unit
+    if kept := kept_rounds(run.path, unit):
+        say(f"  {unit} kept: {len(kept)}, {sum(kept.values()) / 1e6:,.1f} MB on disk")
+    if data.first_new is not None:
+        say(f"  continued {run.settings.start}: images from row {data.first_new} on joined with this run")
     say(f"  model digest {about.digest[:16]}")
     if run.record.requests and (told := clients_line(run.record.requests[-1])):
         say(f"  {told}")

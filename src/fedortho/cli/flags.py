@@ -33,8 +33,11 @@ Settings = Annotated[
 NO_DEFAULT = ("", -1e30)  # defaults that mean "none" and are not shown
 
 
-def takes_settings(*kinds: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command one flag per field of the dataclasses; it receives the flags in use as the mapping `given`."""
+def takes_settings(*kinds: type[Any], **flags: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command one flag per field of the dataclasses; it receives the flags in use as the mapping `given`.
+
+    `flags` are fields whose flag has another name.
+    """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         types: dict[str, type[Any]] = {}
@@ -42,7 +45,7 @@ def takes_settings(*kinds: type[Any]) -> Callable[[Callable[..., None]], Callabl
             types |= field_types(kind)
         parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "given"]
         for name, type_ in types.items():
-            flag = f"--{kebab(name)}/--no-{kebab(name)}" if type_ is bool else f"--{kebab(name)}"
+            flag = flags.get(name) or (f"--{kebab(name)}/--no-{kebab(name)}" if type_ is bool else f"--{kebab(name)}")
             option = Option(flag, help=_flag_help(name, kinds), show_default=False)
             annotation = Annotated[type_ | None, option]  # type: ignore[valid-type]  # made at run time
             parameters.append(
@@ -50,8 +53,8 @@ def takes_settings(*kinds: type[Any]) -> Callable[[Callable[..., None]], Callabl
             )
 
         def command(**values: Any) -> None:
-            flags = {name: values.pop(name) for name in types}
-            function(given={name: value for name, value in flags.items() if value is not None}, **values)
+            found = {name: values.pop(name) for name in types}
+            function(given={name: value for name, value in found.items() if value is not None}, **values)
 
         command.__doc__, command.__name__ = function.__doc__, function.__name__
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # as inspect documents

@@ -2,7 +2,7 @@
 
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,7 +39,15 @@ from fedortho.requests.climbing import forget_until_passed
 from fedortho.requests.federated_jobs import check_backend, forget_elsewhere, rewind_elsewhere
 from fedortho.requests.forgetting import ServedRequest, forget_run, undo_run
 from fedortho.requests.judging import JudgeOptions, check_judge_options, judge_run
-from fedortho.requests.levels import chosen_method, hidden_path, level_for_run, level_method, levels_for, plan_request
+from fedortho.requests.levels import (
+    chosen_method,
+    hidden_path,
+    level_for_run,
+    level_method,
+    levels_for,
+    plan_request,
+    ways,
+)
 from fedortho.requests.rewind import RewindPlan, find_rewind, rewind_run
 from fedortho.requests.transaction import find_ticket
 from fedortho.runs.record import ServedRecord
@@ -115,12 +123,14 @@ def forget_command(
         here = {"until": until, "keep_undo": keep_undo, "data_dir": data_dir, "device": device != "auto"}
         here |= {"purge": purge, "id": ticket, "json": as_json}
         _refuse_with(f"--backend {backend}, which works elsewhere and does not judge", **here, **judging)
-    if level == "exact" and not method_name and not until and (rewind := find_rewind(run, asked)):
+    is_exact = level == "exact" or not (level or asked.kind == "class")
+    if is_exact and not method_name and not until and (rewind := find_rewind(run, asked)):
         unused = {"keep_undo": keep_undo, "id": ticket, "set": assignments, "hash_ids": hash_ids, "purge": purge}
-        _refuse_with("a rewind, which is checked by its digest", **unused, **judging)
-        _rewind(rewind, out, backend, deployment, delete_before, dry_run, as_json)
-        return
+        _refuse_with("a rewind, which is checked by its digest", **unused, **judging, **given)
+        return _rewind(rewind, out, backend, deployment, delete_before, dry_run, as_json)
     _refuse_with("a request that is not served by a rewind", delete_before=delete_before)
+    if dry_run and is_exact and not (level or method_name or until):
+        return _print_ways(asked, ways(run, asked), as_json)
     if until not in ("", "passed"):
         raise BadSetting(f"--until is {until!r}; expected passed")
     if until:
@@ -168,6 +178,13 @@ def _print_outcome(record: ServedRecord, verdict: Verdict | None, as_json: bool,
         say(last)
 
 
+def _print_ways(request: ForgetRequest, found: Sequence[str], as_json: bool) -> None:
+    """How a request could be served that is served by nothing unless it is named."""
+    if as_json:
+        return say_json({"request": str(request), "ways": list(found)})
+    say("\n  ".join([f"ways to serve {request}, in order of cost; choose one:", *found]))
+
+
 def _rewind(
     plan: RewindPlan, out: Path, backend: str, deployment: Path | None, delete: bool, dry_run: bool, as_json: bool
 ) -> None:
@@ -179,18 +196,20 @@ def _rewind(
     for line in () if as_json else plan.lines():
         say(line)
     with bars() as shown:
-        new_run = None if dry_run else out
-        rewound = rewind_run(plan.run, plan.request, new_run, purge=delete, watch=federation_bar(shown))
+        watch: Callable[[Any], None] = training_bar(shown) if plan.stages else federation_bar(shown)
+        rewound = rewind_run(plan.run, plan.request, None if dry_run else out, purge=delete, watch=watch)
     if as_json:
-        told = {"without": plan.settings.without, "first-contact": plan.contacts, "rounds-saved": plan.begin}
-        told |= {"expected-saved": plan.expected, "rounds": plan.settings.rounds}
+        unit = plan.settings.passes.unit
+        told = {"without": plan.settings.without, "first-contact": plan.contacts, f"{unit}-saved": plan.begin}
+        told |= {"expected-saved": plan.expected, unit: plan.planned}
         after = None if rewound.run is None else rewound.run.record.model.digest
         say_json(told | {"model": after, "deleted": list(map(str, rewound.deleted))})
     elif rewound.run is not None:
         print_run(rewound.run)
         for path in rewound.deleted:
             say(f"deleted: {path}")
-        say(f"the same as federate --without {shlex.quote(plan.settings.without)}: docs/exact.md has the check")
+        without = shlex.quote(plan.settings.without)
+        say(f"the same as {plan.command} --without {without}: docs/exact.md has the check")
 
 
 def _chosen(

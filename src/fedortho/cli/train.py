@@ -9,16 +9,22 @@ from fedortho.cli import flags
 from fedortho.cli.console import bar, bars, federation_bar, print_run, say, training_bar, warn
 from fedortho.errors import FedOrthoError
 from fedortho.requests.federated_jobs import federate_run, sync_run
+from fedortho.runs.continuing import continued_settings
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.settings import FederateSettings, ImportSettings, TrainSettings
 from fedortho.runs.training import import_run, train_run
-from fedortho.storage.settings import make_settings, read_toml
+from fedortho.storage.settings import kebab, make_settings, read_toml
 
 
-@flags.takes_settings(TrainSettings)
+@flags.takes_settings(TrainSettings, start="--continue")
 def train_command(out_path: flags.OutPath, config: flags.Config = None, *, given: dict[str, Any]) -> None:
-    """Train a model with orthogonal kernels; an interrupted training continues where it stopped."""
-    settings = make_settings(TrainSettings, read_toml(config) if config else {}, given)
+    """Train a model with orthogonal kernels; an interrupted training continues where it stopped.
+
+    With --continue RUN training goes on from another run, by its settings unless others are given, into a new run.
+    """
+    changes = (read_toml(config) if config else {}) | {kebab(name): value for name, value in given.items()}
+    start = changes.pop("start", "")
+    settings = continued_settings(start, changes) if start else make_settings(TrainSettings, changes)
     with bars() as shown:
         watch, observing, decoding = (
             training_bar(shown),

@@ -52,7 +52,7 @@ def _spellings(word: str, root: str) -> list[str]:
     word = normalize("NFC", word)
     here, base = (os.path.abspath(os.path.expanduser(normalize("NFC", path))) for path in (word, root))
     spelled = [word.removeprefix("./"), word.removeprefix(f"{os.path.basename(base)}/")]
-    return spelled + ([os.path.relpath(here, base)] if here.startswith(base + os.sep) else [])
+    return [*spelled, os.path.relpath(here, base)]
 
 
 def training_rows(word: str, data: Dataset) -> list[int]:

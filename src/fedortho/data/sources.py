@@ -60,6 +60,7 @@ def load_images(
     size: int = 0,
     preprocessing: Preprocessing | None = None,
     names: Sequence[str] = (),
+    new_images: Sequence[str] = (),
     forgotten: bool = False,
     progress: Report | None = None,
 ) -> Dataset:
@@ -69,8 +70,9 @@ def load_images(
     `valid_from_test` of the test split, which loses it. A row id is the row in the source's file; rows of several files
     are numbered on. Channel statistics of the training split normalise all three sets, unless `preprocessing` says
     otherwise. `size` resizes every image to a square. Classes are numbered in the order of `names`, whether they have
-    images or not, then as in the source. Training and validation images that were forgotten and purged are left out,
-    unless `forgotten`.
+    images or not, then as in the source. `new_images` are paths of further training images of these classes: their rows
+    follow those of the source, whose statistics and validation set stay. Training and validation images that were
+    forgotten and purged are left out, unless `forgotten`.
     """
     if not 0 <= size <= LARGEST:
         raise BadSetting(f"image-size must be 0 (unchanged) or at most {LARGEST} pixels, not {size}")
@@ -100,23 +102,53 @@ def load_images(
         kept, aside = split_stratified(tested.labels, valid_from_test, seed)
         data = Dataset(name, whole, tested.subset(aside).apart_from(whole), tested.subset(kept), digest)
     elif not isinstance(valid, float | int):
-        splits = _locate(str(Path(valid).expanduser()), None, None)
-        if len(splits) > 1:
-            raise BadData(f"{valid} has splits of its own; give the folder or file of one of them")
-        own = _load_decoded(splits[0], size, progress)
-        own = replace(own, test=torch.arange(len(own.labels)))
+        own = _load_whole(str(valid), size, progress)
         held_out = _test_images(str(valid), whole, store, own).apart_from(whole)
         data = Dataset(name, whole, held_out, tested, digest, valid_digest=own.digest)
     else:
         train_rows, valid_rows = split_stratified(whole.labels, valid, seed)
         data = Dataset(name, whole.subset(train_rows), whole.subset(valid_rows), tested, digest)
+    for path in new_images:
+        own = _load_whole(path, size, progress)
+        data = _extended(data, _test_images(path, whole, store, own, "new images"), own.digest)
     return data if forgotten else without_forgotten(data)
 
 
-def _test_images(name: str, whole: Images, train: DecodedImages, test: DecodedImages) -> Images:
-    """The test split with the training split's class numbers, channels and statistics."""
+def _load_whole(path: str, size: int, progress: Report | None) -> DecodedImages:
+    """All images of a folder or file without splits, as its test split."""
+    splits = _locate(str(Path(path).expanduser()), None, None)
+    if len(splits) > 1:
+        raise BadData(f"{path} has splits of its own; give the folder or file of one of them")
+    own = _load_decoded(splits[0], size, progress)
+    return replace(own, test=torch.arange(len(own.labels)))
+
+
+def _extended(data: Dataset, new: Images, digest: str) -> Dataset:
+    """The dataset with further training images, whose rows follow those of its store; names are as seen from it."""
+    train, ids, more = data.train, data.train.ids, new.ids
+    assert ids is not None, "data that is loaded by name has digests"
+    assert more is not None, "data that is loaded by name has digests"
+    before, root = len(train.store_labels), os.path.abspath(ids.root)
+    named = [os.path.relpath(os.path.join(os.path.abspath(more.root), file), root) for file in more.files]
+    known = ids.files or ("",) * before
+    files = (*known, *(named or [""] * len(new))) if ids.files or named else ()
+    train = replace(
+        train,
+        pixels=torch.cat([train.pixels, new.pixels]),
+        store_labels=torch.cat([train.store_labels, new.store_labels]),
+        rows=torch.cat([train.rows, new.rows + before]),
+        ids=replace(ids, digests=torch.cat([ids.digests, more.digests]), files=files),
+    )
+    valid = replace(train, rows=data.valid.rows) if data.is_one_store else data.valid
+    return replace(data, train=train, valid=valid, digest=_joined([data.digest, digest]))
+
+
+def _test_images(
+    name: str, whole: Images, train: DecodedImages, test: DecodedImages, what: str = "test split"
+) -> Images:
+    """Images beside the training split, with its class numbers, channels and statistics."""
     if not len(test.test):
-        raise BadData(f"{name}: the test split is empty")
+        raise BadData(f"{name}: the {what} is empty")
     pixels, labels, ids = test.pixels, test.labels, test.ids
     if train.names and test.names:  # the same classes may have other numbers
         labels = _renumbered(labels, test.names, whole.names)
@@ -124,7 +156,7 @@ def _test_images(name: str, whole: Images, train: DecodedImages, test: DecodedIm
     if foreign:
         word = repr(test.names[foreign[0]]) if test.names else foreign[0]
         known = f"the {whole.classes} classes of the training split"
-        raise BadData(f"{name}: class {word} of the test split is not among {known}")
+        raise BadData(f"{name}: class {word} of the {what} is not among {known}")
     if test.pixels.shape[1] == 1:
         pixels = pixels.expand(-1, whole.pixels.shape[1], -1, -1)  # a view: grey images among coloured ones
     if pixels.shape[1:] != whole.pixels.shape[1:]:

@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -49,13 +50,24 @@ class CentralEngine:
         return EngineInfo(*known, has_ledger=ledger is not None, build=self.build, structure=structure)
 
     def fit(
-        self, model: nn.Module, what: Selection | TrainingPlan, recipe: Recipe, *, trainable: Mask | None = None
+        self,
+        model: nn.Module,
+        what: Selection | TrainingPlan,
+        recipe: Recipe,
+        *,
+        trainable: Mask | None = None,
+        after: int = 0,
     ) -> nn.Module:
         plan = as_training_plan(what)
         sets = [part.training_set(self._images(part.group)) for part in plan.parts]
-        options, teachers = plan.options, plan.teachers
-        trained = fit(model, sets, recipe, device=self.device, trainable=trainable, options=options, teachers=teachers)
-        seen, taught = count_images(sets, recipe.batch_size, recipe.epochs, options)
+        how: dict[str, Any] = {
+            "trainable": trainable,
+            "after": after,
+            "options": plan.options,
+            "teachers": plan.teachers,
+        }
+        trained = fit(model, sets, recipe, device=self.device, **how)
+        seen, taught = count_images(sets, recipe.batch_size, recipe.epochs - after, plan.options)
         self.tally.images_read += taught
         self.tally.images_trained += seen
         return trained

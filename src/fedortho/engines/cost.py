@@ -89,9 +89,16 @@ class Meter:
         return self.engine.tally
 
     def fit(
-        self, model: nn.Module, what: Selection | TrainingPlan, recipe: Recipe, *, trainable: Mask | None = None
+        self,
+        model: nn.Module,
+        what: Selection | TrainingPlan,
+        recipe: Recipe,
+        *,
+        trainable: Mask | None = None,
+        after: int = 0,
     ) -> nn.Module:
-        return self.engine.fit(model, what.without(self.forgotten), recipe, trainable=trainable)
+        how = {"after": after} if after else {}  # engines of others may not know it
+        return self.engine.fit(model, what.without(self.forgotten), recipe, trainable=trainable, **how)
 
     def measure(self, model: nn.Module, queries: Sequence[Query]) -> list[list[Observation]]:
         return self.engine.measure(model, [query.without(self.forgotten) for query in queries])

@@ -116,9 +116,18 @@ class Engine(Protocol):
         ...
 
     def fit(
-        self, model: nn.Module, what: Selection | TrainingPlan, recipe: Recipe, *, trainable: Mask | None = None
+        self,
+        model: nn.Module,
+        what: Selection | TrainingPlan,
+        recipe: Recipe,
+        *,
+        trainable: Mask | None = None,
+        after: int = 0,
     ) -> nn.Module:
-        """Train a copy of the model on a selection or by a plan; only `trainable` coordinates move."""
+        """Train a copy of the model on a selection or by a plan; only `trainable` coordinates move.
+
+        `after` epochs or rounds of the recipe are over: its schedule goes on with those that are left.
+        """
         ...
 
     def measure(self, model: nn.Module, queries: Sequence[Query]) -> list[list[Observation]]:

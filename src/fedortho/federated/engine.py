@@ -119,13 +119,14 @@ class FederatedEngine(Roster):
         updates: Path | None = None,
         keep: Keep | None = None,
         begin: StartRound | None = None,
+        after: int = 0,
     ) -> nn.Module:
         """A copy of the model after `recipe.epochs` rounds of federated averaging.
 
         The learning rate follows the schedule by rounds; a client's first rounds have no alignment. With a checkpoint a
         killed training goes on after its last finished round, to the same bytes. `updates` is a directory that keeps
         every client's model of every round. `keep` receives the model after each round. `begin` is a state to begin
-        with, for a caller who knows that this training would come to it.
+        with, for a caller who knows that this training would come to it. `after` rounds of the recipe are over.
         """
         current, plan = copy.deepcopy(model).cpu().eval(), as_training_plan(what)
         local_epochs = plan.options.local_epochs or self.local_epochs
@@ -138,7 +139,7 @@ class FederatedEngine(Roster):
             checkpoint = None  # it may keep state that no checkpoint has: a killed training begins anew
         self._resume(checkpoint, identity, current, begin)
         clients, every = [each for each in self.present() if job.may_train(each)], self.federation.evaluate_every
-        for number in range(len(self.history), recipe.epochs):
+        for number in range(after + len(self.history), recipe.epochs):
             if returned := self.welcome():
                 clients = sorted({*clients, *(client for client in returned if job.may_train(client))})
             entry = self._round(current, job, number, clients, watch)

@@ -31,6 +31,7 @@ from fedortho.methods.msg import MaskedSmallGradients
 from fedortho.methods.neggrad import NegGrad
 from fedortho.methods.not_ import NoT
 from fedortho.methods.paper import Paper
+from fedortho.methods.r2d import R2D
 from fedortho.methods.regrow import Regrow
 from fedortho.methods.retrain import Retrain
 from fedortho.methods.salun import SalUn
@@ -51,7 +52,7 @@ METHODS: Mapping[str, type[Method]] = {
     for method in (
         *(Retrain, Hide, Directions, Regrow, Paper, FineTune, NoT, FUSED, SSD, SalUn, UNSIR, BadTeacher),
         *(ClassPruning, FedEraser, NegGrad, SCRUB, EUk, CFk, ConvolutionTranspose, MaskedSmallGradients),
-        *(Subspace, LogitMask),
+        *(R2D, Subspace, LogitMask),
     )
 }
 LEVELS: Mapping[str, str] = {"hide": Hide.name, "erase": Regrow.name, "exact": Retrain.name}  # the method of each level

@@ -78,6 +78,8 @@ def forget_until_passed(
             served = forget_run(run, request, level=level, accept=None if level == levels[-1] else check, **how)
             attempts.append(LevelAttempt(level, ""))
         except (NotPassed, Refused) as error:
+            if level == levels[-1]:
+                raise
             attempts.append(LevelAttempt(level, str(error)))
         if on_attempt is not None:
             on_attempt(attempts[-1])

@@ -99,6 +99,8 @@ def rewind_elsewhere(
 ) -> Run | None:
     """Serve a request exactly on Ray or a SuperLink, as `rewind_run`; None if the new run is not on this machine."""
     plan = plan_rewind(run, request)
+    if not isinstance(plan.settings, FederateSettings):
+        raise FedOrthoError(f"{run.path} was trained on one machine; leave --backend out")
     for line in plan.lines():
         log(line)
     config = app_config(plan.settings) | {"do": "rewind", "run": str(run.path.absolute())}

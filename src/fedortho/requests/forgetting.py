@@ -31,7 +31,8 @@ from fedortho.federated.server import (
 )
 from fedortho.federated.transport import append_wire_log
 from fedortho.methods import unlearn
-from fedortho.methods.method import ForgetResult, Method
+from fedortho.methods.method import CannotServe, ForgetResult, Method
+from fedortho.methods.retrain import Retrain
 from fedortho.models.patch import patch_between, undo_patch, write_undo
 from fedortho.models.predictions import accuracy
 from fedortho.requests.levels import chosen_method, hidden_path, level_for_run, level_method, training_cost_words
@@ -49,6 +50,7 @@ from fedortho.requests.transaction import (
     ticket_details,
     transaction,
 )
+from fedortho.runs.continuing import stages_of
 from fedortho.runs.derived import build_derived, building, tidy, write_derived
 from fedortho.runs.purge import purge_run
 from fedortho.runs.record import ResultRecord, RunRecord, ServedRecord, read_run_record
@@ -127,6 +129,10 @@ def forget_run(
             return served
     if isinstance(method, str):
         method = chosen_method(run, method) if method else level_method(run, level)
+    if isinstance(method, Retrain) and run.record.began_with:
+        raise CannotServe(
+            f"{run.path} was continued; retrain has one schedule: choose the level exact, and name an out"
+        )
     if ticket and (finished := find_ticket(ticket, run, request, out)):
         return _served_before(finished)
     details = {} if out is None else {"out": relative_out(run, out)}
@@ -144,7 +150,7 @@ def forget_run(
             step = replace(step, is_first=not _hide_first(run, request, data, out, details, device))
         served = _serve_run(run, data, request, method, device, out=out, undo=undo, step=step)
     if purge is None:
-        purge = bool(request.samples) and run.settings.data not in DATASETS
+        purge = bool(request.samples) and (run.settings.data not in DATASETS or bool(run.settings.new_images))
     return replace(served, copies=tuple(purge_run(served.run, data=data))) if purge and served.run else served
 
 
@@ -182,6 +188,8 @@ def _serve_by_rewind(run: Run, request: ForgetRequest, out: Path, unused: Sequen
     """Go back to a round that the run kept, and measure the new run; None where it is to be retrained."""
     if (plan := find_rewind(run, request)) is None:
         return None
+    if unused and plan.stages:
+        raise FedOrthoError(f"a rewind has no {' and no '.join(unused)}, and {run.path} was continued; leave it out")
     if unused:
         logger.warning("a rewind has no %s: the federation is retrained from the start", " and no ".join(unused))
         return None
@@ -191,7 +199,9 @@ def _serve_by_rewind(run: Run, request: ForgetRequest, out: Path, unused: Sequen
     assert new is not None, "it was written"
     data, before, after = run.load_data(), run.load_model(), new.load_model()
     patch = patch_between(before, after, request=str(plan.request), method="rewind")
-    result = ForgetResult(plan.request, "rewind", {}, after, patch, reference_cost(new, data, plan.begin))
+    trained = stages_of(new)[-len(plan.stages) :] if plan.stages else []
+    history = [entry for stage in trained for entry in stage.history()] or new.history()[plan.begin :]
+    result = ForgetResult(plan.request, "rewind", {}, after, patch, reference_cost(new, data, history))
     record = measured_record(run, before, result, data, CentralEngine(data), run.clients(data), "cpu")
     return ServedRequest(result, record, _paid((*run.record.requests, record)), new, rewind=plan)
 

@@ -1,5 +1,6 @@
 """The levels of forgetting on a run: which method serves each, what it will cost, and the plan of a request."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,14 +8,16 @@ from typing import Any
 
 from fedortho.audits.verdict import spoken_time
 from fedortho.data.request import ForgetRequest
-from fedortho.methods import LEVELS, MEANINGS, find_method, level_of, make_method
+from fedortho.methods import LEVELS, MEANINGS, METHODS, find_method, level_of, level_of_method, make_method
+from fedortho.methods.federaser import FedEraser
 from fedortho.methods.hyperparameters import read_settings
-from fedortho.methods.method import Method
+from fedortho.methods.method import CannotServe, Method, serves
+from fedortho.methods.r2d import R2D
 from fedortho.requests.judging import JudgeOptions
 from fedortho.requests.references import find_references
+from fedortho.requests.rewind import find_rewind
 from fedortho.requests.run_context import method_for_run
 from fedortho.runs.run import Run
-from fedortho.runs.settings import FederateSettings
 from fedortho.storage.records import Scalar
 from fedortho.storage.settings import as_mapping
 
@@ -22,11 +25,39 @@ from fedortho.storage.settings import as_mapping
 PASSES = {"hide": 0.03, "paper": 1 / 3, "directions": 1 / 3}
 
 
+NOT_EXACT = "approximate: what the data taught may still be found"
+
+
 def level_for_run(run: Run, request: ForgetRequest, level: str = "", method: Method | str = "") -> str:
-    """As `level_of`; a refusal says what hiding and retraining cost on this run."""
-    hiding = _planned(run, "hide", level_method(run, "hide"), run.path).seconds
-    costs = ["" if hiding is None else f"; about {spoken_time(hiding)}", f"; {training_cost_words(run)}"]
-    return level_of(request, level, method, costs)
+    """As `level_of`; clients and samples are served exactly where that is a rewind, else the refusal has all ways."""
+    if level or method or request.kind == "class":
+        return level_of(request, level, method, ("", f"; {training_cost_words(run)}"))
+    if find_rewind(run, request) is not None:
+        return "exact"
+    raise CannotServe(f"{request} has no level by default; choose, in order of cost: {'; '.join(ways(run, request))}")
+
+
+def ways(run: Run, request: ForgetRequest) -> list[str]:
+    """The ways to serve clients or samples where there is no rewind: approximate ones by cost, then retraining."""
+    steps = [_planned(run, "hide", level_method(run, "hide"), run.path)] if serves(find_method("hide"), request) else []
+    for name in METHODS:
+        if serves(METHODS[name], request) and not level_of_method(name) and _has_kept(run, name):
+            steps.append(_planned(run, "", chosen_method(run, name), run.path))
+    steps.sort(key=lambda step: math.inf if step.share_of_training is None else step.share_of_training)
+    told = [
+        f"{f'--level {step.level}' if step.level else f'--method {step.method}'} ({step.cost}; "
+        f"{MEANINGS[step.level] if step.level else NOT_EXACT})"
+        for step in steps
+    ]
+    return [*told, f"--level exact ({MEANINGS['exact']}; {training_cost_words(run)})"]
+
+
+def _has_kept(run: Run, name: str) -> bool:
+    """Whether a run kept what a method replays."""
+    method = chosen_method(run, name)
+    if isinstance(method, R2D):
+        return any(Path(method.kept).glob("*.safetensors"))
+    return not isinstance(method, FedEraser) or any(Path(method.updates).glob("round-*"))
 
 
 def levels_for(request: ForgetRequest) -> list[str]:
@@ -76,14 +107,19 @@ class PlannedStep:
     out: str
     share_of_training: float | None  # of the FLOPs of the run's training; None: not known
     seconds: float | None
+    note: str = ""  # what must be known of it
 
     def __str__(self) -> str:
-        share, time = self.share_of_training, "" if self.seconds is None else f" ({spoken_time(self.seconds)})"
         what = f"{self.level}, by {self.method} ({MEANINGS[self.level]})" if self.level else f"by {self.method}"
-        cost = "cost not known"
-        if share is not None:
-            cost = f"about {share:.{0 if share > 0.05 else 1}%} of the training's computation"
-        return f"{what}: {cost}{time}; writes {self.out}"
+        return f"{what}{f' ({self.note})' if self.note else ''}: {self.cost}; writes {self.out}"
+
+    @property
+    def cost(self) -> str:
+        """Its share of the training's computation, and time."""
+        share, time = self.share_of_training, "" if self.seconds is None else f" ({spoken_time(self.seconds)})"
+        if share is None:
+            return f"cost not known{time}"
+        return f"about {share:.{0 if share > 0.05 else 1}%} of the training's computation{time}"
 
 
 @dataclass(frozen=True)
@@ -147,9 +183,11 @@ def plan_request(
 
 def _planned(run: Run, level: str, method: Method, out: Path) -> PlannedStep:
     """A step with its estimated cost: passes over the training images relative to those of the run's training."""
-    settings, seconds = run.settings, _training_seconds(run)
-    passes = settings.rounds if isinstance(settings, FederateSettings) else settings.epochs
-    epochs = PASSES.get(method.name, getattr(method, "epochs", None))
+    seconds, (unit, passes, _) = _training_seconds(run), run.settings.passes
+    epochs, note = PASSES.get(method.name, getattr(method, "epochs", None)), ""
+    if isinstance(method, R2D) and _has_kept(run, method.name):
+        begin = method.begin()[0]
+        epochs, note = passes - begin, f"back to {unit[:-1]} {begin} of {passes}, which has met the data; {NOT_EXACT}"
     share = epochs / passes if passes and epochs is not None else None
     time = share * seconds if share is not None and seconds else None
-    return PlannedStep(level, method.name, as_mapping(method), str(out), share, time)
+    return PlannedStep(level, method.name, as_mapping(method), str(out), share, time, note)

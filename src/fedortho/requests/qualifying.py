@@ -12,13 +12,12 @@ from fedortho.audits.qualification import QUALIFICATION, ClassTrial, MethodTrial
 from fedortho.data.request import ForgetRequest
 from fedortho.devices import choose_device, using_threads
 from fedortho.errors import BadSetting, FedOrthoError
-from fedortho.evaluation.case import Case
 from fedortho.methods import unlearn
 from fedortho.methods.method import Method, serves
 from fedortho.requests.counterfactuals import counterfactuals
 from fedortho.requests.judging import OnStep
-from fedortho.requests.references import find_references, reference_cost, train_references
-from fedortho.requests.run_context import RunContext, method_for_run
+from fedortho.requests.references import case_of, find_references, reference_cost, train_references
+from fedortho.requests.run_context import RunContext, method_for_run, open_context
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.settings import FederateSettings
 from fedortho.storage.files import locked
@@ -73,7 +72,7 @@ def qualify_run(run: Run | Path | str, options: QualifyOptions | None = None) ->
     file = run.path / QUALIFICATION
     with locked(file), using_threads(run.settings.threads):
         found, run = _begun(run, options), run.at(options.data_dir)
-        context = RunContext(run, run.load_data(), None, None, choose_device(options.device))
+        context = replace(open_context(run, run.load_data()), device=choose_device(options.device))
         candidates = options.candidates or (method_for_run(run, "regrow"),)  # the method of the level erase
         for candidate in candidates:
             if not serves(candidate, ForgetRequest.parse(found.choosing[0])):
@@ -139,16 +138,15 @@ def _trial(context: RunContext, options: QualifyOptions, method: Method, text: s
     references += islice(fresh, number - len(references))
     if options.on_step is not None:
         options.on_step(f"{method.name} on {text}")
-    model = run.load_model().to(device)
     with context.engine() as engine:
-        result = unlearn(model, engine, request, method)
+        result = unlearn(run.load_model().to(device), engine, request, method)
     data = context.data if split == "test" else replace(context.data, test=context.data.valid)
-    retrained = [reference.load_model() for reference in references]
-    alike = counterfactuals(context, method, request, references, directory)
-    treated = tuple(each.load_model() for each in alike)
-    case = Case(result.model, model, tuple(retrained), data, request, device=device, counterfactuals=treated)
+    treated = tuple(each.load_model() for each in counterfactuals(context, method, request, references, directory))
+    case = case_of(run, request, data, run, references, device)
+    case = replace(case, unlearned=result.model, counterfactuals=treated)
     verdict = judge_case(case, "full", on_step=options.on_step, method=method.name)
-    mine, theirs = (replace(context, data=data).accuracies(each, request) for each in (result.model, retrained[0]))
+    both = (result.model, case.references[0])
+    mine, theirs = (replace(context, data=data).accuracies(each, request) for each in both)
     return ClassTrial(
         text,
         split,

@@ -21,6 +21,7 @@ from fedortho.federated.server import train_federation
 from fedortho.federated.transport import read_wire_log, total_bytes
 from fedortho.methods.method import CannotServe
 from fedortho.methods.retrain import NO_RECIPE
+from fedortho.runs.continuing import is_new
 from fedortho.runs.record import RunRecord, ServedRecord, read_run_record
 from fedortho.runs.rows import read_rows
 from fedortho.runs.run import Run, excluded_besides, open_run
@@ -28,12 +29,23 @@ from fedortho.runs.settings import FREE, FederateSettings, TrainSettings, held_r
 from fedortho.runs.training import train_run
 from fedortho.storage.records import Scalar
 from fedortho.storage.settings import as_mapping, kebab
-from fedortho.training.loop import Watch
+from fedortho.training.loop import Epoch, Watch
 from fedortho.training.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 # settings that do not make another reference model
-IRRELEVANT = ("keep-updates", "keep-rounds", "data", "threads", "device", "evaluate-every", "mean", "std", "transform")
+IRRELEVANT = (
+    "keep-updates",
+    "keep-rounds",
+    "keep-epochs",
+    "data",
+    "threads",
+    "device",
+    "evaluate-every",
+    "mean",
+    "std",
+    "transform",
+)
 # those that are not known of a model that was trained elsewhere
 UNKNOWN = (*(kebab(field.name) for field in fields(Recipe)), "valid", "valid-dir", "valid-from-test", "split-seed")
 
@@ -47,8 +59,14 @@ def reference_settings(run: Run, request: ForgetRequest, *, seed: int | None = N
     settings = run.settings
     if isinstance(settings, FederateSettings):
         settings = replace(settings, start="", keep_updates=False, keep_rounds="")  # those weights knew the forget set
+    elif settings.start and not is_new(run, request, run.load_data()):
+        raise CannotServe(
+            f"{request} was in the data of {settings.start}, which {run.path} continued; the reference is what "
+            "forget --level exact gives: all of these trainings without it"
+        )
     return replace(
         settings,
+        keep_epochs="",
         without=str(_forgotten_with(run, request).settled(run.record.data.class_names)),
         seed=settings.seed if seed is None else seed,
         split_seed=settings.partition_seed,
@@ -155,7 +173,8 @@ def check_reference(run: Run, reference: Run, request: ForgetRequest) -> None:
         raise BadCheckpoint(
             f"{reference.path} reads images by another preprocessing than {run.path}; give both the same"
         )
-    began = reference.settings.start if isinstance(reference.settings, FederateSettings) else ""
+    is_same_start = run.record.began_with is not None and run.record.began_with == reference.record.began_with
+    began = reference.settings.start and not (is_same_start and is_new(run, request, run.load_data()))
     served = next((each for each in run.record.requests if each.request == str(request)), None)
     is_treated = served is not None and is_treated_by(served, reference)
     if began or (reference.record.is_edited and not is_treated):
@@ -192,13 +211,13 @@ def is_treated_by(served: ServedRecord, reference: Run) -> bool:
     return [treatment(each) for each in reference.record.requests] == [treatment(served)]
 
 
-def reference_cost(reference: Run, data: Dataset, begin: int = 0) -> Cost:
-    """The cost of training a model, or of its rounds after `begin`, from its history and its log of exchanges."""
+def reference_cost(reference: Run, data: Dataset, history: Sequence[Epoch] | None = None) -> Cost:
+    """The cost of training a model, or of these epochs or rounds, from its history and its log of exchanges."""
     log = read_wire_log(reference.path / "wire.json")
     rounds = [exchange for exchange in log if exchange.kind == TrainLocal.action]
     up, down = total_bytes(rounds)
     tally = Tally(exchanges=len(rounds), bytes_up=up, bytes_down=down)
-    history = reference.history()[begin:]
+    history = reference.history() if history is None else history
     if not isinstance(reference.settings, FederateSettings):  # early runs did not count images: each once per epoch
         history = [replace(entry, images=entry.images or reference.record.data.train) for entry in history]
     return training_cost(history, reference.load_model(), data.train.shape, reference.settings, tally)
@@ -266,7 +285,11 @@ def find_references(original: Run, request: ForgetRequest, place: Path | None = 
     The default directories are that of the original, and `references` in it.
     """
     found = list(finished_runs(place)) if place else runs_beside(original)
-    wanted, seed = reference_settings(original, request), original.settings.seed
+    try:
+        wanted, seed = reference_settings(original, request), original.settings.seed
+    except CannotServe as error:
+        logger.info("no reference: %s", error)
+        return []
     mine = [run for run in found if run.record.data.digest == original.record.data.digest]
     mine = [run for run in reversed(mine) if _is_trained_as(run, wanted, any_seed=True)]
     by_seed = {(run.settings.seed, run.record.imported_from and run.record.model.digest): run for run in mine}

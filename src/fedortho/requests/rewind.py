@@ -1,12 +1,15 @@
-"""Forget exactly in a federation: go back to a round before the data's first contact, and go on without it.
+"""Forget exactly: go back to a round, or a run that was continued, from before the data, and go on without it.
 
-The result has the digest of `federate --without` all requests so far: it is the same training, begun later.
+The result has the digest of `federate --without` or `train --without` all requests so far: it is the same training,
+begun later.
 """
 
 import logging
+import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from math import comb
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,14 +19,15 @@ import torch
 from fedortho.data.images import Dataset
 from fedortho.data.request import Clients, ForgetRequest
 from fedortho.errors import FedOrthoError
-from fedortho.federated.engine import Watch
 from fedortho.federated.server import train_federation
 from fedortho.federated.strategies import is_repeatable
-from fedortho.requests.references import find_original, purged_images
+from fedortho.requests.references import find_original, original_of, purged_images
 from fedortho.requests.transaction import tell_once
+from fedortho.runs.continuing import first_row, stages_of
 from fedortho.runs.rounds import LOG_FILE, RoundLog, kept_rounds, read_log, read_start, round_file
 from fedortho.runs.run import Run, open_run, served_requests
-from fedortho.runs.settings import FederateSettings, Federation, held_rows, is_kept
+from fedortho.runs.settings import FederateSettings, Federation, TrainSettings, held_rows, is_kept
+from fedortho.runs.training import train_run
 from fedortho.storage.journal import append_entry
 from fedortho.storage.provenance import environment
 
@@ -34,40 +38,56 @@ logger = logging.getLogger(__name__)
 
 
 class CannotRewind(FedOrthoError):
-    """A run whose rounds do not lead to an exact result: exact means to retrain it."""
+    """A run whose rounds or epochs do not lead to an exact result: exact means to retrain it."""
 
 
 @dataclass(frozen=True)
 class RewindPlan:
-    """What an exact request comes to, known before the work; rounds count from 1, and 0 is the untrained network."""
+    """What an exact request comes to, known before the work; rounds count from 1, and 0 is the untrained network.
+
+    A run on one machine has epochs in place of rounds; those of the runs that it continued count before its own.
+    """
 
     run: Run
     source: Run  # the run itself or one that it was derived from: it has the rounds
-    settings: FederateSettings  # of the new run: those of the source, without all requests so far
+    settings: TrainSettings  # of the new run: those of the source, without all requests so far
     request: ForgetRequest  # of now
     contacts: Mapping[str, int | None]  # request → the first round with its data; None: nobody who has it was drawn
     first: int  # rounds before the first contact
     begin: int  # the last one of them that was kept
-    expected: float  # rounds that such a request saves on average where all rounds are kept
+    planned: int  # all rounds
+    expected: float | None  # rounds that such a request saves on average where all are kept; None: nothing is drawn
     remarks: tuple[str, ...]
+    stages: tuple[Run, ...] = ()  # on one machine: the trainings to repeat, oldest first
 
     @property
     def is_untouched(self) -> bool:
         """Whether the model stays as it is, because nobody who has the data was ever drawn."""
-        return self.begin == self.settings.rounds and self.settings.norms == "fedavg"
+        return self.begin == self.planned and getattr(self.settings, "norms", "fedavg") == "fedavg"
+
+    @property
+    def command(self) -> str:
+        """The training that gives the same model."""
+        return "train" if self.stages else "federate"
 
     def lines(self) -> list[str]:
         """The plan in sentences."""
-        told = [f"{each}: {f'first drawn in round {n}' if n else 'never drawn'}" for each, n in self.contacts.items()]
-        rounds, log = self.settings.rounds, self.source.path / LOG_FILE
+        unit, verb = ("epoch", "used") if self.stages else ("round", "drawn")
+        told = [
+            f"{each}: {f'first {verb} in {unit} {n}' if n else f'never {verb}'}" for each, n in self.contacts.items()
+        ]
         if self.is_untouched:
+            log = self.source.path / LOG_FILE
             told.append(f"nothing to train: by {log} the model never met the data, and stays as it is")
         elif self.begin:
-            left = f"{rounds - self.begin} of {rounds} rounds"
-            told.append(f"back to the end of round {self.begin}: {left} are trained again")
+            kept = f", the model of {self.stages[0].settings.start}" if self.stages else ""
+            left = f"{self.planned - self.begin} of {self.planned} {unit}s"
+            told.append(f"back to the end of {unit} {self.begin}{kept}: {left} are trained again")
         else:
-            told.append(f"back to the start: all {rounds} rounds are trained again")
-        told.append(f"rounds saved: {self.begin}; on average {self.expected:.1f} for such a request, if all are kept")
+            told.append(f"back to the start: all {self.planned} {unit}s are trained again")
+        is_drawn = self.expected is not None
+        average = f"; on average {self.expected:.1f} for such a request, if all are kept" if is_drawn else ""
+        told.append(f"{unit}s saved: {self.begin}{average}")
         return [*told, *self.remarks]
 
 
@@ -83,6 +103,8 @@ class Rewound:
 def plan_rewind(run: Run | Path | str, request: ForgetRequest | str, *, data_dir: str = "") -> RewindPlan:
     """How far back an exact request goes and what it costs; `CannotRewind` where no round was kept that would serve."""
     run = open_run(run).at(data_dir)
+    if not isinstance(run.settings, FederateSettings):
+        return _plan_epochs(run, run.request(request))
     source, settings, log = _source_of(run)
     asked, names, data = run.request(request), run.record.data.class_names, run.load_data()
     requests = [each.settled(names) for each in (*served_requests(run), asked)]
@@ -104,27 +126,58 @@ def plan_rewind(run: Run | Path | str, request: ForgetRequest | str, *, data_dir
         {str(each): log.first_contact(who) for each, who in zip(requests, holders, strict=True)},
         first,
         _last_kept(source, settings, asked, first),
+        settings.rounds,
         expected_saved(settings, len(every), settings.rounds),
-        _remarks(source, log, first),
+        (*_silent_rounds(log, first), *_remarks(source)),
     )
+
+
+def _plan_epochs(run: Run, asked: ForgetRequest) -> RewindPlan:
+    """The plan on one machine: the first of the trainings that had the data, and those that continued it."""
+    source = run
+    while source.record.is_edited:
+        source = original_of(source)
+    here: dict[str, Any] = {"data": run.settings.data, "data_dir": run.settings.data_dir}
+    stages = [replace(stage, settings=replace(stage.settings, **here)) for stage in stages_of(source)]
+    data, names = run.load_data(), run.record.data.class_names
+    known = data.train if run.excluded is None else data.train.subset(~run.excluded.mask(data.train))
+    asked.split(known, gone=data.gone)
+    requests = [each.settled(names) for each in (*served_requests(run), asked)]
+    without = sum(requests, source.settings.excluded).settled(names)
+    if lost := purged_images(data, without, None):
+        raise FedOrthoError(f"{lost} images were purged for another request; name them in this one, too")
+    joined = [stage.record.data.first_new or 0 for stage in stages]
+    at = [max(n for n, first in enumerate(joined) if first <= first_row(each, data)) for each in requests]
+    ends = [0, *accumulate(stage.settings.epochs for stage in stages)]
+    begin = ends[min(at)]
+    if len(stages) == 1:
+        raise CannotRewind(
+            f"{run.path} had {asked} in its first epoch, so that no earlier model is without it; exact is to retrain, "
+            "train --without (images that come in later by train --continue can be taken back)"
+        )
+    settings = replace(stages[-1].settings, without=str(without))
+    contacts = {str(each): ends[stage] + 1 for each, stage in zip(requests, at, strict=True)}
+    remarks = _remarks(source, is_normalised=min(at) == 0)  # by constants of the first data
+    plan = (run, source, settings, requests[-1], contacts, begin, begin, ends[-1], None, remarks)
+    return RewindPlan(*plan, tuple(stages[min(at) :]))
 
 
 def find_rewind(run: Run, request: ForgetRequest) -> RewindPlan | None:
     """As `plan_rewind`; None, and the log says why, where an exact request means to retrain."""
-    if not isinstance(run.settings, FederateSettings):
-        return None
+    if not isinstance(run.settings, FederateSettings) and not run.settings.start:
+        return None  # all data was there from the first epoch on
     try:
         plan = plan_rewind(run, request)
     except CannotRewind as error:
         logger.warning("no rewind: %s", error)
         return None
-    return plan if plan.begin or plan.settings.keep_rounds else None
+    return plan if plan.begin or plan.stages or plan.settings.passes.keep else None
 
 
 def holds_rewind(run: Run, request: ForgetRequest, out: Path) -> bool:
     """Whether `out` is the finished run of a rewind for this request."""
     plan = find_rewind(run, request) if (out / "run.json").exists() else None
-    return plan is not None and open_run(out).settings == plan.settings
+    return plan is not None and replace(open_run(out).settings, start="") == replace(plan.settings, start="")
 
 
 def rewind_run(
@@ -135,27 +188,55 @@ def rewind_run(
     purge: bool = False,
     workers: int = 1,
     grid: "Grid | None" = None,
-    watch: Watch | None = None,
+    watch: Callable[[Any], None] | None = None,
     data_dir: str = "",
 ) -> Rewound:
-    """Serve a request exactly: the new run is what `federate --without` all requests so far gives.
+    """Serve a request exactly: the new run is what `federate` or `train --without` all requests so far gives.
 
     It begins at the last kept round before the first contact of any request that the run has served, these included,
-    and goes on without them to the planned end. Neither its model nor anything that it keeps has met their data.
-    Killed, it goes on when it is called again. Without `out` nothing is done, and the result shows the plan. With
-    `purge` weights, ledgers and kept rounds of earlier runs that have met the data are deleted; their records stay.
+    and goes on without them to the planned end. On one machine it begins with the model that was continued by the
+    training which first had the data; that training and later ones are repeated, all but the last into OUT-start-N.
+    Neither its model nor anything that it keeps has met their data. Killed, it goes on when it is called again. Without
+    `out` nothing is done, and the result shows the plan. With `purge` weights, ledgers and kept rounds of earlier runs
+    that have met the data are deleted; their records stay.
     """
     plan = plan_rewind(run, request, data_dir=data_dir)
     if out is None:
         return Rewound(plan)
     out, run, asked = Path(out), plan.run, str(plan.request)
     append_entry(run.path.absolute().parent, "received", run.path.name, asked, before=run.record.model.digest)
-    begin = read_start(plan.source, plan.begin) if plan.begin else None
-    how: dict[str, Any] = {"watch": watch, "workers": workers, "data": run.load_data(), "begin": begin}
-    new = train_federation(out, plan.settings, grid, **how)
-    details = {"method": "rewind", "without": plan.settings.without, "rounds-saved": plan.begin}
+    if isinstance(plan.settings, FederateSettings):
+        begin = read_start(plan.source, plan.begin) if plan.begin else None
+        how: dict[str, Any] = {"watch": watch, "workers": workers, "data": run.load_data(), "begin": begin}
+        new = train_federation(out, plan.settings, grid, **how)
+    else:
+        new = _train_stages(plan, out, watch)
+    saved = f"{plan.settings.passes.unit}-saved"
+    details = {"method": "rewind", "without": plan.settings.without, saved: plan.begin}
     tell_once(run, "executed", out.name, asked, new.record.model.digest, details)
     return Rewound(plan, new, tuple(_delete_traces(plan)) if purge else ())
+
+
+def _train_stages(plan: RewindPlan, out: Path, watch: Callable[[Any], None] | None) -> Run:
+    """Repeat the trainings of a plan without its requests; each continues the one before it, the last is `out`."""
+    start, without = plan.stages[0].settings.start, ForgetRequest.parse(plan.settings.without)
+    for number, stage in enumerate(plan.stages, start=1):
+        is_last = number == len(plan.stages)
+        place = out if is_last else out.with_name(f"{out.name}-start-{number}")
+        settings = replace(stage.settings, start=start, without=plan.settings.without)
+        data = replace(stage, settings=settings).load_data()  # images of `without` may have been deleted
+        settings = replace(settings, without=str(_known_to(without, data)))
+        new = train_run(place, settings, watch=watch, data=data)
+        start = os.path.abspath(new.path)
+    return new
+
+
+def _known_to(request: ForgetRequest, data: Dataset) -> ForgetRequest:
+    """The request without samples that this data does not have yet."""
+    assert data.train.ids is not None, "data of a run has digests"
+    rows = [data.train.ids.by_hash[each] if each.startswith("hmac:") else int(each) for each in request.samples]
+    known = [word for word, row in zip(request.samples, rows, strict=True) if row < len(data.train.store_labels)]
+    return replace(request, samples=tuple(known))
 
 
 def expected_saved(federation: Federation, holders: int, rounds: int) -> float:
@@ -214,14 +295,18 @@ def _last_kept(source: Run, settings: FederateSettings, asked: ForgetRequest, fi
     )
 
 
-def _remarks(source: Run, log: RoundLog, first: int) -> tuple[str, ...]:
-    """What whoever compares digests must know."""
+def _silent_rounds(log: RoundLog, first: int) -> list[str]:
     silent = [n for n, each in enumerate(log.rounds[:first], 1) if each.answered != each.drawn]
-    told = [f"in round {n} a client did not answer: equal is a training in which it is silent again" for n in silent]
+    return [f"in round {n} a client did not answer: equal is a training in which it is silent again" for n in silent]
+
+
+def _remarks(source: Run, *, is_normalised: bool = True) -> tuple[str, ...]:
+    """What whoever compares digests must know; `is_normalised`: the data has its part in the constants."""
+    told = []
     began, here = source.record.environment, environment()
     if (began.versions, began.processor) != (here.versions, here.processor):
-        told.append("earlier rounds have other versions or another processor: a whole training here may differ")
-    if not source.settings.preprocessing.is_given:
+        told.append("earlier models have other versions or another processor: a whole training here may differ")
+    if is_normalised and not source.settings.preprocessing.is_given:
         told.append("images are normalised by mean and deviation of the whole training split, with the data or without")
     return tuple(told)
 
@@ -233,10 +318,12 @@ def _delete_traces(plan: RewindPlan) -> list[Path]:
     while run is not None:
         places = [run.path / "clients"]
         if not plan.is_untouched:
-            places += [run.path / name for name in ("model.safetensors", "patches", "updates")]
+            places += [run.path / name for name in ("model.safetensors", "patches", "updates", "ledger.safetensors")]
             places += [round_file(run.path, number) for number in kept_rounds(run.path) if number > plan.first]
+            places += [run.path / "epochs"]
         for place in filter(Path.exists, places):
             shutil.rmtree(place) if place.is_dir() else place.unlink()
             deleted.append(place)
-        run = None if run.path == plan.source.path else find_original(run)
+        earlier = {each.path: before for before, each in pairwise(plan.stages)}
+        run = earlier.get(run.path) if run.path in {plan.source.path, *earlier} else find_original(run)
     return deleted

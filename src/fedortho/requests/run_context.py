@@ -80,9 +80,10 @@ def method_for_run(run: Run, name: str, *settings: Mapping[str, Any]) -> Method:
     own = {key: getattr(run.settings, key) for key in shared if key in field_types(kind)}
     if issubclass(kind, Recipe):
         own = {field.name: getattr(run.settings, field.name) for field in fields(Recipe)}
-        if isinstance(run.settings, FederateSettings):
-            own["epochs"] = run.settings.rounds
+        own["epochs"] = run.settings.passes.planned
     if "updates" in field_types(kind):
         own["updates"] = str(run.path / "updates")
+    if "kept" in field_types(kind):
+        own["kept"] = str(run.path / run.settings.passes.unit)
     chosen = () if issubclass(kind, Retrain) else settings  # retraining is the standard: nothing of it is chosen
     return make_method(name, own, *chosen)

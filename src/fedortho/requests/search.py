@@ -35,8 +35,8 @@ GRIDS: Mapping[str, Grid] = {
     "subspace": {"alpha_retain": (10.0, 100.0, 1000.0), "alpha_forget": (1.0, 3.0, 10.0, 30.0)},
 }
 FACTORS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)  # methods without a grid: of their own learning rate
-# references, methods that search by themselves, a replay of updates, a control
-FIXED = ("retrain", "hide", "directions", "federaser", "logit-mask")
+# references, methods that search by themselves, replays of what was kept, a control
+FIXED = ("retrain", "hide", "directions", "federaser", "r2d", "logit-mask")
 STARTS = 2  # candidates that are tried at the reported size before any neighbour
 
 

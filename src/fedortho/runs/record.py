@@ -33,6 +33,7 @@ class DataRecord:
     test: int
     valid_source: str = ""  # what the validation images are; runs before this was recorded: part of the training split
     valid_digest: str = ""  # of validation images with a directory of their own
+    first_new: int | None = None  # the row of the first image that joined with this run; those before it were there
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,7 @@ class TrainingRecord:
     environment: Environment
     requests: tuple[ServedRecord, ...] = ()  # oldest first
     imported_from: str | None = None  # the file of weights that were trained elsewhere
+    began_with: str | None = None  # digest of the model of the run that was continued
 
 
 @dataclass(frozen=True, kw_only=True)

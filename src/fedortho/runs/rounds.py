@@ -1,4 +1,4 @@
-"""The rounds of a federation: who was drawn, which models are kept, and the round that a training goes on from."""
+"""Rounds and epochs: who was drawn in a round, which models are kept, and the round that a training goes on from."""
 
 import shutil
 from collections.abc import Collection, Mapping
@@ -10,13 +10,12 @@ from torch import Tensor
 
 from fedortho.errors import BadCheckpoint
 from fedortho.runs.run import Run
-from fedortho.runs.settings import FederateSettings, is_kept
+from fedortho.runs.settings import TrainSettings, is_kept
 from fedortho.storage.files import read_tensors, tensors_digest, write_tensors
 from fedortho.storage.records import read_record
 from fedortho.training.loop import Epoch
 
 LOG_FILE = "rounds.json"
-FOLDER = "rounds"
 
 
 @dataclass(frozen=True)
@@ -49,16 +48,20 @@ class RoundLog:
         return before + 1 if before < len(self.rounds) else None
 
 
-def keep_round(run: Path, settings: FederateSettings, number: int, state: Mapping[str, Tensor]) -> None:
-    """Keep the model after `number` rounds if the settings say so; the last one only if statistics are pooled later."""
-    is_last = number == settings.rounds
-    if settings.keep_rounds and (settings.norms != "fedavg" if is_last else is_kept(settings.keep_rounds, number)):
-        write_tensors(round_file(run, number), state)
+def keep_round(run: Path, settings: TrainSettings, number: int, state: Mapping[str, Tensor]) -> None:
+    """Keep the model after `number` rounds or epochs if the settings say so.
+
+    The last one is the run's model, and kept only if statistics are pooled later.
+    """
+    unit, planned, keep = settings.passes
+    is_pooled = getattr(settings, "norms", "fedavg") != "fedavg"
+    if keep and (is_pooled if number == planned else is_kept(keep, number)):
+        write_tensors(round_file(run, number, unit), state)
 
 
-def kept_rounds(run: Path) -> dict[int, int]:
-    """The bytes on disk of each kept round, by the number of rounds that it ends."""
-    return {int(file.stem): file.stat().st_size for file in sorted((run / FOLDER).glob("*.safetensors"))}
+def kept_rounds(run: Path, unit: str = "rounds") -> dict[int, int]:
+    """The bytes on disk of each kept round or epoch, by its number."""
+    return {int(file.stem): file.stat().st_size for file in sorted((run / unit).glob("*.safetensors"))}
 
 
 def copy_rounds(run: Path, to: Path, most: int) -> None:
@@ -68,9 +71,9 @@ def copy_rounds(run: Path, to: Path, most: int) -> None:
         shutil.copyfile(round_file(run, number), round_file(to, number))
 
 
-def round_file(run: Path, number: int) -> Path:
-    """Where the model after `number` rounds is kept."""
-    return run / FOLDER / f"{number:05}.safetensors"
+def round_file(run: Path, number: int, unit: str = "rounds") -> Path:
+    """Where the model after `number` rounds or epochs is kept."""
+    return run / unit / f"{number:05}.safetensors"
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ def load_run_data(
     """
     how: dict[str, Any] = {"seed": settings.partition_seed, "size": settings.image_size, "forgotten": forgotten}
     how |= {"valid": settings.valid_dir or settings.valid, "valid_from_test": settings.valid_from_test, "names": names}
-    how |= {"preprocessing": settings.preprocessing, "progress": progress}
+    how |= {"preprocessing": settings.preprocessing, "new_images": settings.new_sources, "progress": progress}
     return load_images(settings.data, settings.data_dir or None, **how)
 
 

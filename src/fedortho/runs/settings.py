@@ -1,8 +1,9 @@
 """Settings of a training run: the data, the model, the recipe, the federation and who trains in its rounds."""
 
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Annotated, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -84,6 +85,14 @@ class ImportSettings(Subject):
         return TrainSettings(**values)
 
 
+class Passes(NamedTuple):
+    """The steps that a training counts: epochs, or rounds of a federation."""
+
+    unit: str  # epochs or rounds
+    planned: int
+    keep: str  # after which of them the model is kept; see `is_kept`
+
+
 @dataclass(frozen=True)
 class TrainSettings(Recipe, Subject):
     """A recipe, the data and the network."""
@@ -92,6 +101,9 @@ class TrainSettings(Recipe, Subject):
     without: Annotated[str, "request whose images are left out, such as class:3: a reference model"] = ""
     split_seed: Annotated[int, "seed of the validation split and of the client partition; -1: the seed"] = -1
     threads: Annotated[int, "CPU threads; 0: torch's own choice"] = 0
+    start: Annotated[str, "run whose model training starts from; its forgotten images stay excluded"] = ""
+    new_images: Annotated[str, "folder or Parquet file of images that join the data of the run that is continued"] = ""
+    keep_epochs: Annotated[str, "models of epochs to keep: all, powers (1, 2, 4, …) or every N-th"] = ""
 
     def __post_init__(self) -> None:
         Recipe.__post_init__(self)
@@ -102,7 +114,22 @@ class TrainSettings(Recipe, Subject):
             raise BadSetting(f"split-seed must be at least 0, or -1 for the seed, not {self.split_seed}")
         if self.valid_dir and self.valid_from_test:
             raise BadSetting("--valid-dir and --valid-from-test contradict each other; give one")
+        if self.new_images and not self.start:
+            raise BadSetting("--new-images are those of a run that is continued; give --continue RUN")
+        unit, _, kept = self.passes
+        if kept not in ("", "all", "powers") and not (kept.isdecimal() and int(kept)):
+            raise BadSetting(f"keep-{unit} is {kept!r}; expected all, powers or a number N to keep every N-th")
         _ = self.excluded
+
+    @property
+    def passes(self) -> Passes:
+        """What is counted, how many there are, and after which of them the model is kept."""
+        return Passes("epochs", self.epochs, self.keep_epochs)
+
+    @property
+    def new_sources(self) -> list[str]:
+        """The sources of images that joined, oldest first."""
+        return self.new_images.split(os.pathsep) if self.new_images else []
 
     @property
     def excluded(self) -> ForgetRequest:
@@ -181,15 +208,13 @@ class FederateSettings(TrainSettings, Federation):
     keep_rounds: Annotated[
         str, "models of rounds to keep, for exact forgetting: all, powers (1, 2, 4, …) or every N-th"
     ] = ""
-    start: Annotated[str, "run whose model training starts from; its forgotten images stay excluded"] = ""
     threads: Annotated[int, "CPU threads of every client; 0: torch's own choice"] = 0
 
     def __post_init__(self) -> None:
         TrainSettings.__post_init__(self)
         Federation.__post_init__(self)
-        kept = self.keep_rounds
-        if kept not in ("", "all", "powers") and not (kept.isdecimal() and int(kept)):
-            raise BadSetting(f"keep-rounds is {kept!r}; expected all, powers or a number N to keep every N-th")
+        if self.keep_epochs or self.new_images:
+            raise BadSetting("--keep-epochs and --new-images are for train; a federation has --keep-rounds")
         if unknown := [client for client in self.excluded.clients if client >= self.clients]:
             raise BadSetting(f"no client {unknown[0]}; clients run 0 to {self.clients - 1}")
         if self.valid_dir or self.valid_from_test:
@@ -202,6 +227,11 @@ class FederateSettings(TrainSettings, Federation):
         """Names that may be those of functions of others; Flower's own strategies are none."""
         strategy = self.strategy.partition("(")[0]
         return (*super().code, "" if strategy.startswith("flwr.") else strategy)
+
+    @property
+    def passes(self) -> Passes:
+        """Rounds."""
+        return Passes("rounds", self.rounds, self.keep_rounds)
 
     @property
     def federation(self) -> Federation:
@@ -258,7 +288,7 @@ def sample_clients(
 
 
 def is_kept(policy: str, number: int) -> bool:
-    """Whether the model after `number` rounds is kept; before the first round it follows from the seed.
+    """Whether the model after `number` rounds or epochs is kept; before the first it follows from the seed.
 
     >>> [number for number in range(20) if is_kept("powers", number)], [n for n in range(20) if is_kept("6", n)]
     ([1, 2, 4, 8, 16], [6, 12, 18])

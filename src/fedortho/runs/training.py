@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,9 @@ from fedortho.models.predictions import accuracy, evaluate
 from fedortho.models.prepare import prepare_model
 from fedortho.models.zoo import build_model, check_output
 from fedortho.runs import record as records
+from fedortho.runs.continuing import start_of, store_size
 from fedortho.runs.derived import building, tidy
+from fedortho.runs.rounds import keep_round
 from fedortho.runs.rows import ROWS_FILE, rows_of
 from fedortho.runs.run import Run, load_run_data, open_run, settings_of
 from fedortho.runs.settings import FREE, FederateSettings, ImportSettings, TrainSettings
@@ -65,11 +68,12 @@ def train_run(
     A `trainer` replaces `fit`: it receives the new model, the data and the path of a checkpoint (a federation).
     `requests` are those that the run which training starts from has served. `data` is the data if it is already loaded,
     by `Run.load_data` for a reference model. Images that were forgotten and purged are never trained on.
+    A training that continues a run (`continued_settings`) starts with its model, and has its own schedule.
     """
     path = Path(path)
     remember_code(*settings.code)
     with files.locked(path), using_threads(settings.threads):
-        record = records.read_run_record(path)
+        record, start = records.read_run_record(path), start_of(settings, data)
         whole = data or load_run_data(settings, progress=progress, forgotten=True)
         data = without_forgotten(whole)
         if settings.without:
@@ -81,7 +85,7 @@ def train_run(
         if not settings.epochs or (isinstance(settings, FederateSettings) and not settings.rounds):
             raise BadSetting("epochs and rounds must be at least 1: the network would stay untrained")
         device = choose_device(settings.device)
-        model = _fresh_model(settings, data)
+        model = _fresh_model(settings, data) if start is None else start.load_model()
         if trainer is None and settings.without:
             data = replace(data, train=ForgetRequest.parse(settings.without).split(data.train, gone=data.gone)[1])
         # this and the next line refuse before anything is written
@@ -89,12 +93,17 @@ def train_run(
         ortho_layers(model, data.train.shape, settings)
         if record is None:
             record = replace(_begun(path, settings, data, device), requests=requests)
+            if start is not None:
+                known = replace(record.data, first_new=store_size(start))
+                record = replace(record, data=known, began_with=start.record.model.digest)
             _write_rows(path, settings, whole, data.gone)
             write_record(path / "run.json", record)
         elif (began := record.environment.threads) != (now := torch.get_num_threads()):
             logger.warning("training began with %s threads, now %d: weights may differ; see --threads", began, now)
         checkpoint = path / "checkpoint.safetensors"
-        trained, history = (trainer or partial(_train_centrally, settings, device, watch))(model, data, checkpoint)
+        trained, history = (trainer or partial(_train_centrally, path, settings, device, watch))(
+            model, data, checkpoint
+        )
         files.write_json(path / "history.json", [asdict(entry) for entry in history])
         run = _finish(path, record, trained, data, device, observing, has_ledger=trainer is None)
         checkpoint.unlink(missing_ok=True)
@@ -102,17 +111,24 @@ def train_run(
 
 
 def _train_centrally(
-    settings: TrainSettings, device: torch.device, watch: Watch | None, model: nn.Module, data: Dataset, at: Path
+    path: Path,
+    settings: TrainSettings,
+    device: torch.device,
+    watch: Watch | None,
+    model: nn.Module,
+    data: Dataset,
+    at: Path,
 ) -> tuple[nn.Module, Sequence[Epoch]]:
     history: Sequence[Epoch] = ()
 
-    def keep(news: Progress) -> None:
+    def remember(news: Progress) -> None:
         nonlocal history
         history = news.history
         if watch is not None:
             watch(news)
 
-    trained = fit(model, data.train, settings.recipe, valid=data.valid, device=device, checkpoint=at, watch=keep)
+    how: dict[str, Any] = {"watch": remember, "keep": partial(keep_round, path, settings)}
+    trained = fit(model, data.train, settings.recipe, valid=data.valid, device=device, checkpoint=at, **how)
     if not history and at.exists():  # interrupted after the last epoch
         with files.damage_named(at):
             history = [Epoch(**entry) for entry in files.read_tensors(at)[1]["progress"]["history"]]
@@ -131,7 +147,8 @@ def _refuse_foreign(path: Path, record: records.TrainingRecord | None, settings:
     if record is None:
         if path.exists() and not path.is_dir():
             raise FedOrthoError(f"{path} is a file; choose a directory for --out")
-        begun = {"split.json", ROWS_FILE, "history.json", "ledger.safetensors", "clients", "updates"}  # before run.json
+        begun = {"split.json", ROWS_FILE, "history.json", "ledger.safetensors", "clients", "updates", "epochs"}
+        # these may have been written before run.json
         if path.is_dir() and not {file.name for file in path.iterdir() if not _is_left_over(file)} <= begun:
             raise FedOrthoError(f"{path} has other files in it; choose a new directory for --out")
         return
@@ -171,7 +188,7 @@ def _begun(
 def _write_rows(path: Path, settings: TrainSettings, data: Dataset, left_out: Tensor) -> None:
     """Write what the images of the run are known by; a dataset that everybody has needs none unless it lacks images."""
     rows = rows_of(data, left_out)
-    if rows is not None and (settings.data not in DATASETS or len(left_out)):
+    if rows is not None and (settings.data not in DATASETS or len(left_out) or settings.new_images):
         rows.save(path)
 
 

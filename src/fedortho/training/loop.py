@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,7 @@ class Epoch:
     clients: int | None = None  # federation: how many clients trained in the round
     drift: float | None = None  # federation: mean distance of their weights from the received ones
     images: int | None = None  # counted at every reading
+    model: str | None = None  # digest of the model at its end, where epochs are logged
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class Progress:
 
 
 Watch = Callable[[Progress], None]
+Keep = Callable[[int, Mapping[str, Tensor]], None]  # the number of epochs that ended, and the model
 Mask = Mapping[str, Tensor]  # parameter → bool, True where it may change; parameters not named may change
 PLAIN = FitOptions()
 
@@ -89,6 +91,8 @@ def fit(
     device: torch.device | str = "cpu",
     checkpoint: Path | str | None = None,
     watch: Watch | None = None,
+    keep: Keep | None = None,
+    after: int = 0,
     trainable: Mask | None = None,
     options: FitOptions = PLAIN,
     teachers: Mapping[str, nn.Module] | None = None,
@@ -102,6 +106,8 @@ def fit(
         images: training images, a loader or a dataset of them, or training sets that each have a target of their own.
         valid: images whose accuracy is measured after each epoch; training does not use them.
         checkpoint: a file from which a killed training continues, to the same bytes.
+        after: epochs of the recipe that are over: batch order and learning rate go on after them.
+        keep: receives the model after each epoch, whose digest the history then has.
         trainable: where it is False, a weight keeps its value bit for bit (see `options.masked_gradient`).
         options: batch order, optimiser, objective and batch-norm mode.
         teachers: the models that targets name.
@@ -119,11 +125,12 @@ def fit(
         state = _State(twin, training_sets, recipe, options, device, teachers)
         state.penalties = Penalties(state.model, layers, recipe, reference)
         state.held = _held(state.model, trainable or {})
+        state.epoch = after
         if checkpoint is not None:
             state.belongs_to = _identity(model, state, reference, trainable)
             state.resume(Path(checkpoint))
         while state.epoch < recipe.epochs:
-            _run_epoch(state, valid, None if checkpoint is None else Path(checkpoint), watch)
+            _run_epoch(state, valid, None if checkpoint is None else Path(checkpoint), watch, keep)
     if not all(bool(torch.isfinite(weight).all()) for weight in state.model.parameters()):
         raise FedOrthoError(f"some weights are not finite after training (ortho {recipe.ortho}); lower lr or ortho")
     trained = arranged(state.model.eval().cpu(), torch.contiguous_format)
@@ -249,7 +256,13 @@ def _held(model: nn.Module, trainable: Mask) -> list[tuple[nn.Parameter, Tensor,
     return [(parameter, mask, parameter.detach().clone()) for parameter, mask in held]
 
 
-def _run_epoch(state: _State, valid: Images | ImageSource | None, checkpoint: Path | None, watch: Watch | None) -> None:
+def _run_epoch(
+    state: _State,
+    valid: Images | ImageSource | None,
+    checkpoint: Path | None,
+    watch: Watch | None,
+    keep: Keep | None,
+) -> None:
     recipe = state.recipe
     batches = plan_steps(state.training_sets, recipe.batch_size, recipe.seed, state.epoch, state.options.order)
     started = saved = read = time.perf_counter()
@@ -273,6 +286,10 @@ def _run_epoch(state: _State, valid: Images | ImageSource | None, checkpoint: Pa
     speed = (state.seen - seen_before) / max(time.perf_counter() - started, 1e-9)
     valid_accuracy = None if valid is None else accuracy(state.model, valid, device=state.device)
     entry = Epoch(state.epoch, loss, train_accuracy, state.ortho(), valid_accuracy, state.seconds, images=state.seen)
+    if keep is not None:
+        weights = state.model.state_dict()
+        entry = replace(entry, model=tensors_digest(weights))
+        keep(state.epoch + 1, weights)
     state.history.append(entry)
     told = state.progress(len(batches), speed)
     state.epoch += 1
