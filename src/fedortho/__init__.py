@@ -33,7 +33,6 @@ from fedortho.requests.judging import JudgeOptions, audit_run, judge_run
 from fedortho.requests.qualifying import QualifyOptions, qualify_run
 from fedortho.requests.rewind import rewind_run
 from fedortho.requests.tuning import tune
-from fedortho.runs.continuing import continued_settings
 from fedortho.runs.purge import purge_run
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.settings import FederateSettings, ImportSettings, TrainSettings
@@ -64,7 +63,6 @@ __all__ = [
     "check",
     "check_bundle",
     "compare",
-    "continued_settings",
     "evaluate",
     "federate_run",
     "fit",

@@ -141,7 +141,8 @@ def _trial(context: RunContext, options: QualifyOptions, method: Method, text: s
     with context.engine() as engine:
         result = unlearn(run.load_model().to(device), engine, request, method)
     data = context.data if split == "test" else replace(context.data, test=context.data.valid)
-    treated = tuple(each.load_model() for each in counterfactuals(context, method, request, references, directory))
+    alike = counterfactuals(context, method, request, references, directory)
+    treated = tuple(each.load_model() for each in alike)
     case = case_of(run, request, data, run, references, device)
     case = replace(case, unlearned=result.model, counterfactuals=treated)
     verdict = judge_case(case, "full", on_step=options.on_step, method=method.name)
