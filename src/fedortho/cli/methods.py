@@ -24,6 +24,7 @@ from fedortho.experiments.experiment import (
     printed_beside,
     row_verdict,
 )
+from fedortho.experiments.planning import NetworkPlan, plan_experiment
 from fedortho.experiments.relations import COLUMNS, as_text, mean_and_sd, over_seeds
 from fedortho.experiments.runner import ProgressHooks, Watch, reproduce
 from fedortho.requests.comparing import NOTES, compare, compared_path, comparison_table
@@ -137,6 +138,7 @@ def reproduce_command(
     ] = False,
     place: Annotated[Path, Option("--out", help="directory of networks and results")] = Path("runs/reproduce"),
     device: Device = "auto",
+    plan: Annotated[bool, Option("--plan", help="print networks, cells, hours and memory; train nothing")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Reproduce a table of the paper: its values beside ours, and which of its claims hold; resumes if stopped."""
@@ -146,6 +148,9 @@ def reproduce_command(
         typer.echo(json.dumps(subjects, indent=2) if as_json else "\n".join(lines))
         return
     experiment = load_experiment(name, scale, seeds=seeds, methods=methods, rows=rows, other_data=other_data)
+    if plan:
+        _print_plan(plan_experiment(experiment, data_dir=data_dir, device=device), as_json)
+        return
     with _each_message_once(), bars() as shown:
         results = reproduce(experiment, place, data_dir=data_dir, device=device, hooks=_hooks(shown, name))
     if as_json:
@@ -153,6 +158,18 @@ def reproduce_command(
         return
     _print_experiment(experiment, results)
     say(f"all numbers: {place / experiment.file_name}; networks and models: {place}")
+
+
+def _print_plan(plans: list[NetworkPlan], as_json: bool) -> None:
+    if as_json:
+        say_json([asdict(plan) for plan in plans])
+        return
+    for plan in plans:
+        say(plan.text)
+    networks, cells = sum(plan.networks + plan.references for plan in plans), sum(plan.cells for plan in plans)
+    hours = sum((plan.networks + plan.references) * plan.hours for plan in plans)
+    say(f"together {networks} networks, {cells} cells, {hours:,.1f} hours of training here, if nothing else runs")
+    say("edits, baselines and measurements come on top; networks that are trained in --out already are not repeated")
 
 
 def _hooks(shown: Bars, name: str) -> ProgressHooks:

@@ -72,10 +72,7 @@ def reproduce(
     """
     experiment = load_experiment(experiment) if isinstance(experiment, str) else experiment
     out, rows = Path(out), list[SeedRow]()
-    networks = [replace(settings, device=device) for settings in experiment.networks]
-    if data_dir:
-        named = {name for name, source in DATASETS.items() if source.folders}
-        networks = [replace(each, data_dir=data_dir) if each.data in named else each for each in networks]
+    networks = located_networks(experiment, data_dir, device)
     used = dict[str, DataSummary]()  # missing data, and other data than the paper's, are refused before any training
     for settings in {network.data: network for network in networks}.values():
         used[settings.data] = summarise_data(
@@ -95,6 +92,15 @@ def reproduce(
             rows.append(replace(row, key={**network_key(settings), **row.key}))
             write_record(out / experiment.file_name, _results(experiment, rows, used))
     return _results(experiment, rows, used)
+
+
+def located_networks(experiment: Experiment, data_dir: str, device: str) -> list[TrainSettings]:
+    """The networks on a device, with the data that is not part of the package in a directory."""
+    networks = [replace(settings, device=device) for settings in experiment.networks]
+    if not data_dir:
+        return networks
+    named = {name for name, source in DATASETS.items() if source.folders}
+    return [replace(each, data_dir=data_dir) if each.data in named else each for each in networks]
 
 
 def _results(experiment: Experiment, rows: list[SeedRow], used: dict[str, DataSummary]) -> ExperimentResults:

@@ -1,0 +1,125 @@
+"""What a table would take, before anything is trained: networks, cells, hours and memory, from a few images."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+from fedortho.devices import choose_device, using_threads
+from fedortho.engines.cost import flops_per_image
+from fedortho.experiments.experiment import PAPER_DATA, Experiment, network_key
+from fedortho.experiments.runner import located_networks
+from fedortho.models.zoo import build_model
+from fedortho.runs.run import load_run_data
+from fedortho.runs.settings import FederateSettings, TrainSettings
+from fedortho.training.penalties import ortho_flops
+
+PROBE = 4  # images of a measured step
+PIXELS = {"cifar10": 32, "cifar100": 32, "tiny-imagenet": 64}  # of a side
+
+
+@dataclass(frozen=True)
+class NetworkPlan:
+    """What one network of a table takes, with all its seeds."""
+
+    key: Mapping[str, str]
+    networks: int  # one for each seed
+    references: int  # retrained networks, one for each seed and request
+    cells: int  # rows with values, for each seed
+    hours: float  # of one training
+    batch_size: int
+    gigabytes: float  # weights, gradients, momentum and activations of a batch
+
+    @property
+    def text(self) -> str:
+        """In words."""
+        name = "{model} on {data}, {split}, orthogonal layers: {ortho}".format_map(dict(self.key))
+        number = f"{self.networks} networks and {self.references} reference models, {self.cells} cells"
+        return f"{name}: {number}; {self.hours:,.1f} hours each, {self.gigabytes:.1f} GB at batch {self.batch_size}"
+
+
+def plan_experiment(experiment: Experiment, *, data_dir: str = "", device: str = "auto") -> list[NetworkPlan]:
+    """What each network takes on this machine; nothing is trained, and data of the paper's names is not read.
+
+    Hours are those of training on an idle machine, from a float32 step of a few images; edits, baselines and
+    measurements are not in them.
+    """
+    plans, seeds, requests = [], len(experiment.seeds), len(experiment.requests)
+    is_retrained = any(variant.method == "retrain" for variant in experiment.variants)
+    methods = len(experiment.variants)
+    cells = seeds * (1 + requests * methods if experiment.is_sequence else requests * (1 + methods))
+    for settings in located_networks(experiment, data_dir, device):
+        classes, images, shape = _data_of(settings)
+        probe = _probe(settings.model, classes, shape, settings.device, settings.threads)
+        passes = settings.epochs * images
+        if isinstance(settings, FederateSettings):
+            passes = int(passes * settings.rounds * settings.fraction)
+        penalties = passes / settings.batch_size / settings.ortho_every if settings.ortho else 0
+        flops = ortho_flops(build_model(settings.model, num_classes=classes, channels=shape[0]), shape, settings.recipe)
+        seconds = passes * probe.seconds + penalties * flops * probe.seconds / probe.flops
+        memory = probe.weight_bytes * 3 + probe.image_bytes * settings.batch_size
+        references = seeds * requests * is_retrained
+        effort = (seeds, references, cells, seconds / 3600, settings.batch_size, memory / 1e9)
+        plans.append(NetworkPlan(network_key(settings), *effort))
+    return plans
+
+
+def _data_of(settings: TrainSettings) -> tuple[int, int, tuple[int, int, int]]:
+    """Classes, training images without those held out, and the shape of an image."""
+    if settings.data not in PAPER_DATA:
+        data = load_run_data(settings)
+        return data.train.classes, len(data.train), data.train.shape
+    classes, train, _ = PAPER_DATA[settings.data]
+    side = settings.image_size or PIXELS[settings.data]
+    return classes, round(train * (1 - settings.valid)), (3, side, side)
+
+
+@dataclass(frozen=True)
+class _Probe:
+    seconds: float  # of one image, forward and backward
+    flops: int  # of one image, forward and backward
+    weight_bytes: int
+    image_bytes: int  # that the forward pass of one image keeps for the backward pass
+
+
+@cache
+def _probe(name: str, classes: int, shape: tuple[int, int, int], device: str, threads: int) -> _Probe:
+    """A measured step of a new network; the faster of two, since the first one warms up."""
+    place = choose_device(device)
+    model = build_model(name, num_classes=classes, channels=shape[0])
+    flops = flops_per_image(model, shape)[1]
+    model = model.to(place).train()
+    inputs, labels = torch.zeros(PROBE, *shape, device=place), torch.zeros(PROBE, dtype=torch.long, device=place)
+    with using_threads(threads):
+        kept = _kept_bytes(model, inputs)
+        seconds = min(_step_seconds(model, inputs, labels) for _ in range(2))
+    weights = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    return _Probe(seconds / PROBE, flops, weights, kept // PROBE)
+
+
+def _kept_bytes(model: nn.Module, inputs: Tensor) -> int:
+    """Bytes of the tensors that a forward pass keeps for its backward pass, weights aside, each once."""
+    known = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    kept: dict[int, Tensor] = {}  # holds the tensors, so that no two share an address
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(inputs)
+    return sum(each.untyped_storage().nbytes() for address, each in kept.items() if address not in known)
+
+
+def _step_seconds(model: nn.Module, inputs: Tensor, labels: Tensor) -> float:
+    """Of a step; on a CPU by the time that its threads computed, so that other programs do not count."""
+    on_cpu = inputs.device.type == "cpu"
+    clock, threads = (time.process_time, torch.get_num_threads()) if on_cpu else (time.perf_counter, 1)
+    started = clock()
+    model.zero_grad()
+    nn.functional.cross_entropy(model(inputs), labels).backward()
+    next(weight.grad for weight in model.parameters() if weight.grad is not None).sum().item()  # waits for the device
+    return (clock() - started) / threads
