@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from fedortho.cli.methods import _table
+from fedortho.data.request import KINDS
 from fedortho.data.sources import DATASETS
 from fedortho.errors import FedOrthoError, UnknownName
 from fedortho.experiments.experiment import (
@@ -175,6 +176,46 @@ def test_labels_of_the_sequence_count_from_1_because_its_first_row_is_that_of_th
     labels = dict.fromkeys(int(one.values[0]["label"]) for one in sequence)
     asked = load_experiment("continuous_unlearning_comparison", "paper").requests
     assert asked == tuple(f"class:{label - 1}" for label in labels)
+
+
+def beside_paper(table: str, other: str, metric: str, **where: str) -> list[tuple[float, float]]:
+    """Printed values of the paper's method and of another one in the same setting."""
+    rows = [one for one in printed_rows(table) if all(one.key[key] == value for key, value in where.items())]
+    mine, theirs = ([one for one in rows if one.key["method"] == method] for method in ("paper", other))
+    pairs = [(a, b) for a in mine for b in theirs if {**a.key, "method": ""} == {**b.key, "method": ""}]
+    return [(a.values[0][metric], b.values[0][metric]) for a, b in pairs]
+
+
+def test_the_page_counts_contradictions_as_the_printed_tables_have_them() -> None:
+    main, small = "unlearning_iid_non_iid", "resnet18_unlearning_iid_non_iid"
+    central = ("unlearning_res50", "class_unlearning_performance")
+    page = " ".join((Path(__file__).parents[2] / "docs" / "reproduction.md").read_text().split())
+
+    def lower(pairs: list[tuple[float, float]]) -> str:
+        return f"{sum(mine < theirs for mine, theirs in pairs)} of {len(pairs)}"
+
+    clients, samples = (lower(beside_paper(main, "retrain", "forget", request=kind)) for kind in ("client", "samples"))
+    assert f"in {clients} cells for clients and {samples} for samples" in page
+    kept = [beside_paper(table, "retrain", "retain", request=kind) for table in (main, small) for kind in KINDS]
+    kept += [beside_paper(table, "retrain", "retain") for table in central]
+    shares = [100 * mine / theirs for pairs in kept for mine, theirs in pairs]
+    assert sorted(f"{share:.1f}" for share in shares if share < 97) == ["94.7", "96.1", "96.7"]
+    assert all(theirs - mine < 3 for pairs in kept for mine, theirs in pairs)
+    assert "96.1 and 94.7 %" in page
+    tuned = beside_paper(main, "finetune", "retain") + beside_paper(small, "finetune", "retain")
+    assert f"below FT's in {lower(tuned)} cells" in page
+    gaps = [theirs - mine for mine, theirs in tuned]
+    assert f"by {min(gaps):.1f} to {max(gaps):.1f} points" in page
+    retrained = beside_paper(main, "retrain", "mia", request="class")
+    retrained += [pair for table in central for pair in beside_paper(table, "retrain", "mia")]
+    assert f"in {lower([(theirs, mine) for mine, theirs in retrained])} cells of the ResNet-50" in page
+    salun = [(theirs, mine) for table in central for mine, theirs in beside_paper(table, "salun", "mia")]
+    fused = beside_paper(main, "fused", "mia", request="class")
+    assert f"above SalUn's in {lower(salun)}, and below FUSED's in {lower(fused)}" in page
+    cells = [one.values[0] for table in (main, small) for one in printed_rows(table) if one.key["request"] == "samples"]
+    between = sum(0 < cell["forget-sd"] < 0.47 for cell in cells)
+    uneven = sum(abs(3 * cell["forget"] - round(3 * cell["forget"])) > 0.02 for cell in cells)
+    assert f"in {between} of {len(cells)} cells for samples. {uneven} of {len(cells)} means" in page
 
 
 def test_a_relation_pairs_rows_that_agree_in_all_it_does_not_name() -> None:
