@@ -28,7 +28,7 @@ from fedortho.storage.settings import as_mapping
 
 SETTINGS = fo.FederateSettings(
     data="digits", clients=2, rounds=2, fraction=1.0, epochs=1, batch_size=64, threads=1, device="cpu", crop=0,
-    flip=0.0, quorum=1.0, timeout=120.0, least_group=1,
+    flip=0.0, quorum=1.0, timeout=300.0, least_group=1,
 )  # fmt: skip
 METHOD = {"ratio": 0.1}
 TARGETS = ("server app", "node", "SuperLink", "driver", "client app")
@@ -134,7 +134,7 @@ class Campaign:
 
 
 def campaign(place: Path, seed: int, until: float, add: Callable[[Row], None]) -> None:
-    """Cycles until the time is over, or until something is lost."""
+    """Cycles until the time is over, at least one, or until something is lost."""
     run = fo.federate_run(place / "expected" / "run", SETTINGS)
     assert run is not None, "it is trained here"
     fo.forget_run(run, "class:3", fo.make_method("paper", METHOD), out=place / "expected" / "forgot")
@@ -142,5 +142,5 @@ def campaign(place: Path, seed: int, until: float, add: Callable[[Row], None]) -
     digests = {"training": run.record.model.digest, "request": forgot.record.model.digest}
     with deployed(place / "link", SETTINGS.clients, app_config(SETTINGS)) as deployment:
         jobs = Campaign(place, deployment, digests, random.Random(seed))
-        while time.monotonic() < until and jobs.cycle(add):
+        while jobs.cycle(add) and time.monotonic() < until:
             pass

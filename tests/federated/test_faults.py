@@ -1,6 +1,7 @@
 """The federated engine with clients that fail, come late, lose things or leave."""
 
 import copy
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -112,6 +113,21 @@ def test_the_first_client_does_not_decide_what_fits(make_engine, tiny_digits: nn
     assert 0 < gone.images < whole.images
     engine.fit(start(), Selection(), replace(RECIPE, epochs=1))
     assert engine.history[0].clients == 3
+
+
+def test_replies_that_come_early_wait_in_a_file_that_a_kill_would_remove(
+    make_engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = make_engine().fit(start(), Selection(), replace(RECIPE, epochs=1))
+    engine, place = make_engine(), tmp_path / "temporary"
+    place.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    pull, left = engine.transport.grid.pull_messages, []
+    monkeypatch.setattr(engine.transport.grid, "pull_messages", lambda ids: pull(reversed(list(ids))))
+    how = {"watch": lambda news: left.extend(place.rglob("*"))}
+    trained = engine.fit(start(), Selection(), replace(RECIPE, epochs=1), **how)
+    assert left == []
+    assert tensors_digest(trained.state_dict()) == tensors_digest(expected.state_dict())
 
 
 def test_a_client_that_went_away_is_named_and_messages_that_were_not_taken_are_an_error(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from deployments import Deployment, Driver, deployed
-from process_kills import METHOD, SETTINGS
+from process_kills import METHOD, SAME, SETTINGS, Row, campaign
 from small import write_images
 
 from fedortho.data.request import ForgetRequest
@@ -87,6 +87,13 @@ def record(link: Deployment, client: int) -> ClientRecord:
 
 def digest(run: Path) -> str:
     return str(open_run(run).record.model.digest)
+
+
+def test_processes_that_are_killed_at_random_cost_no_byte(tmp_path: Path) -> None:
+    rows: list[Row] = []
+    campaign(tmp_path, seed=0, until=0.0, add=rows.append)
+    assert {row["what"] for row in rows} == {"training", "request"}
+    assert {row["outcome"] for row in rows} == {SAME}, rows
 
 
 def test_of_two_requests_at_once_one_is_served_and_the_other_is_refused(

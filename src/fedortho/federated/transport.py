@@ -1,6 +1,7 @@
 """One exchange with clients over a Flower grid: replies in the order of client numbers, failures, and bytes."""
 
 import logging
+import os
 import tempfile
 import time
 from collections import deque
@@ -9,12 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
+from safetensors.torch import load, save
 from torch import Tensor
 
 from fedortho.errors import BadRecord, FedOrthoError
 from fedortho.federated.messages import Hello, HelloReply, Order, Reply
 from fedortho.federated.wire import BadReply, count_bytes, pack, unpack
-from fedortho.storage.files import read_tensors, write_tensors
+from fedortho.storage.files import savable
 from fedortho.storage.records import read_record, write_record
 
 if TYPE_CHECKING:
@@ -158,14 +160,14 @@ class Transport:
         started, pause = time.monotonic(), SHORTEST_PAUSE
         order = deque(sorted(contents))
         pending = self._push(exchange, contents)
-        with tempfile.TemporaryDirectory(prefix="fedortho-") as spool:
-            early: dict[int, R] = {}
+        with tempfile.TemporaryFile() as spool:  # it has no name: a killed server leaves nothing of clients behind
+            early: dict[int, tuple[int, int, R]] = {}
             while order:
                 client = order[0]
                 if client in early:
-                    path = Path(spool) / f"{client}.safetensors"
-                    yield ClientReply(client, read_tensors(path)[0], early.pop(client))
-                    path.unlink()
+                    start, length, reply_message = early.pop(client)
+                    spool.seek(start)
+                    yield ClientReply(client, load(spool.read(length)), reply_message)
                     order.popleft()
                     continue
                 if client in exchange.failed:
@@ -178,8 +180,8 @@ class Transport:
                         yield reply
                         order.popleft()
                     elif reply is not None:
-                        write_tensors(Path(spool) / f"{sender}.safetensors", reply.tensors)
-                        early[sender] = reply.message
+                        start, data = spool.seek(0, os.SEEK_END), save(savable(reply.tensors))
+                        early[sender] = (start, spool.write(data), reply.message)
                 pause = SHORTEST_PAUSE if arrived else min(pause * 2, LONGEST_PAUSE)
                 if not arrived and pending and time.monotonic() - started > self.timeout:
                     for silent in pending.values():
