@@ -60,6 +60,7 @@ class Deployment:
     secure: bool = False
     environ: dict[str, str] = field(default_factory=dict)
     running: dict[str, subprocess.Popen[bytes]] = field(init=False, default_factory=dict)
+    logged: dict[str, int] = field(init=False, default_factory=dict)  # characters in a log before the last start
 
     def __post_init__(self) -> None:
         self.port = free_ports(self.clients + 2)  # one more for a further node
@@ -70,6 +71,7 @@ class Deployment:
 
     def start(self, name: str = "superlink", script: str = "", **environ: str) -> None:
         """Start a script, by default the one of this name, in a session of its own; a SuperLink is waited for."""
+        self.logged[name] = len(self.log(name))
         with (self.folder / f"{name}.log").open("ab") as log:
             self.running[name] = subprocess.Popen(
                 [str(self.folder / f"{script or name}.sh")],
@@ -83,6 +85,14 @@ class Deployment:
             if self.secure:
                 register = [str(self.folder / "register.sh")]
                 subprocess.run(register, env=self.environ, check=True, timeout=120, stdout=subprocess.DEVNULL)
+
+    def wait_for_node(self, name: str, seconds: float) -> None:
+        """Return when a node that was started has joined the SuperLink."""
+        until = time.monotonic() + seconds
+        while "SuperNode ID" not in self.log(name)[self.logged[name] :]:
+            if time.monotonic() > until:
+                raise TimeoutError(f"{name} has not joined")
+            time.sleep(0.5)
 
     def store(self, client: int) -> Path:
         return self.folder / f"node-{client}" / "store"
@@ -111,7 +121,9 @@ class Deployment:
                     yield int(entry.name), words
 
     def log(self, name: str) -> str:
-        return (self.folder / f"{name}.log").read_text(errors="replace")
+        """What a process has written; empty before its first start."""
+        path = self.folder / f"{name}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
 
     def close(self) -> None:
         """End every process of the deployment."""

@@ -19,6 +19,7 @@ from torch import nn
 from fedortho.engines.query import Query, Selection
 from fedortho.federated.engine import FederatedEngine
 from fedortho.federated.local_grid import FIRST_NODE, LocalGrid
+from fedortho.federated.roster import NODES, Binding, NodesRecord, read_bindings
 from fedortho.federated.server import federated_engine, local_grid
 from fedortho.federated.transport import append_wire_log, read_wire_log
 from fedortho.federated.wire import pack_integers, unpack_integers
@@ -26,6 +27,7 @@ from fedortho.models.patch import bind_patch
 from fedortho.models.sites import find_sites
 from fedortho.runs.run import load_run_data
 from fedortho.storage.files import tensors_digest
+from fedortho.storage.records import write_record
 from fedortho.unlearning.select import kernel_patch
 
 BAD = 2  # the client whose replies are corrupted
@@ -254,6 +256,15 @@ def test_a_node_with_a_foreign_number_or_one_of_another_is_refused_and_the_other
     bound.known = honest.bindings()
     assert sorted(bound.hello()) == [0, 1, 3], "who was client 1 before is client 1"
     assert "which was another node with another store" in caplog.text
+
+
+def test_numbers_of_nodes_beyond_signed_integers_are_kept_and_older_files_are_read(tmp_path: Path) -> None:
+    node = 2**64 - 1  # Flower draws them below 2**64
+    write_record(tmp_path / NODES, NodesRecord({0: Binding(str(node), "a", "b")}))
+    assert read_bindings(tmp_path) == {0: Binding(str(node), "a", "b")}
+    old = {"schema": 1, "clients": {"0": {"node": node, "identity": "a", "data": "b"}}}
+    (tmp_path / NODES).write_text(json.dumps(old))
+    assert read_bindings(tmp_path) == {0: Binding(str(node), "a", "b")}
 
 
 def test_a_node_that_returns_between_rounds_takes_part_again(

@@ -86,6 +86,9 @@ def test_an_app_of_ones_own_forgets_a_class_and_goes_on_training_as_before(
     result = unlearner.forget("class:3", method, accept=kept.append)
     assert kept == [result]
     assert unlearner.confirmed == (0, 1, 2)
+    assert isinstance(unlearner.metrics, MetricRecord)
+    assert unlearner.metrics["clients-confirmed"] == 3
+    assert unlearner.metrics["bytes-up"] == result.cost.bytes_up > 0
     labels = parts[0][0].tensors[1]
     before, after = (right(model, parts[0][0]) for model in (trained, unlearner.model))
     assert before[labels == 3].float().mean() > 0.8

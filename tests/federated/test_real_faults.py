@@ -45,6 +45,8 @@ def link(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     folder = tmp_path_factory.mktemp("link") / "link"
     cache = str(tmp_path_factory.getbasetemp() / "cache")
     with deployed(folder, 3, app_config(FEDERATION), secure=True, started=2, FEDORTHO_CACHE=cache) as deployment:
+        for client in BOTH:
+            deployment.wait_for_node(f"node-{client}", PATIENCE)
         yield deployment
 
 
@@ -65,12 +67,12 @@ def forgetting(link: Deployment, place: Path, request: str = "class:3", out: str
     return Driver([*words, "--ratio", str(METHOD["ratio"])], link, place / f"{out}.log")
 
 
-def restarted(link: Deployment, name: str, **environ: str) -> None:
-    """Stop a node and start it with another environment."""
+def restart(link: Deployment, name: str, script: str = "", **environ: str) -> None:
+    """Stop a node and start it by another script or with another environment."""
     link.signal(name, signal.SIGTERM)
     link.running.pop(name).wait(60)
-    time.sleep(5)  # until the SuperLink knows that it left
-    link.start(name, **environ)
+    link.start(name, script=script, **environ)
+    link.wait_for_node(name, PATIENCE)
 
 
 def text(driver: Driver) -> str:
@@ -117,9 +119,9 @@ def test_a_stranger_with_a_known_number_and_a_node_whose_policy_refuses_are_name
     stranger = link.folder / "stranger.sh"
     stranger.write_text(script.read_text().replace("partition-id=2", "partition-id=0"))
     stranger.chmod(0o755)
-    restarted(link, "node-1", FEDORTHO_PRIVACY="queries='train'")
+    restart(link, "node-1", FEDORTHO_PRIVACY="queries='train'")
     link.start("stranger")
-    time.sleep(10)
+    link.wait_for_node("stranger", PATIENCE)
     driver = forgetting(link, place)
     assert driver.wait(PATIENCE) == 0, text(driver)
     assert "calls itself client 0, which was another node with another store" in text(driver)
@@ -128,7 +130,7 @@ def test_a_stranger_with_a_known_number_and_a_node_whose_policy_refuses_are_name
     assert ended(place).details["answered"] == "0"
     assert ended(place).details["confirmed"] == "0,1"
     link.signal("stranger")
-    restarted(link, "node-1")
+    restart(link, "node-1")
 
 
 def test_a_hung_node_is_given_up_and_gets_the_patch_later(link: Deployment, place: Path) -> None:
@@ -146,29 +148,26 @@ def test_a_hung_node_is_given_up_and_gets_the_patch_later(link: Deployment, plac
 
 
 def test_a_node_with_other_data_fails_by_itself_and_says_why_in_its_own_log(link: Deployment, place: Path) -> None:
-    restarted(link, "node-1", FEDORTHO_DATA=str(write_images(place / "images", {"ant": 9, "bee": 9})))
+    restart(link, "node-1", FEDORTHO_DATA=str(write_images(place / "images", {"ant": 9, "bee": 9})))
     driver = forgetting(link, place)
     assert driver.wait(PATIENCE) == 0, text(driver)
     assert ended(place).details["answered"] == "0"
     assert "client 1, query.hello" in link.log("node-1")
     assert record(link, 1).forgotten == ()
-    restarted(link, "node-1")
+    restart(link, "node-1")
 
 
 def test_a_full_disk_leaves_a_client_as_it_was(link: Deployment, place: Path) -> None:
     limited = link.folder / "limited.sh"
     limited.write_text(f"#!/bin/sh\nulimit -f 1000\nexec {link.folder}/node-1.sh\n")  # below the size of the model
     limited.chmod(0o755)
-    link.signal("node-1", signal.SIGTERM)
-    link.running.pop("node-1").wait(60)
-    time.sleep(5)
     before = record(link, 1)
-    link.start("node-1", script="limited")
+    restart(link, "node-1", script="limited")
     driver = forgetting(link, place)
     assert driver.wait(PATIENCE) == 0, text(driver)
     assert ended(place).details["unconfirmed"] == "1"
     assert record(link, 1) == before
-    restarted(link, "node-1")
+    restart(link, "node-1")
     late = Driver(["sync", str(place / "forgot")], link, place / "sync.log", backend="")
     assert late.wait(PATIENCE) == 0, text(late)
     assert record(link, 1).model == digest(place / "forgot")

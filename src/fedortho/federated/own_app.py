@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,9 +29,10 @@ from fedortho.models.prepare import prepare_model, released
 from fedortho.models.zoo import check_output, count_answers, reinitialised
 from fedortho.runs.settings import FederateSettings, Federation
 from fedortho.storage.files import state_directory, tensors_digest
+from fedortho.storage.settings import kebab
 
 if TYPE_CHECKING:
-    from flwr.app import Context, Message
+    from flwr.app import Context, Message, MetricRecord
     from flwr.clientapp import ClientApp
     from flwr.clientapp.typing import Mod
     from flwr.serverapp import Grid
@@ -128,6 +129,7 @@ class Unlearner:
         self.model = model
         self.confirmed: tuple[int, ...] = ()  # clients that have the model
         self.exchanges: list[Exchange] = []  # of the last request: bytes by client, and who failed why
+        self.metrics: MetricRecord | None = None  # of the last request: its cost, its trial and who confirmed
         self._grid, self._names, self._clients, self._ledger = grid, tuple(names), clients, ledger
         self._federation = Federation(timeout=timeout, quorum=quorum, least_group=least_group)
         requests = [ForgetRequest.parse(each) if isinstance(each, str) else each for each in forgotten]
@@ -152,6 +154,8 @@ class Unlearner:
         result before any client changes: save it there, or raise an error to refuse it. Afterwards `model` is the
         edited one and `confirmed` are the clients that have it; the others get it with the next request.
         """
+        from flwr.app import MetricRecord
+
         request = ForgetRequest.parse(request) if isinstance(request, str) else request
         level = level_of(request, level, method)
         if level == "exact" and not method:
@@ -164,6 +168,9 @@ class Unlearner:
         self._served.append((result.patch, request))
         self.confirmed = tuple(engine.send_patch(result.patch, request))
         self.model = released(result.model)
+        tried = {} if result.chosen is None else {"forget": result.chosen.forget, "retain": result.chosen.retain}
+        told = {kebab(name): value for name, value in {**asdict(result.cost), **tried}.items()}
+        self.metrics = MetricRecord({**told, "clients-confirmed": len(self.confirmed)})
         return result
 
     def sync(self) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
@@ -20,7 +20,7 @@ from fedortho.federated.wire import pack, prefixed
 from fedortho.models.patch import Patch
 from fedortho.runs.settings import Federation
 from fedortho.storage.files import tensors_digest
-from fedortho.storage.records import read_record
+from fedortho.storage.records import Migration, read_record
 
 if TYPE_CHECKING:
     from flwr.app import RecordDict
@@ -37,16 +37,22 @@ Common = Callable[[], tuple[Images, Clients]]  # training images of a common dat
 class Binding:
     """The node that a client was last seen on, the identity of its store and the digest of its images."""
 
-    node: int
+    node: str  # a number up to 2**64, as Flower gives it
     identity: str
     data: str = ""
+
+
+def _from_schema_1(body: dict[str, Any]) -> dict[str, Any]:
+    """Nodes as text: half of Flower's numbers are beyond what a record has as a number."""
+    return {"clients": {client: {**bound, "node": str(bound["node"])} for client, bound in body["clients"].items()}}
 
 
 @dataclass(frozen=True)
 class NodesRecord:
     """nodes.json of a run: its clients, each bound to a node and a store."""
 
-    schema: ClassVar[int] = 1
+    schema: ClassVar[int] = 2
+    migrations: ClassVar[Mapping[int, Migration]] = {1: _from_schema_1}
 
     clients: Mapping[int, Binding]
 
@@ -94,7 +100,7 @@ class Roster:
         if client >= self.federation.clients:
             return f"calls itself client {client}; clients run 0 to {self.federation.clients - 1}"
         bound = self.known.get(client)
-        if bound is not None and bound.node != node and bound.identity != reply.identity:
+        if bound is not None and bound.node != str(node) and bound.identity != reply.identity:
             return f"calls itself client {client}, which was another node with another store; remove it from {NODES}"
         if bound is not None and bound.data and reply.data and bound.data != reply.data:
             logger.warning("client %d has other images than before", client)
@@ -105,7 +111,7 @@ class Roster:
     def bindings(self) -> dict[int, "Binding"]:
         """The node and the store of every client that is known, now or before."""
         nodes = self.transport.nodes
-        now = {client: Binding(nodes[client], info.identity, info.data) for client, info in self.clients.items()}
+        now = {client: Binding(str(nodes[client]), info.identity, info.data) for client, info in self.clients.items()}
         return {**self.known, **now}
 
     def check_forgotten(self, declared: ForgetRequest | None) -> None:
