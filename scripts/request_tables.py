@@ -7,15 +7,18 @@ from result_text import RESULTS, grid, origin, read
 
 
 def forgetting() -> str:
-    header = ["data", "model", "training", "method", "classes", "forget", "worst", "retain"]
+    header = ["data", "model", "training", "method", "classes", "forget", "worst", "retain", "largest loss"]
     header += ["forget after BN", "retain after BN", "mean ratio", "scrubbed"]
     rows, origins = [], ""
     for path in sorted(RESULTS.glob("forgetting-*.json")):
         result = read(path.stem)
         origins += origin(result)
         groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+        originals: dict[tuple[str, ...], float] = {}
         for row in result["rows"]:
             groups.setdefault((row["model"], row["variant"], row["method"]), []).append(row)
+            if row["method"] == "original":
+                originals[row["model"], row["variant"], row["class"]] = row["retain"]
         for (model, variant, method), found in groups.items():
             served = [row for row in found if "forget" in row]
             keys = ("forget", "retain", "forget_bn", "retain_bn")
@@ -24,10 +27,23 @@ def forgetting() -> str:
             training = "plain" if variant == "none" else "orthogonal"
             data = path.stem.removeprefix("forgetting-")
             cells.insert(1, f"{100 * max(row['forget'] for row in served):.1f}")
+            losses = [originals[row["model"], row["variant"], row["class"]] - row["retain"] for row in served]
+            cells.insert(3, "–" if method == "original" else f"{100 * max(losses):.1f}")
             ratios, scrubs = ([row[key] for row in served if row.get(key) is not None] for key in ("ratio", "scrub"))
             cells += [f"{mean(ratios):.3f}" if ratios else "–", str(sum(map(bool, scrubs))) if scrubs else "–"]
             rows.append([data, model, training, method, number, *cells])
     return grid(header, rows) + origins
+
+
+def sequence() -> str:
+    """Five classes forgotten one after the other: the accuracy of each, of all before it, and of the others."""
+    result, rows = read("forgetting-cifar10"), []
+    for row in result["sequence"]:
+        *earlier, new = (100 * value for value in row["forgotten"].values())
+        retain = f"{100 * row['retain_before']:.1f} → {100 * row['retain']:.1f}"
+        rows.append([row["model"], row["request"], f"{new:.1f}", f"{max(earlier):.1f}" if earlier else "–", retain])
+    header = ["model", "request", "forget", "largest of earlier requests", "retain, before → after"]
+    return grid(header, rows) + origin(result)
 
 
 def requests() -> str:

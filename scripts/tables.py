@@ -23,7 +23,7 @@ from comparison_tables import (
 from decision_table import decision
 from erasing_tables import erasing, erasing_figures, regrow, regrow_tried
 from federation_tables import kills, malice, malice_training, million, rewind, scale, server_view
-from request_tables import forgetting, profile, requests
+from request_tables import forgetting, profile, requests, sequence
 from result_text import RESULTS, ROOT, depth, grid, origin, read, stale_figures
 from theory_tables import theory, theory_figures
 
@@ -266,6 +266,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "orthogonality": orthogonality,
     "overhead": overhead,
     "forgetting": forgetting,
+    "sequence": sequence,
     "federation": federation,
     "drift": drift,
     "recovery": recovery,
