@@ -151,6 +151,13 @@ def test_data_of_the_first_epoch_means_to_repeat_everything_and_the_plan_says_so
     assert digest(rewound) == digest(continued(two, "all-3", str(place / "third")))
 
 
+def test_what_saves_nothing_is_not_begun_by_default(third: Run) -> None:
+    with pytest.raises(CannotServe, match=r"samples:1 has no level by default.*--level exact \(retraining"):
+        forget_run(third, "samples:1")
+    assert "ways to serve samples:1" in told("forget", third.path, "samples:1", "--dry-run")
+    assert "all 7 epochs" in told("forget", third.path, "samples:1", "--level", "exact", "--dry-run")
+
+
 def test_a_run_that_had_the_data_from_the_start_is_retrained(first: Run, tmp_path: Path) -> None:
     assert find_rewind(first, ForgetRequest.parse("samples:1")) is None
     with pytest.raises(CannotRewind, match=r"had samples:1 in its first epoch.* exact is to retrain"):

@@ -107,8 +107,7 @@ def forget_command(
     parsed = ForgetRequest.parse(shlex.join(request))
     out = out_path or run_path.with_name(f"{run_path.name}-{run.hashed(parsed, hash_ids).word}")
     if ticket and not dry_run and (finished := find_ticket(ticket, run, parsed, out)):
-        _print_finished(finished, ticket, as_json)
-        return
+        return _print_finished(finished, ticket, as_json)
     asked = run.request(parsed, hashed=hash_ids)
     check_unserved(run, asked)
     wishes = read_toml(config) if config else {}
@@ -123,13 +122,14 @@ def forget_command(
         here = {"until": until, "keep_undo": keep_undo, "data_dir": data_dir, "device": device != "auto"}
         here |= {"purge": purge, "id": ticket, "json": as_json}
         _refuse_with(f"--backend {backend}, which works elsewhere and does not judge", **here, **judging)
-    is_exact = level == "exact" or not (level or asked.kind == "class")
-    if is_exact and not method_name and not until and (rewind := find_rewind(run, asked)):
+    is_open = asked.kind != "class" and not (level or method_name or until)
+    is_exact = is_open or (level == "exact" and not (method_name or until))
+    if is_exact and (rewind := find_rewind(run, asked)) and (rewind.begin or level):
         unused = {"keep_undo": keep_undo, "id": ticket, "set": assignments, "hash_ids": hash_ids, "purge": purge}
         _refuse_with("a rewind, which is checked by its digest", **unused, **judging, **given)
         return _rewind(rewind, out, backend, deployment, delete_before, dry_run, as_json)
     _refuse_with("a request that is not served by a rewind", delete_before=delete_before)
-    if dry_run and is_exact and not (level or method_name or until):
+    if dry_run and is_open:
         return _print_ways(asked, ways(run, asked), as_json)
     if until not in ("", "passed"):
         raise BadSetting(f"--until is {until!r}; expected passed")

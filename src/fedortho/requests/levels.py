@@ -29,10 +29,10 @@ NOT_EXACT = "approximate: what the data taught may still be found"
 
 
 def level_for_run(run: Run, request: ForgetRequest, level: str = "", method: Method | str = "") -> str:
-    """As `level_of`; clients and samples are served exactly where that is a rewind, else the refusal has all ways."""
+    """As `level_of`; clients and samples are served exactly where that saves rounds, else the refusal has all ways."""
     if level or method or request.kind == "class":
         return level_of(request, level, method, ("", f"; {training_cost_words(run)}"))
-    if find_rewind(run, request) is not None:
+    if (rewind := find_rewind(run, request)) is not None and rewind.begin:
         return "exact"
     raise CannotServe(f"{request} has no level by default; choose, in order of cost: {'; '.join(ways(run, request))}")
 
