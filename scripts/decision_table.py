@@ -31,7 +31,8 @@ def decision() -> str:
 
 
 NOTES = {
-    "a": "`benchmarks/results/erasing.json`: full audits, test images,",
+    "a": "`benchmarks/results/erasing.json`: full audits, test images; in brackets, and for the audits where it was "
+    "measured, against retrained models that were treated alike ([why](docs/erasing.md));",
     "b": "`verdicts.json` and `comparison.json`: test images, the probe before the classifier only (≥: the worst depth "
     "was not measured), hide as it was in 0.1.0,",
     "c": "`regrow.json`: validation images of the classes on which erase was chosen, no audit but the probe,",
@@ -53,9 +54,10 @@ def where(rows: dict[str, Rows]) -> str:
 def cells(rows: Rows) -> list[str]:
     """Means over networks and classes; how many fail an audit or leave it open, of how many that were judged."""
     forget, retain, exact = (f"{100 * mean(row[key] for row in rows):.1f}" for key in ("forget", "retain", "exact"))
-    gaps = [row["gap"] for row in rows if row["gap"] is not None]
+    gaps, alike = ([row[key] for row in rows if row.get(key) is not None] for key in ("gap", "gap-alike"))
     least = "≥ " if gaps and not all(row["is-worst"] for row in rows) else ""
     gap = f"{least}{100 * mean(gaps):+.1f}".replace("-", "−") if gaps else "–"
+    gap += f" ({100 * mean(alike):+.1f})".replace("-", "−") if alike else ""
     costs = [row["share"] for row in rows if row["share"] is not None]
     cost = f"{100 * mean(costs):.3g}" if costs else "–"
     judged = [row["audits"] for row in rows if row["audits"]]
@@ -79,17 +81,21 @@ def erasing_rows() -> dict[str, Rows]:
     for row in rows:
         if (cell := (row["seed"], row["request"])) not in exact:
             continue  # its retrained model has not been measured yet
-        audits = row.get("audits") or {}
-        probe = audits.get("C1", {})
-        gap = None if probe.get("reference") is None else probe["unlearned"] - probe["reference"]
         told = {
             "exact": exact[cell]["retain"],
-            "gap": gap,
+            "gap": probe_gap(row),
+            "gap-alike": probe_gap(row.get("alike", {})),
             "is-worst": True,
-            "audits": audits,
+            "audits": row.get("alike", row).get("audits") or {},
         }
         found.setdefault(row["method"], []).append({**row, **row["accuracies"], **told})
     return found
+
+
+def probe_gap(found: dict[str, Any]) -> float | None:
+    """Recall of the probe at its worst depth, above that of the reference models."""
+    probe = found.get("audits", {}).get("C1", {})
+    return None if probe.get("reference") is None else float(probe["unlearned"] - probe["reference"])
 
 
 def audited_rows() -> dict[str, Rows]:
