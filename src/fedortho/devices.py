@@ -46,10 +46,7 @@ def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 
 def seed_random(seed: int, device: torch.device | str = "auto") -> None:
-    """Seed what draws on this device, by default on any.
-
-    `torch.manual_seed` imports torch's compiler and, without a GPU, notes a stack trace for each GPU library.
-    """
+    """Seed what draws on this device, by default on any; `torch.manual_seed` notes stack traces without a GPU."""
     device = choose_device("auto") if device == "auto" else torch.device(device)
     if device.type == "cpu":
         torch.default_generator.manual_seed(seed)

@@ -35,7 +35,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
     return 0
 
 
-QUICK = ("--data", "digits", "--epochs", "1", "--batch-size", "256", "--lr", "0.05")
+QUICK = ("--data", "digits", "--valid", "0.8", "--epochs", "1", "--batch-size", "256", "--lr", "0.05")
 
 
 def test_the_version_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -245,11 +245,15 @@ def test_check_tells_by_its_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert run(monkeypatch, "check", "vgg-mini", "--shape", "0x0x0") == 2
 
 
-def test_a_model_of_ones_own_may_lie_where_the_command_is_given(tmp_path: Path) -> None:
+def test_a_model_of_ones_own_may_lie_where_the_command_is_given(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     net = "nn.Sequential(nn.Conv2d(1, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))"
-    (tmp_path / "nets.py").write_text(f"from torch import nn\ndef small(): return {net}\n")
-    command = [Path(sys.executable).with_name("fedortho"), "check", "nets:small", "--shape", "1x8x8"]
-    subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)
+    (tmp_path / "nets_here.py").write_text(f"from torch import nn\ndef small(): return {net}\n")
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place])  # as the installed script has it
+    monkeypatch.chdir(tmp_path)
+    assert run(monkeypatch, "check", "nets_here:small", "--shape", "1x8x8") == 0
+    del sys.modules["nets_here"]
 
 
 def test_code_that_a_run_names_is_trusted_once_by_a_flag(
@@ -319,7 +323,9 @@ def test_every_setting_is_a_documented_flag(
         runpy.run_module("fedortho", run_name="__main__")  # as `python -m fedortho` does
     assert not stop.value.code
     text = capsys.readouterr().out
-    for flag in ("--out", "--config", *(f"--{kebab(name)}" for name in field_types(TrainSettings))):
+    for flag in ("--out", "--config", "--continue", *(f"--{kebab(name)}" for name in field_types(TrainSettings))):
+        if flag == "--start":  # which is --continue here
+            continue
         assert f" {flag} " in text
 
 

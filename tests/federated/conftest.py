@@ -18,6 +18,7 @@ from fedortho.training.loop import fit
 from fedortho.training.recipe import Recipe
 
 Make = Callable[..., FederatedEngine]
+FEW = replace(SETTINGS, valid=0.75)  # a quarter of the training images: few steps
 
 
 @pytest.fixture
@@ -25,11 +26,17 @@ def make_engine(tmp_path: Path, own_cache: Path) -> Make:
     """A function that builds an engine over clients in this process, with changed settings."""
 
     def make(**changes: object) -> FederatedEngine:
-        settings = replace(SETTINGS, **changes)  # type: ignore[arg-type]
+        settings = replace(FEW, **changes)  # type: ignore[arg-type]
         with local_grid(settings, tmp_path / "clients") as grid:
             return federated_engine(grid, settings, load_run_data(settings))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def few_digits(own_cache: Path) -> Dataset:
+    """The images of all clients of `make_engine` in one place."""
+    return load_run_data(FEW)
 
 
 @pytest.fixture(scope="session")

@@ -32,21 +32,21 @@ from fedortho.training.loop import fit
 from fedortho.training.objectives import FitOptions, Target
 
 
-def centrally(digits: Dataset, model: nn.Module, queries: list[Query]) -> list[list[Observation]]:
-    found = CentralEngine(digits).measure(model, queries)
+def centrally(data: Dataset, model: nn.Module, queries: list[Query]) -> list[list[Observation]]:
+    found = CentralEngine(data).measure(model, queries)
     return [[observation.collapsed() for observation in row] for row in found]
 
 
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(1, 12), st.sampled_from(["iid", "dirichlet:0.1", "dirichlet:5", "shards:2"]), st.integers(0, 10**6))
 def test_pooled_statistics_equal_the_centralized_ones_for_any_partition(
-    make_engine, digits: Dataset, tiny_digits: nn.Module, clients: int, split: str, seed: int
+    make_engine, few_digits: Dataset, tiny_digits: nn.Module, clients: int, split: str, seed: int
 ) -> None:
     # the seed moves the partition only: the validation split stays that of seed 0
     engine = make_engine(clients=clients, split=split, least_images=2, norms="fedavg", threads=1 + seed % 2)
     engine.send_model(tiny_digits, ledger=bool(seed % 2))
     queries = [Query((Selection("train", CLASS), Selection("train", None, CLASS)), PEAKS)]
-    (found,), (wanted,) = engine.measure(tiny_digits, queries), centrally(digits, tiny_digits, queries)
+    (found,), (wanted,) = engine.measure(tiny_digits, queries), centrally(few_digits, tiny_digits, queries)
     for mine, theirs in zip(found, wanted, strict=True):
         assert mine.images == theirs.images
         for key in theirs.sums:
@@ -54,14 +54,16 @@ def test_pooled_statistics_equal_the_centralized_ones_for_any_partition(
 
 
 def test_right_answers_and_exact_layer_sums_equal_the_centralized_ones(
-    make_engine, digits: Dataset, tiny_digits: nn.Module
+    make_engine, few_digits: Dataset, tiny_digits: nn.Module
 ) -> None:
     engine = make_engine(clients=7)
     engine.send_model(tiny_digits)
     base = replace(PEAKS, kind="right")
     queries = [Query((Selection("valid"), Selection("train", CLASS)), base)]
     queries.append(Query((Selection("train", None, CLASS),), replace(PEAKS, kind="layer", norms=("features.4",))))
-    for mine, theirs in zip(engine.measure(tiny_digits, queries), centrally(digits, tiny_digits, queries), strict=True):
+    for mine, theirs in zip(
+        engine.measure(tiny_digits, queries), centrally(few_digits, tiny_digits, queries), strict=True
+    ):
         for a, b in zip(mine, theirs, strict=True):
             assert torch.equal(a.counts, b.counts)
             for key, value in b.sums.items():
@@ -69,19 +71,19 @@ def test_right_answers_and_exact_layer_sums_equal_the_centralized_ones(
 
 
 def test_how_responses_lie_is_the_same_over_clients_as_in_one_place(
-    make_engine, digits: Dataset, tiny_digits: nn.Module
+    make_engine, few_digits: Dataset, tiny_digits: nn.Module
 ) -> None:
     engine = make_engine(clients=7)
     engine.send_model(tiny_digits)
     queries = [Query((Selection("train", CLASS), Selection("train", None, CLASS)), replace(PEAKS, kind="responses"))]
-    (found,), (wanted,) = engine.measure(tiny_digits, queries), centrally(digits, tiny_digits, queries)
+    (found,), (wanted,) = engine.measure(tiny_digits, queries), centrally(few_digits, tiny_digits, queries)
     for mine, theirs in zip(found, wanted, strict=True):
         assert mine.images == theirs.images > 0
         for key in theirs.sums:
             assert torch.allclose(mine.mean(key), theirs.mean(key), rtol=1e-4, atol=1e-4)
 
 
-def test_averaging_equals_a_plain_loop_over_clients(make_engine, digits: Dataset) -> None:
+def test_averaging_equals_a_plain_loop_over_clients(make_engine, few_digits: Dataset) -> None:
     engine = make_engine()
     model = start()
     trained = engine.fit(model, Selection(), RECIPE)
@@ -90,7 +92,7 @@ def test_averaging_equals_a_plain_loop_over_clients(make_engine, digits: Dataset
         lr = RECIPE.lr * (1.0 if turn == 0 else 0.5)  # cosine over two rounds
         states, sizes = [], []
         for client in range(4):
-            images = digits.train.subset(torch.isin(digits.train.rows, held(engine)[client]))
+            images = few_digits.train.subset(torch.isin(few_digits.train.rows, held(engine)[client]))
             local = replace(RECIPE, epochs=1, lr=lr, schedule="constant", seed=step_seed(0, turn, client), warmup=0.0)
             received = current if turn else None  # the first contact has no alignment
             states.append(fit(current, images, local, reference=received).state_dict())
@@ -159,7 +161,7 @@ def test_running_statistics_travel_unless_they_are_local(make_engine, norms: str
 
 @pytest.mark.parametrize("norms", ["local", "recalibrate"])
 def test_whoever_trains_gets_the_statistics_of_all_images_trained_on(
-    make_engine, digits: Dataset, tiny_digits: nn.Module, norms: str
+    make_engine, few_digits: Dataset, tiny_digits: nn.Module, norms: str
 ) -> None:
     engine = make_engine(norms=norms)
     engine.send_model(tiny_digits)  # the ledger that clients write is of another model than the one to come
@@ -170,7 +172,7 @@ def test_whoever_trains_gets_the_statistics_of_all_images_trained_on(
     trained = engine.fit(tiny_digits, plan, RECIPE)
     kinds = [exchange.kind for exchange in engine.transport.log[-4:]]
     assert kinds == ["train.keep", "train.local", "train.local", "query.observe"]
-    images = digits.train.subset(digits.train.labels != 5)
+    images = few_digits.train.subset(few_digits.train.labels != 5)
     with torch.no_grad():
         answers = trained.get_submodule("features.0")(images.normalise(images.pixels[images.rows]))
     assert torch.allclose(trained.get_buffer("features.1.running_mean"), answers.mean((0, 2, 3)), atol=0.01)
@@ -233,14 +235,14 @@ def test_clients_count_the_images_they_read_and_no_kept_activations(make_engine,
     assert read == [0, sum(each.images for each in sets) + valid.images]
 
 
-def test_the_same_images_are_looked_at_anew_for_other_layers(digits: Dataset, tiny_digits: nn.Module) -> None:
-    engine = CentralEngine(digits)
+def test_the_same_images_are_looked_at_anew_for_other_layers(few_digits: Dataset, tiny_digits: nn.Module) -> None:
+    engine = CentralEngine(few_digits)
     first, second = (replace(PEAKS, layers=layers) for layers in ("features.0", "features.3"))
     ((one,), (two,)) = engine.measure(tiny_digits, [Query((Selection(),), first), Query((Selection(),), second)])
     assert one.sums.keys() != two.sums.keys()
 
 
-def test_small_groups_are_withheld_unless_allowed(make_engine, digits: Dataset, tiny_digits: nn.Module) -> None:
+def test_small_groups_are_withheld_unless_allowed(make_engine, few_digits: Dataset, tiny_digits: nn.Module) -> None:
     few = ForgetRequest(samples=("0/0", "0/1", "0/2", "0/3"))
     for least, images in ((5, 0), (1, 4)):
         engine = make_engine(least_group=least, valid=0.0)
@@ -253,7 +255,7 @@ def test_small_groups_are_withheld_unless_allowed(make_engine, digits: Dataset, 
 
 
 def test_the_papers_weighting_is_the_weighted_mean_of_local_differences(
-    make_engine, digits: Dataset, tiny_digits: nn.Module
+    make_engine, few_digits: Dataset, tiny_digits: nn.Module
 ) -> None:
     engine = make_engine(clients=3, split="shards:4")
     engine.send_model(tiny_digits)
@@ -261,14 +263,14 @@ def test_the_papers_weighting_is_the_weighted_mean_of_local_differences(
     ((found,),) = engine.measure(tiny_digits, [Query((group, rest), replace(PEAKS, kind="difference"))])
     total, weights = dict.fromkeys(found.sums, 0.0), 0
     for rows in held(engine).values():
-        images = digits.train.subset(torch.isin(digits.train.rows, rows))
-        local = CentralEngine(replace(digits, train=images))
+        images = few_digits.train.subset(torch.isin(few_digits.train.rows, rows))
+        local = CentralEngine(replace(few_digits, train=images))
         ((gone, kept),) = local.measure(tiny_digits, [Query((group, rest), PEAKS)])
         if gone.images and kept.images:
             weights += len(images)
             for key in total:
                 total[key] = total[key] + len(images) * (gone.mean(key) - kept.mean(key))
-    assert 0 < weights <= len(digits.train)
+    assert 0 < weights <= len(few_digits.train)
     for key in total:
         assert torch.allclose(found.mean(key), total[key] / weights, rtol=1e-5, atol=1e-6)
 
@@ -285,14 +287,14 @@ def test_the_papers_weighting_falls_back_for_a_client_and_says_so(
 
 
 def test_one_client_and_no_federation_plan_the_same_patch(
-    make_engine, digits: Dataset, digit_nets: dict[str, nn.Module]
+    make_engine, few_digits: Dataset, digit_nets: dict[str, nn.Module]
 ) -> None:
     model = digit_nets["vgg-mini"]
     engine = make_engine(clients=1, model="vgg-mini")
     engine.send_model(model, ledger=False)  # what a ledger keeps is in half precision
     settings = Hide(ratio=0.1, scrub=False)
     federated = settings.plan(model, engine, CLASS).patch
-    central = settings.plan(model, CentralEngine(digits), CLASS).patch
+    central = settings.plan(model, CentralEngine(few_digits), CLASS).patch
     assert federated.note["sites"] == central.note["sites"]
     for name, value in central.replaced.items():
         assert torch.allclose(federated.replaced[name], value, rtol=1e-4, atol=1e-6)

@@ -29,10 +29,11 @@ from fedortho.training.objectives import FitOptions, Target
 from fedortho.unlearning.select import kernel_patch
 
 
-def test_sampled_clients_without_images_are_replaced_by_others(make_engine, digits: Dataset) -> None:
+def test_sampled_clients_without_images_are_replaced_by_others(make_engine, few_digits: Dataset) -> None:
     engine = make_engine(clients=4, fraction=0.25, split="shards:3", rounds=1)
     one = draws(engine, RECIPE.seed)
-    label = next(n for n in range(10) if not bool((digits.train.labels[held_by(engine, digits, one)] == n).any()))
+    labels = few_digits.train.labels[held_by(engine, few_digits, one)]
+    label = next(n for n in range(10) if not bool((labels == n).any()))
     only = Selection("train", ForgetRequest.parse(f"class:{label}"))
     trained = engine.fit(start(), only, replace(RECIPE, epochs=1))
     assert tensors_digest(trained.state_dict()) != tensors_digest(start().state_dict())
@@ -45,8 +46,8 @@ def draws(engine: FederatedEngine, seed: int) -> int:
     return sample_clients(engine.present(), engine.federation, seed, 0)[0]
 
 
-def held_by(engine: FederatedEngine, digits: Dataset, client: int) -> torch.Tensor:
-    return torch.isin(digits.train.rows, held(engine)[client])
+def held_by(engine: FederatedEngine, data: Dataset, client: int) -> torch.Tensor:
+    return torch.isin(data.train.rows, held(engine)[client])
 
 
 class Spoiled(LocalGrid):

@@ -175,7 +175,17 @@ def test_the_same_seed_gives_the_same_weights(
     assert len(digests) == 1
 
 
-@pytest.mark.parametrize("name", sorted(SMALL.keys() - OTHER_IN_A_FEDERATION.keys()))
+def several_rounds() -> list[object]:
+    """Methods that train alike in a federation; one round of each is in `test_federated.py`, so these are enough here.
+
+    `make test-slow` runs all of them.
+    """
+    quick = ("finetune", "fused", "ct")
+    names = sorted(SMALL.keys() - OTHER_IN_A_FEDERATION.keys())
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", several_rounds())
 def test_a_federation_of_one_client_gives_what_one_machine_gives(
     digits: Dataset,
     few_digits: Dataset,
@@ -194,8 +204,17 @@ def test_a_federation_of_one_client_gives_what_one_machine_gives(
     assert float(far.double().mean()) <= most
 
 
-@pytest.mark.parametrize("text", ["client:1", "samples:44,50,78,91,95,117"])
-@pytest.mark.parametrize("name", [name for name in SMALL if "client" in METHODS[name].kinds])
+def clients_and_samples() -> list[object]:
+    """A client for every method that serves one, samples for these: ours, a dampening, one set to train on, and two."""
+    names, quick = [name for name in SMALL if "client" in METHODS[name].kinds], ("hide", "paper", "ssd", "not", "scrub")
+    samples = [(name, () if name in quick else pytest.mark.slow) for name in names]
+    return [
+        *((name, "client:1") for name in names),
+        *(pytest.param(name, "samples:44,50,78,91,95,117", marks=mark) for name, mark in samples),
+    ]
+
+
+@pytest.mark.parametrize(("name", "text"), clients_and_samples())
 def test_clients_and_samples_are_served_in_a_federation_too(
     small_net: nn.Module, federation: Callable[..., FederatedEngine], name: str, text: str
 ) -> None:

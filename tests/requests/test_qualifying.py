@@ -32,7 +32,9 @@ SETTINGS = TrainSettings(data="digits", model="small:SmallNet", epochs=4, crop=0
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Relearning and reset tails as short as they can be: what they find is not tested here."""
     monkeypatch.setattr(relearn, "STEPS", 2)
-    monkeypatch.setattr(reset_tail, "MOST_STEPS", reset_tail.STEPS)
+    monkeypatch.setattr(reset_tail, "TAILS", 1)
+    for name in ("STEPS", "MOST_STEPS"):
+        monkeypatch.setattr(reset_tail, name, 2)
 
 
 @pytest.fixture(scope="module")

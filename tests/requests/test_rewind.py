@@ -46,7 +46,7 @@ def drawn_settings(images: Path, seed: int, split: str, fraction: float) -> Fede
         SETTINGS,
         data=str(images),
         clients=some.choice((5, 8)),
-        rounds=4,
+        rounds=4 if fraction < 1 else 2,  # whoever meets all clients at once goes back to the beginning
         fraction=fraction,
         split=split,
         least_images=3,

@@ -29,7 +29,9 @@ from fedortho.storage.checkpoints import read_weights
 from fedortho.storage.files import file_digest, locked, write_tensors
 
 KEPT = ["history.json", "ledger.safetensors", "model.safetensors", "run.json", "split.json"]
-SMALL = TrainSettings(data="digits", model="vgg-mini", epochs=1, batch_size=256, lr=0.05, threads=1, ortho_every=2)
+SMALL = TrainSettings(
+    data="digits", valid=0.8, model="vgg-mini", epochs=1, batch_size=256, lr=0.05, threads=1, ortho_every=2
+)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +50,7 @@ def test_a_run_keeps_all_that_is_needed_to_check_it(digits_run: Path) -> None:
         "run.json",
         "split.json",
     ]
-    data = load_images("digits")
+    data = load_images("digits", valid=SMALL.valid)
     assert json.loads((digits_run / "split.json").read_text())["valid"] == data.valid.rows.tolist()
     assert not set(data.valid.rows.tolist()) & set(data.train.rows.tolist())
     record = run.record
@@ -125,7 +127,7 @@ def test_the_data_of_a_run_may_move(tmp_path: Path) -> None:
         picture = tmp_path / "here" / "ab"[row % 2] / f"{row}.png"
         picture.parent.mkdir(parents=True, exist_ok=True)
         Image.new("L", (8, 8), 10 * row).save(picture)
-    settings = replace(SMALL, data=str(tmp_path / "here"), epochs=1, batch_size=4)
+    settings = replace(SMALL, data=str(tmp_path / "here"), valid=0.1, epochs=1, batch_size=4)
     run = train_run(tmp_path / "run", settings)
     (tmp_path / "here").rename(tmp_path / "there")
     with pytest.raises(UnknownName, match="there is no file or directory"):
@@ -158,7 +160,7 @@ def test_a_record_that_lacks_something_is_refused(digits_run: Path, tmp_path: Pa
 def test_a_changed_split_or_history_is_refused(digits_run: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(digits_run, copy)
-    (copy / "split.json").write_text('{"seed": 0, "share": 0.1, "valid": [1, 2, 3]}')
+    (copy / "split.json").write_text('{"seed": 0, "share": 0.8, "valid": [1, 2, 3]}')
     with pytest.raises(BadCheckpoint, match="other validation images"):
         open_run(copy).load_data()
     (copy / "history.json").write_text('[{"a": 1}]')
