@@ -37,7 +37,7 @@ def test_there_are_four_and_each_fits_on_a_page() -> None:
 def test_a_class_is_forgotten_and_the_verdict_says_what_is_left(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = told(capsys, monkeypatch, "forget_a_class", "--data", "digits", "--forget", "class:3", "--epochs", 4)
+    text = told(capsys, monkeypatch, "forget_a_class", "--data", "digits", "--forget", "class:3", "--epochs", 3)
     found = numbers(text)
     assert found["before"][0] > 80
     assert found["after"][0] < 10

@@ -132,7 +132,7 @@ def test_training_on_from_a_run_keeps_what_it_forgot(forgot: Run, digits: Datase
     engine = engine_of(further, digits)
     ((gone,),) = engine.measure(further.load_model(), [Query((Selection("train", CLASS),), Statistic("peaks"))])
     assert not gone.images, "its clients have dropped the class as well"
-    more = replace(TRAINED, start=str(further.path), rounds=3)
+    more = replace(TRAINED, start=str(further.path), rounds=2)
     again = train_federation(tmp_path / "again", more)
     assert accuracies_of(again.load_model(), digits, CLASS).forget <= 0.06, "nor does the next one learn it anew"
     for changes, message in (({"split": "iid"}, "--split"), ({"seed": 4}, "--seed")):
