@@ -97,7 +97,7 @@ def test_unlearning_that_does_nothing_is_detected(idle: AuditResult) -> None:
 
 def test_retraining_passes_with_the_shadows_that_are_there(idle: AuditResult, noise: Dataset, place: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in place.rglob("*.safetensors")}
-    assert len(before) == 16
+    assert len(before) == 14, "eight as trained, and six of them retrained for the self-test"
     audit = audited(case_of(noise, samples(noise)), ShadowPlan(retrain, place, SETTINGS))
     assert {path: path.stat().st_mtime_ns for path in place.rglob("*.safetensors")} == before
     assert audit.details["AUC"] == pytest.approx(0.5, abs=0.1)
@@ -155,4 +155,57 @@ def test_an_attack_without_power_is_no_pass(noise: Dataset, tmp_path: Path) -> N
     lazy = replace(SETTINGS, recipe=replace(RECIPE, epochs=0))
     audit = audited(case_of(noise, samples(noise)), ShadowPlan(nothing, tmp_path, lazy))
     assert audit.outcome == "INCONCLUSIVE"
-    assert "no power" in audit.finding
+    assert not audit.details["self-test"]["holds"]
+    assert "it does not hold, so nothing is shown" in audit.finding
+
+
+def test_the_self_test_finds_untouched_models_and_not_retrained_ones(idle: AuditResult) -> None:
+    tested = idle.details["self-test"]
+    assert tested["holds"]
+    assert tested["untouched"]["AUC"] > 0.8
+    assert tested["retrained"]["AUC"] == pytest.approx(0.5, abs=0.1)
+    assert (tested["images"], tested["models"]) == (30, 6)
+    assert "must fail" in idle.finding
+
+
+@pytest.mark.parametrize(("untouched", "retrained"), [(0.55, 0.5), (0.9, 0.7), (0.9, 0.3)])
+def test_an_attack_whose_self_test_does_not_hold_decides_nothing(
+    untouched: float, retrained: float, noise: Dataset, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a failure nor a pass counts where memorised images are not found, or retrained models are."""
+    found = {"holds": False, "images": 30, "untouched": {"AUC": untouched}, "retrained": {"AUC": retrained}}
+    monkeypatch.setattr("fedortho.audits.membership.self_test", lambda *_: found)
+    audit = audited(case_of(noise, samples(noise)), ShadowPlan(nothing, place, SETTINGS))
+    assert audit.details["AUC"] > 0.8, "by itself it fails"
+    assert audit.outcome == "INCONCLUSIVE"
+
+
+def test_samples_that_were_not_memorised_are_no_pass(
+    idle: AuditResult, noise: Dataset, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The self-test holds on other images; of these the attack finds nothing in the models as trained either."""
+    monkeypatch.setattr("fedortho.audits.membership.self_test", lambda *_: idle.details["self-test"])
+    lazy = replace(SETTINGS, recipe=replace(RECIPE, epochs=0))
+    audit = audited(case_of(noise, samples(noise)), ShadowPlan(nothing, place, lazy))
+    assert audit.outcome == "INCONCLUSIVE"
+    assert "nothing that only the forget set taught can be measured" in audit.finding
+
+
+def test_what_a_named_method_left_is_measured_once(noise: Dataset, place: Path) -> None:
+    calls = []
+
+    def counted(model: nn.Module, data: Dataset, request: ForgetRequest) -> nn.Module:
+        calls.append(request)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        return model
+
+    plan = ShadowPlan(counted, place, SETTINGS, method="counted {}")
+    with pytest.raises(KeyboardInterrupt):
+        audited(case_of(noise, samples(noise)), plan)
+    first = audited(case_of(noise, samples(noise)), plan)
+    assert len(calls) == 6 + 3, "five were finished before it was stopped"
+    assert audited(case_of(noise, samples(noise)), plan).details == first.details
+    assert len(calls) == 9
+    audited(case_of(noise, samples(noise)), replace(plan, method="counted {lr: 1}"))
+    assert len(calls) == 17, "another setting is another method"

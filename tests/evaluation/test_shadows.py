@@ -1,15 +1,18 @@
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from small import TinyNet
+from stopping import Killed, counted, killed_at, operations
 from torch import nn
 
 from fedortho.data.images import Images, images_from_tensors
 from fedortho.errors import BadCheckpoint, BadSetting
 from fedortho.evaluation.shadows import Shadows, ShadowSettings, choose_proxy, half
 from fedortho.storage.files import write_tensors
+from fedortho.training.loop import fit
 from fedortho.training.recipe import Recipe
 
 QUICK = Recipe(epochs=1, batch_size=32, ortho=0.0, crop=0, flip=0.0)
@@ -86,6 +89,33 @@ def test_all_classes_share_one_proxy_and_single_samples_are_put_into_theirs() ->
     proxy, chosen = choose_proxy(pool, asked, replace(SETTINGS, images=20))
     assert proxy.rows[chosen].tolist() == [7, 70, 1700]
     assert len(set(proxy.rows.tolist())) == len(proxy) == 20
+
+
+def test_a_killed_process_keeps_the_models_that_it_finished(
+    toy: Images, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed at every file operation; the next process trains what is missing, to the same bytes."""
+    trained: list[nn.Module] = []
+    monkeypatch.setattr("fedortho.evaluation.shadows.fit", lambda *a, **b: trained.append(fit(*a, **b)) or trained[-1])
+
+    def three(directory: Path) -> list[bytes]:
+        shadows = Shadows(directory, toy, build, SETTINGS)
+        for number in range(3):
+            shadows.original(number)
+        return [path.read_bytes() for path in sorted(shadows.directory.glob("*.safetensors"))]
+
+    whole = three(tmp_path / "whole")
+    places = operations(lambda: three(tmp_path / "counted"))
+    assert places >= 9
+    for place in range(1, places + 1):
+        directory = tmp_path / str(place)
+        with suppress(Killed), counted(killed_at(place)):
+            three(directory)
+        finished = len(list(directory.rglob("*.safetensors")))
+        trained.clear()
+        assert three(directory) == whole
+        assert len(trained) == 3 - finished
+    assert finished >= 2, "the last operation belongs to the third model"
 
 
 def test_numbers_out_of_bounds_are_refused() -> None:

@@ -53,23 +53,34 @@ def offline_scores(target: Tensor, shadows: Tensor, members: Tensor) -> Tensor:
     return (target - centre) / spread
 
 
-def unlearning_scores(unlearned: Tensor, never: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:
+def unlearning_scores(
+    unlearned: Tensor, never: Tensor, members: Tensor, others: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """U-LiRA: log N_u(φ) − log N_n(φ) of models that unlearned an image, and of models never trained on it.
 
-    φ and both results are (models, n); results are NaN where the pair of model and image is not among `members`. A
-    model is scored by Gaussians that are fitted to the other models only.
+    φ and both results are (models, n). `members` are the pairs of model and image that count for the first, `others`
+    those for the second (None: the same); results are NaN elsewhere. A model is scored by Gaussians that are fitted
+    without it and without the other model of its pair, which has the other half of the images: so both sides are
+    fitted to equally many models, and noise alone favours neither.
     """
+    others, pairs = members if others is None else others, torch.arange(len(unlearned)) // 2
     rows: tuple[list[Tensor], list[Tensor]] = ([], [])
     for number in range(len(unlearned)):
-        others = members & (torch.arange(len(unlearned)) != number).unsqueeze(1)
-        inside, outside = _centre(unlearned, others), _centre(never, others)
-        for values, ratios in zip((unlearned[number], never[number]), rows, strict=True):
-            ratio = _log_density(values, *inside) - _log_density(values, *outside)
-            ratios.append(torch.where(members[number], ratio, torch.nan))
+        is_fitted = (pairs != number // 2).unsqueeze(1)
+        inside, outside = _centre(unlearned, members & is_fitted), _centre(never, others & is_fitted)
+        for values, mask, ratios in zip((unlearned, never), (members, others), rows, strict=True):
+            ratio = _log_density(values[number], *inside) - _log_density(values[number], *outside)
+            ratios.append(torch.where(mask[number], ratio, torch.nan))
     positive, negative = (torch.stack(ratios) for ratios in rows)
     if not bool(positive.isfinite().any() & negative.isfinite().any()):
         raise BadData("no image is in the training data of two shadow models; train more of them")
     return positive, negative
+
+
+def memorisation(shadows: Tensor, members: Tensor) -> Tensor:
+    """How much higher φ is where an image was trained on: difference of the two medians, (n,); NaN without one."""
+    inside, outside = (torch.where(mask, shadows, torch.nan).nanquantile(0.5, dim=0) for mask in (members, ~members))
+    return inside - outside
 
 
 def finite(scores: Tensor) -> Tensor:
@@ -105,12 +116,17 @@ def true_positive_rate(positive: Tensor, negative: Tensor, false: float = 0.01) 
 def bootstrap_interval(
     measure: Callable[[Tensor, Tensor], float], positive: Tensor, negative: Tensor, *, seed: int = 0
 ) -> tuple[float, float]:
-    """95 % interval over redrawn shadow models; whole models are drawn, because scores of one model are correlated."""
+    """95 % interval over redrawn shadow models and redrawn images, (models, n).
+
+    Both are drawn whole, because scores of one model are correlated, and so are those of one image, which all models
+    score by nearly the same Gaussians. It errs on the wide side; over models alone it covers the truth in 70 %.
+    """
     is_scored = (positive.isfinite() | negative.isfinite()).any(1)
     generator, number, measured = torch.Generator().manual_seed(seed), int(is_scored.sum()), []
     for _ in range(DRAWS):
-        drawn = torch.randint(number, (number,), generator=generator)
-        one, other = (finite(scores[is_scored][drawn]) for scores in (positive, negative))
+        drawn = torch.randint(number, (number, 1), generator=generator)
+        images = torch.randint(positive.shape[1], (positive.shape[1],), generator=generator)
+        one, other = (finite(scores[is_scored][drawn, images]) for scores in (positive, negative))
         if len(one) and len(other):
             measured.append(measure(one, other))
     low, high = torch.tensor(measured, dtype=torch.float64).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64))

@@ -1,8 +1,8 @@
-"""Shadow models: small models trained on random halves of a sample, cached on disk, for membership attacks."""
+"""Shadow models: models trained on random halves of a sample, cached on disk, for membership attacks."""
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -27,7 +27,7 @@ class ShadowSettings:
     """Number of shadow models, their data and their training."""
 
     models: int = 16
-    images: int = 10_000  # of the proxy; each shadow model is trained on a half
+    images: int = 10_000  # of the proxy, 0: all; each shadow model is trained on a half
     targets: int = 500  # forget images that are added to a proxy which by chance has too few
     recipe: Recipe = field(default_factory=lambda: Recipe(epochs=6))
     seed: int = 0
@@ -35,9 +35,18 @@ class ShadowSettings:
     def __post_init__(self) -> None:
         if not MIN_MODELS <= self.models <= MAX_MODELS:
             raise BadSetting(f"shadow models must be {MIN_MODELS} to {MAX_MODELS}, not {self.models}")
-        if self.images < 8 or self.targets < 1 or not 0 <= self.seed < 2**32:
+        if 0 < self.images < 8 or self.images < 0 or self.targets < 1 or not 0 <= self.seed < 2**32:
             given = f"{self.images}, {self.targets} and {self.seed}"
             raise BadSetting(f"a proxy needs at least 8 images, 1 target and a seed of 0 or more, not {given}")
+
+    @property
+    def choosing(self) -> int:
+        """How many of the models, whole pairs, choose the most memorised images; the others are measured on them.
+
+        >>> [ShadowSettings(models).choosing for models in (8, 16, 32)]
+        [2, 4, 10]
+        """
+        return max(self.models // 6, 1) * 2
 
 
 @dataclass(frozen=True)
@@ -47,6 +56,7 @@ class ShadowPlan:
     forget: Callable[[nn.Module, Dataset, ForgetRequest], nn.Module]  # the audited method
     directory: Path  # shared by methods and requests
     settings: ShadowSettings = field(default_factory=ShadowSettings)
+    method: str = ""  # name and hyper-parameters: what was measured by them is kept; empty: it is not
 
 
 def choose_proxy(pool: Images, forget: Tensor, settings: ShadowSettings) -> tuple[Images, Tensor]:
@@ -54,13 +64,14 @@ def choose_proxy(pool: Images, forget: Tensor, settings: ShadowSettings) -> tupl
 
     It does not depend on the request unless the plain draw has too few images of the forget set; then some are added.
     """
-    proxy = draw(pool, settings.images, settings.seed)
+    number = settings.images or len(pool)
+    proxy = draw(pool, number, settings.seed)
     rows = pool.rows[forget]
     is_forget = torch.isin(proxy.rows, rows)
     if int(is_forget.sum()) >= min(int(forget.sum()), MIN_TARGETS):
         return proxy, is_forget
-    targets = draw(pool.subset(forget), min(settings.targets, settings.images // 2), settings.seed)
-    rest = draw(pool.subset(~forget), settings.images - len(targets), settings.seed)
+    targets = draw(pool.subset(forget), min(settings.targets, number // 2), settings.seed)
+    rest = draw(pool.subset(~forget), number - len(targets), settings.seed)
     proxy = replace(pool, rows=torch.cat([targets.rows, rest.rows]).sort().values)
     return proxy, torch.isin(proxy.rows, rows)
 
@@ -109,25 +120,34 @@ class Shadows:
         }
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
+    def name_of(self, mask: Tensor) -> str:
+        """A name for some images of the proxy."""
+        return tensors_digest({"rows": self.proxy.rows[mask]})[:12]
+
     def original(self, number: int) -> nn.Module:
         """The shadow model trained on its half."""
         return self._model(f"original-{number:02}", self.members[number], number)
 
     def without(self, number: int, forget: Tensor) -> nn.Module:
         """A shadow model trained, with another seed, on the same half without the images of a mask over the proxy."""
-        name = tensors_digest({"rows": self.proxy.rows[forget]})[:12]
-        return self._model(f"without-{name}-{number:02}", self.members[number] & ~forget, MAX_MODELS + number)
+        return self._model(
+            f"without-{self.name_of(forget)}-{number:02}", self.members[number] & ~forget, MAX_MODELS + number
+        )
 
     def _model(self, name: str, mask: Tensor, offset: int) -> nn.Module:
-        path, seed = self.directory / f"{name}.safetensors", self.settings.seed * 1000 + offset
-        model = self.build(seed)
-        if path.is_file():
-            weights, note = read_tensors(path)
-            if note.get("key") != self.key:
-                raise BadCheckpoint(f"{path} was made from other images or settings; delete it")
-            load_weights(model, weights, path)
-            model.eval()
-        else:
-            model = fit(model, self.proxy.subset(mask), replace(self.settings.recipe, seed=seed), device=self.device)
-            write_tensors(path, model.state_dict(), {"key": self.key})
-        return model
+        seed = self.settings.seed * 1000 + offset
+        model, recipe = self.build(seed), replace(self.settings.recipe, seed=seed)
+        images = self.proxy.subset(mask)
+        weights = self.kept(name, lambda: fit(model, images, recipe, device=self.device).state_dict())
+        load_weights(model, weights, self.directory / name)
+        return model.eval()
+
+    def kept(self, name: str, compute: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Tensors that are computed at the first use; a process that is killed leaves whole files only."""
+        path = self.directory / f"{name}.safetensors"
+        if not path.is_file():
+            write_tensors(path, compute(), {"key": self.key})
+        tensors, note = read_tensors(path)
+        if note.get("key") != self.key:
+            raise BadCheckpoint(f"{path} was made from other images or settings; delete it")
+        return tensors
