@@ -25,8 +25,8 @@ from fedortho.cli.console import out
 from fedortho.cli.verdict import print_verdict
 from fedortho.data.request import ForgetRequest
 from fedortho.evaluation.metric_suite import MetricSuite
-from fedortho.requests.judging import shadow_plan
 from fedortho.requests.references import case_of, find_references, reference_cost
+from fedortho.requests.shadowing import shadow_plan, shadow_settings
 from fedortho.runs.run import Run, open_run, served_record
 from fedortho.storage.files import read_json, write_json, write_text
 from fedortho.storage.records import to_json
@@ -81,7 +81,8 @@ def judge_original(model: str, seed: int, arguments: Any) -> None:
         if arguments.shadows and method != "retrain":
             entry = served_record(forgot, request)
             place = MODELS.parent / "shadows"
-            shadows = shadow_plan(original, entry, place, arguments.shadows, torch.device("cpu"))
+            settings = shadow_settings(original, arguments.shadows)
+            shadows = shadow_plan(original, entry, place, settings, torch.device("cpu"))
             case = replace(case, shadows=shadows)
         verdict = judge_case(case, arguments.audit, only=only, suite=suite, cache=cache, **facts)
         write(page, verdict)

@@ -238,7 +238,18 @@ def test_a_missed_target_is_told_and_a_limit_only_where_one_was_aimed_at(runs: P
     )
     assert "the target, 1.0%, is not met on test images" in weak
     rows = ",".join(map(str, open_run(original).load_data().train.rows[:20].tolist()))
-    words = ("forget", original, f"samples:{rows}", "--level", "hide", "--max-retain-drop", "0.5", "--audit", "none")
+    words = (
+        "forget",
+        original,
+        f"samples:{rows}",
+        "--level",
+        "hide",
+        "--max-retain-drop",
+        "0.5",
+        "--audit",
+        "none",
+        "--anyway",
+    )
     assert "unseen images of the same labels" in told(*words, "--out", tmp_path / "samples")
     assert "limit:" not in told(*words, "--ratio", "0.1", "--out", tmp_path / "given")
 

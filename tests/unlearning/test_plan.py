@@ -19,7 +19,7 @@ from fedortho.models.predictions import evaluate
 from fedortho.models.sites import find_sites
 from fedortho.statistics.observe import Observation, observe
 from fedortho.storage.files import tensors_digest
-from fedortho.unlearning.calibrate import Refused
+from fedortho.unlearning.calibrate import Refused, Unmeasured
 
 MODELS = ("vgg-mini", "resnet-mini")
 PAPER = Hide(
@@ -94,11 +94,38 @@ def test_a_sample_request_aims_at_held_out_accuracy_and_not_at_nothing(
 ) -> None:
     rows = digits.train.rows[:30].tolist()
     request = ForgetRequest(samples=tuple(map(str, rows)))
-    outcome = Hide(max_retain_drop=0.3).plan(digit_nets["vgg-mini"], CentralEngine(digits), request)
+    outcome = Hide(max_retain_drop=0.3, anyway=True).plan(digit_nets["vgg-mini"], CentralEngine(digits), request)
     assert outcome.chosen is not None
     assert outcome.chosen.limit > 0.7
     assert outcome.chosen.reaches
     assert outcome.patch.names(), "something was edited"
+
+
+def test_samples_within_their_limit_before_any_edit_are_not_edited_unless_asked(
+    digits: Dataset, digit_nets: dict[str, nn.Module]
+) -> None:
+    model, rows = digit_nets["vgg-mini"], digits.train.rows[:30]
+    request, engine = ForgetRequest(samples=tuple(map(str, rows.tolist()))), CentralEngine(digits)
+    before = evaluate(model, digits.train.subset(range(30))).accuracy
+    with pytest.raises(Unmeasured, match=rf"forget accuracy is {before:.1%} .*\(unseen images .* a lenient estimate\)"):
+        Hide().plan(model, engine, request)
+    with pytest.raises(
+        Unmeasured, match=rf"within the limit of {before:.1%} \(models without it\); nothing was changed"
+    ):
+        Hide(limit=before).plan(model, engine, request)
+    chosen = Hide(limit=before - 0.02, max_retain_drop=0.3).plan(model, engine, request).chosen
+    assert chosen is not None, "above the limit there is something to forget"
+    assert chosen.forget <= chosen.limit == before - 0.02
+
+
+def test_a_limit_is_not_for_classes(digits: Dataset, digit_nets: dict[str, nn.Module]) -> None:
+    chosen = (
+        Hide(limit=0.9, max_retain_drop=0.3)
+        .plan(digit_nets["vgg-mini"], CentralEngine(digits), ForgetRequest.parse("class:3"))
+        .chosen
+    )
+    assert chosen is not None
+    assert chosen.limit == 0.01
 
 
 def test_several_classes_at_once_are_all_forgotten(digits: Dataset, digit_nets: dict[str, nn.Module]) -> None:

@@ -3,6 +3,7 @@
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -49,6 +50,7 @@ from fedortho.requests.levels import (
     ways,
 )
 from fedortho.requests.rewind import RewindPlan, find_rewind, rewind_run
+from fedortho.requests.shadowing import estimate_limit
 from fedortho.requests.transaction import find_ticket
 from fedortho.runs.record import ServedRecord
 from fedortho.runs.run import Run, check_unserved, open_run
@@ -81,6 +83,9 @@ def forget_command(
     deployment: flags.Deployment = None,
     timeout: flags.Timeout = 0.0,
     sums: Annotated[str, Option(help="in a federation: open or masked sums (default: as it was trained)")] = "",
+    shadows: Annotated[
+        int, Option(help="shadow models, 8 to 64, that estimate the limit of clients and samples at the level hide")
+    ] = 0,
     audit: Budget = "quick",
     reference: Reference = None,
     references: References = None,
@@ -120,7 +125,7 @@ def forget_command(
         _refuse_with("--audit none, which judges nothing", **judging)
     if not is_here:
         here = {"until": until, "keep_undo": keep_undo, "data_dir": data_dir, "device": device != "auto"}
-        here |= {"purge": purge, "id": ticket, "json": as_json}
+        here |= {"purge": purge, "id": ticket, "json": as_json, "shadows": bool(shadows)}
         _refuse_with(f"--backend {backend}, which works elsewhere and does not judge", **here, **judging)
     is_open = asked.kind != "class" and not (level or method_name or until)
     is_exact = is_open or (level == "exact" and not (method_name or until))
@@ -150,13 +155,33 @@ def forget_command(
         return
     how = {"out": out, "undo": keep_undo, "purge": purge, "ticket": ticket, "hash_ids": hash_ids}
     with bars() as shown:
-        data = run.load_data(progress=bar(shown, "decoding images"))
+        data, steps = (
+            run.load_data(progress=bar(shown, "decoding images")),
+            _limited(run, asked, steps, shadows, as_json),
+        )
         served = _serve(shown, run, parsed, steps, bool(until), options, as_json, data=data, **how)
     if not as_json:
         print_served(served, run_path)
     verdict = None if served.rewind else _judged(served, run, asked, options, data, as_json)
     last = f"all metrics: fedortho judge {out}; a page to read: fedortho report {out}" if verdict else ""
     _print_outcome(served.record, verdict, as_json, last)
+
+
+def _limited(
+    run: Run, request: ForgetRequest, steps: list[tuple[str, Method, Path]], shadows: int, as_json: bool
+) -> list[tuple[str, Method, Path]]:
+    """The steps with the limit that shadow models give, where these are asked for."""
+    level, method, out = steps[-1]
+    if not shadows:
+        return steps
+    if level != "hide" or request.classes or not isinstance(method, Hide):
+        raise BadSetting("--shadows estimates the limit of clients or samples at --level hide; leave it out here")
+    if method.limit:
+        raise BadSetting(f"--limit {method.limit:g} is given, so --shadows {shadows} has nothing to estimate")
+    found = estimate_limit(run, request, shadows=shadows)
+    if not as_json:
+        say(f"limit {found}")
+    return [(level, replace(method, limit=found.limit), out)]
 
 
 def _print_finished(finished: Run, ticket: str, as_json: bool) -> None:
@@ -256,7 +281,8 @@ def _serve(
         return forget_run(run, request, method, level=level, device=options.device, hide_first=bool(first), **how)
     except Refused as refusal:
         shown.stop()
-        err.print(frontier_table(refusal.frontier))
+        if refusal.frontier:
+            err.print(frontier_table(refusal.frontier))
         raise
     except KeyboardInterrupt:
         if first and first[0][2].exists() and not until_passed:

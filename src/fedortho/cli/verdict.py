@@ -17,6 +17,7 @@ from fedortho.cli.console import bars, out, say, say_json, training_bar, words_t
 from fedortho.cli.flags import AsJson, DataDir, Device, RecipeFile, RunPath, read_recipe
 from fedortho.errors import BadSetting
 from fedortho.evaluation.metrics import Metric
+from fedortho.evaluation.shadows import ShadowSettings
 from fedortho.requests.judging import JudgeOptions, audit_run, check_rounds, judge_run
 from fedortho.requests.qualifying import QualifyOptions, draw_classes, qualify_run
 from fedortho.runs.run import Run, open_run
@@ -34,6 +35,7 @@ References = Annotated[Path | None, Option(help="directory of such runs (default
 Retrain = Annotated[bool, Option("--retrain", help="train a missing reference model and keep it")]
 Original = Annotated[Path | None, Option(help="the run before forgetting (default: the run that RUN is made from)")]
 Shadows = Annotated[int, Option(help="shadow models of the membership audit, 8 to 64; 0: do not run it")]
+ShadowImages = Annotated[int, Option(help="images of which each shadow model is trained on a half; 0: all")]
 
 
 @contextmanager
@@ -54,6 +56,7 @@ def judge_command(
     retrain: Retrain = False,
     original: Original = None,
     shadows: Shadows = 0,
+    shadow_images: ShadowImages = ShadowSettings.images,
     strict: Annotated[bool, Option("--strict", help="exit code 1 unless every audit ran and passed")] = False,
     recipe: RecipeFile = None,
     data_dir: DataDir = "",
@@ -63,6 +66,7 @@ def judge_command(
     """Judge a run that has forgotten: metrics and audits against a reference model; writes verdict.json."""
     run = open_run(run_path)
     options = JudgeOptions(audit, (), reference, references, retrain, shadows, data_dir, device, read_recipe(recipe))
+    options = replace(options, shadow_images=shadow_images)
     with judging_bars() as progress:
         verdict = judge_run(run, request or None, options, original=original, **progress)
     if as_json:
@@ -84,6 +88,7 @@ def audit_command(
     original: Original = None,
     after_rounds: Annotated[str, Option(help="federations: audit again after so many more rounds: 1,5,20")] = "",
     shadows: Shadows = 0,
+    shadow_images: ShadowImages = ShadowSettings.images,
     recipe: RecipeFile = None,
     data_dir: DataDir = "",
     device: Device = "auto",
@@ -92,6 +97,7 @@ def audit_command(
     """Try to undo a run's forgetting: all audits at their full budget, or those named."""
     run, only = open_run(run_path), tuple(word.strip() for word in attack.split(",") if word.strip())
     options = JudgeOptions("full", only, reference, references, retrain, shadows, data_dir, device, read_recipe(recipe))
+    options = replace(options, shadow_images=shadow_images)
     verdicts: dict[int, Verdict] = {}
     for rounds in [0, *_rounds(run, after_rounds)]:
         with judging_bars() as progress:

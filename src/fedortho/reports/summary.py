@@ -15,7 +15,8 @@ from fedortho.runs.run import Run, served_record, served_requests
 from fedortho.storage.journal import JournalEntry
 
 FORGOTTEN, JUDGED = "forgotten", "judged"
-EVENTS = {"executed": FORGOTTEN, "unconfirmed": FORGOTTEN, "judged": JUDGED, "verified": JUDGED, "refused": "refused"}
+EVENTS = {"executed": FORGOTTEN, "unconfirmed": FORGOTTEN, "judged": JUDGED, "verified": JUDGED}
+EVENTS |= {"refused": "refused", "unmeasured": "refused"}
 OWN_UNITS = ("C4", "C5")  # audits that measure no shares: an area under a curve, a similarity
 
 
@@ -62,8 +63,12 @@ def find_refusal(run: Run, request: ForgetRequest | None, entries: Sequence[Jour
     if served and request in (None, *(other.settled(names) for other in served)):
         return None
     for entry in reversed(entries):
-        is_mine = (entry.event, entry.run, entry.before) == ("refused", run.path.name, run.record.model.digest)
-        if is_mine and request in (None, ForgetRequest.parse(entry.request).settled(names)):
+        is_mine = (entry.run, entry.before) == (run.path.name, run.record.model.digest)
+        if (
+            EVENTS.get(entry.event) == "refused"
+            and is_mine
+            and request in (None, ForgetRequest.parse(entry.request).settled(names))
+        ):
             return entry
     return None
 
@@ -83,7 +88,10 @@ def _unjudged(report: Report) -> tuple[str, str, str]:
     named = subject[:1].upper() + subject[1:]
     if report.refusal is not None:
         reason = str(report.refusal.details.get("reason", "the reason was not recorded"))
-        return "bad", f"{named}: refused, nothing was changed", f"{reason[:1].upper()}{reason[1:]}."
+        sentence = f"{reason[:1].upper()}{reason[1:]}."
+        if report.refusal.event == "unmeasured":
+            return "open", f"{named}: nothing that only the forget set taught can be measured", sentence
+        return "bad", f"{named}: refused, nothing was changed", sentence
     assert report.served is not None, "a report without a verdict is about the last request"
     before, after = report.served.before, report.served.after
     sentence = f"Forget accuracy went from {before.forget:.1%} to {after.forget:.1%}, "

@@ -61,7 +61,7 @@ from fedortho.statistics.ledger import forget_lines, load_ledger, rebind_ledger
 from fedortho.storage.files import tensors_digest
 from fedortho.storage.journal import append_entry
 from fedortho.storage.records import write_record
-from fedortho.unlearning.calibrate import Refused
+from fedortho.unlearning.calibrate import Refused, Unmeasured
 
 if TYPE_CHECKING:
     from flwr.serverapp import Grid
@@ -117,7 +117,8 @@ def forget_run(
 
     A federation is simulated here. At the level `exact` one that kept rounds goes back to one of them, as by
     `rewind_run`; with an undo file, a ticket or `purge`, which a rewind has no use for, it is retrained.
-    Raises `Refused`, with the trials that were measured, if target and budget cannot both hold.
+    Raises `Refused`, with the trials that were measured, if target and budget cannot both hold; `Unmeasured` if clients
+    or samples are within their limit before any edit.
     """
     run = open_run(run).at(data_dir)
     request = ForgetRequest.parse(request) if isinstance(request, str) else request
@@ -178,6 +179,8 @@ def _serve_run(
         if isinstance(run.settings, FederateSettings):
             return forget_federated_run(run.at(device=device), request, method, data=data, **how)
         return serve_request(run, data, request, method, device=choose_device(device), **how)
+    except Unmeasured:
+        raise
     except Refused as refusal:
         flags = "--max-retain-drop or --target" if request.classes else "--max-retain-drop"
         advice = f"raise {flags}, edit more layers with --layers mid,deep, or retrain ({training_cost_words(run)})"

@@ -6,9 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 from fedortho.audits import check_audits
 from fedortho.audits.judge import judge_case
 from fedortho.audits.qualification import read_qualification
@@ -16,20 +13,19 @@ from fedortho.audits.verdict import FILE, Verdict, read_verdict, write_verdict
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.devices import choose_device, using_threads
-from fedortho.engines.central import CentralEngine
 from fedortho.errors import BadSetting
 from fedortho.evaluation.case import COUNTERFACTUALS, REFERENCES
-from fedortho.evaluation.shadows import ShadowPlan, ShadowSettings
+from fedortho.evaluation.shadows import ShadowSettings
 from fedortho.federated.server import train_on
-from fedortho.methods import find_method, make_method, unlearn
-from fedortho.methods.retrain import Retrain
+from fedortho.methods import make_method
 from fedortho.requests.counterfactuals import counterfactuals
 from fedortho.requests.references import case_of, check_reference, find_references, original_of, train_references
 from fedortho.requests.run_context import open_context
+from fedortho.requests.shadowing import shadow_plan, shadow_settings
 from fedortho.runs.purge import known_copies
 from fedortho.runs.record import ServedRecord
 from fedortho.runs.run import Run, last_request, open_run, served_record
-from fedortho.runs.settings import FederateSettings, TrainSettings
+from fedortho.runs.settings import FederateSettings
 from fedortho.storage.files import check_writable
 from fedortho.storage.journal import append_entry
 from fedortho.storage.records import to_json
@@ -38,7 +34,6 @@ from fedortho.training.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 OnStep = Callable[[str], None] | None  # receives the title of each measurement that begins
-SHADOW_EPOCHS = 6  # upper bound
 
 
 @dataclass(frozen=True)
@@ -54,6 +49,7 @@ class JudgeOptions:
     data_dir: str = ""
     device: str = "auto"
     recipe: Recipe | None = None  # how references of an imported model are trained
+    shadow_images: int = ShadowSettings.images  # of which each shadow model is trained on a half; 0: all
 
     @property
     def given(self) -> list[Run]:
@@ -223,7 +219,8 @@ def _verdict_on(
     case = case_of(run, request, data, original, references, device)
     if options.shadows:
         place = references_directory(run, options) / "shadows"
-        case = replace(case, shadows=shadow_plan(original, served, place, options.shadows, device))
+        settings = shadow_settings(original, options.shadows, options.shadow_images)
+        case = replace(case, shadows=shadow_plan(original, served, place, settings, device))
     qualification = read_qualification(original.path) if request.kind == "class" and not references else None
     bound_to = (original.record.model.digest, served.method, served.settings)
     seconds = sum(epoch.seconds for reference in references[:1] for epoch in reference.history())
@@ -260,26 +257,3 @@ def edited_parts(served: ServedRecord) -> dict[str, Any]:
     edited: dict[str, Any] = {"kernels": dict(served.kernels)} if served.kernels else {}
     edited |= {"directions": dict(served.directions)} if served.directions else {}
     return edited | ({"ratio": served.chosen.ratio, "scrub": served.chosen.scrub} if served.chosen else {})
-
-
-def shadow_plan(run: Run, served: ServedRecord, directory: Path, shadows: int, device: torch.device) -> ShadowPlan:
-    """Shadow models for the membership audit, trained like the run, which forget by the recorded method."""
-    recipe, kind = shadow_recipe(run.settings), find_method(served.method)
-    epochs = {"epochs": recipe.epochs} if issubclass(kind, Retrain) else {}  # no longer than the shadow models
-    method = make_method(served.method, served.settings, epochs)
-
-    def forget(model: nn.Module, data: Dataset, request: ForgetRequest) -> nn.Module:
-        engine = CentralEngine(data, device=device, build=run.new_model)
-        return unlearn(model, engine, request, method).model
-
-    return ShadowPlan(forget, directory, ShadowSettings(models=shadows, recipe=recipe))
-
-
-def shadow_recipe(settings: TrainSettings) -> Recipe:
-    """The run's recipe with at most SHADOW_EPOCHS epochs; every shadow model gets its own seed.
-
-    A federation's recipe is that of one client in one round, so its rounds count as epochs of central training. The
-    recipe of an imported model is unknown: the default recipe is used.
-    """
-    epochs = settings.epochs * (settings.rounds if isinstance(settings, FederateSettings) else 1)
-    return replace(settings.recipe, epochs=min(epochs or SHADOW_EPOCHS, SHADOW_EPOCHS), seed=0)

@@ -29,6 +29,8 @@ from fedortho.storage.settings import as_mapping
 class Unconfirmed(FedOrthoError):
     """A request whose run is written, and whose patch too few clients have confirmed."""
 
+    event = "unconfirmed"  # in the journal
+
 
 @dataclass(frozen=True)
 class Step:
@@ -79,7 +81,7 @@ def transaction(
         try:
             yield Transaction(run, request, place, step.event, details)
         except (Exception, KeyboardInterrupt) as error:  # a defect too: what was received has an end
-            event = "unconfirmed" if isinstance(error, Unconfirmed) else "refused"
+            event = getattr(error, "event", "refused")
             is_placed = place.out.exists() and not place.run.exists()
             if step.event == "executed" and is_placed == (event == "unconfirmed"):
                 is_ours = isinstance(error, FedOrthoError)

@@ -27,9 +27,17 @@ HOPELESS = 0.03  # retain accuracy beyond the budget, at which no larger edit is
 class Refused(FedOrthoError):
     """No edit meets both target and budget; `frontier` has the trials."""
 
+    event = "refused"  # in the journal
+
     def __init__(self, message: str, frontier: Sequence[Trial]) -> None:
         super().__init__(message)
         self.frontier = tuple(frontier)
+
+
+class Unmeasured(Refused):
+    """Clients or samples that models without them would answer as well: there is no more to forget than to measure."""
+
+    event = "unmeasured"  # in the journal
 
 
 def find_edit(
@@ -52,6 +60,8 @@ def find_edit(
     if baseline is None:
         measured = task.engine.measure(task.model, baseline_queries(task, settings))
         baseline = read_baseline(task, settings, measured)
+    if baseline.is_within and not task.request.classes and not settings.anyway:
+        raise Unmeasured(_unmeasured(settings, baseline), ())
     runner = make_runner(task, settings, baseline, repair=repair, sequential=largest)
     runner.decide_all = largest
     ratios = ratios if task.sites else ()
@@ -63,6 +73,16 @@ def find_edit(
     pruned = next((trial.forget for trial in trials if trial.ratio == chosen.ratio and not trial.scrub), None)
     effect = Effect(baseline.forget, pruned, chosen.forget if chosen.scrub else None)
     return ForgetPlan(chosen.patch, chosen.ratio, tuple(trials), chosen, baseline.retain, effect)
+
+
+def _unmeasured(settings: CalibrationSettings, baseline: Baseline) -> str:
+    """What is known of a request that is within its limit before any edit."""
+    limit = "models without it" if settings.limit else "unseen images with the same labels, a lenient estimate"
+    return (
+        f"nothing that only the forget set taught can be measured: forget accuracy is {baseline.forget:.1%} before any "
+        f"edit, within the limit of {max(baseline.limits):.1%} ({limit}); nothing was changed, and nothing is said to "
+        "be forgotten; --level exact removes it, --anyway edits all the same"
+    )
 
 
 def calibrate(

@@ -47,5 +47,9 @@ class CalibrationSettings(EditSettings):
     repair_images: Annotated[Count, "retained images for the repair"] = 400
     scrub: Annotated[bool, "finish a class request in the classifier if the edit within the budget falls short"] = True
     target: Annotated[Share, "forget accuracy to reach, class requests"] = 0.01
+    limit: Annotated[
+        Share, "forget accuracy of clients and samples in models without them; 0: of unseen images with their labels"
+    ] = 0.0
+    anyway: Annotated[bool, "edit even where nothing that only the clients or samples taught can be measured"] = False
     max_retain_drop: Annotated[Share, "retain accuracy that may be lost"] = 0.01
     trial_images: Annotated[Count, "retained images for trials, at most; a quarter of the forget set; 0: all"] = 1024

@@ -70,6 +70,7 @@ class Baseline:
     retain: float
     limits: tuple[float, ...]  # of each part: its forget accuracy may be at most this
     forget: float  # of several parts the one furthest above its limit
+    is_within: bool = False  # every part is at or below its limit
 
 
 Look = tuple[Selection, ...]  # what candidates are measured on: training images of each part, then validation images
@@ -169,7 +170,7 @@ def baseline_queries(task: Task, settings: CalibrationSettings) -> list[Query]:
     if all(part.classes for part in task.parts):
         return [Query(looks(task, settings.trial_images)[0], statistic)]
     sets = (*task.forget_sets(settings.trial_images, steady=True), task.retain_set(settings.trial_images, "valid"))
-    return [Query(sets, statistic), Query(sets, replace(statistic, by_label=True))]
+    return [Query(sets, statistic), *([] if settings.limit else [Query(sets, replace(statistic, by_label=True))])]
 
 
 def read_baseline(task: Task, settings: CalibrationSettings, measured: Sequence[Sequence[Observation]]) -> Baseline:
@@ -182,9 +183,10 @@ def read_baseline(task: Task, settings: CalibrationSettings, measured: Sequence[
     limits = [settings.target] * len(forget)
     for place, part in enumerate(task.parts):
         if not part.classes:
-            limits[place] = _unseen_accuracy(by_label[place], by_label[-1], overall)
+            limits[place] = settings.limit or _unseen_accuracy(by_label[place], by_label[-1], overall)
     seen = [(float(part.mean("right")), limit) for part, limit in zip(forget, limits, strict=True) if part.images]
-    return Baseline(overall, tuple(limits), max(seen, key=lambda pair: pair[0] - pair[1])[0] if seen else 0.0)
+    forget_, limit = max(seen, key=lambda pair: pair[0] - pair[1]) if seen else (0.0, 0.0)
+    return Baseline(overall, tuple(limits), forget_, is_within=bool(seen) and forget_ <= limit)
 
 
 def _unseen_accuracy(part: Observation, retain: Observation, overall: float) -> float:
