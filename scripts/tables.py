@@ -23,6 +23,7 @@ from comparison_tables import (
 from decision_table import decision
 from erasing_tables import erasing, erasing_figures, regrow, regrow_tried
 from federation_tables import kills, malice, malice_training, million, rewind, scale, server_view
+from membership_tables import membership, membership_setting
 from request_tables import forgetting, profile, requests, sequence
 from result_text import RESULTS, ROOT, depth, grid, origin, read, stale_figures
 from theory_tables import theory, theory_figures
@@ -288,6 +289,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "published": published,
     "erasing": erasing,
     "theory": theory,
+    "membership": membership,
+    "membership-setting": membership_setting,
     "regrow": regrow,
     "regrow-tried": regrow_tried,
     "campaigns": campaigns,
