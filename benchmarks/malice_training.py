@@ -37,7 +37,7 @@ STRATEGIES = {
     "FedTrimmedAvg": FLOWER + "FedTrimmedAvg(beta=0.2)",
     "MultiKrum": FLOWER + "MultiKrum(num_malicious_nodes=2, num_nodes_to_select=6)",
 }
-ATTACKS = {"label flips": 1.0, "sign flips, tenfold": -10.0, "sign flips": -1.0}  # factor of the update that is sent
+ATTACKS = {"sign flips, tenfold": -10.0, "label flips": 1.0, "sign flips": -1.0}  # factor of the update that is sent
 SETTINGS = FederateSettings(
     data="digits", model="scale:network", clients=10, rounds=5, fraction=1.0, split="dirichlet:1", epochs=2,
     batch_size=16, crop=0, flip=0.0, threads=1, device="cpu", least_group=1,

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from flwr.app import Message
-from malice import METHOD, REQUEST
+from malice import FEDERATION, METHOD, REQUEST
 from result_files import write_results
 
 from fedortho.federated.local_grid import LocalGrid
@@ -28,9 +28,6 @@ from fedortho.runs.settings import FederateSettings
 from fedortho.storage.files import tensors_digest
 
 OUT = Path(__file__).parent / "results" / "privacy.json"
-SETTINGS = FederateSettings(
-    data="fashion-mini", clients=10, rounds=6, fraction=1.0, split="dirichlet:1", threads=1, device="cpu"
-)
 
 
 class Seeing(LocalGrid):
@@ -81,7 +78,7 @@ def main(words: list[str] | None = None) -> None:
     logging.getLogger("fedortho").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory(prefix="fedortho-privacy-") as place:
         path = options.run or Path(place) / "run"
-        run = open_run(path) if (path / "model.safetensors").exists() else train_federation(path, SETTINGS)
+        run = open_run(path) if (path / "model.safetensors").exists() else train_federation(path, FEDERATION)
         data = run.load_data()
         found = {sums: seen_by_server(run, data, sums) for sums in ("open", "masked")}
     same = len({digest for _, digest in found.values()}) == 1
