@@ -98,7 +98,9 @@ def test_clients_and_samples_are_not_erased_and_have_no_default(run: Run, reques
         forget_run(run, request_)
     shown = told("forget", run.path, *request_.split(), "--dry-run")
     assert "--method r2d" not in shown, "the run kept no epochs"
-    assert shown.index("--level hide") < shown.index("--method finetune") < shown.index("--level exact")
+    assert [line.split()[1] for line in shown.splitlines() if line.startswith("  --level")] == ["hide", "exact"]
+    assert shown.index("--level hide") < shown.index("--method ssd") < shown.index("--level exact")
+    assert "--method finetune" not in shown, "five epochs, where retraining has two"
     with pytest.raises(
         CannotServe, match=r"cannot be erased yet; choose the level hide \(.* exact \(retraining .*took"
     ):

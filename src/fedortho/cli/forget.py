@@ -207,7 +207,8 @@ def _print_ways(request: ForgetRequest, found: Sequence[str], as_json: bool) -> 
     """How a request could be served that is served by nothing unless it is named."""
     if as_json:
         return say_json({"request": str(request), "ways": list(found)})
-    say("\n  ".join([f"ways to serve {request}, in order of cost; choose one:", *found]))
+    for line in (f"ways to serve {request}, in order of cost; choose one:", *(f"  {way}" for way in found)):
+        say(line)
 
 
 def _rewind(

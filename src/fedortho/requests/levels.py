@@ -38,11 +38,15 @@ def level_for_run(run: Run, request: ForgetRequest, level: str = "", method: Met
 
 
 def ways(run: Run, request: ForgetRequest) -> list[str]:
-    """The ways to serve clients or samples where there is no rewind: approximate ones by cost, then retraining."""
+    """The ways to serve clients or samples where there is no rewind: approximate ones by cost, then retraining.
+
+    What costs as much as retraining is not among them.
+    """
     steps = [_planned(run, "hide", level_method(run, "hide"), run.path)] if serves(find_method("hide"), request) else []
     for name in METHODS:
         if serves(METHODS[name], request) and not level_of_method(name) and _has_kept(run, name):
             steps.append(_planned(run, "", chosen_method(run, name), run.path))
+    steps = [step for step in steps if step.share_of_training is None or step.share_of_training < 1]
     steps.sort(key=lambda step: math.inf if step.share_of_training is None else step.share_of_training)
     told = [
         f"{f'--level {step.level}' if step.level else f'--method {step.method}'} ({step.cost}; "
