@@ -27,16 +27,21 @@ def decision() -> str:
             lines.append([name, *cells(found[letter][method]), letter])
     used = {line[-1] for line in lines}
     notes = [f"({letter}) {NOTES[letter]} {where(rows)}." for letter, rows in found.items() if letter in used]
+    every = [row for rows in found["a"].values() for row in rows]
+    notes += [ALIKE] if any(row["gap-alike"] is not None for row in every) else []
     return f"{grid(HEADER, lines)}\n\n" + "\n".join(textwrap.wrap(" ".join([*notes, UNKNOWN]), 118))
 
 
 NOTES = {
-    "a": "`benchmarks/results/erasing.json`: full audits, test images; in brackets, and for the audits where it was "
-    "measured, against retrained models that were treated alike ([why](docs/erasing.md));",
+    "a": "`benchmarks/results/erasing.json`: full audits, test images,",
     "b": "`verdicts.json` and `comparison.json`: test images, the probe before the classifier only (≥: the worst depth "
     "was not measured), hide as it was in 0.1.0,",
     "c": "`regrow.json`: validation images of the classes on which erase was chosen, no audit but the probe,",
 }
+ALIKE = (
+    "A gap in brackets, and the audits of its class, are against retrained models that were treated alike "
+    "([why](docs/erasing.md))."
+)
 UNKNOWN = (
     f"Everywhere: CIFAR-10, {MODEL}, six epochs, two CPU cores; other networks and methods, clients and samples are in "
     "[docs/results.md](docs/results.md). Not measured: larger networks and images, GPUs."
@@ -94,7 +99,7 @@ def erasing_rows() -> dict[str, Rows]:
 
 def probe_gap(found: dict[str, Any]) -> float | None:
     """Recall of the probe at its worst depth, above that of the reference models."""
-    probe = found.get("audits", {}).get("C1", {})
+    probe = (found.get("audits") or {}).get("C1", {})
     return None if probe.get("reference") is None else float(probe["unlearned"] - probe["reference"])
 
 
