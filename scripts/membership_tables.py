@@ -28,10 +28,10 @@ def membership() -> str:
     for row in result["rows"]:
         shares = " / ".join(f"{100 * row['accuracies'][key]:.0f}" for key in ("forget", "never", "retain", "test"))
         whole = retraining.get(row["request"])
-        cost = f"{row['flops'] / whole:.1%}" if whole else "–"
+        cost = f"{row['flops'] / whole:.1%}" if whole and row["changed"] == 1 else "–"  # refusals are not metered
         auc = row["attack"]["AUC"]
         verdict = "PASS" if abs(auc - 0.5) <= 0.1 else "FAIL"
-        changed = "" if row["changed"] == 1 else f" (changes {row['changed']:.0%} of the models)"
+        changed = "" if row["changed"] == 1 else f" (refuses on {1 - row['changed']:.0%} of the models)"
         found = [_cell(row, "AUC"), _cell(row, "true positives at 1 % false"), verdict]
         rows.append([NAMES[row["request"]], f"{row['method']}{changed}", *found, shares, cost])
     header = ["request", "method", "AUC (95 %)", "true positives at 1 % false (95 %)", "by C4's limit"]
