@@ -1,5 +1,6 @@
 """Requests on a federation with real clients: at once, interrupted, and refused by those who have forgotten more."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,6 +16,7 @@ from fedortho.federated.server import local_grid, sync, train_federation
 from fedortho.methods import unlearn
 from fedortho.methods.hide import Hide
 from fedortho.methods.paper import Paper
+from fedortho.requests.federated_jobs import do_job
 from fedortho.requests.forgetting import forget_federated_run
 from fedortho.requests.transaction import Step
 from fedortho.runs.run import Run, open_run
@@ -117,6 +119,21 @@ def test_a_request_that_too_few_took_is_executed_when_sync_completes_it(
     assert open_run(tmp_path / "three").record.requests[-1].confirmed == (0, 1, 2, 3)
     sync(three, grid)
     assert events(tmp_path) == ["received", "unconfirmed", "executed"], "once"
+
+
+def test_the_same_job_again_sends_what_clients_missed_and_is_not_refused(
+    trained: Run, grid: Grid, tmp_path: Path
+) -> None:
+    run = copied(trained, tmp_path)
+    config = {"do": "forget", "run": str(run.path), "request": str(THREE), "out": str(tmp_path / "three")}
+    config |= {"method": "paper", "forget": json.dumps({"ratio": 0.3})}
+    grid.silent = {2}  # type: ignore[attr-defined]
+    do_job(grid, config)
+    assert forgotten(tmp_path)[2] == set()
+    grid.silent = set()  # type: ignore[attr-defined]
+    do_job(grid, config)
+    assert forgotten(tmp_path) == [{"3"}] * 4
+    assert events(tmp_path) == ["received", "executed"]
 
 
 def test_who_answered_and_who_confirmed_is_in_the_run_and_in_the_journal(

@@ -21,6 +21,7 @@ from fedortho.methods import make_method
 from fedortho.methods.method import Method
 from fedortho.requests.forgetting import forget_federated_run
 from fedortho.requests.rewind import plan_rewind, rewind_run
+from fedortho.requests.transaction import holds_result
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.settings import FederateSettings
 from fedortho.storage.records import Scalar, to_json
@@ -202,8 +203,12 @@ def do_job(grid: "Grid", config: Mapping[str, Any]) -> None:
         if not isinstance(settings, dict):
             raise BadSetting(f"forget must be settings as JSON, not {text!r}")
         request, where = ForgetRequest.parse(str(config["request"])), Path(store) if store else None
-        new = out if place else None
-        served = forget_federated_run(run, request, make_method(name, settings), grid, out=new, store=where)
+        new, chosen = out if place else None, make_method(name, settings)
+        if new is not None and where is None and holds_result(run, request, chosen, new):  # the same command again
+            finished = open_run(new).at(timeout=timeout)
+            remote.info("%s is there; clients %s have its model", new, sync(finished, grid))
+            return
+        served = forget_federated_run(run, request, chosen, grid, out=new, store=where)
         remote.info("%s", json.dumps(to_json(served.record)))
 
 
