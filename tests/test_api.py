@@ -28,6 +28,7 @@ CALLS = {  # a name of fedortho, or, for what operates a deployment or lists fil
     "compare": "compare",
     "tune": "tune",
     "reproduce": "experiments.runner.reproduce",
+    "theory": "experiments.theory.measure_theory",
     "report": "write_report",
     "results": "reports.run_table.list_runs",
     "data ls": "list_images",
