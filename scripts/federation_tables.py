@@ -112,8 +112,6 @@ def rewind() -> str:
         contact = ", ".join(str(each or "never") for each in row["first_contact"])
         saved = f"{row['rounds_saved']} of {row['rounds']}"
         is_equal = "yes" if row["is_equal"] and row["rounds_are_equal"] else "**no**"
-        seconds = [f"{row['seconds'][what]:,.0f}" for what in ("rewind", "retrain")]
-        rows.append([names[row["part"]], contact, saved, f"{row['expected_saved']:.1f}", is_equal, *seconds])
-    header = ["request", "first drawn in round", "rounds saved", "on average"]
-    header += ["digest of model and of every round equal", "s to rewind", "s to retrain"]
+        rows.append([names[row["part"]], contact, saved, f"{row['expected_saved']:.1f}", is_equal])
+    header = ["request", "first drawn in round", "rounds saved", "by the formula", "same digests as retrained"]
     return grid(header, rows) + origin(result)
