@@ -62,7 +62,9 @@ def cells(rows: Rows) -> list[str]:
     gaps, alike = ([row[key] for row in rows if row.get(key) is not None] for key in ("gap", "gap-alike"))
     least = "≥ " if gaps and not all(row["is-worst"] for row in rows) else ""
     gap = f"{least}{100 * mean(gaps):+.1f}".replace("-", "−") if gaps else "–"
-    gap += f" ({100 * mean(alike):+.1f})".replace("-", "−") if alike else ""
+    classes = dict.fromkeys(CLASSES[row["request"]] for row in rows if row.get("gap-alike") is not None)
+    of_some = f"{', '.join(classes)} " if len(alike) < len(rows) else ""
+    gap += f" ({of_some}{100 * mean(alike):+.1f})".replace("-", "−") if alike else ""
     costs = [row["share"] for row in rows if row["share"] is not None]
     cost = f"{100 * mean(costs):.3g}" if costs else "–"
     judged = [row["audits"] for row in rows if row["audits"]]
