@@ -69,20 +69,25 @@ def test_grouped_convolutions_are_refused_by_name() -> None:
     )
     with pytest.raises(BadSetting, match="grouped"):
         measure_theory(net, images(), "1")
+    net = nn.Sequential(nn.Conv2d(1, 1, 3, padding=1), nn.Flatten(), nn.Linear(64, 3))
+    with pytest.raises(BadSetting, match="one kernel"):
+        measure_theory(net, images(), "0")
 
 
 def test_the_command_compares_two_runs_and_draws(tmp_path: Path) -> None:
     settings = TrainSettings(data="digits", model="small:SmallNet", epochs=1, crop=0, flip=0.0, threads=1, device="cpu")
-    for name in ("one", "other"):
-        train_run(tmp_path / name, settings)
-    words = ("theory", tmp_path / "one", "--images", "50", "--layers", "all", "--beside", tmp_path / "other")
+    runs = [tmp_path / name / "run" for name in ("one", "other")]  # the same name twice
+    for run in runs:
+        train_run(run, settings)
+    words = ("theory", runs[0], "--images", "50", "--layers", "all", "--beside", runs[1])
     text = told(*words, "--figure", tmp_path / "theory.png")
     assert "The lemma holds in 6 of 6 layers" in text
     assert (tmp_path / "theory.png").read_bytes().startswith(b"\x89PNG")
     found = json.loads(told(*words, "--json"))
-    assert [layer["layer"] for layer in found["one"]] == ["features.0", "features.3", "features.6"]
+    assert [layer["layer"] for layer in found["run"]] == ["features.0", "features.3", "features.6"]
+    assert list(found) == ["run", "run, beside"]
     with pytest.raises(FedOrthoError, match="at least 1"):
-        told("theory", tmp_path / "one", "--images", "0")
+        told("theory", runs[0], "--images", "0")
 
 
 def test_a_figure_says_what_holds() -> None:

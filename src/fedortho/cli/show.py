@@ -85,7 +85,10 @@ def theory_command(
     for run in (open_run(path) for path in (run_path, beside) if path is not None):
         with bars() as shown:
             data = run.load_data(data_dir, bar(shown, "decoding images"))
-        found[run.path.name] = measure_theory(run.load_model(), draw(data.train, images, 0), layers, device=chosen)
+        drawn, name = draw(data.train, images, 0), run.path.name
+        found[f"{name}, beside" if name in found else name] = measure_theory(
+            run.load_model(), drawn, layers, device=chosen
+        )
     if figure is not None:
         with replacing(figure) as file:
             file.write_bytes(png(theory_figure(found)))
@@ -93,7 +96,7 @@ def theory_command(
         say_json({name: [to_json(layer) for layer in measured] for name, measured in found.items()})
         return
     for name, measured in found.items():
-        say(f"{name}: {images} training images")
+        say(f"{name}: {len(drawn)} training images")
         out.print(words_table(HEADER, [layer.cells for layer in measured]))
     for sentence in theory_sentences(found):
         say(sentence)

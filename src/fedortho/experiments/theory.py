@@ -74,13 +74,14 @@ def measure_theory(
     """The theory's quantities in the named layers (as in `--layers`), over the patches of these images.
 
     Two passes over the images: means and covariances of the patches first, then the largest responses. Grouped
-    convolutions are left out: their kernels read different patches.
+    convolutions are left out, whose kernels read different patches, and those with one kernel.
     """
     model = model.to(device).eval()
     named = [layer.name for layer in select_layers(trace_layers(model, images.shape), layers)]
-    chosen = {name: module for name in named if (module := _convolution(model, name)).groups == 1}
+    modules = {name: _convolution(model, name) for name in named}
+    chosen = {name: module for name, module in modules.items() if module.groups == 1 and module.out_channels > 1}
     if not chosen:
-        raise BadSetting(f"all of {', '.join(named)} are grouped convolutions; name others (--layers)")
+        raise BadSetting(f"all of {', '.join(named)} are grouped or have one kernel; name others (--layers)")
     moments = _moments(model, images, chosen, device)
     found = []
     for name, module in chosen.items():
@@ -207,7 +208,7 @@ def theory_sentences(networks: Mapping[str, Sequence[LayerTheory]]) -> list[str]
     layers = [layer for found in networks.values() for layer in found]
     lemma = sum(layer.lemma_holds for layer in layers)
     bounded = sum(layer.largest_covariance <= layer.bound for layer in layers)
-    factor = min(layer.bound / layer.largest_covariance for layer in layers)
+    factor = min(layer.bound / max(layer.largest_covariance, 1e-30) for layer in layers)
     grows = sum(layer.growth[-1][1] > layer.growth[0][1] for layer in layers)
     return [
         f"The lemma holds in {lemma} of {len(layers)} layers and the covariance bound in {bounded}, at least "
