@@ -40,11 +40,11 @@ def build(seed: int) -> nn.Module:
         return OneKernel()
 
 
-def nothing(model: nn.Module, data: Dataset, request: ForgetRequest) -> nn.Module:
+def nothing(model: nn.Module, data: Dataset, request: ForgetRequest, epochs: Path | None) -> nn.Module:
     return model
 
 
-def retrain(model: nn.Module, data: Dataset, request: ForgetRequest) -> nn.Module:
+def retrain(model: nn.Module, data: Dataset, request: ForgetRequest, epochs: Path | None) -> nn.Module:
     seed = next(SEEDS)
     return fit(build(seed), request.split(data.train)[1], replace(RECIPE, seed=seed))
 
@@ -109,7 +109,7 @@ def test_retraining_passes_with_the_shadows_that_are_there(idle: AuditResult, no
 
 
 def test_a_class_that_is_pushed_too_far_fails_too(noise: Dataset, place: Path) -> None:
-    def too_far(model: nn.Module, data: Dataset, request: ForgetRequest) -> nn.Module:
+    def too_far(model: nn.Module, data: Dataset, request: ForgetRequest, epochs: Path | None) -> nn.Module:
         assert request == ForgetRequest.parse("class:1")
         state = {name: value.clone() for name, value in model.state_dict().items()}
         state["fc.bias"][1] -= 100
@@ -140,7 +140,7 @@ def test_a_class_that_only_its_own_row_hides_is_found_by_the_nearest_class_that_
             rest[:, 1] = rest[:, keep].logsumexp(1) + margin
             return rest
 
-    def disguised(model: nn.Module, data: Dataset, request: ForgetRequest) -> nn.Module:
+    def disguised(model: nn.Module, data: Dataset, request: ForgetRequest, epochs: Path | None) -> nn.Module:
         kept = data.train.subset(~request.mask(data.train))
         return Retrained(model, fit(build(next(SEEDS)), kept, replace(RECIPE, seed=next(SEEDS)))).eval()
 
@@ -194,7 +194,7 @@ def test_samples_that_were_not_memorised_are_no_pass(
 def test_what_a_named_method_left_is_measured_once(noise: Dataset, place: Path) -> None:
     calls = []
 
-    def counted(model: nn.Module, data: Dataset, request: ForgetRequest) -> nn.Module:
+    def counted(model: nn.Module, data: Dataset, request: ForgetRequest, epochs: Path | None) -> nn.Module:
         calls.append(request)
         if len(calls) == 6:
             raise KeyboardInterrupt

@@ -24,6 +24,8 @@ from fedortho.methods.method import CannotServe, Method
 from fedortho.methods.retrain import Retrain
 from fedortho.requests.comparing import Row, best, chosen_methods, compare, comparison_table, gaps
 from fedortho.requests.run_context import method_for_run, open_context
+from fedortho.requests.search import Budget
+from fedortho.requests.tuning import tune
 from fedortho.runs.record import Accuracies
 from fedortho.runs.run import Run, load_run_data, open_run
 from fedortho.runs.settings import TrainSettings
@@ -159,6 +161,9 @@ def test_federaser_replays_what_a_run_kept_and_references_keep_nothing(tmp_path:
     assert replayed.accuracies.test > 0.3, "it learnt from the others"
     (reference,) = (tmp_path / "references").iterdir()
     assert not (reference / "updates").exists()
+    found = tune(run, request, ["federaser"], on="client:2", budget=Budget(candidates=2, trials=2))["federaser"]
+    assert {tuple(each.settings) for each in found.attempts} == {("lr", "ratio")}
+    assert not any(each.error for each in found.attempts)
 
 
 def test_the_command_shows_a_table_and_writes_results(run: Run, tmp_path: Path) -> None:

@@ -14,12 +14,16 @@ from fedortho.audits.result import AuditResult
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadSetting
 from fedortho.evaluation.case import Case
+from fedortho.methods.method import CannotServe
 from fedortho.models.predictions import logits_of
-from fedortho.requests.shadowing import estimate_limit, shadow_plan, shadow_settings
+from fedortho.requests import shadowing
+from fedortho.requests.forgetting import forget_run
+from fedortho.requests.shadowing import choose_back, estimate_limit, shadow_plan, shadow_settings
 from fedortho.runs.record import Accuracies, ServedRecord
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
+from fedortho.storage.files import read_tensors, tensors_digest
 from fedortho.storage.journal import read_journal
 from fedortho.training.recipe import Recipe
 from fedortho.unlearning.calibrate import Unmeasured
@@ -125,4 +129,77 @@ def test_a_method_that_refuses_leaves_a_shadow_model_as_it_is(run: Run, place: P
     served = ServedRecord("samples:1", "hide", {"limit": 1.0}, before=nothing, after=nothing, retain_paid=0.0)
     plan = shadow_plan(run, served, place, shadow_settings(run, 8), torch.device("cpu"))
     model, data = run.load_model(), run.load_data()
-    assert plan.forget(model, data, ForgetRequest.parse(f"samples:{int(data.train.rows[0])}")) is model
+    assert plan.forget(model, data, ForgetRequest.parse(f"samples:{int(data.train.rows[0])}"), None) is model
+
+
+@pytest.fixture(scope="module")
+def long_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    settings = replace(HOW, valid=0.9, epochs=5, keep_epochs="all")
+    return train_run(tmp_path_factory.mktemp("runs") / "long", settings)
+
+
+def test_r2d_goes_back_as_far_as_the_membership_attack_on_other_samples_wants(
+    long_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, asked = iter((0.9, 0.7, 0.45)), list[tuple[int, ...]]()
+
+    def scripted(table: torch.Tensor, members: torch.Tensor, seed: int) -> dict[str, float]:
+        assert table.shape == members.shape
+        asked.append(tuple(table.shape))
+        return {"AUC": next(found)}
+
+    rows = long_run.load_data().train.rows[:10].tolist()
+    words = ("forget", long_run.path, "samples:" + ",".join(map(str, rows)), "--method", "r2d", "--audit", "none")
+    monkeypatch.setattr(shadowing, "attack_samples", scripted)
+    shown = " ".join(told(*words, "--shadows", 8, "--out", tmp_path / "out").split())
+    assert "back 4: AUC of the membership attack" in shown
+    assert "1: 0.900, 2: 0.700, 4: 0.450 (0.5 ± 0.1 wanted)" in shown
+    assert len(set(asked)) == 1, "the same images and models at each distance"
+    assert asked[0][0] == 6, "two of eight shadow models choose the images"
+    (served,) = open_run(tmp_path / "out").record.requests
+    assert served.settings["back"] == 4
+    with pytest.raises(BadSetting, match="nothing to choose"):
+        told(*words, "--shadows", 8, "--set", "back=1", "--out", tmp_path / "other")
+    monkeypatch.setattr(shadowing, "attack_samples", lambda *_: {"AUC": 0.8})
+    with pytest.raises(CannotServe, match=r"at every distance.*retrain"):
+        choose_back(long_run, words[2], shadows=8)
+
+
+def test_what_is_measured_for_r2d_is_kept_and_spares_the_samples_of_the_request(
+    long_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = choose_back(long_run, "samples:7", shadows=8, images=40, directory=tmp_path)
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")}
+    assert sum(path.parent.name == "epochs-05" for path in files) == 5
+    assert choose_back(long_run, "samples:7", shadows=8, images=40, directory=tmp_path) == first
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")} == files
+    shadows = next(tmp_path.glob("shadows-*"))
+    kept, whole = (read_tensors(shadows / f"{name}.safetensors")[0] for name in ("epochs-05/00005", "original-05"))
+    assert tensors_digest(kept) == tensors_digest(whole), "its epochs are those of the shadow model"
+    seen = list[int]()
+
+    def note(*given: Any) -> None:
+        seen.extend(given[2].proxy.rows[given[3]].tolist())
+
+    monkeypatch.setattr(shadowing, "_replayed_margins", note)
+    with pytest.raises(TypeError):  # no margins to stack: the images are what is looked at
+        choose_back(long_run, "samples:7", shadows=8, images=40, directory=tmp_path)
+    again = list(seen)
+    seen.clear()
+    with pytest.raises(TypeError):
+        choose_back(long_run, f"samples:{again[0]}", shadows=8, images=0, directory=tmp_path)
+    assert again[0] not in seen
+
+
+def test_r2d_is_audited_on_shadow_models_that_replay_their_own_epochs(long_run: Run, tmp_path: Path) -> None:
+    served = forget_run(long_run, "samples:7,1771", "r2d", out=tmp_path / "out").record
+    plan = shadow_plan(long_run, served, tmp_path, shadow_settings(long_run, 8, 60), torch.device("cpu"))
+    model, data = long_run.load_model(), long_run.load_data()
+    case = Case(model, model, (), data, ForgetRequest.parse("samples:7,1771"), shadows=plan)
+    assert MEMBERSHIP(case, budget="full").details["settings"]["models"] == 8
+    assert len(list(tmp_path.rglob("epochs-*/00005.safetensors"))) == 8
+
+
+def test_a_run_without_epochs_has_nothing_to_choose(run: Run) -> None:
+    with pytest.raises(CannotServe, match="kept no epochs"):
+        choose_back(run, "samples:7")

@@ -17,6 +17,7 @@ from fedortho.data.request import ForgetRequest
 from fedortho.engines.central import CentralEngine
 from fedortho.engines.engine import Engine
 from fedortho.errors import BadSetting, Busy, FedOrthoError, UnknownName
+from fedortho.evaluation.shadow_limit import ShadowLimit
 from fedortho.methods import METHODS
 from fedortho.methods.hyperparameters import read_settings
 from fedortho.methods.method import Method
@@ -326,3 +327,31 @@ def test_a_place_that_cannot_be_written_is_refused_before_any_trial(run: Run, tm
 @pytest.mark.parametrize("file", sorted(RESULTS.glob("tuning/*.trials.json")), ids=lambda path: path.stem)
 def test_trials_of_the_benchmarks_can_be_read(file: Path) -> None:
     assert all(search.attempts for search in read_record(TuningTrials, file).searches.values())
+
+
+def test_what_a_run_did_not_keep_cannot_be_tuned(run: Run) -> None:
+    with pytest.raises(FedOrthoError, match=r"federaser replays what .* did not keep; leave it out"):
+        tune(run, "client:1", ["federaser"], on="client:0")
+
+
+def test_the_accuracy_wanted_on_samples_can_come_from_shadow_models(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    limit, wanted = ShadowLimit(0.25, 0.3, 0.5, 0.6, 20, 8), list[float]()
+
+    def attempt(context: RunContext, request: Any, name: str, settings: Any, budget: Budget, *aims: float) -> Attempt:
+        wanted.append(aims[1])
+        return Attempt(dict(settings), len(context.data.train), 0.0, 0.9, 0.1)
+
+    monkeypatch.setattr(tune_module, "_attempt", attempt)
+    monkeypatch.setattr(tune_module, "estimate_limit", lambda *_, shadows, data: limit)
+    rows = run.load_data().train.rows[:4].tolist()
+    request, few = "samples:" + ",".join(map(str, rows)), Budget(candidates=1, trials=1)
+    tune(run, request, ["finetune"], budget=few, shadows=8, out=tmp_path / "tuned.json")
+    assert set(wanted) == {0.25}
+    assert read_json(tmp_path / "tuned.trials.json")["wanted"] == 0.25
+    with pytest.raises(FedOrthoError, match="about another model, request, budget or settings"):
+        tune(run, request, ["finetune"], budget=few, out=tmp_path / "tuned.json")
+    wanted.clear()
+    tune(run, request, ["finetune"], budget=few)
+    assert set(wanted) != {0.25}

@@ -120,7 +120,8 @@ def _unlearned_margins(
         if len(mine):  # otherwise this shadow model has nothing to forget
             samples = ForgetRequest(samples=tuple(map(str, mine.tolist())))
             request = case.request if case.request.kind == "class" else samples
-            unlearned = plan.forget(model, replace(case.data, train=images), request)
+            kept = shadows.epochs(number) if plan.replays else None
+            unlearned = plan.forget(model, replace(case.data, train=images), request, kept)
         return _margins(case, unlearned, targets, f"shadow model {number}, unlearned")
 
     if not plan.method:

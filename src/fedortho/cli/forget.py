@@ -36,6 +36,7 @@ from fedortho.methods.directions import Directions
 from fedortho.methods.hide import Hide
 from fedortho.methods.method import Method
 from fedortho.methods.paper import Paper
+from fedortho.methods.r2d import R2D
 from fedortho.requests.climbing import forget_until_passed
 from fedortho.requests.federated_jobs import check_backend, forget_elsewhere, rewind_elsewhere
 from fedortho.requests.forgetting import ServedRequest, forget_run, undo_run
@@ -50,7 +51,7 @@ from fedortho.requests.levels import (
     ways,
 )
 from fedortho.requests.rewind import RewindPlan, find_rewind, rewind_run
-from fedortho.requests.shadowing import estimate_limit
+from fedortho.requests.shadowing import choose_back, estimate_limit
 from fedortho.requests.transaction import find_ticket
 from fedortho.runs.record import ServedRecord
 from fedortho.runs.run import Run, check_unserved, open_run
@@ -84,7 +85,8 @@ def forget_command(
     timeout: flags.Timeout = 0.0,
     sums: Annotated[str, Option(help="in a federation: open or masked sums (default: as it was trained)")] = "",
     shadows: Annotated[
-        int, Option(help="shadow models, 8 to 64, that estimate the limit of clients and samples at the level hide")
+        int,
+        Option(help="shadow models, 8 to 64: for the limit of clients and samples at --level hide, or r2d's back"),
     ] = 0,
     audit: Budget = "quick",
     reference: Reference = None,
@@ -157,7 +159,7 @@ def forget_command(
     with bars() as shown:
         data, steps = (
             run.load_data(progress=bar(shown, "decoding images")),
-            _limited(run, asked, steps, shadows, as_json),
+            _shadowed(run, asked, steps, shadows, as_json),
         )
         served = _serve(shown, run, parsed, steps, bool(until), options, as_json, data=data, **how)
     if not as_json:
@@ -167,15 +169,22 @@ def forget_command(
     _print_outcome(served.record, verdict, as_json, last)
 
 
-def _limited(
+def _shadowed(
     run: Run, request: ForgetRequest, steps: list[tuple[str, Method, Path]], shadows: int, as_json: bool
 ) -> list[tuple[str, Method, Path]]:
-    """The steps with the limit that shadow models give, where these are asked for."""
+    """The steps with what shadow models are asked for: the limit of clients and samples, or how far r2d goes back."""
     level, method, out = steps[-1]
     if not shadows:
         return steps
+    if isinstance(method, R2D):
+        if method.back:
+            raise BadSetting(f"--set back={method.back} is given, so --shadows {shadows} has nothing to choose")
+        choice = choose_back(run, request, shadows=shadows)
+        if not as_json:
+            say(str(choice))
+        return [(level, replace(method, back=choice.back), out)]
     if level != "hide" or request.classes or not isinstance(method, Hide):
-        raise BadSetting("--shadows estimates the limit of clients or samples at --level hide; leave it out here")
+        raise BadSetting("--shadows is for clients or samples at --level hide, or for --method r2d; leave it out here")
     if method.limit:
         raise BadSetting(f"--limit {method.limit:g} is given, so --shadows {shadows} has nothing to estimate")
     found = estimate_limit(run, request, shadows=shadows)

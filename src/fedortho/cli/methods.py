@@ -83,6 +83,7 @@ def tune_command(
     out_path: Annotated[Path, Option("--out", help="the JSON file to write, for --settings")],
     on: Annotated[str | None, Option(help="the request of trials (default: another like REQUEST, drawn)")] = None,
     settings: Settings = "published",
+    shadows: Annotated[int, Option(help="shadow models, 8 to 64, that say what clients or samples should end at")] = 0,
     data_dir: DataDir = "",
     device: Device = "auto",
 ) -> None:
@@ -90,7 +91,8 @@ def tune_command(
     budget = Budget()
     say(f"budget of each method: {', '.join(f'{key} {value:,}' for key, value in asdict(budget).items())}")
     run = open_run(run_path).at(data_dir, device)
-    tuned = tune(run, request, methods, on=on, out=out_path, settings=settings, budget=budget, watch=_print_attempt)
+    how: dict[str, Any] = {"on": on, "out": out_path, "settings": settings, "budget": budget, "shadows": shadows}
+    tuned = tune(run, request, methods, **how, watch=_print_attempt)
     for name, search in tuned.items():
         say(f"best for {name}: {_chosen(search)}")
     say(f"written to {out_path}; all trials: {out_path.with_suffix('.trials.json')}")

@@ -53,10 +53,11 @@ class ShadowSettings:
 class ShadowPlan:
     """What the membership audit needs: how shadow models unlearn, where they are kept, how they are trained."""
 
-    forget: Callable[[nn.Module, Dataset, ForgetRequest], nn.Module]  # the audited method
+    forget: Callable[[nn.Module, Dataset, ForgetRequest, Path | None], nn.Module]  # the audited method
     directory: Path  # shared by methods and requests
     settings: ShadowSettings = field(default_factory=ShadowSettings)
     method: str = ""  # name and hyper-parameters: what was measured by them is kept; empty: it is not
+    replays: bool = False  # whether `forget` needs the directory of the shadow model's epochs, its last argument
 
 
 def choose_proxy(pool: Images, forget: Tensor, settings: ShadowSettings) -> tuple[Images, Tensor]:
@@ -127,6 +128,18 @@ class Shadows:
     def original(self, number: int) -> nn.Module:
         """The shadow model trained on its half."""
         return self._model(f"original-{number:02}", self.members[number], number)
+
+    def epochs(self, number: int) -> Path:
+        """A directory with the shadow model after each epoch of its training, which is repeated for it."""
+        place, seed = self.directory / f"epochs-{number:02}", self.settings.seed * 1000 + number
+        recipe, images = replace(self.settings.recipe, seed=seed), self.proxy.subset(self.members[number])
+
+        def keep(epoch: int, weights: Mapping[str, Tensor]) -> None:
+            write_tensors(place / f"{epoch:05}.safetensors", weights, {"key": self.key})
+
+        if not (place / f"{recipe.epochs:05}.safetensors").is_file():
+            fit(self.build(seed), images, recipe, device=self.device, keep=keep)
+        return place
 
     def without(self, number: int, forget: Tensor) -> nn.Module:
         """A shadow model trained, with another seed, on the same half without the images of a mask over the proxy."""

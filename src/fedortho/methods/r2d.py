@@ -26,7 +26,7 @@ class R2D(Recipe):
     It needs a run that kept epochs or rounds (`kept`), and takes the last one that is at least so far back. That model
     has met the forget set, as have all before it since the data's first use: the result is approximate, and the fewer
     epochs are replayed, the more of the data stays. Momentum begins at 0. `compare` and `forget` pass the recipe of the
-    run; `back` is chosen by the user, 0 is half of the epochs.
+    run; `back` is chosen by the user, or by the membership attack on other samples (`forget --shadows N`).
     """
 
     name: ClassVar[str] = "r2d"

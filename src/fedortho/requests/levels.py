@@ -44,7 +44,7 @@ def ways(run: Run, request: ForgetRequest) -> list[str]:
     """
     steps = [_planned(run, "hide", level_method(run, "hide"), run.path)] if serves(find_method("hide"), request) else []
     for name in METHODS:
-        if serves(METHODS[name], request) and not level_of_method(name) and _has_kept(run, name):
+        if serves(METHODS[name], request) and not level_of_method(name) and has_kept(run, name):
             steps.append(_planned(run, "", chosen_method(run, name), run.path))
     steps = [step for step in steps if step.share_of_training is None or step.share_of_training < 1]
     steps.sort(key=lambda step: math.inf if step.share_of_training is None else step.share_of_training)
@@ -56,7 +56,7 @@ def ways(run: Run, request: ForgetRequest) -> list[str]:
     return [*told, f"--level exact ({MEANINGS['exact']}; {training_cost_words(run)})"]
 
 
-def _has_kept(run: Run, name: str) -> bool:
+def has_kept(run: Run, name: str) -> bool:
     """Whether a run kept what a method replays."""
     method = chosen_method(run, name)
     if isinstance(method, R2D):
@@ -189,7 +189,7 @@ def _planned(run: Run, level: str, method: Method, out: Path) -> PlannedStep:
     """A step with its estimated cost: passes over the training images relative to those of the run's training."""
     seconds, (unit, passes, _) = _training_seconds(run), run.settings.passes
     epochs, note = PASSES.get(method.name, getattr(method, "epochs", None)), ""
-    if isinstance(method, R2D) and _has_kept(run, method.name):
+    if isinstance(method, R2D) and has_kept(run, method.name):
         begin = method.begin()[0]
         epochs, note = passes - begin, f"back to {unit[:-1]} {begin} of {passes}, which has met the data; {NOT_EXACT}"
     share = epochs / passes if passes and epochs is not None else None

@@ -31,12 +31,13 @@ GRIDS: Mapping[str, Grid] = {
     "eu-k": {"lr": (0.01, 0.03, 0.1), "k": (1, 2, 3, 5)},
     "cf-k": {"lr": (0.003, 0.01, 0.03, 0.1), "k": (1, 3, 5)},
     "ct": {"lr": (0.001, 0.003, 0.01, 0.03, 0.1)},
+    "federaser": {"lr": (0.005, 0.015, 0.05, 0.15), "ratio": (0.25, 0.5, 1.0)},
     "msg": {"lr": (0.001, 0.003, 0.01, 0.03), "ratio": (0.1, 0.3, 0.5)},
     "subspace": {"alpha_retain": (10.0, 100.0, 1000.0), "alpha_forget": (1.0, 3.0, 10.0, 30.0)},
 }
 FACTORS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)  # methods without a grid: of their own learning rate
-# references, methods that search by themselves, replays of what was kept, a control
-FIXED = ("retrain", "hide", "directions", "federaser", "r2d", "logit-mask")
+# references, methods that search by themselves or were chosen on other classes (regrow), r2d by C4, a control
+FIXED = ("retrain", "hide", "directions", "regrow", "r2d", "logit-mask")
 STARTS = 2  # candidates that are tried at the reported size before any neighbour
 
 

@@ -23,8 +23,10 @@ from fedortho.methods import find_method, make_method, unlearn
 from fedortho.methods.method import Schedule, serves
 from fedortho.models.predictions import accuracy, evaluate
 from fedortho.requests.comparing import Settings, chosen_methods, read_result, settings_by_method
+from fedortho.requests.levels import has_kept
 from fedortho.requests.run_context import RunContext, method_for_run, open_context
 from fedortho.requests.search import Attempt, Budget, GridSearch, Search, grid_of, is_tunable
+from fedortho.requests.shadowing import estimate_limit
 from fedortho.runs.run import Run, open_run
 from fedortho.storage.files import check_writable, locked, write_json
 from fedortho.storage.provenance import Environment, environment
@@ -44,6 +46,7 @@ class TuningTrials:
     tuned_on: str  # the request that the trials served
     budget: Budget
     base: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # settings to start from
+    wanted: float | None = None  # accuracy on the forget set, from shadow models; None: as unseen images
     searches: Mapping[str, Search] = field(default_factory=dict)
     environment: Environment | None = None
 
@@ -57,6 +60,7 @@ def tune(
     out: Path | str | None = None,
     settings: Settings = "published",
     budget: Budget | None = None,
+    shadows: int = 0,
     data: Dataset | None = None,
     watch: Callable[[str, int, Attempt], None] | None = None,
 ) -> dict[str, Search]:
@@ -64,23 +68,28 @@ def tune(
 
     The trials serve the request `on`, by default another of the same kind and size, drawn by the budget's seed, so that
     nothing is chosen on what is reported. The JSON file `out` receives the best settings by method, for
-    `compare(settings=out)`, and OUT.trials.json all attempts. An interrupted search goes on after its last attempt;
-    several processes may tune different methods into one file. `settings` are those to start from. `all` are the
-    methods that serve the request and have something to tune. `watch` receives name, number and attempt.
+    `compare(settings=out)`, and OUT.trials.json all attempts. With `shadows` the accuracy wanted on clients or samples
+    is what so many shadow models say of those that they did not see. An interrupted search goes on after its last
+    attempt; several processes may tune different methods into one file. `settings` are those to start from. `all` are
+    the methods that serve the request and have something to tune. `watch` receives name, number and attempt.
     """
     run, budget = open_run(run), budget or Budget()
     data = data or run.load_data()
     request = as_request(request, data)
     names, base, context = chosen_methods(methods), settings_by_method(run, settings), open_context(run, data)
     if methods == "all":
-        names = [name for name in names if is_tunable(name) and serves(find_method(name), request)]
+        able = [name for name in names if is_tunable(name) and serves(find_method(name), request)]
+        names = [name for name in able if has_kept(run, name)]
     for name in names:
         grid_of(name)  # refuses a method that has nothing to tune
         _check_served(name, request)
+        if not has_kept(run, name):
+            raise FedOrthoError(f"{name} replays what {run.path} did not keep; leave it out")
     on = as_request(on, data) if on else stand_in(request, context, budget.seed)
-    about = TuningTrials(run.record.model.digest, str(request), str(on), budget, dict(base))
+    wanted = estimate_limit(run, on, shadows=shadows, data=data).limit if shadows else None
+    about = TuningTrials(run.record.model.digest, str(request), str(on), budget, dict(base), wanted)
     file = None if out is None else _TuningFile(Path(out), about)
-    search = partial(tune_method, context, on, budget=budget, watch=watch)
+    search = partial(tune_method, context, on, budget=budget, wanted=wanted, watch=watch)
     if file is None:
         return {name: search(name, base=base.get(name)) for name in names}
     busy = []
@@ -133,15 +142,16 @@ def tune_method(
     budget: Budget | None = None,
     *,
     base: Mapping[str, Any] | None = None,
+    wanted: float | None = None,
     known: Sequence[Attempt] = (),
     save: Callable[[Search], object] | None = None,
     watch: Callable[[str, int, Attempt], None] | None = None,
 ) -> Search:
     """The search of one method on this very request; each attempt changes some settings of `base`.
 
-    A class should never be predicted; samples and clients should be recognised as often as unseen images of their
-    labels are by the original model: an estimate of what retraining gives, which ignores that a client's images differ
-    from others. An attempt that fails (its loss diverges) counts as the worst. `known` attempts are not made again.
+    A class should never be predicted; samples and clients should be recognised as often as `wanted` or, without it, as
+    unseen images of their labels are by the original model: that ignores that these images differ from others. An
+    attempt that fails (its loss diverges) counts as the worst. `known` attempts are not made again.
     """
     _check_served(name, request)
     budget, reported, save = budget or Budget(), len(context.data.train), save or (lambda _: None)
@@ -150,7 +160,8 @@ def tune_method(
     if images < reported:
         contexts[images] = _on_fewer_images(context, request, images, budget.seed)
     with using_threads(context.run.settings.threads):
-        before, wanted = _baseline(context, request)
+        before, unseen = _baseline(context, request)
+        wanted = unseen if wanted is None else wanted
         while (step := search.following()) is not None:
             settings, images = step
             here = (images, search.place(settings))
