@@ -56,7 +56,11 @@ SETTINGS = ShadowSettings(models=16, images=0, recipe=RECIPE)
 IMAGES, TEST, SIZE, TARGETS, CLIENTS = 1500, 2000, 16, 100, 20
 WIDTHS = ([16], [32], [64])
 REQUESTS = ("drawn", "memorised", "client")
-METHODS = ("original", "retrain", "finetune", "scrub", "ct", "msg", "neggrad", "salun", "ssd", "bad-teacher", "hide")
+BACK = {f"r2d {back} epochs": back for back in (3, 15, 27)}  # replayed of 30
+METHODS = (
+    *("original", "retrain", *BACK, "finetune", "not", "fused", "regrow", "eu-k", "cf-k", "scrub", "ct", "msg"),
+    *("neggrad", "salun", "ssd", "bad-teacher", "paper", "hide"),
+)
 MEASURED = range(SETTINGS.choosing, SETTINGS.models)
 ACCURACIES = ("forget", "never", "retain", "test")
 WHAT = (
@@ -111,12 +115,15 @@ def limit_for(bench: Bench, request: str) -> float:
     return right / answered
 
 
-def method_of(bench: Bench, request: str, name: str) -> Method:
+def method_of(bench: Bench, request: str, name: str, kept: str = "") -> Method:
     """A method with its published settings, the training's augmentation where it publishes none, and its recipe."""
+    recipe = {field.name: getattr(RECIPE, field.name) for field in fields(Recipe)}
     if name == "hide":
         return make_method(name, {"limit": limit_for(bench, request)})
+    if name in BACK:
+        return make_method("r2d", recipe, {"back": BACK[name], "kept": kept})
     if name == "retrain":
-        return make_method(name, {field.name: getattr(RECIPE, field.name) for field in fields(Recipe)})
+        return make_method(name, recipe)
     own = getattr(find_method(name), "crop", None) == Schedule.crop
     return make_method(name, {"crop": RECIPE.crop} if own else {})
 
@@ -127,6 +134,7 @@ def measured(bench: Bench, request: str, name: str, number: int) -> Mapping[str,
     targets, members = shadows.proxy.subset(mask), shadows.members[number]
 
     def measure() -> dict[str, Tensor]:
+        kept = str(shadows.epochs(number)) if name in BACK else ""
         began, model = time.process_time(), shadows.original(number)
         images, flops, changed = shadows.proxy.subset(members), 0.0, 1.0
         if name != "original":
@@ -134,7 +142,7 @@ def measured(bench: Bench, request: str, name: str, number: int) -> Mapping[str,
             asked = ForgetRequest(samples=tuple(map(str, rows.tolist())))
             engine = CentralEngine(replace(bench.data, train=images), build=build)
             try:
-                result = unlearn(model, engine, asked, method_of(bench, request, name))
+                result = unlearn(model, engine, asked, method_of(bench, request, name, kept))
                 model, flops = result.model, result.cost.flops
             except Refused:  # the method changes nothing
                 changed = 0.0
@@ -181,7 +189,9 @@ def main(words: list[str] | None = None) -> None:
 
 
 def order(row: Mapping[str, Any]) -> Any:
-    return REQUESTS.index(row["request"]), METHODS.index(row["method"])
+    """Requests and methods as they are listed; those of membership_clients.py after them."""
+    known, name = (*REQUESTS, "federation"), row["method"]
+    return known.index(row["request"]), METHODS.index(name) if name in METHODS else len(METHODS), name
 
 
 if __name__ == "__main__":

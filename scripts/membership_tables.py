@@ -11,7 +11,7 @@ ABOUT = (
     "({client}) are unlearned centrally, as rows. `original` is untouched. Accuracies in %: images unlearned / of the "
     "request and never trained on / retained / test. {missing}"
 )
-METHODS = 11
+METHODS = 20
 
 
 def _cell(row: dict[str, Any], key: str) -> str:

@@ -1,5 +1,6 @@
 """Exact forgetting on one machine: images that joined later are taken back, to the bytes of a run without them."""
 
+import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -116,6 +117,39 @@ def test_images_that_joined_are_taken_back_to_the_bytes_of_a_run_that_never_had_
     rewound = rewind_run(second, request, tmp_path / "rewound").run
     wanted = continued(first, f"check-{which}", str(place / "second"), request)
     assert digest(rewound) == digest(wanted) != digest(second)
+    assert [epoch.model for epoch in rewound.history()] == [epoch.model for epoch in wanted.history()]
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 13))])
+def test_any_images_that_joined_are_taken_back_in_random_histories(place: Path, tmp_path: Path, seed: int) -> None:
+    """Random recipes, one to three further trainings, and a request for some of the images that joined in them."""
+    some = random.Random(seed)
+    recipe = {
+        "batch_size": some.choice((4, 7, 16)), "flip": some.choice((0.0, 0.5)), "crop": some.choice((0, 1)),
+        "momentum": some.choice((0.0, 0.9)), "ortho": some.choice((0.0, 0.1)), "seed": some.randrange(100),
+        "valid": some.choice((0.0, 0.2)), "epochs": some.randint(1, 2), "schedule": some.choice(("cosine", "constant")),
+    }  # fmt: skip
+    settings = replace(BASE, data=str(place / "images"), keep_epochs=some.choice(("", "all", "2")), **recipe)
+    runs = [train_run(tmp_path / "run-0", settings)]
+    folders = some.sample(("second", "third"), some.choice((1, 2)))
+    changes = [
+        {"epochs": some.choice((1, 2)), "lr": some.choice((0.01, 0.03)), "seed": some.randrange(9)} for _ in folders
+    ]
+    for number, (name, change) in enumerate(zip(folders, changes, strict=True), 1):
+        grown = continued_settings(runs[-1], {**change, "new_images": str(place / name)})
+        runs.append(train_run(tmp_path / f"run-{number}", grown))
+    last = runs[-1]
+    joined = [row for row in last.load_data().train.rows.tolist() if row >= runs[1].record.data.first_new]
+    request = "samples:" + ",".join(map(str, some.sample(joined, some.randint(1, 4))))
+    rewound = rewind_run(last, request, tmp_path / "rewound").run
+    wanted = runs[0]
+    for number, (name, change) in enumerate(zip(folders, changes, strict=True), 1):
+        rows = request.removeprefix("samples:").split(",")
+        known = [row for row in rows if int(row) < len(runs[number].load_data().train.store_labels)]
+        gone = {"without": "samples:" + ",".join(known)} if known else {}
+        grown = continued_settings(wanted, {**change, "new_images": str(place / name), **gone})
+        wanted = train_run(tmp_path / f"wanted-{number}", grown)
+    assert digest(rewound) == digest(wanted) != digest(last)
     assert [epoch.model for epoch in rewound.history()] == [epoch.model for epoch in wanted.history()]
 
 
