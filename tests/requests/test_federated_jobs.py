@@ -136,6 +136,23 @@ def test_the_same_job_again_sends_what_clients_missed_and_is_not_refused(
     assert events(tmp_path) == ["received", "executed"]
 
 
+@pytest.mark.parametrize("quorum", [1.0, 0.5])
+def test_the_quorum_counts_clients_that_do_not_even_say_who_they_are(
+    trained: Run, grid: Grid, tmp_path: Path, quorum: float
+) -> None:
+    """A request was served without a client that was killed while it was greeted, whatever the quorum."""
+    run = copied(trained, tmp_path)
+    run = replace(run, settings=replace(run.settings, quorum=quorum))
+    grid.silent = {1} if quorum == 1.0 else {1, 2, 3}  # type: ignore[attr-defined]
+    with pytest.raises(FedOrthoError, match=r"only [13] of 4 clients .*see --quorum"):
+        forget_federated_run(run, THREE, Paper(ratio=0.3), grid, out=tmp_path / "three")
+    assert events(tmp_path) == ["received", "refused"]
+    assert not (tmp_path / "three").exists()
+    assert forgotten(tmp_path) == [set()] * 4
+    with pytest.raises(FedOrthoError, match=r"only [13] of 4 clients .*see --quorum"):
+        train_federation(tmp_path / "again", replace(CHANGED, quorum=quorum), grid)
+
+
 def test_who_answered_and_who_confirmed_is_in_the_run_and_in_the_journal(
     trained: Run, grid: Grid, tmp_path: Path
 ) -> None:

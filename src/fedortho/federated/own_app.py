@@ -161,6 +161,7 @@ class Unlearner:
         if level == "exact" and not method:
             raise BadSetting("how your strategy trains is not known here; train again without the images, or erase")
         engine, known = self._engine()
+        engine.check_quorum()
         engine.check(request, self.forgotten)
         result = unlearn(known, engine, request, method or METHOD_OF_LEVEL[level], forgotten=self.forgotten)
         if accept is not None:

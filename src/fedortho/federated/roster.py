@@ -86,6 +86,15 @@ class Roster:
             logger.warning("%d of %d clients are not connected: %s", len(missing), number, ranges(missing, 5))
         return self.clients
 
+    def check_quorum(self) -> None:
+        """Refuse to begin with fewer clients than the quorum of all that have not left."""
+        expected, present = set(range(self.federation.clients)).difference(self.left), self.present()
+        if len(present) < max(self.federation.quorum * len(expected), 1):
+            missing = ranges(sorted(expected.difference(present)), 5)
+            raise FedOrthoError(
+                f"only {len(present)} of {len(expected)} clients are connected and answer (not {missing}); see --quorum"
+            )
+
     def welcome(self) -> dict[int, messages.HelloReply]:
         """Greet nodes that have come since; returns their clients, which take part from now on."""
         returned = self.transport.greet(messages.Hello(self.task), check=self._stranger)

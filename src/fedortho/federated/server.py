@@ -122,6 +122,7 @@ def train_federation(
     def trainer(model: nn.Module, data: Dataset, checkpoint: Path) -> tuple[nn.Module, Sequence[Epoch]]:
         left = [] if start is None else [*served_requests(start), start.settings.excluded]
         engine = federated_engine(grid, settings, data, left, path)
+        engine.check_quorum()
         write_record(path / NODES, NodesRecord(engine.bindings()))
         without = settings.excluded if settings.without else None
         if (images := replace(settings.excluded, clients=())).kinds:

@@ -299,6 +299,7 @@ def forget_federated_run(
             grid = stack.enter_context(local_grid(settings, store, run=run.path))
         data = data or run.load_data()
         engine = federated_engine(grid, settings, data, served_requests(run), run.path)
+        engine.check_quorum()
         engine.bring_up_to_date(run.load_model(), patches_of(run), run.excluded)
         is_remote = any(info.has_own_images for info in engine.clients.values())
         clients = None if is_remote else run.clients(data)
