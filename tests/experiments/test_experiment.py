@@ -9,7 +9,7 @@ import pytest
 from fedortho.cli.methods import _table
 from fedortho.data.request import KINDS
 from fedortho.data.sources import DATASETS
-from fedortho.errors import FedOrthoError, UnknownName
+from fedortho.errors import BadSetting, FedOrthoError, UnknownName
 from fedortho.experiments.experiment import (
     EXPERIMENTS,
     HERE,
@@ -47,13 +47,20 @@ from fedortho.runs.settings import FederateSettings
 from fedortho.storage.provenance import environment
 from fedortho.storage.settings import read_toml
 
+CENTRAL = ("continuous_unlearning_comparison", "class_unlearning_performance")
+TABLES = [
+    (name, scale)
+    for name in EXPERIMENTS
+    for scale in SCALES
+    if scale != "wide" or name in ("pruning", "strength", "layer_ortho", *CENTRAL)
+]
+
 
 def line(values: list[float], **key: Any) -> TableRow:
     return TableRow(key, {seed: {"forget": value, "retain": value} for seed, value in enumerate(values)})
 
 
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize(("name", "scale"), TABLES)
 def test_every_table_can_be_loaded_at_every_scale(name: str, scale: str) -> None:
     experiment = load_experiment(name, scale)
     assert experiment.seeds
@@ -109,8 +116,7 @@ def test_every_printed_value_has_a_place_beside_ours(name: str) -> None:
                 assert (title, number + spread) in shown, (row.key, metric)
 
 
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize(("name", "scale"), TABLES)
 def test_rows_of_the_paper_have_its_ratio_and_strength_whatever_was_tuned(name: str, scale: str) -> None:
     rows = [
         make_method("paper", one.settings) for one in load_experiment(name, scale).variants if one.method == "paper"
@@ -325,10 +331,29 @@ def test_what_a_table_does_not_have_is_refused_by_name(arguments: dict[str, str]
         select_rows(load_experiment("unlearning_res50"), **arguments)
 
 
+def test_an_early_stem_and_parts_of_batches_change_networks_and_the_name_of_the_result() -> None:
+    name, small = "unlearning_iid_non_iid", {"early_stem": True, "accumulate": 4}
+    plain, changed = load_experiment(name, "paper"), load_experiment(name, "paper", **small)
+    models = {(one.data, one.model) for one in changed.networks}
+    assert ("tiny-imagenet", "resnet50-early") in models
+    assert ("cifar100", "resnet50") in models, "32x32 images keep their stem"
+    assert {one.accumulate for one in changed.networks} == {4}
+    assert list(map(network_key, changed.networks)) == list(map(network_key, plain.networks)), "rows of one table"
+    assert changed.file_name == f"{name}-paper-early-stem-accumulate-4.json"
+    assert changed.command.endswith("--early-stem --accumulate 4")
+    with pytest.raises(BadSetting, match="--early-stem is for ResNet-18 and ResNet-50 on tiny-imagenet"):
+        load_experiment("pruning", "paper", early_stem=True)
+
+
+def test_a_table_without_a_scale_names_those_that_it_has() -> None:
+    with pytest.raises(BadSetting, match="has no scale wide; choose from demo, small, paper"):
+        load_experiment("unlearning_iid_non_iid", "wide")
+
+
 def test_names_scales_and_seeds_are_checked() -> None:
     with pytest.raises(UnknownName, match="no experiment 'prunning'; did you mean 'pruning'"):
         load_experiment("prunning")
-    with pytest.raises(UnknownName, match="no scale 'full'; choose from demo, paper, small"):
+    with pytest.raises(UnknownName, match="no scale 'full'; choose from demo, paper, small, wide"):
         load_experiment("pruning", "full")
     for text in ("one", "0,,1", "-1", "1.5"):
         with pytest.raises(FedOrthoError, match="is no seed; write whole numbers"):

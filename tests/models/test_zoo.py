@@ -9,7 +9,10 @@ from fedortho.errors import BadSetting, UnknownName
 from fedortho.models.zoo import MODELS, build_model, check_output
 from fedortho.storage.files import tensors_digest
 
-KNOWN_WEIGHTS = {"resnet18": 11_173_962, "resnet34": 21_282_122, "resnet50": 23_520_842, "vgg16": 14_728_266}
+KNOWN_WEIGHTS = {
+    "resnet18": 11_173_962, "resnet34": 21_282_122, "resnet50": 23_520_842, "vgg16": 14_728_266,
+    "resnet18-early": 11_181_642, "resnet50-early": 23_528_522,  # as torchvision has them, with ten classes
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "weights"), KNOWN_WEIGHTS.items())

@@ -16,6 +16,7 @@ from fedortho.errors import BadCheckpoint, BadData, BadSetting, FedOrthoError, U
 from fedortho.models.predictions import accuracy, evaluate
 from fedortho.storage.files import tensors_digest
 from fedortho.training.loop import Progress, fit
+from fedortho.training.objectives import TrainingSet
 from fedortho.training.orthogonality import ortho_penalty
 from fedortho.training.penalties import ortho_layers
 from fedortho.training.recipe import Recipe
@@ -42,6 +43,32 @@ def test_digits_are_learnt_to_a_known_band() -> None:
     model = TinyNet(classes=10)
     trained = fit(model, digits.train, replace(QUICK, epochs=6, lr=0.1, flip=0.0, crop=0))
     assert 0.75 < accuracy(trained, digits.test) < 0.995
+
+
+@pytest.mark.parametrize("parts", [2, 3, 1000])
+def test_gradients_of_parts_of_a_batch_add_up_to_those_of_the_batch(toy: Images, parts: int) -> None:
+    """Without batch norm, which normalises each part by its own images, the steps are the same."""
+    model = nn.Sequential(nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Flatten(), nn.LazyLinear(toy.classes))
+    model(toy.normalise(toy.pixels[:2]))
+    recipe, history = replace(QUICK, batch_size=20, momentum=0.5, flip=0.5), list[Progress]()
+    whole = fit(model, toy, recipe, watch=history.append)
+    parted = fit(model, toy, replace(recipe, accumulate=parts), watch=history.append)
+    for name, weight in parted.state_dict().items():
+        torch.testing.assert_close(weight, whole.state_dict()[name], rtol=1e-4, atol=1e-5)
+    told = [each.history[-1] for each in history if len(each.history) == 2]
+    assert told[0].loss == pytest.approx(told[-1].loss, rel=1e-4)
+    assert (told[0].accuracy, told[0].images) == (told[-1].accuracy, told[-1].images)
+
+
+def test_parts_of_a_batch_hold_fewer_activations_and_batch_norm_sees_each_alone(tiny: TinyNet, toy: Images) -> None:
+    sizes = list[int]()
+    with torch.no_grad():
+        tiny.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
+    trained = fit(tiny, toy, replace(QUICK, epochs=1, accumulate=4))
+    assert max(sizes) == 8
+    assert digest(trained) != digest(fit(tiny, toy, replace(QUICK, epochs=1)))
+    with pytest.raises(BadSetting, match="accumulate is 2"):
+        fit(tiny, [TrainingSet(toy), TrainingSet(toy)], replace(QUICK, accumulate=2))
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(tiny: TinyNet, toy: Images) -> None:

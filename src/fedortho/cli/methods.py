@@ -130,7 +130,7 @@ def _each_message_once() -> Iterator[None]:
 
 def reproduce_command(
     name: Annotated[str, Argument(metavar="[NAME]", help="an experiment; without one they are listed")] = "",
-    scale: Annotated[str, Option(help="demo (needs no data), small (CIFAR-10), paper (weeks of a GPU)")] = "demo",
+    scale: Annotated[str, Option(help="demo (needs no data), small, wide (512 kernels), paper (GPU weeks)")] = "demo",
     seeds: Annotated[str, Option(help="with commas between (default: those of the scale)")] = "",
     methods: Annotated[str, Option(help="only these, with commas between")] = "",
     rows: Annotated[str, Option(help="only rows with these values, such as split=iid,request=class")] = "",
@@ -138,6 +138,10 @@ def reproduce_command(
     other_data: Annotated[
         bool, Option("--other-data", help="at scale paper: the data is not the paper's, so no number is judged")
     ] = False,
+    early_stem: Annotated[
+        bool, Option("--early-stem", help="ResNets on Tiny ImageNet with an early-downsampling stem: less memory")
+    ] = False,
+    accumulate: Annotated[int, Option(help="parts of a batch whose gradients are added: less memory")] = 1,
     place: Annotated[Path, Option("--out", help="directory of networks and results")] = Path("runs/reproduce"),
     device: Device = "auto",
     plan: Annotated[bool, Option("--plan", help="print networks, cells, hours and memory; train nothing")] = False,
@@ -149,7 +153,8 @@ def reproduce_command(
         lines = [*(f"{name}: {what}" for name, what in subjects.items()), "run one: fedortho reproduce pruning"]
         typer.echo(json.dumps(subjects, indent=2) if as_json else "\n".join(lines))
         return
-    experiment = load_experiment(name, scale, seeds=seeds, methods=methods, rows=rows, other_data=other_data)
+    limits: dict[str, Any] = {"seeds": seeds, "methods": methods, "rows": rows, "other_data": other_data}
+    experiment = load_experiment(name, scale, **limits, early_stem=early_stem, accumulate=accumulate)
     if plan:
         _print_plan(plan_experiment(experiment, data_dir=data_dir, device=device), as_json)
         return

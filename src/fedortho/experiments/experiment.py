@@ -27,6 +27,7 @@ from fedortho.experiments.relations import (
 )
 from fedortho.methods import make_method
 from fedortho.methods.hyperparameters import read_settings
+from fedortho.models.zoo import MODELS
 from fedortho.runs.settings import FederateSettings, TrainSettings
 from fedortho.storage.files import read_json
 from fedortho.storage.provenance import Environment
@@ -34,8 +35,9 @@ from fedortho.storage.settings import make_settings, read_toml
 
 HERE = Path(__file__).parent
 EXPERIMENTS = tuple(sorted(path.stem for path in HERE.glob("*.toml") if path.stem != "recipes"))
-SCALES = ("demo", "small", "paper")
+SCALES = ("demo", "small", "wide", "paper")
 NUMBERS = {*COLUMNS, *(f"{metric}-sd" for metric in COLUMNS), "label"}  # printed columns
+EARLY = "tiny-imagenet"  # 64x64 images, for which a stem may downsample early
 PAPER_DATA = {  # classes, training images, test images
     "cifar10": (10, 50_000, 10_000),
     "cifar100": (100, 50_000, 10_000),
@@ -90,11 +92,21 @@ class Experiment:
 
 
 def load_experiment(
-    name: str, scale: str = "demo", *, seeds: str = "", methods: str = "", rows: str = "", other_data: bool = False
+    name: str,
+    scale: str = "demo",
+    *,
+    seeds: str = "",
+    methods: str = "",
+    rows: str = "",
+    other_data: bool = False,
+    early_stem: bool = False,
+    accumulate: int = 1,
 ) -> Experiment:
     """An experiment of the package; its seeds, methods and rows (key=value) can be limited.
 
-    The scale `paper` accepts other data than the paper's only with `other_data`; then no number is judged.
+    The scale `paper` accepts other data than the paper's only with `other_data`; then no number is judged. With
+    `early_stem` residual networks for 64x64 images halve their activations twice before the first block, and
+    `accumulate` trains batches in so many parts: both need less memory, and neither is in the paper.
 
     >>> load_experiment("pruning", "paper").seeds
     (0, 20, 23)
@@ -107,8 +119,24 @@ def load_experiment(
         raise BadSetting(
             f"--other-data is for --scale paper; at scale {scale} no number is judged anyway; leave it out"
         )
-    chosen = select_rows(make_experiment(name, scale, read_toml(HERE / f"{name}.toml")), methods, rows, seeds)
-    return replace(chosen, limits={**chosen.limits, "other-data": ""}) if other_data else chosen
+    table = read_toml(HERE / f"{name}.toml")
+    if scale not in table:
+        raise BadSetting(f"{name} has no scale {scale}; choose from {', '.join(one for one in SCALES if one in table)}")
+    chosen = select_rows(make_experiment(name, scale, table), methods, rows, seeds)
+    networks = tuple(_smaller(each, early_stem, accumulate) for each in chosen.networks)
+    if early_stem and networks == tuple(_smaller(each, False, accumulate) for each in chosen.networks):
+        raise BadSetting(f"--early-stem is for ResNet-18 and ResNet-50 on {EARLY}; {name} has none at scale {scale}")
+    words = {"other-data": other_data, "early-stem": early_stem}
+    limits = {**chosen.limits, **{word: "" for word, is_so in words.items() if is_so}}
+    limits |= {"accumulate": str(accumulate)} if accumulate > 1 else {}
+    return replace(chosen, networks=networks, limits=limits)
+
+
+def _smaller(settings: TrainSettings, early_stem: bool, accumulate: int) -> TrainSettings:
+    """A network that needs less memory."""
+    name = f"{settings.model}-early"
+    is_early = early_stem and settings.data == EARLY and name in MODELS
+    return replace(settings, accumulate=accumulate, model=name if is_early else settings.model)
 
 
 def make_experiment(name: str, scale: str, table: Mapping[str, Any]) -> Experiment:
@@ -168,7 +196,8 @@ def network_key(settings: TrainSettings) -> dict[str, str]:
     """What tells networks of a table apart."""
     split = settings.split if isinstance(settings, FederateSettings) else "central"
     ortho = settings.ortho_layers if settings.ortho else "none"
-    return {"data": settings.data, "model": settings.model, "split": split, "ortho": ortho}
+    model = settings.model.removesuffix("-early")  # rows of one table
+    return {"data": settings.data, "model": model, "split": split, "ortho": ortho}
 
 
 def request_kind(words: str) -> str:

@@ -60,7 +60,7 @@ def plan_experiment(experiment: Experiment, *, data_dir: str = "", device: str =
         penalties = passes / settings.batch_size / settings.ortho_every if settings.ortho else 0
         flops = ortho_flops(build_model(settings.model, num_classes=classes, channels=shape[0]), shape, settings.recipe)
         seconds = passes * probe.seconds + penalties * flops * probe.seconds / probe.flops
-        memory = probe.weight_bytes * 3 + probe.image_bytes * settings.batch_size
+        memory = probe.weight_bytes * 3 + probe.image_bytes * -(-settings.batch_size // settings.accumulate)
         references = seeds * requests * is_retrained
         effort = (seeds, references, cells, seconds / 3600, settings.batch_size, memory / 1e9)
         plans.append(NetworkPlan(network_key(settings), *effort))

@@ -47,7 +47,10 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A residual network with a 3x3 stem and no early pooling, as used for 32x32 and 64x64 images."""
+    """A residual network with a 3x3 stem and no early pooling, as used for 32x32 and 64x64 images.
+
+    With `is_early` it has the stem for larger images, 7x7 with stride 2 and pooling: a sixteenth of the activations.
+    """
 
     def __init__(
         self,
@@ -56,11 +59,14 @@ class ResNet(nn.Module):
         stages: Sequence[tuple[int, int, int]],  # width, number of blocks, stride of the first
         num_classes: int,
         channels: int,
+        *,
+        is_early: bool = False,
     ) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(channels, stem, 3, 1, 1, bias=False)
+        self.conv1 = nn.Conv2d(channels, stem, *((7, 2, 3) if is_early else (3, 1, 1)), bias=False)
         self.bn1 = nn.BatchNorm2d(stem)
         self.relu = nn.ReLU()
+        self.maxpool = nn.MaxPool2d(3, 2, 1) if is_early else nn.Identity()
         inputs = stem
         self.depth = len(stages)
         for number, (width, blocks, stride) in enumerate(stages, 1):
@@ -74,7 +80,7 @@ class ResNet(nn.Module):
         _initialise(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.relu(self.bn1(self.conv1(x)))
+        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
         for number in range(1, self.depth + 1):
             x = self.get_submodule(f"layer{number}")(x)
         return self.fc(self.pool(x).flatten(1))  # type: ignore[no-any-return]  # modules return Any
@@ -112,9 +118,10 @@ def _initialise(model: nn.Module) -> None:
                 nn.init.zeros_(module.bias)
 
 
-def _resnet(sizes: Sequence[int], *blocks: int) -> Callable[[int, int], nn.Module]:
+def _resnet(sizes: Sequence[int], *blocks: int, is_early: bool = False) -> Callable[[int, int], nn.Module]:
     widths = ((64, 1), (128, 2), (256, 2), (512, 2))
-    return partial(ResNet, sizes, 64, [(width, n, stride) for (width, stride), n in zip(widths, blocks, strict=True)])
+    stages = [(width, n, stride) for (width, stride), n in zip(widths, blocks, strict=True)]
+    return partial(ResNet, sizes, 64, stages, is_early=is_early)
 
 
 VGG16 = ([64] * 2, [128] * 2, [256] * 3, [512] * 3, [512] * 3)
@@ -122,8 +129,11 @@ MODELS: dict[str, Callable[[int, int], nn.Module]] = {  # from the number of cla
     "resnet18": _resnet(BASIC, 2, 2, 2, 2),
     "resnet34": _resnet(BASIC, 3, 4, 6, 3),
     "resnet50": _resnet(BOTTLENECK, 3, 4, 6, 3),
+    "resnet18-early": _resnet(BASIC, 2, 2, 2, 2, is_early=True),
+    "resnet50-early": _resnet(BOTTLENECK, 3, 4, 6, 3, is_early=True),
     "vgg16": partial(VGG, VGG16, bias=True, last_pool=True),
     "resnet-mini": partial(ResNet, BASIC, 32, [(48, 1, 2), (96, 1, 2), (128, 1, 2)]),
+    "vgg-wide": partial(VGG, ([32], [64], [128], [256], [512] * 3), bias=False, last_pool=False),
     "vgg-mini": partial(VGG, ([32], [48, 48], [64], [128] * 4), bias=False, last_pool=False),
 }
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,8 @@ def fit(
     check_teachers(training_sets, options, teachers)
     if isinstance(valid, Images) and not len(valid):
         valid = None
+    if recipe.accumulate > 1 and len(training_sets) > 1:
+        raise BadSetting(f"accumulate is {recipe.accumulate}; a step over several training sets is not split; give 1")
     if checkpoint is not None and options.optimiser != "sgd":
         raise BadSetting(f"the optimiser is {options.optimiser}; a checkpoint needs sgd; train without a checkpoint")
     layers = ortho_layers(twin, training_sets[0].images.shape, recipe, aligning=reference is not None)
@@ -308,11 +311,10 @@ def _take_step(state: _State, rows: Rows, step: int, steps: int) -> None:
     augment = Augment(recipe.crop, recipe.flip, recipe.erase)
     inputs, labels = read_step(state.training_sets, rows, augment, seed, state.device)
     inputs = inputs.contiguous(memory_format=state.order)
-    with torch.autocast(state.device.type, torch.bfloat16, enabled=recipe.precision == "bfloat16"):
-        outputs = answers_of(state.model, inputs)
-    loss = step_loss(state.training_sets, rows, state.options, inputs, outputs.float(), labels, state.teachers)
     state.optimiser.zero_grad()
-    loss.backward()
+    parts = min(recipe.accumulate, max(len(inputs) // 2, 1))  # batch norm needs two images
+    for start, end in pairwise(len(inputs) * part // parts for part in range(parts + 1)):
+        _add_gradients(state, rows, start, end, inputs, labels)
     if state.options.masked_gradient:
         for parameter, mask, _ in state.held:
             if parameter.grad is not None:
@@ -324,9 +326,21 @@ def _take_step(state: _State, rows: Rows, step: int, steps: int) -> None:
     with torch.no_grad():
         for parameter, mask, original in () if state.options.masked_gradient else state.held:
             parameter.copy_(torch.where(mask, parameter, original))
+    state.seen += len(labels)
+
+
+def _add_gradients(state: _State, rows: Rows, start: int, end: int, inputs: Tensor, labels: Tensor) -> None:
+    """Add the gradients of a part of a step's images, weighted by its share."""
+    share = (end - start) / len(inputs)
+    if share < 1:
+        rows, inputs, labels = [rows[0][start:end]], inputs[start:end], labels[start:end]
+    with torch.autocast(state.device.type, torch.bfloat16, enabled=state.recipe.precision == "bfloat16"):
+        outputs = answers_of(state.model, inputs)
+    loss = step_loss(state.training_sets, rows, state.options, inputs, outputs.float(), labels, state.teachers)
+    (loss * share if share < 1 else loss).backward()
+    with torch.no_grad():
         state.loss_sum += loss.detach().to(state.loss_sum.dtype) * len(labels)
         state.right += (outputs.argmax(1) == labels).sum()
-    state.seen += len(labels)
 
 
 @contextmanager

@@ -25,6 +25,7 @@ class Recipe:
 
     epochs: Annotated[Count, "passes over the training images"] = 6
     batch_size: Annotated[Number, "images per step"] = 64
+    accumulate: Annotated[Number, "parts of a batch, one after the other, whose gradients are added: less memory"] = 1
     lr: Annotated[Weight, "learning rate at the start"] = 0.05
     schedule: Annotated[
         str, SCHEDULES, "cosine or linear to 0, triangle, steps at milestones, geometric (gamma each epoch), constant"
