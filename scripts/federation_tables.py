@@ -15,7 +15,7 @@ def malice() -> str:
             " **stopped**" * bool(row["stopped"])
         )
     for (attack, liars), found in sorted(cells.items(), key=lambda each: (each[0][1], each[0][0])):
-        rows.append([attack, f"{liars} of 10", *(found.get(how, "–") for how in ("sum", "bounded", "trimmed"))])
+        rows.append([attack, f"{liars} of 100", *(found.get(how, "–") for how in ("sum", "bounded", "trimmed"))])
     header = ["attack", "hostile", "`sum`: forget / retain %", "`bounded`", "`trimmed`"]
     return grid(header, rows) + origin(result)
 
