@@ -117,7 +117,7 @@ def test_the_limit_of_samples_comes_from_shadow_models_that_did_not_see_them(run
     assert f"limit {found}" in " ".join(shown.split())
     (served,) = open_run(tmp_path / "out").record.requests
     assert served.settings["limit"] == found.limit
-    for flags, message in ((("--limit", "0.4"), "nothing to estimate"), (("--level", "exact"), "leave it out here")):
+    for flags, message in ((("--limit", "0.4"), "nothing to estimate"), (("--level", "exact"), "leave them out")):
         with pytest.raises(BadSetting, match=message):
             told(*words[:3], "--level", "hide", *flags, "--shadows", 8, "--out", tmp_path / "other")
     with pytest.raises(BadSetting, match="names classes"):
@@ -192,7 +192,8 @@ def test_what_is_measured_for_r2d_is_kept_and_spares_the_samples_of_the_request(
 
 
 def test_r2d_is_audited_on_shadow_models_that_replay_their_own_epochs(long_run: Run, tmp_path: Path) -> None:
-    served = forget_run(long_run, "samples:7,1771", "r2d", out=tmp_path / "out").record
+    served = forget_run(long_run, "samples:7,1771", "r2d", shadows=8, out=tmp_path / "out").record
+    assert served.settings["back"], "chosen"
     plan = shadow_plan(long_run, served, tmp_path, shadow_settings(long_run, 8, 60), torch.device("cpu"))
     model, data = long_run.load_model(), long_run.load_data()
     case = Case(model, model, (), data, ForgetRequest.parse("samples:7,1771"), shadows=plan)

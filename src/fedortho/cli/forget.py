@@ -3,7 +3,6 @@
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,7 +35,6 @@ from fedortho.methods.directions import Directions
 from fedortho.methods.hide import Hide
 from fedortho.methods.method import Method
 from fedortho.methods.paper import Paper
-from fedortho.methods.r2d import R2D
 from fedortho.requests.climbing import forget_until_passed
 from fedortho.requests.federated_jobs import check_backend, forget_elsewhere, rewind_elsewhere
 from fedortho.requests.forgetting import ServedRequest, forget_run, undo_run
@@ -51,7 +49,7 @@ from fedortho.requests.levels import (
     ways,
 )
 from fedortho.requests.rewind import RewindPlan, find_rewind, rewind_run
-from fedortho.requests.shadowing import choose_back, estimate_limit
+from fedortho.requests.shadowing import shadowed_method
 from fedortho.requests.transaction import find_ticket
 from fedortho.runs.record import ServedRecord
 from fedortho.runs.run import Run, check_unserved, open_run
@@ -172,25 +170,14 @@ def forget_command(
 def _shadowed(
     run: Run, request: ForgetRequest, steps: list[tuple[str, Method, Path]], shadows: int, as_json: bool
 ) -> list[tuple[str, Method, Path]]:
-    """The steps with what shadow models are asked for: the limit of clients and samples, or how far r2d goes back."""
-    level, method, out = steps[-1]
+    """The steps, the last one with what shadow models are asked for."""
     if not shadows:
         return steps
-    if isinstance(method, R2D):
-        if method.back:
-            raise BadSetting(f"--set back={method.back} is given, so --shadows {shadows} has nothing to choose")
-        choice = choose_back(run, request, shadows=shadows)
-        if not as_json:
-            say(str(choice))
-        return [(level, replace(method, back=choice.back), out)]
-    if level != "hide" or request.classes or not isinstance(method, Hide):
-        raise BadSetting("--shadows is for clients or samples at --level hide, or for --method r2d; leave it out here")
-    if method.limit:
-        raise BadSetting(f"--limit {method.limit:g} is given, so --shadows {shadows} has nothing to estimate")
-    found = estimate_limit(run, request, shadows=shadows)
+    *_, (level, method, out) = steps
+    method, told = shadowed_method(run, request, method, shadows)
     if not as_json:
-        say(f"limit {found}")
-    return [(level, replace(method, limit=found.limit), out)]
+        say(told)
+    return [(level, method, out)]
 
 
 def _print_finished(finished: Run, ticket: str, as_json: bool) -> None:

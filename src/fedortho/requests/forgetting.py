@@ -39,6 +39,7 @@ from fedortho.requests.levels import chosen_method, hidden_path, level_for_run, 
 from fedortho.requests.measuring import measured_record
 from fedortho.requests.references import reference_cost
 from fedortho.requests.rewind import RewindPlan, find_rewind, rewind_run
+from fedortho.requests.shadowing import shadowed_method
 from fedortho.requests.transaction import (
     Step,
     Transaction,
@@ -101,6 +102,7 @@ def forget_run(
     ticket: str = "",
     purge: bool | None = None,
     hash_ids: bool = False,
+    shadows: int = 0,
     data: Dataset | None = None,
     data_dir: str = "",
     device: str = "auto",
@@ -113,7 +115,8 @@ def forget_run(
     result before test images are read, and raises an error to refuse it. The same call again returns what it wrote, or
     completes what a killed process began; with a `ticket` also after the images were deleted. `purge` removes forgotten
     images from the decoded ones here; None: samples of your own data. With `hash_ids` the records name samples by keyed
-    hashes; the key is beside the run. `data` is the run's data if it is already loaded.
+    hashes; the key is beside the run. So many `shadows`, models trained like the run, choose the limit of clients and
+    samples at the level `hide`, or how far `r2d` goes back. `data` is the run's data if it is already loaded.
 
     A federation is simulated here. At the level `exact` one that kept rounds goes back to one of them, as by
     `rewind_run`; with an undo file, a ticket or `purge`, which a rewind has no use for, it is retrained.
@@ -141,6 +144,9 @@ def forget_run(
     data = data or run.load_data()
     request = run.request(as_request(request, data), hashed=hash_ids)
     check_unserved(run, request)
+    if shadows:
+        method, told = shadowed_method(run, request, method, shadows, data)
+        logger.info("%s", told)
     data, step = data.with_key(hash_key(run.path)), Step(details=details, accept=accept)
     if found := find_served(run, request, method, out, undo, step):
         served = _served_before(found)

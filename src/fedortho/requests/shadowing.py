@@ -18,7 +18,8 @@ from fedortho.evaluation.sample_attack import AUC, attack_samples, margins_under
 from fedortho.evaluation.shadow_limit import ShadowLimit, shadow_limit
 from fedortho.evaluation.shadows import ShadowPlan, Shadows, ShadowSettings, choose_proxy
 from fedortho.methods import make_method, unlearn
-from fedortho.methods.method import CannotServe
+from fedortho.methods.hide import Hide
+from fedortho.methods.method import CannotServe, Method
 from fedortho.methods.r2d import R2D
 from fedortho.methods.retrain import Retrain
 from fedortho.models.zoo import reinitialised
@@ -116,6 +117,23 @@ def _shadows_of(
     proxy, forget = choose_proxy(pool, asked, settings)
     place = directory or run.path.parent / "references" / "shadows"
     return Shadows(place, proxy, partial(reinitialised, run.load_model()), settings, device=at), forget
+
+
+def shadowed_method(
+    run: Run, request: ForgetRequest, method: Method, shadows: int, data: Dataset | None = None
+) -> tuple[Method, str]:
+    """A method with what so many shadow models choose for it, in words too: the limit of `hide`, or r2d's distance."""
+    if isinstance(method, R2D):
+        if method.back:
+            raise BadSetting(f"back={method.back} is given, so {shadows} shadow models have nothing to choose")
+        choice = choose_back(run, request, shadows=shadows, data=data)
+        return replace(method, back=choice.back), str(choice)
+    if request.classes or not isinstance(method, Hide):
+        raise BadSetting("shadow models are for clients or samples at the level hide, or for r2d; leave them out here")
+    if method.limit:
+        raise BadSetting(f"limit {method.limit:g} is given, so {shadows} shadow models have nothing to estimate")
+    found = estimate_limit(run, request, shadows=shadows, data=data)
+    return replace(method, limit=found.limit), f"limit {found}"
 
 
 @dataclass(frozen=True)
