@@ -67,14 +67,14 @@ class Poisoned(LocalGrid):
             with patch.object(ClientState, "images", flipped_images):
                 return super()._answer(message)
         sent, factor = unpack_json(message.content)[0], ATTACKS[self.attack]
-        tensors, value = unpack_json((reply := super()._answer(message)).content)
+        tensors, value = unpack_json(super()._answer(message).content)
         false = {
             name: sent[name] + factor * (tensor - sent[name]) if tensor.is_floating_point() else tensor
             for name, tensor in tensors.items()
         }
         for name in [name for name in false if name.endswith("running_var")]:
             false[name] = false[name].clamp(min=1e-3)  # a negative one would make no number
-        return Message(pack_json(false, value), reply_to=reply)
+        return Message(pack_json(false, value), reply_to=message)
 
 
 def trained(attack: str, liars: int, strategy: str) -> float:

@@ -30,7 +30,14 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 # Files with the most seconds, longest first, and then the others: so the workers of `make test` end together.
 LONG = (
     *("methods/test_contract", "audits/test_audits", "federated/test_server", "federated/test_engine"),
-    *("cli/test_app", "requests/test_judging", "test_examples", "federated/test_workers", "reports/test_page"),
+    *(
+        "cli/test_app",
+        "cli/test_forget",
+        "requests/test_judging",
+        "test_examples",
+        "federated/test_workers",
+        "reports/test_page",
+    ),
     *("methods/test_federated", "requests/test_deleting", "requests/test_qualifying", "methods/test_federaser"),
     *("federated/test_faults", "requests/test_rewind", "runs/test_training", "requests/test_forgetting"),
     *("evidence/test_bundle", "requests/test_checking", "requests/test_comparing", "requests/test_tuning"),
