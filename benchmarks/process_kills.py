@@ -1,14 +1,16 @@
 """Kills of real processes: SuperLink, nodes, their client apps, the server app, and the command that waits for them.
 
 `python benchmarks/kills.py --processes` runs it. A cycle trains a federation and then forgets a class, on a SuperLink
-and two nodes of this machine. In each of the two jobs two processes are killed, one after the other, at random moments.
+and two nodes of this machine. In each of the two jobs four processes are killed, one after the other, at random moments.
 SuperLink and nodes are started again at once, as a supervisor does; the same command is given again when it has ended.
+A node that does not answer is started again, as the error says.
 A job ends well if the command ends with exit code 0 and the bytes of the undisturbed job, the run before is unchanged,
 both clients have the new model, and the journal is whole.
 """
 
 import os
 import random
+import re
 import shutil
 import signal
 import time
@@ -28,11 +30,11 @@ from fedortho.storage.settings import as_mapping
 
 SETTINGS = fo.FederateSettings(
     data="digits", clients=2, rounds=2, fraction=1.0, epochs=1, batch_size=64, threads=1, device="cpu", crop=0,
-    flip=0.0, quorum=1.0, timeout=300.0, least_group=1,
+    flip=0.0, quorum=1.0, timeout=60.0, least_group=1,
 )  # fmt: skip
 METHOD = {"ratio": 0.1}
 TARGETS = ("server app", "node", "SuperLink", "driver", "client app")
-KILLS, CALLS = 2, 30  # of each job: processes that are killed, and calls after which it is given up
+KILLS, CALLS = 4, 30  # of each job: processes that are killed, and calls after which it is given up
 PATIENCE = 900.0  # seconds after which a command hangs
 SAME = "the same bytes"
 Row = dict[str, Any]
@@ -90,6 +92,8 @@ class Campaign:
                 self.seconds[what] = (self.seconds[what] + seconds) / 2
             if code == 0:
                 return rows, 0, ""
+            if silent := re.search(r"answer \(not (\d)\)", said):
+                self.restart(f"node-{silent[1]}")
             if "under way" in said:  # the job of a driver that was killed works on
                 time.sleep(10)
         return rows, code, said
@@ -104,16 +108,19 @@ class Campaign:
                 driver.kill()
                 return True
             if target in ("SuperLink", "node"):
-                name = "superlink" if target == "SuperLink" else f"node-{client}"
-                self.deployment.signal(name)
-                time.sleep(1)
-                self.deployment.start(name)
+                self.restart("superlink" if target == "SuperLink" else f"node-{client}")
                 return True
             if process := self.deployment.helper(*programs[target]):
                 os.kill(process, signal.SIGKILL)
                 return True
             time.sleep(0.1)
         return False
+
+    def restart(self, name: str) -> None:
+        """Kill a node or the SuperLink and start it again."""
+        self.deployment.signal(name)
+        time.sleep(1)
+        self.deployment.start(name)
 
     def judged(self, what: str, run: Path, out: Path) -> str:
         """`SAME`, or what was lost."""

@@ -92,7 +92,8 @@ class Roster:
         if len(present) < max(self.federation.quorum * len(expected), 1):
             missing = ranges(sorted(expected.difference(present)), 5)
             raise FedOrthoError(
-                f"only {len(present)} of {len(expected)} clients are connected and answer (not {missing}); see --quorum"
+                f"only {len(present)} of {len(expected)} clients are connected and answer (not {missing}); start their "
+                "nodes again, or see --quorum"
             )
 
     def welcome(self) -> dict[int, messages.HelloReply]:
