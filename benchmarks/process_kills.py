@@ -1,11 +1,11 @@
 """Kills of real processes: SuperLink, nodes, their client apps, the server app, and the command that waits for them.
 
 `python benchmarks/kills.py --processes` runs it. A cycle trains a federation and then forgets a class, on a SuperLink
-and two nodes of this machine. In each of the two jobs four processes are killed, one after the other, at random moments.
-SuperLink and nodes are started again at once, as a supervisor does; the same command is given again when it has ended.
-A node that does not answer is started again, as the error says.
-A job ends well if the command ends with exit code 0 and the bytes of the undisturbed job, the run before is unchanged,
-both clients have the new model, and the journal is whole.
+and two nodes of this machine. In each of the two jobs four processes are killed, one after the other, at random
+moments. SuperLink and nodes are started again at once, as a supervisor does; the same command is given again when it
+has ended. A node that does not answer is started again, as the error says. A job ends well if the command ends with
+exit code 0 and the bytes of the undisturbed job, the run before is unchanged, both clients have the new model, and the
+journal is whole.
 """
 
 import os

@@ -14,6 +14,7 @@ from fedortho.audits.result import AuditResult
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadSetting
 from fedortho.evaluation.case import Case
+from fedortho.federated.server import train_federation
 from fedortho.methods.method import CannotServe
 from fedortho.models.predictions import logits_of
 from fedortho.requests import shadowing
@@ -138,10 +139,16 @@ def long_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return train_run(tmp_path_factory.mktemp("runs") / "long", settings)
 
 
+def found(monkeypatch: pytest.MonkeyPatch, *areas: float) -> None:
+    """What the attack finds, call by call: first on shadow models as trained."""
+    told = iter(areas)
+    monkeypatch.setattr(shadowing, "attack_samples", lambda *_: {"AUC": next(told)})
+
+
 def test_r2d_goes_back_as_far_as_the_membership_attack_on_other_samples_wants(
     long_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, asked = iter((0.9, 0.7, 0.45)), list[tuple[int, ...]]()
+    found, asked = iter((0.95, 0.9, 0.7, 0.45)), list[tuple[int, ...]]()
 
     def scripted(table: torch.Tensor, members: torch.Tensor, seed: int) -> dict[str, float]:
         assert table.shape == members.shape
@@ -153,7 +160,7 @@ def test_r2d_goes_back_as_far_as_the_membership_attack_on_other_samples_wants(
     monkeypatch.setattr(shadowing, "attack_samples", scripted)
     shown = " ".join(told(*words, "--shadows", 8, "--out", tmp_path / "out").split())
     assert "back 4: AUC of the membership attack" in shown
-    assert "1: 0.900, 2: 0.700, 4: 0.450 (0.5 ± 0.1 wanted)" in shown
+    assert "1: 0.900, 2: 0.700, 4: 0.450 (0.5 ± 0.1 wanted; untouched 0.950)" in shown
     assert len(set(asked)) == 1, "the same images and models at each distance"
     assert asked[0][0] == 6, "two of eight shadow models choose the images"
     (served,) = open_run(tmp_path / "out").record.requests
@@ -163,11 +170,15 @@ def test_r2d_goes_back_as_far_as_the_membership_attack_on_other_samples_wants(
     monkeypatch.setattr(shadowing, "attack_samples", lambda *_: {"AUC": 0.8})
     with pytest.raises(CannotServe, match=r"at every distance.*retrain"):
         choose_back(long_run, words[2], shadows=8)
+    monkeypatch.setattr(shadowing, "attack_samples", lambda *_: {"AUC": 0.55})
+    with pytest.raises(CannotServe, match="the membership attack has no power here"):
+        choose_back(long_run, words[2], shadows=8)
 
 
 def test_what_is_measured_for_r2d_is_kept_and_spares_the_samples_of_the_request(
     long_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    found(monkeypatch, 0.9, 0.5, 0.9, 0.5, 0.9, 0.9)
     first = choose_back(long_run, "samples:7", shadows=8, images=40, directory=tmp_path)
     files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")}
     assert sum(path.parent.name == "epochs-05" for path in files) == 5
@@ -191,7 +202,10 @@ def test_what_is_measured_for_r2d_is_kept_and_spares_the_samples_of_the_request(
     assert again[0] not in seen
 
 
-def test_r2d_is_audited_on_shadow_models_that_replay_their_own_epochs(long_run: Run, tmp_path: Path) -> None:
+def test_r2d_is_audited_on_shadow_models_that_replay_their_own_epochs(
+    long_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found(monkeypatch, 0.9, 0.5)
     served = forget_run(long_run, "samples:7,1771", "r2d", shadows=8, out=tmp_path / "out").record
     assert served.settings["back"], "chosen"
     plan = shadow_plan(long_run, served, tmp_path, shadow_settings(long_run, 8, 60), torch.device("cpu"))
@@ -204,3 +218,14 @@ def test_r2d_is_audited_on_shadow_models_that_replay_their_own_epochs(long_run: 
 def test_a_run_without_epochs_has_nothing_to_choose(run: Run) -> None:
     with pytest.raises(CannotServe, match="kept no epochs"):
         choose_back(run, "samples:7")
+
+
+def test_rounds_of_a_federation_are_epochs_of_shadow_models_by_their_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = replace(SETTINGS, model="small:TinyNet", rounds=6, fraction=0.5, split="iid", keep_rounds="all")
+    run = train_federation(tmp_path / "run", settings)
+    assert shadow_settings(run, 8).recipe.epochs == 3
+    found(monkeypatch, 0.9, 0.8, 0.8, 0.45)
+    chosen = choose_back(run, "client:1", shadows=8, images=60)
+    assert (chosen.back, list(chosen.tried)) == (4, [1, 2, 4]), "rounds, not epochs"

@@ -141,6 +141,7 @@ class ChosenBack:
     """How far r2d goes back: the least of the tried distances at which the membership attack finds nothing."""
 
     back: int
+    untouched: float  # AUC of the attack on shadow models as trained
     tried: Mapping[int, float]  # distance in epochs or rounds → AUC of the attack
     images: int
     models: int
@@ -149,7 +150,8 @@ class ChosenBack:
         tried = ", ".join(f"{back}: {auc:.3f}" for back, auc in self.tried.items())
         return (
             f"back {self.back}: AUC of the membership attack on {self.images} other, most memorised images of "
-            f"{self.models} shadow models, by distance, {tried} (0.5 ± {LIMIT.value:g} wanted)"
+            f"{self.models} shadow models, by distance, {tried} (0.5 ± {LIMIT.value:g} wanted; untouched "
+            f"{self.untouched:.3f})"
         )
 
 
@@ -167,7 +169,8 @@ def choose_back(
 
     Distances are doubled, from the last kept epoch on, until shadow models that replayed so much of their training
     without their most memorised images, none of them of the request, cannot be told from those that never had them.
-    Rounds of a federation are epochs of its shadow models by their share of the training. Refused if no distance does.
+    Rounds of a federation are epochs of its shadow models by their share of the training. Refused if no distance does,
+    or if the attack cannot tell even untouched shadow models.
     """
     run = open_run(run)
     data, at = data or run.load_data(), choose_device(device)
@@ -179,15 +182,20 @@ def choose_back(
         trained, forget = _shadows_of(run, run.request(request), data, settings, directory, at)
         chosen = most_memorised(trained, range(settings.choosing), at) & ~forget
         members, tried = trained.members[settings.choosing :][:, chosen], dict[int, float]()
+        numbers, targets = range(settings.choosing, settings.models), trained.proxy.subset(chosen)
+        rows = [margins_under(trained.original(number), targets, f"shadow model {number}", at) for number in numbers]
+        untouched = attack_samples(torch.stack(rows), members, settings.seed)[AUC]
+        if abs(untouched - 0.5) <= LIMIT.value:
+            raise CannotServe(
+                f"the membership attack has no power here (AUC {untouched:.3f} on shadow models as trained), so it "
+                "cannot say how far r2d has to go back; train more shadow models, or choose back yourself"
+            )
         for back in _distances(passes.planned, kept):
             method = R2D(**asdict(settings.recipe), back=shadow_epochs(back, passes.planned, settings.recipe.epochs))
-            rows = [
-                _replayed_margins(run, method, trained, chosen, data, number, at)
-                for number in range(settings.choosing, settings.models)
-            ]
+            rows = [_replayed_margins(run, method, trained, chosen, data, number, at) for number in numbers]
             tried[back] = attack_samples(torch.stack(rows), members, settings.seed)[AUC]
             if abs(tried[back] - 0.5) <= LIMIT.value:
-                return ChosenBack(back, tried, int(chosen.sum()), len(rows))
+                return ChosenBack(back, untouched, tried, int(chosen.sum()), len(rows))
     told = ", ".join(f"{back}: {auc:.3f}" for back, auc in tried.items())
     raise CannotServe(f"the membership attack finds what r2d forgets at every distance (AUC {told}); retrain")
 
