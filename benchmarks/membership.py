@@ -189,9 +189,7 @@ def main(words: list[str] | None = None) -> None:
 
 
 def order(row: Mapping[str, Any]) -> Any:
-    """Requests and methods as they are listed; those of membership_clients.py after them."""
-    known, name = (*REQUESTS, "federation"), row["method"]
-    return known.index(row["request"]), METHODS.index(name) if name in METHODS else len(METHODS), name
+    return REQUESTS.index(row["request"]), METHODS.index(row["method"])
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ others forget another client of theirs, drawn too. The attack is U-LiRA on the d
 forgot it against those that never had it. `original` is no method. Settings are published ones with the federation's
 recipe, as in `fedortho forget`; nothing was tuned.
 
-Models are kept in runs/membership-clients, so a killed process goes on where it was; rows go to
-benchmarks/results/membership.json as the request `federation`.
+Without --methods only `original` is run: here, too, it has no power, so nothing can be said of a method. Models are
+kept in runs/membership-clients, so a killed process goes on where it was; rows go to
+benchmarks/results/membership-clients.json.
 """
 
 import os
@@ -26,7 +27,7 @@ from typing import Any
 
 import torch
 from manifest import benchmark_parser
-from membership import COMMAND, IMAGES, SIZE, TEST, WHAT, build, order
+from membership import IMAGES, SIZE, TEST, build
 from PIL import Image
 from result_files import add_row, read_results
 from torch import Tensor, nn
@@ -52,6 +53,11 @@ SETTINGS = FederateSettings(
     batch_size=16, crop=0, ortho=0.0, valid=0.0, evaluate_every=0, keep_updates=True, keep_rounds="all", least_group=1,
     threads=1, device="cpu",
 )  # fmt: skip
+WHAT = (
+    f"a client of a federation: {FEDERATIONS} federations of three of six clients; {IMAGES:,} images of CIFAR-10 at "
+    f"{SIZE}x{SIZE} pixels"
+)
+COMMAND = "python benchmarks/membership_clients.py --data-dir ../shared/data"
 METHODS = (
     *("original", "retrain", "r2d", "federaser", "finetune", "not", "fused", "scrub", "ct", "msg", "neggrad"),
     *("salun", "ssd", "bad-teacher", "paper", "hide"),
@@ -150,18 +156,18 @@ def row_of(bench: Bench, name: str) -> dict[str, Any]:
 
 def main(words: list[str] | None = None) -> None:
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--methods", default=",".join(METHODS))
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "membership.json", help="result file")
+    parser.add_argument("--methods", default="original", help=f"of {', '.join(METHODS)}")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "membership-clients.json", help="result file")
     given = parser.parse_args(words)
     torch.set_num_threads(1)
     os.environ["FEDORTHO_TRUST_CODE"] = "all"  # the network above
     bench = prepared(given.data_dir)
     rows = read_results(given.out).rows if given.out.exists() else ()
-    done = {row["method"] for row in rows if row["request"] == "federation"}
+    done = {row["method"] for row in rows}
     for name in given.methods.split(","):
         if name not in done:
             row = row_of(bench, name)
-            add_row(given.out, row, ("request", "method"), order, WHAT, COMMAND)
+            add_row(given.out, row, ("method",), lambda each: METHODS.index(each["method"]), WHAT, COMMAND)
             print(name, f"AUC {row['attack']['AUC']:.3f}", row["accuracies"], flush=True)
 
 

@@ -54,3 +54,17 @@ def membership_setting() -> str:
     holds = abs(untouched - 0.5) > 0.1 >= abs(retrained - 0.5)
     said = f"**Self-test on the {tested['images']} most memorised images:** untouched {untouched:.3f} must fail, "
     return f"{text}\n\n{said}retrained {retrained:.3f} must pass: it {'holds' if holds else 'does not hold'}."
+
+
+def membership_federation() -> str:
+    """What the attack finds of a client in federations as trained."""
+    result = read("membership-clients")
+    (row,) = (each for each in result["rows"] if each["method"] == "original")
+    low, high = row["attack"]["AUC, 95 %"]
+    shares = [f"{100 * row['accuracies'][key]:.0f} %" for key in ("forget", "never", "retain")]
+    return (
+        f"**In a federation** ({result['what']}) the attack on models as trained has an AUC of "
+        f"{row['attack']['AUC']:.3f} ({low:.3f} to {high:.3f}): it does not find the client at all, so C4 is "
+        f"INCONCLUSIVE there for every method, FedEraser among them. Accuracies on the client's images: {shares[0]} where it took "
+        f"part, {shares[1]} where not; {shares[2]} on the others' images." + origin(result)
+    )

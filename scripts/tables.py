@@ -23,7 +23,7 @@ from comparison_tables import (
 from decision_table import decision
 from erasing_tables import erasing, erasing_figures, regrow, regrow_tried
 from federation_tables import kills, malice, malice_training, million, rewind, scale, server_view
-from membership_tables import membership, membership_setting
+from membership_tables import membership, membership_federation, membership_setting
 from request_tables import forgetting, profile, requests, sequence
 from result_text import RESULTS, ROOT, depth, grid, origin, read, stale_figures
 from theory_tables import theory, theory_figures
@@ -291,6 +291,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "theory": theory,
     "membership": membership,
     "membership-setting": membership_setting,
+    "membership-federation": membership_federation,
     "regrow": regrow,
     "regrow-tried": regrow_tried,
     "campaigns": campaigns,
