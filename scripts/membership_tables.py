@@ -65,6 +65,6 @@ def membership_federation() -> str:
     return (
         f"**In a federation** ({result['what']}) the attack on models as trained has an AUC of "
         f"{row['attack']['AUC']:.3f} ({low:.3f} to {high:.3f}): it does not find the client at all, so C4 is "
-        f"INCONCLUSIVE there for every method, FedEraser among them. Accuracies on the client's images: {shares[0]} where it took "
-        f"part, {shares[1]} where not; {shares[2]} on the others' images." + origin(result)
+        f"INCONCLUSIVE there for every method, FedEraser among them. Accuracies on the client's images: {shares[0]} "
+        f"where it took part, {shares[1]} where not; {shares[2]} on the others' images." + origin(result)
     )
