@@ -91,6 +91,7 @@ def test_all_classes_share_one_proxy_and_single_samples_are_put_into_theirs() ->
     assert len(set(proxy.rows.tolist())) == len(proxy) == 20
 
 
+@pytest.mark.slow
 def test_a_killed_process_keeps_the_models_that_it_finished(
     toy: Images, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

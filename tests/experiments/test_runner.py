@@ -48,8 +48,9 @@ def experiment(**changes: Any) -> Experiment:
     return replace(base, **changes)
 
 
-def limited(seeds: str = "", methods: str = "", rows: str = "", other_data: bool = False) -> Experiment:
-    assert not other_data
+def limited(seeds: str = "", methods: str = "", rows: str = "", accumulate: int = 1, **flags: bool) -> Experiment:
+    assert accumulate == 1
+    assert not any(flags.values())
     return select_rows(experiment(), methods, rows, seeds)
 
 

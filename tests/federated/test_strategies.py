@@ -47,7 +47,13 @@ def test_averaging_by_flower_is_ours_up_to_rounding(make_engine) -> None:
     assert all(torch.allclose(ours[name], flowers[name], atol=1e-5) for name in ours)
 
 
-@pytest.mark.parametrize("strategy", [*ROBUST, "MultiKrum(num_nodes_to_select=2)", *STATEFUL])
+QUICK = ("FedMedian", "Krum(num_malicious_nodes=1)", "FedAdam")
+ALL = (*ROBUST, "MultiKrum(num_nodes_to_select=2)", *STATEFUL)
+
+
+@pytest.mark.parametrize(
+    "strategy", [each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in ALL]
+)
 def test_a_strategy_trains_and_comes_to_the_same_bytes_again(make_engine, strategy: str) -> None:
     before, state = tensors_digest(start().state_dict()), random.getstate()
     first, second = (tensors_digest(trained(make_engine, FLOWER + strategy, rounds=2)) for _ in range(2))

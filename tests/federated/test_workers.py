@@ -78,6 +78,7 @@ def test_a_process_that_dies_costs_one_answer_and_is_replaced(
     assert "its own log says why" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_client_that_hangs_is_given_up_and_its_process_replaced(grid: WorkerGrid) -> None:
     engine = engine_over(grid)
     hung = grid._workers[0]._process

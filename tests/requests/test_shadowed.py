@@ -53,6 +53,7 @@ def audited(run: Run, place: Path, method: str, settings: dict[str, Any]) -> Aud
     return MEMBERSHIP(replace(case, shadows=plan), budget="full")
 
 
+@pytest.mark.slow
 def test_shadows_forget_by_methods_that_need_new_networks(run: Run, place: Path) -> None:
     taught = audited(run, place, "bad-teacher", {"epochs": 1})
     assert 0 < taught.details["AUC"] < 1

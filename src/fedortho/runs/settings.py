@@ -172,7 +172,7 @@ class Federation:
     warmup_contacts: Annotated[int, "rounds of a client before alignment begins"] = 1
     evaluate_every: Annotated[int, "rounds between two evaluations; 0: only at the end"] = 5
     timeout: Annotated[float, "seconds to wait for clients in one exchange"] = 600.0
-    quorum: Annotated[float, "share of the contacted clients that must answer"] = 0.5
+    quorum: Annotated[float, "share of clients that must answer: of all at the start, then of those asked"] = 0.5
     least_group: Annotated[int, "minimum images of a sum that a client sends; 1: it sends all sums"] = 5
     sums: Annotated[str, "sums that clients send: open, or masked, of which the server sees only the total"] = "open"
     pooling: Annotated[
