@@ -40,12 +40,13 @@ from fedortho.federated.deploy import write_deployment
 from fedortho.federated.server import sync, train_federation
 from fedortho.reports.page import write_report
 from fedortho.requests.comparing import compare
-from fedortho.requests.forgetting import forget_run, undo_run
+from fedortho.requests.forgetting import forget_run
 from fedortho.requests.judging import JudgeOptions, judge_run
 from fedortho.requests.qualifying import QualifyOptions, qualify_run
 from fedortho.requests.rewind import rewind_run
 from fedortho.requests.search import Budget
 from fedortho.requests.tuning import tune
+from fedortho.requests.undoing import undo_run
 from fedortho.runs.purge import purge_run
 from fedortho.runs.run import open_run
 from fedortho.runs.settings import FederateSettings, ImportSettings, TrainSettings

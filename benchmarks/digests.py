@@ -41,8 +41,9 @@ from fedortho.federated.server import federated_engine, local_grid, train_federa
 from fedortho.methods import METHODS, make_method, unlearn
 from fedortho.methods.method import PlanningMethod
 from fedortho.models.zoo import build_model
-from fedortho.requests.forgetting import ServedRequest, forget_federated_run, serve_request, undo_run
+from fedortho.requests.forgetting import ServedRequest, forget_federated_run, serve_request
 from fedortho.requests.references import finished_runs
+from fedortho.requests.undoing import undo_run
 from fedortho.runs.run import Run, load_run_data
 from fedortho.runs.settings import FederateSettings, TrainSettings
 from fedortho.runs.training import train_run

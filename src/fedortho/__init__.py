@@ -28,11 +28,12 @@ from fedortho.reports.page import write_report
 from fedortho.requests.checking import check
 from fedortho.requests.comparing import compare
 from fedortho.requests.federated_jobs import federate_run
-from fedortho.requests.forgetting import forget_run, undo_run
+from fedortho.requests.forgetting import forget_run
 from fedortho.requests.judging import JudgeOptions, audit_run, judge_run
 from fedortho.requests.qualifying import QualifyOptions, qualify_run
 from fedortho.requests.rewind import rewind_run
 from fedortho.requests.tuning import tune
+from fedortho.requests.undoing import undo_run
 from fedortho.runs.purge import purge_run
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.settings import FederateSettings, ImportSettings, TrainSettings

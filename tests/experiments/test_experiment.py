@@ -341,7 +341,7 @@ def test_an_early_stem_and_parts_of_batches_change_networks_and_the_name_of_the_
     assert list(map(network_key, changed.networks)) == list(map(network_key, plain.networks)), "rows of one table"
     assert changed.file_name == f"{name}-paper-early-stem-accumulate-4.json"
     assert changed.command.endswith("--early-stem --accumulate 4")
-    with pytest.raises(BadSetting, match="--early-stem is for ResNet-18 and ResNet-50 on tiny-imagenet"):
+    with pytest.raises(BadSetting, match="--early-stem is for ResNets on tiny-imagenet"):
         load_experiment("pruning", "paper", early_stem=True)
 
 

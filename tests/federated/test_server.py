@@ -22,7 +22,8 @@ from fedortho.methods.hide import Hide
 from fedortho.methods.paper import Paper
 from fedortho.models.predictions import evaluate
 from fedortho.requests.federated_jobs import do_job
-from fedortho.requests.forgetting import forget_federated_run, undo_run
+from fedortho.requests.forgetting import forget_federated_run
+from fedortho.requests.undoing import undo_run
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.settings import held_rows
 from fedortho.storage.files import read_json

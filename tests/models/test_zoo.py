@@ -11,7 +11,8 @@ from fedortho.storage.files import tensors_digest
 
 KNOWN_WEIGHTS = {
     "resnet18": 11_173_962, "resnet34": 21_282_122, "resnet50": 23_520_842, "vgg16": 14_728_266,
-    "resnet18-early": 11_181_642, "resnet50-early": 23_528_522,  # as torchvision has them, with ten classes
+    "resnet18-early": 11_181_642, "resnet34-early": 21_289_802,
+    "resnet50-early": 23_528_522,  # early ones as torchvision has them, with ten classes
 }  # fmt: skip
 
 

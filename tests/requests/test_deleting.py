@@ -23,9 +23,10 @@ from fedortho.evidence.bundle import make_bundle
 from fedortho.federated.server import train_federation, train_on
 from fedortho.reports.page import write_report
 from fedortho.requests.comparing import compare
-from fedortho.requests.forgetting import forget_run, undo_run
+from fedortho.requests.forgetting import forget_run
 from fedortho.requests.judging import JudgeOptions, judge_run
 from fedortho.requests.references import check_reference
+from fedortho.requests.undoing import undo_run
 from fedortho.runs.purge import known_copies, purge_run
 from fedortho.runs.run import open_run
 from fedortho.runs.settings import FederateSettings, TrainSettings

@@ -12,7 +12,8 @@ from fedortho.evidence.bundle import make_bundle, open_bundle
 from fedortho.evidence.recheck import reapply_patch, rerun_decision
 from fedortho.methods import make_method
 from fedortho.models.patch import load_patch
-from fedortho.requests.forgetting import serve_request, undo_run
+from fedortho.requests.forgetting import serve_request
+from fedortho.requests.undoing import undo_run
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.settings import TrainSettings
 from fedortho.storage.files import tensors_digest

@@ -20,6 +20,7 @@ from fedortho.models.predictions import logits_of
 from fedortho.requests import shadowing
 from fedortho.requests.forgetting import forget_run
 from fedortho.requests.shadowing import choose_back, estimate_limit, shadow_plan, shadow_settings
+from fedortho.requests.tuning import tune
 from fedortho.runs.record import Accuracies, ServedRecord
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.settings import TrainSettings
@@ -124,6 +125,10 @@ def test_the_limit_of_samples_comes_from_shadow_models_that_did_not_see_them(run
             told(*words[:3], "--level", "hide", *flags, "--shadows", 8, "--out", tmp_path / "other")
     with pytest.raises(BadSetting, match="names classes"):
         estimate_limit(run, "class:3")
+    with pytest.raises(BadSetting, match="choose nothing"):
+        forget_run(run, f"samples:{rows}", level="exact", shadows=8, out=tmp_path / "other")
+    with pytest.raises(BadSetting, match="shadow models are for clients and samples; class:3"):
+        tune(run, "class:3", ["finetune"], shadows=8)
 
 
 def test_a_method_that_refuses_leaves_a_shadow_model_as_it_is(run: Run, place: Path) -> None:

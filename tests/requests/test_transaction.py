@@ -23,7 +23,8 @@ from fedortho.errors import Busy, FedOrthoError
 from fedortho.federated.server import sync, train_federation
 from fedortho.models.patch import load_patch
 from fedortho.requests import forgetting
-from fedortho.requests.forgetting import ServedRequest, forget_run, undo_run
+from fedortho.requests.forgetting import ServedRequest, forget_run
+from fedortho.requests.undoing import undo_run
 from fedortho.runs.derived import building
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.settings import TrainSettings

@@ -37,7 +37,7 @@ from fedortho.methods.method import Method
 from fedortho.methods.paper import Paper
 from fedortho.requests.climbing import forget_until_passed
 from fedortho.requests.federated_jobs import check_backend, forget_elsewhere, rewind_elsewhere
-from fedortho.requests.forgetting import ServedRequest, forget_run, undo_run
+from fedortho.requests.forgetting import ServedRequest, forget_run
 from fedortho.requests.judging import JudgeOptions, check_judge_options, judge_run
 from fedortho.requests.levels import (
     chosen_method,
@@ -51,6 +51,7 @@ from fedortho.requests.levels import (
 from fedortho.requests.rewind import RewindPlan, find_rewind, rewind_run
 from fedortho.requests.shadowing import shadowed_method
 from fedortho.requests.transaction import find_ticket
+from fedortho.requests.undoing import undo_run
 from fedortho.runs.record import ServedRecord
 from fedortho.runs.run import Run, check_unserved, open_run
 from fedortho.storage.records import to_json
@@ -131,7 +132,7 @@ def forget_command(
     is_exact = is_open or (level == "exact" and not (method_name or until))
     if is_exact and (rewind := find_rewind(run, asked)) and (rewind.begin or level):
         unused = {"keep_undo": keep_undo, "id": ticket, "set": assignments, "hash_ids": hash_ids, "purge": purge}
-        _refuse_with("a rewind, which is checked by its digest", **unused, **judging, **given)
+        _refuse_with("a rewind, which is checked by its digest", **unused, shadows=bool(shadows), **judging, **given)
         return _rewind(rewind, out, backend, deployment, delete_before, dry_run, as_json)
     _refuse_with("a request that is not served by a rewind", delete_before=delete_before)
     if dry_run and is_open:

@@ -125,7 +125,7 @@ def load_experiment(
     chosen = select_rows(make_experiment(name, scale, table), methods, rows, seeds)
     networks = tuple(_smaller(each, early_stem, accumulate) for each in chosen.networks)
     if early_stem and networks == tuple(_smaller(each, False, accumulate) for each in chosen.networks):
-        raise BadSetting(f"--early-stem is for ResNet-18 and ResNet-50 on {EARLY}; {name} has none at scale {scale}")
+        raise BadSetting(f"--early-stem is for ResNets on {EARLY}; {name} has none at scale {scale}")
     words = {"other-data": other_data, "early-stem": early_stem}
     limits = {**chosen.limits, **{word: "" for word, is_so in words.items() if is_so}}
     limits |= {"accumulate": str(accumulate)} if accumulate > 1 else {}

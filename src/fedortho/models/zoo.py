@@ -130,6 +130,7 @@ MODELS: dict[str, Callable[[int, int], nn.Module]] = {  # from the number of cla
     "resnet34": _resnet(BASIC, 3, 4, 6, 3),
     "resnet50": _resnet(BOTTLENECK, 3, 4, 6, 3),
     "resnet18-early": _resnet(BASIC, 2, 2, 2, 2, is_early=True),
+    "resnet34-early": _resnet(BASIC, 3, 4, 6, 3, is_early=True),
     "resnet50-early": _resnet(BOTTLENECK, 3, 4, 6, 3, is_early=True),
     "vgg16": partial(VGG, VGG16, bias=True, last_pool=True),
     "resnet-mini": partial(ResNet, BASIC, 32, [(48, 1, 2), (96, 1, 2), (128, 1, 2)]),

@@ -18,7 +18,7 @@ from fedortho.data.sources import DATASETS
 from fedortho.devices import choose_device
 from fedortho.engines.central import CentralEngine
 from fedortho.engines.engine import Engine
-from fedortho.errors import FedOrthoError
+from fedortho.errors import BadSetting, FedOrthoError
 from fedortho.federated.engine import FederatedEngine
 from fedortho.federated.roster import NODES, NodesRecord, ranges
 from fedortho.federated.server import (
@@ -33,7 +33,7 @@ from fedortho.federated.transport import append_wire_log
 from fedortho.methods import unlearn
 from fedortho.methods.method import CannotServe, ForgetResult, Method
 from fedortho.methods.retrain import Retrain
-from fedortho.models.patch import patch_between, undo_patch, write_undo
+from fedortho.models.patch import patch_between, write_undo
 from fedortho.models.predictions import accuracy
 from fedortho.requests.levels import chosen_method, hidden_path, level_for_run, level_method, training_cost_words
 from fedortho.requests.measuring import measured_record
@@ -47,20 +47,17 @@ from fedortho.requests.transaction import (
     find_served,
     find_ticket,
     relative_out,
-    tell_once,
     ticket_details,
     transaction,
 )
 from fedortho.runs.continuing import stages_of
-from fedortho.runs.derived import build_derived, building, tidy, write_derived
+from fedortho.runs.derived import build_derived, building
 from fedortho.runs.purge import purge_run
-from fedortho.runs.record import ResultRecord, RunRecord, ServedRecord, read_run_record
+from fedortho.runs.record import ResultRecord, ServedRecord
 from fedortho.runs.rows import hash_key
-from fedortho.runs.run import Run, check_unserved, last_request, open_run, served_requests
+from fedortho.runs.run import Run, check_unserved, open_run, served_requests
 from fedortho.runs.settings import FederateSettings
 from fedortho.statistics.ledger import forget_lines, load_ledger, rebind_ledger
-from fedortho.storage.files import tensors_digest
-from fedortho.storage.journal import append_entry
 from fedortho.storage.records import write_record
 from fedortho.unlearning.calibrate import Refused, Unmeasured
 
@@ -127,6 +124,8 @@ def forget_run(
     request = ForgetRequest.parse(request) if isinstance(request, str) else request
     out, undo = (None if path is None else Path(path) for path in (out, undo))
     level = level_for_run(run, request, level, method)
+    if level == "exact" and shadows:
+        raise BadSetting(f"shadows is {shadows}; at the level exact shadow models choose nothing; leave them out")
     if level == "exact" and not method and out is not None:
         unused = {"undo": undo, "accept": accept, "ticket": ticket, "purge": purge, "hash_ids": hash_ids}
         if served := _serve_by_rewind(run, request, out, [name for name, value in unused.items() if value]):
@@ -378,25 +377,3 @@ def _send_patch(
     if told.unconfirmed:
         logger.warning("%s", late)
     return told.details
-
-
-def undo_run(run: Run | Path | str, undo: Path | str, out: Path | str) -> Run:
-    """Restore the model that a run had before its last request, bit for bit, and write the run to `out`.
-
-    `undo` is the file that `forget_run(undo=…)` wrote.
-    """
-    run, undo, out = open_run(run), Path(undo), Path(out)
-    last_request(run)  # refuses a run that has none
-    restored = undo_patch(undo, run.load_model())
-    before, after = run.record.model.digest, tensors_digest(restored.state_dict())
-    *earlier, last = run.record.requests
-    undone = (*run.record.undone, last.request)
-    changed = replace(run.record, requests=tuple(earlier), undone=undone, result=ResultRecord(last.before.test))
-    done = read_run_record(out)
-    if isinstance(done, RunRecord) and (done.parent, done.model.digest, done.undone) == (before, after, undone):
-        tidy(out)
-        tell_once(run, "undone", run.path.name, last.request, after)  # a killed call may not have told it
-        return open_run(out)
-    derived = write_derived(out, run, restored, changed, patch=None, ledger=None)
-    append_entry(run.path.absolute().parent, "undone", run.path.name, last.request, before=before, after=after)
-    return derived

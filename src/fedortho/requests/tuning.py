@@ -18,7 +18,7 @@ from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest, as_request
 from fedortho.devices import using_threads
 from fedortho.engines.query import Selection, draw
-from fedortho.errors import Busy, FedOrthoError
+from fedortho.errors import BadSetting, Busy, FedOrthoError
 from fedortho.methods import find_method, make_method, unlearn
 from fedortho.methods.method import Schedule, serves
 from fedortho.models.predictions import accuracy, evaluate
@@ -80,6 +80,8 @@ def tune(
     if methods == "all":
         able = [name for name in names if is_tunable(name) and serves(find_method(name), request)]
         names = [name for name in able if has_kept(run, name)]
+    if shadows and request.classes:
+        raise BadSetting(f"shadow models are for clients and samples; {request} is to be answered 0 %: leave them out")
     for name in names:
         grid_of(name)  # refuses a method that has nothing to tune
         _check_served(name, request)
