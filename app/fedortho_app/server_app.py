@@ -1,5 +1,5 @@
-"""The app that Flower loads beside the SuperLink; its code is in fedortho.requests.server_app."""
+"""The app that Flower loads beside the SuperLink; its code is in fedortho.requests.federated_jobs."""
 
-from fedortho.requests.server_app import server_app
+from fedortho.requests.federated_jobs import server_app
 
 app = server_app()

@@ -26,7 +26,7 @@ from fedortho.requests import climbing, forgetting, levels
 from fedortho.requests.climbing import forget_until_passed
 from fedortho.requests.forgetting import forget_run
 from fedortho.requests.judging import JudgeOptions
-from fedortho.requests.levels import level_method, plan_request
+from fedortho.requests.levels import erasing_methods, level_method, plan_request
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
@@ -56,6 +56,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run(trained: Path, tmp_path: Path) -> Run:
     return open_run(shutil.copytree(trained / "run", tmp_path / "run"))
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of a network with three stages, and its reference beside it."""
+    place, settings = tmp_path_factory.mktemp("deep"), replace(SETTINGS, model="small:DeepNet", epochs=1)
+    train_run(place / "without-3", replace(settings, without="class:3"))
+    return train_run(place / "run", settings)
 
 
 @pytest.fixture
@@ -259,6 +267,36 @@ def test_climbing_ends_at_the_first_level_that_passes_on_validation_images(
     assert (again.was_finished, [attempt.level for attempt in found], len(judged)) == (True, tried[-1:], 2)
 
 
+@pytest.mark.parametrize(("clean", "passing"), [(["features.7", "features.11"], 3), ([], 9)])
+def test_a_class_that_the_kept_stages_remember_is_erased_once_more_without_them(
+    deep: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean: list[str], passing: int
+) -> None:
+    judged: list[Any] = []
+
+    def judge(case: Any, *_: object, **__: object) -> SimpleNamespace:
+        judged.append(case)
+        audits = (AuditResult("PASS" if len(judged) == passing else "FAIL", "", name="C1"),)
+        return SimpleNamespace(audits=audits, results=audits)
+
+    monkeypatch.setattr(climbing, "judge_case", judge)
+    monkeypatch.setattr(climbing, "clean_depths", lambda case, _: clean)
+    words = (deep, "class:3", JudgeOptions(reference=deep.path.parent / "without-3"))
+    served, attempts = forget_until_passed(*words, out=tmp_path / "new")
+    tried = ["hide", "erase", "erase", "exact"][: 3 if passing == 3 else 4]
+    assert [attempt.level for attempt in attempts] == tried
+    assert str(attempts[2]).startswith("erase, by regrow of 3 stages: ")
+    if passing == 3:
+        assert served.record.settings["stages"] == 3
+        assert served.record.method == "regrow"
+    again, found = forget_until_passed(*words, out=tmp_path / "new")
+    assert (again.was_finished, str(found[0]), len(judged)) == (True, str(attempts[-1]), 3)
+
+
+def test_the_stages_of_the_method_rise_from_its_own_to_all(run: Run, deep: Run) -> None:
+    assert [method.stages for method in erasing_methods(deep, (1, 8, 8))] == [2, 3]  # type: ignore[attr-defined]
+    assert erasing_methods(run, (1, 8, 8)) == [level_method(run, "erase")], "it has no more stages"
+
+
 def test_climbing_decides_by_real_audits_and_reads_test_images_once(
     run: Run, reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,11 +309,11 @@ def test_climbing_decides_by_real_audits_and_reads_test_images_once(
 
 
 def test_climbing_says_why_the_last_level_refused(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: object, __: object, *, level: str, **___: object) -> None:
+    def refuse(*_: object, level: str, **__: object) -> None:
         raise Refused(f"{level} cannot hold the budget", ())
 
     monkeypatch.setattr(climbing, "forget_run", refuse)
-    monkeypatch.setattr(climbing, "_validation", lambda *_: None)
+    monkeypatch.setattr(climbing, "_validation", lambda *_: SimpleNamespace(check=None))
     told: list[str] = []
     with pytest.raises(Refused, match="exact cannot hold the budget"):
         forget_until_passed(run, "class:3", out=tmp_path / "new", on_attempt=lambda each: told.append(each.level))

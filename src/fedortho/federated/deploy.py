@@ -95,7 +95,7 @@ def app_files(config: Mapping[str, Scalar]) -> dict[str, str]:
         "fedortho_app/__init__.py": '"""The Flower app: two shims, no logic."""\n',
         "fedortho_app/client_app.py": shim.render(module="client", package="federated.client", where="on a client"),
         "fedortho_app/server_app.py": shim.render(
-            module="server", package="requests.server_app", where="beside the SuperLink"
+            module="server", package="requests.federated_jobs", where="beside the SuperLink"
         ),
     }
 

@@ -1,28 +1,32 @@
 """Climb from the cheapest level to retraining, until the audits pass on validation images."""
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fedortho.audits.judge import judge_case
 from fedortho.audits.measurements import MeasurementCache
+from fedortho.audits.probe import clean_depths
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.devices import choose_device
 from fedortho.errors import BadData, FedOrthoError
+from fedortho.evaluation.case import Case
 from fedortho.methods import LEVELS, make_method
-from fedortho.methods.method import ForgetResult
+from fedortho.methods.method import ForgetResult, Method
+from fedortho.models.graph import stage_entries
 from fedortho.requests.counterfactuals import counterfactuals
 from fedortho.requests.forgetting import ServedRequest, forget_run
 from fedortho.requests.judging import JudgeOptions, OnStep, references_directory, references_for
-from fedortho.requests.levels import level_method, levels_for, training_cost_words
+from fedortho.requests.levels import erasing_methods, level_method, levels_for, training_cost_words
 from fedortho.requests.references import case_of
 from fedortho.requests.rewind import holds_rewind
-from fedortho.requests.run_context import open_context
+from fedortho.requests.run_context import RunContext, open_context
 from fedortho.requests.transaction import holds_result
 from fedortho.runs.run import Run, open_run
+from fedortho.storage.settings import as_mapping
 from fedortho.training.loop import Watch
 from fedortho.unlearning.calibrate import Refused
 
@@ -37,9 +41,11 @@ class LevelAttempt:
 
     level: str
     reason: str  # empty: it was taken
+    stages: int = 0  # that were reset, where they are more than the level's own
 
     def __str__(self) -> str:
-        return f"{self.level}, by {LEVELS[self.level]}: {f'left: {self.reason}' if self.reason else 'taken'}"
+        method = f"{LEVELS[self.level]}{f' of {self.stages} stages' if self.stages else ''}"
+        return f"{self.level}, by {method}: {f'left: {self.reason}' if self.reason else 'taken'}"
 
 
 def forget_until_passed(
@@ -56,42 +62,95 @@ def forget_until_passed(
 ) -> tuple[ServedRequest, tuple[LevelAttempt, ...]]:
     """Serve a request at the cheapest level whose result passes the audits, and return it with all that were tried.
 
-    Every audit of the budget (`options.audit`) must pass on validation images against a reference model, which is
-    found, given or trained as `options` say; an inconclusive one is not passed. Retraining, the last level, is taken
-    without a decision. Nothing of an attempt that was left is written but its entry in the journal, and only the
-    result that is taken is measured on test images. `how` are further arguments of `forget_run`.
+    A class that is not erased by the level's own method is erased once more, with all stages from the first in which a
+    probe finds more of it in the original than in reference models. Every audit of the budget (`options.audit`) must
+    pass on validation images against a reference model, which is found, given or trained as `options` say; an
+    inconclusive one is not passed. Retraining, the last level, is taken without a decision. Nothing of an attempt that
+    was left is written but its entry in the journal, and only the result that is taken is measured on test images.
+    `how` are further arguments of `forget_run`.
     """
     options = options or JudgeOptions()
     run, out = open_run(run).at(options.data_dir, recipe=options.recipe), Path(out)
     data = data or run.load_data(options.data_dir)
     asked = run.request(request, hashed=bool(how.get("hash_ids")))
     how = {**how, "out": out, "data": data, "device": options.device, "hide_first": False}
-    levels, ticket = levels_for(asked), how.get("ticket") or None
-    done = [each for each in levels if holds_result(run, asked, level_method(run, each), out, ticket=ticket)]
+    ways, ticket = [_Way(level) for level in levels_for(asked)], how.get("ticket") or None
+    deeper = erasing_methods(run, data.train.shape)[1:] if asked.kind == "class" else []
+    known = [*ways, *(_Way("erase", method) for method in deeper)]
+    done = [way for way in known if holds_result(run, asked, way.method_on(run), out, ticket=ticket)]
     if done or holds_rewind(run, asked, out):
-        level = done[0] if done else "exact"
-        return forget_run(run, request, level=level, **how), (LevelAttempt(level, ""),)
-    check = _validation(run, asked, options, data, on_training, on_step)
+        way = done[0] if done else _Way("exact")
+        served = forget_run(run, request, way.method or "", level=way.level, **how)
+        return served, (LevelAttempt(way.level, "", way.stages),)
+    validation = _validation(run, asked, options, data, on_training, on_step)
     attempts: list[LevelAttempt] = []
-    for level in levels:
+    while not attempts or attempts[-1].reason:
+        way, reason = ways.pop(0), ""
         try:
-            served = forget_run(run, request, level=level, accept=None if level == levels[-1] else check, **how)
-            attempts.append(LevelAttempt(level, ""))
+            accept = validation.check if ways else None
+            served = forget_run(run, request, way.method or "", level=way.level, accept=accept, **how)
         except (NotPassed, Refused) as error:
-            if level == levels[-1]:
+            if not ways:
                 raise
-            attempts.append(LevelAttempt(level, str(error)))
+            reason = str(error)
+            if way == _Way("erase") and deeper and isinstance(error, NotPassed):
+                needed = validation.stages_with_the_class()
+                ways.insert(0, next(each for each in known if each.stages >= needed))
+        attempts.append(LevelAttempt(way.level, reason, way.stages))
         if on_attempt is not None:
             on_attempt(attempts[-1])
-        if not attempts[-1].reason:
-            break
     return served, tuple(attempts)
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A level, or the method of the level erase with more stages."""
+
+    level: str
+    method: Method | None = None  # None: the level's own
+
+    def method_on(self, run: Run) -> Method:
+        return self.method or level_method(run, self.level)
+
+    @property
+    def stages(self) -> int:
+        return 0 if self.method is None else int(as_mapping(self.method)["stages"])
+
+
+@dataclass(frozen=True)
+class _Validation:
+    """Decides by audits on validation images."""
+
+    case: Case
+    context: RunContext
+    options: JudgeOptions
+    references: Sequence[Run]
+    on_step: OnStep
+    cache: MeasurementCache = field(default_factory=MeasurementCache)
+
+    def check(self, result: ForgetResult) -> None:
+        """Refuse a result that does not pass."""
+        method, options, run = make_method(result.method, result.settings), self.options, self.context.run
+        directory, alike = references_directory(run, options), list[Run]()
+        if not options.given:
+            alike = counterfactuals(self.context, method, self.case.request, self.references, directory)
+        treated = tuple(each.load_model() for each in alike)
+        judged = replace(self.case, unlearned=copy.deepcopy(result.model).cpu(), counterfactuals=treated)
+        verdict = judge_case(judged, options.audit, only=options.only, on_step=self.on_step, cache=self.cache)
+        failed = [f"{each.name} {each.outcome}" for each in verdict.results if each.outcome not in ("PASS", "NOT RUN")]
+        if failed or all(audit.outcome == "NOT RUN" for audit in verdict.audits):
+            raise NotPassed(f"on validation images {', '.join(failed) or 'no audit was run'}")
+
+    def stages_with_the_class(self) -> int:
+        """How many stages, from the output, come behind the last entry at which the original shows no class yet."""
+        entries = stage_entries(self.case.original, self.case.data.train.shape)
+        return len(entries) + 1 - len(clean_depths(self.case, self.cache))
 
 
 def _validation(
     run: Run, request: ForgetRequest, options: JudgeOptions, data: Dataset, on_training: Watch | None, on_step: OnStep
-) -> Callable[[ForgetResult], None]:
-    """A function that refuses a result which does not pass the audits on validation images."""
+) -> _Validation:
+    """What decides on a run; refused where there are no validation images, no audits or no reference model."""
     if not len(data.valid):
         raise BadData(f"{run.path} has no validation images, on which --until passed decides; choose a --level")
     if options.audit == "none":
@@ -103,17 +162,5 @@ def _validation(
             f"--reference RUN, or --retrain ({training_cost_words(run)})"
         )
     case = case_of(run, request, replace(data, test=data.valid), run, references, choose_device(options.device))
-    cache, context = MeasurementCache(), open_context(run.at(options.data_dir, options.device), data)
-    directory = references_directory(run, options)
-
-    def check(result: ForgetResult) -> None:
-        method = make_method(result.method, result.settings)
-        alike = [] if options.given else counterfactuals(context, method, request, references, directory)
-        treated = tuple(each.load_model() for each in alike)
-        judged = replace(case, unlearned=copy.deepcopy(result.model).cpu(), counterfactuals=treated)
-        verdict = judge_case(judged, options.audit, only=options.only, on_step=on_step, cache=cache)
-        failed = [f"{each.name} {each.outcome}" for each in verdict.results if each.outcome not in ("PASS", "NOT RUN")]
-        if failed or all(audit.outcome == "NOT RUN" for audit in verdict.audits):
-            raise NotPassed(f"on validation images {', '.join(failed) or 'no audit was run'}")
-
-    return check
+    context = open_context(run.at(options.data_dir, options.device), data)
+    return _Validation(case, context, options, references, on_step)

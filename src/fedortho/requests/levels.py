@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from fedortho.methods.federaser import FedEraser
 from fedortho.methods.hyperparameters import read_settings
 from fedortho.methods.method import CannotServe, Method, serves
 from fedortho.methods.r2d import R2D
+from fedortho.models.graph import stage_entries
 from fedortho.requests.judging import JudgeOptions
 from fedortho.requests.references import find_references
 from fedortho.requests.rewind import find_rewind
@@ -25,6 +26,7 @@ from fedortho.storage.settings import as_mapping
 PASSES = {"hide": 0.03, "paper": 1 / 3, "directions": 1 / 3}
 
 
+DEEPER = "if that fails once more, with the stages in which a probe of the original finds the class"
 NOT_EXACT = "approximate: what the data taught may still be found"
 
 
@@ -72,6 +74,17 @@ def levels_for(request: ForgetRequest) -> list[str]:
 def level_method(run: Run, level: str) -> Method:
     """The method of a level, with its hyper-parameters for this run; at `exact`, `forget_run` may rewind instead."""
     return chosen_method(run, LEVELS[level])
+
+
+def erasing_methods(run: Run, shape: tuple[int, int, int]) -> list[Method]:
+    """The method of the level erase, then the same with one stage more each, up to all stages.
+
+    What is reset knows nothing of the forget set, what is kept may. All cost about the same.
+    """
+    method, entries = level_method(run, "erase"), stage_entries(run.load_model(), shape)
+    own = int(as_mapping(method)["stages"])
+    more = range(own + 1, len(entries) + 2)
+    return [method, *(make_method(method.name, as_mapping(method), {"stages": stages}) for stages in more)]
 
 
 def chosen_method(run: Run, name: str, settings: str = "published", changes: Mapping[str, Any] | None = None) -> Method:
@@ -171,10 +184,13 @@ def plan_request(
 ) -> ForgettingPlan:
     """The plan of a request that is served by these steps, each a level, a method and the run that it writes."""
     found = options.given or find_references(run, request, options.references)
+    planned = [_planned(run, *step) for step in steps]
+    if until_passed:
+        planned = [replace(step, note=DEEPER) if step.level == "erase" else step for step in planned]
     return ForgettingPlan(
         str(run.path),
         str(request),
-        tuple(_planned(run, *step) for step in steps),
+        tuple(planned),
         until_passed,
         None if undo is None else str(undo),
         options.audit,

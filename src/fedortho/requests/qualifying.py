@@ -16,8 +16,9 @@ from fedortho.methods import unlearn
 from fedortho.methods.method import Method, serves
 from fedortho.requests.counterfactuals import counterfactuals
 from fedortho.requests.judging import OnStep
+from fedortho.requests.levels import erasing_methods
 from fedortho.requests.references import case_of, find_references, reference_cost, train_references
-from fedortho.requests.run_context import RunContext, method_for_run, open_context
+from fedortho.requests.run_context import RunContext, open_context
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.settings import FederateSettings
 from fedortho.storage.files import locked
@@ -34,7 +35,7 @@ class QualifyOptions:
     choosing: int = 1  # further ones, on whose validation images it is chosen
     seed: int = 0  # of the draw
     references: int = 2  # reference models for each class
-    candidates: tuple[Method, ...] = ()  # cheapest first; none: `regrow` from its last stage to all stages
+    candidates: tuple[Method, ...] = ()  # cheapest first; none: `erase`, then with more and more stages reset
     directory: Path | None = None  # of reference models; default: `references` beside the run
     data_dir: str = ""
     device: str = "auto"
@@ -73,7 +74,7 @@ def qualify_run(run: Run | Path | str, options: QualifyOptions | None = None) ->
     with locked(file), using_threads(run.settings.threads):
         found, run = _begun(run, options), run.at(options.data_dir)
         context = replace(open_context(run, run.load_data()), device=choose_device(options.device))
-        candidates = options.candidates or (method_for_run(run, "regrow"),)  # the method of the level erase
+        candidates = options.candidates or erasing_methods(run, context.data.train.shape)
         for candidate in candidates:
             if not serves(candidate, ForgetRequest.parse(found.choosing[0])):
                 raise BadSetting(f"{candidate.name} serves no class requests; leave it out")
