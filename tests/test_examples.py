@@ -63,6 +63,7 @@ def test_an_own_network_on_own_tensors_forgets(
     assert "Net in, Net out" in text
 
 
+@pytest.mark.slow
 def test_a_client_leaves_an_own_federation(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -74,6 +75,7 @@ def test_a_client_leaves_an_own_federation(
     assert left != fo.open_run(tmp_path / "federation").record.model.digest
 
 
+@pytest.mark.slow
 def test_an_own_method_is_judged_like_the_others(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,6 +88,7 @@ def test_an_own_method_is_judged_like_the_others(
     assert text.count("a linear probe recalls") == 3
 
 
+@pytest.mark.slow
 def test_a_network_of_a_plain_script_is_imported_and_two_of_its_photos_are_deleted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -69,6 +69,7 @@ def test_the_python_on_the_page_runs(place: Path, capsys: pytest.CaptureFixture[
     assert (space["forgot"].method, space["forgot"].plan) == ("shake", None)
 
 
+@pytest.mark.slow
 def test_an_installed_package_works_in_compare_forget_and_judge(place: Path) -> None:
     install(place, PROJECT["entry-points"])
     outputs = {words[0]: told(*words, *(["--threads", "1"] if words[0] == "train" else [])) for words in COMMANDS}

@@ -112,6 +112,7 @@ def test_the_papers_edit_before_batch_norm_fails_the_norm_attacks(world: World) 
         assert recovered["unlearned"] == pytest.approx(recovered["original"], abs=0.02)  # the edit is gone
 
 
+@pytest.mark.slow
 def test_another_retrained_network_passes_everything_that_is_run(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relearn, "STEPS", 10)  # with 30 no model relearns either
     case = world.case(world.references[2], second=True)

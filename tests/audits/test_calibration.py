@@ -38,6 +38,7 @@ def test_a_limit_is_the_proposal_unless_retrained_models_need_more(calibration: 
     assert calibration.limits_of(rows) == {**calibration.PROPOSED, "probe": 0.061}
 
 
+@pytest.mark.slow
 def test_one_command_calibrates_and_goes_on_where_it_was_stopped(
     calibration: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,6 +95,7 @@ def test_unlearning_that_does_nothing_is_detected(idle: AuditResult) -> None:
     json.dumps(idle.details)
 
 
+@pytest.mark.slow
 def test_retraining_passes_with_the_shadows_that_are_there(idle: AuditResult, noise: Dataset, place: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in place.rglob("*.safetensors")}
     assert len(before) == 14, "eight as trained, and six of them retrained for the self-test"
@@ -108,6 +109,7 @@ def test_retraining_passes_with_the_shadows_that_are_there(idle: AuditResult, no
     assert low <= audit.details["AUC"] <= high
 
 
+@pytest.mark.slow
 def test_a_class_that_is_pushed_too_far_fails_too(noise: Dataset, place: Path) -> None:
     def too_far(model: nn.Module, data: Dataset, request: ForgetRequest, epochs: Path | None) -> nn.Module:
         assert request == ForgetRequest.parse("class:1")

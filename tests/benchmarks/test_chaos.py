@@ -20,7 +20,14 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return (place / "world").rename(place / "base")
 
 
-@pytest.mark.parametrize(("name", "every"), [("key", 2), ("undo", 6), ("compare again", 4), ("bundle", 2)])
+@pytest.mark.parametrize(
+    ("name", "every"),
+    [
+        ("key", 2),
+        ("bundle", 2),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("undo", 6), ("compare again", 4))),
+    ],
+)
 def test_a_command_that_is_killed_is_completed_by_the_same_command(
     base: Path, monkeypatch: pytest.MonkeyPatch, name: str, every: int
 ) -> None:

@@ -24,6 +24,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     os.chdir(before)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # hostile values make torch warn
 def test_no_door_can_be_forced(world: World) -> None:
     counts = campaign(world, 400, seed=20261117)

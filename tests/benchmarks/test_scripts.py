@@ -150,6 +150,7 @@ def test_the_comparison_goes_on_after_a_kill_and_leaves_what_another_process_doe
     assert slept, "another process has both jobs"
 
 
+@pytest.mark.slow
 def test_a_cell_of_the_final_protocol_is_made_and_judged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     networks, out, module = tmp_path / "networks", tmp_path / "erasing.json", script("erasing", monkeypatch)
     train_run(networks / "small", SMALL)

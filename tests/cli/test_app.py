@@ -183,6 +183,7 @@ def test_brackets_in_names_are_shown_as_they_are(
     assert f"{out}: test images of digits\n" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_interrupted_training_says_how_to_go_on(tmp_path: Path) -> None:
     listen = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # a background job ignores it
     start = [sys.executable, "-c", f"{listen}; from fedortho.cli.app import main; main()"]

@@ -37,6 +37,7 @@ def check(text: str) -> None:
     assert not [line for line in text.splitlines() if line.startswith(SIGNED)]
 
 
+@pytest.mark.slow
 def test_hostile_class_names_pass_through_every_command(place: Path) -> None:
     run, new, undo = place / "runs" / "[run]", place / "runs" / "[red]new", place / "undo"
     new.parent.mkdir(exist_ok=True)

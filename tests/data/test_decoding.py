@@ -159,6 +159,7 @@ def test_threads_that_load_at_once_agree_and_leave_one_file(tmp_path: Path, cach
     assert [path.suffix for path in cache.iterdir()] == [".safetensors"]
 
 
+@pytest.mark.slow
 def test_processes_that_start_at_once_agree_and_import_lightly(tmp_path: Path, cache: Path) -> None:
     file = str(write(tmp_path / "x.parquet"))
     command = [sys.executable, "-c", CHILD, file]

@@ -37,6 +37,7 @@ def test_a_wholly_forged_bundle_is_refused_by_name(judged: Path, tmp_path: Path)
         assert lie in str(told.value)
 
 
+@pytest.mark.slow
 def test_no_forgery_of_a_small_file_is_accepted(judged: Path, tmp_path: Path) -> None:
     shutil.copy(judged / "evidence.zip", tmp_path)
     rows = campaign(tmp_path / "evidence.zip", judged / "first", ["request.json", "digests.json"])

@@ -189,6 +189,7 @@ def test_another_setting_of_a_variant_is_another_outcome(is_sequence: bool, tmp_
     assert not set(places[:2]) & set(places[2:4])
 
 
+@pytest.mark.slow
 def test_requests_of_a_sequence_are_served_one_after_the_other(tmp_path: Path) -> None:
     steps = experiment(is_sequence=True, requests=("class:0", "class:1", "class:2"), variants=RATIOS[1:])
     original, *rows = reproduce(steps, tmp_path).rows
@@ -204,6 +205,7 @@ def test_requests_of_a_sequence_are_served_one_after_the_other(tmp_path: Path) -
     assert set(others[-1].forgotten) == {"class:5", "class:1"}, "other requests are other outcomes"
 
 
+@pytest.mark.slow
 def test_a_federation_forgets_one_after_the_other_and_by_client_and_samples(tmp_path: Path) -> None:
     network = replace(SETTINGS, model="small:SmallNet", clients=3, rounds=1, split="iid")
     steps = experiment(networks=(network,), is_sequence=True, requests=("class:0", "class:1"), variants=RATIOS[:1])

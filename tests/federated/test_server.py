@@ -96,7 +96,8 @@ def test_a_client_is_forgotten_to_the_level_of_unseen_images_and_is_gone(run: Ru
     )
 
 
-@pytest.mark.parametrize("rounds", [8, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rounds", [8, 20])
 def test_more_rounds_do_not_bring_a_silenced_class_back_but_the_papers_kernels_recover(
     run: Run, forgot: Run, digits: Dataset, rounds: int
 ) -> None:
@@ -124,6 +125,7 @@ def test_more_rounds_do_not_bring_a_silenced_class_back_but_the_papers_kernels_r
     assert norms[2] > norms[1] + 0.5 * (norms[0] - norms[1]), "orthogonality pulls them back to length 1"
 
 
+@pytest.mark.slow
 def test_training_on_from_a_run_keeps_what_it_forgot(forgot: Run, digits: Dataset, tmp_path: Path) -> None:
     settings = replace(TRAINED, start=str(forgot.path), rounds=1, lr=0.01)
     further = train_federation(tmp_path / "further", settings)

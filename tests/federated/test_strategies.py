@@ -72,7 +72,7 @@ def test_a_strategy_draws_among_the_clients_of_a_round_by_the_seed(make_engine) 
     assert {len(drawn) for drawn in first} == {2}
 
 
-@pytest.mark.parametrize(("strategy", "rounds"), [("FedMedian", 2), ("FedAdam", 3)])
+@pytest.mark.parametrize(("strategy", "rounds"), [("FedMedian", 2), pytest.param("FedAdam", 3, marks=pytest.mark.slow)])
 def test_a_killed_training_goes_on_only_where_nothing_is_lost(
     make_engine, tmp_path: Path, strategy: str, rounds: int
 ) -> None:
@@ -146,6 +146,7 @@ def test_a_text_that_names_no_strategy_is_refused(text: str, error: type[FedOrth
         load_strategy(text)
 
 
+@pytest.mark.slow
 def test_all_that_are_repeatable_exist_and_keep_nothing_from_round_to_round(make_engine) -> None:
     for name in REPEATABLE:
         engine = make_engine(strategy=FLOWER + name)

@@ -65,6 +65,7 @@ def test_clients_in_several_processes_give_the_same_bytes_as_one_after_the_other
         assert results(grid) == results(one_process)
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_costs_one_answer_and_is_replaced(
     grid: WorkerGrid, caplog: pytest.LogCaptureFixture
 ) -> None:

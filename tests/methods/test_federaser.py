@@ -79,7 +79,7 @@ def orders(trained: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[TrainLoc
     return sent
 
 
-@pytest.mark.parametrize("average_first", [False, True])
+@pytest.mark.parametrize("average_first", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_it_replays_the_training_without_the_client_and_keeps_what_the_others_know(
     digits: Dataset, engine: FederatedEngine, trained: nn.Module, tmp_path: Path, average_first: bool
 ) -> None:
@@ -96,7 +96,7 @@ def test_it_replays_the_training_without_the_client_and_keeps_what_the_others_kn
     assert accuracy(first, digits.test.subset(there)) > 0.5
 
 
-@pytest.mark.parametrize("rounds", [1, 3])
+@pytest.mark.parametrize("rounds", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_statistics_that_no_client_sent_are_pooled_in_the_end(digits: Dataset, tmp_path: Path, rounds: int) -> None:
     local = replace(FEDERATION, norms="local")
     with local_grid(local, tmp_path / "clients") as grid:

@@ -293,6 +293,7 @@ def test_images_of_samples_that_had_to_go_are_not_kept_in_the_page(forgot: Run, 
     assert "this page shows none of them" in render(Report(run, request, None, gallery))
 
 
+@pytest.mark.slow
 def test_images_that_were_lost_are_of_the_class_that_had_to_go(forgot: Run) -> None:
     shown = draw_gallery(forgot, forgot.load_data(), ForgetRequest.parse("class:3"), original=find_original(forgot))
     assert shown.lost
@@ -327,6 +328,7 @@ def test_numbers_and_trials_are_those_of_the_reported_request_and_not_of_the_las
     assert plain(f"from {own.before.forget:.1%} to {own.after.forget:.1%}") in text
 
 
+@pytest.mark.slow
 def test_images_can_be_left_out_and_the_page_says_so(forgot: Run, tmp_path: Path) -> None:
     pages = {}
     for images in (True, False):

@@ -145,6 +145,7 @@ def test_data_that_moved_is_found_by_a_comparison_in_a_federation(tmp_path: Path
     assert read_json(tmp_path / "o" / "finetune.json")["refused"] == ""
 
 
+@pytest.mark.slow
 def test_federaser_replays_what_a_run_kept_and_references_keep_nothing(tmp_path: Path) -> None:
     settings = replace(SETTINGS, model="small:SmallNet", clients=3, rounds=3, split="iid", keep_updates=True)
     run = train_federation(tmp_path / "run", settings)
@@ -204,6 +205,7 @@ def test_what_a_method_cannot_serve_is_a_line_and_not_the_end(run: Run, tmp_path
     assert comparison_table([refused, served])[1][0] == "unsir"
 
 
+@pytest.mark.slow
 def test_a_federation_is_compared_in_a_copy_of_what_its_clients_keep(tmp_path: Path) -> None:
     settings = replace(SETTINGS, model="small:SmallNet", clients=2, rounds=2, split="iid")
     run = train_federation(tmp_path / "run", settings)
@@ -227,6 +229,7 @@ def test_the_nearest_to_retraining_is_best_and_less_than_retraining_is_no_win() 
     assert best(rows[1:]) is None, "without retraining nobody knows"
 
 
+@pytest.mark.slow
 def test_as_many_passes_as_published_are_a_row_of_their_own_beside_one_pass(run: Run, tmp_path: Path) -> None:
     data, names = load_run_data(run.settings), ["logit-mask", "finetune", "bad-teacher"]
     rows = compare(run, REQUEST, names, out=tmp_path, data=data, passes="one,published")

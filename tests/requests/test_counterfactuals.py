@@ -109,6 +109,7 @@ def test_python_takes_one_counterfactual_for_each_reference(runs: Path) -> None:
         fo.judge(models[0], original.load_data(), "class:3", **how)
 
 
+@pytest.mark.slow
 def test_a_bundle_is_checked_against_the_counterfactuals_that_its_verdict_names(runs: Path, tmp_path: Path) -> None:
     erased, original, _ = served(runs)
     told, bundle = judge_run(erased, options=JudgeOptions(retrain=True)).audit("C1"), tmp_path / "evidence.zip"

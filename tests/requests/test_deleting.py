@@ -375,6 +375,7 @@ def federation(federated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_simulated_federation_goes_on_without_deleted_images(federation: Path) -> None:
     fed = open_run("runs/fed")
     before = fed.load_data()

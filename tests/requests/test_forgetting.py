@@ -37,7 +37,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run_once(tmp_path_factory, tmp_path_factory.mktemp("runs") / "run", SETTINGS)
 
 
-@pytest.mark.parametrize("name", HOW)
+SLOW = ("directions", "finetune", "retrain")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in HOW])
 def test_any_method_serves_a_request_and_can_be_undone_and_proven(run: Run, tmp_path: Path, name: str) -> None:
     data, method = run.load_data(), make_method(name, HOW[name])
     served = serve_request(run, data, "class:3", method, out=tmp_path / "forgot", undo=tmp_path / "undo")

@@ -270,6 +270,7 @@ def test_who_interrupts_the_judging_has_the_run_and_is_told_how_to_go_on(
     assert open_run(tmp_path / "out").record.requests
 
 
+@pytest.mark.slow
 def test_judging_without_audits_leaves_a_verdict_with_audits_alone(runs: Path) -> None:
     told("judge", runs / "forgot")
     before = (runs / "forgot" / "verdict.json").read_bytes()

@@ -140,6 +140,7 @@ def test_a_later_request_reads_qualified_and_never_passes(forgot: Run) -> None:
     assert {"C2", "C6"} <= limited, "audits with an absolute limit have one without a reference"
 
 
+@pytest.mark.slow
 def test_a_qualification_speaks_for_its_own_model_method_and_settings_only(forgot: Run) -> None:
     other = MethodTrial("logit-mask", {"strength": 3.0})
     for changes in ({"original": "0" * 64}, {"confirmed": other}, {"confirmed": None}):
@@ -162,6 +163,7 @@ def test_a_failed_drawn_class_or_a_number_beyond_its_limit_is_not_qualified(forg
     assert verdict.is_qualified
 
 
+@pytest.mark.slow
 def test_images_that_the_run_was_trained_without_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = train_run(tmp_path / "run", replace(SETTINGS, epochs=1, without="class:0 samples:41"))
     seen, judged = list[Dataset](), list[Case]()

@@ -104,7 +104,7 @@ def check_equal(place: Path, settings: FederateSettings, kind: str) -> None:
         (2, "dirichlet:0.5", 0.1, "samples"),
         (3, "dirichlet:0.1", 0.5, "class"),
         (4, "iid", 0.5, "together"),
-        (5, "iid", 1.0, "client"),
+        pytest.param(5, "iid", 1.0, "client", marks=pytest.mark.slow),
     ],
 )
 def test_going_back_gives_the_bytes_of_a_federation_that_never_had_the_data(
@@ -160,6 +160,7 @@ def test_a_client_that_was_never_drawn_costs_nothing_and_the_log_proves_it(run: 
     assert read_log(rewound.run.path) == read_log(run.path)
 
 
+@pytest.mark.slow
 def test_statistics_pooled_over_all_clients_are_pooled_anew_without_one_that_was_never_drawn(
     images: Path, tmp_path: Path
 ) -> None:

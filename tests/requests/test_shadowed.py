@@ -63,6 +63,7 @@ def test_shadows_forget_by_methods_that_need_new_networks(run: Run, place: Path)
     assert retrained.details["settings"]["recipe"]["epochs"] == 1, "or this test would take hours"
 
 
+@pytest.mark.slow
 def test_shadows_are_trained_by_the_recipe_of_the_run_and_kept_apart_from_others(run: Run, place: Path) -> None:
     first = audited(run, place, "logit-mask", {}).details
     assert first["settings"]["recipe"] == vars(replace(HOW.recipe, seed=0))
@@ -208,6 +209,7 @@ def test_what_is_measured_for_r2d_is_kept_and_spares_the_samples_of_the_request(
     assert again[0] not in seen
 
 
+@pytest.mark.slow
 def test_r2d_is_audited_on_shadow_models_that_replay_their_own_epochs(
     long_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,6 +228,7 @@ def test_a_run_without_epochs_has_nothing_to_choose(run: Run) -> None:
         choose_back(run, "samples:7")
 
 
+@pytest.mark.slow
 def test_rounds_of_a_federation_are_epochs_of_shadow_models_by_their_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

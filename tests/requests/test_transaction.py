@@ -136,14 +136,15 @@ def test_a_request_that_is_killed_at_any_file_operation_is_repeated(trained: Run
     assert check_every_place(trained, tmp_path, killed_at, every) > 60
 
 
-@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [19, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_full_disk_leaves_nothing_behind_and_the_request_is_repeated(
     trained: Run, tmp_path: Path, every: int
 ) -> None:
     assert check_every_place(trained, tmp_path, full_at, every) > 60
 
 
-@pytest.mark.parametrize("every", [19, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [1, 19])
 def test_a_federation_that_is_killed_at_a_file_operation_is_repeated(
     federation: Run, tmp_path: Path, every: int
 ) -> None:

@@ -140,6 +140,7 @@ def test_trials_are_the_run_that_is_reported(context: RunContext) -> None:
     assert 0 <= found.best.score <= 1
 
 
+@pytest.mark.slow
 def test_no_test_image_is_needed(context: RunContext) -> None:
     without_test = replace(context, data=replace(context.data, test=context.data.test.subset([])))
     found = tune_method(without_test, REQUEST, "ssd", Budget(images=500))

@@ -190,8 +190,8 @@ def test_a_changed_model_or_record_is_refused(digits_run: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_killed_process_ends_with_the_same_bytes_as_one_left_alone(tmp_path: Path, kills: int) -> None:
-    settings = TrainSettings(data="digits", epochs=3, batch_size=64, lr=0.05, threads=1)
-    flags = ["--epochs", "3", "--batch-size", "64", "--lr", "0.05", "--threads", "1", "--out"]
+    settings = TrainSettings(data="digits", epochs=2, batch_size=64, lr=0.05, threads=1)
+    flags = ["--epochs", "2", "--batch-size", "64", "--lr", "0.05", "--threads", "1", "--out"]
     command = [sys.executable, "-m", "fedortho", "train", "--data", "digits", *flags]
     train_run(tmp_path / "whole", settings)
     for _ in range(kills):

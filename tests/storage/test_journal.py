@@ -268,6 +268,7 @@ def test_a_writer_waits_as_long_as_it_takes_and_says_so(tmp_path: Path, monkeypa
     assert f"waiting for the journal in {tmp_path}" in told[0]
 
 
+@pytest.mark.slow
 def test_twenty_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
     writers = [writer(tmp_path, f"w{number}", 4) for number in range(20)]
     for process, _ in writers:
