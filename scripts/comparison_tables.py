@@ -178,6 +178,17 @@ def costs() -> str:
     return grid(header, rows) + origin(read("costs"))
 
 
+def paper_costs() -> str:
+    """What a class request would send and compute at the size of the paper's Fig. 5."""
+    rows = []
+    for row in read("paper-costs")["rows"]:
+        sent = ["–" if row[key] is None else f"{short_number(row[key])}B" for key in ("bytes_down", "bytes_up")]
+        flops = [f"{short_number(value)}FLOPs" for value in (row["flops"], row["flops"] - row["kept_flops"])]
+        rows.append([row["method"], str(row["rounds"] or "–"), *sent, *flops, row["source"]])
+    header = ["method", "rounds", "down, all clients", "up, all clients", "everything counted", "kept by everybody", ""]
+    return grid(header, rows) + origin(read("paper-costs"))
+
+
 def shares(ends: tuple[float, ...]) -> str:
     return " / ".join(f"{share:.0f}" for share in ends)
 

@@ -18,6 +18,7 @@ from comparison_tables import (
     comparison_small,
     cost_figures,
     costs,
+    paper_costs,
     searches,
 )
 from decision_table import decision
@@ -279,6 +280,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "comparison-small": comparison_small,
     "searches": searches,
     "costs": costs,
+    "paper-costs": paper_costs,
     "requests": requests,
     "profile": profile,
     "cheaper": cheaper_sentences,
