@@ -20,6 +20,9 @@ def test_the_plan_counts_networks_reference_models_and_cells(monkeypatch) -> Non
     assert plans[0].hours * 3600 == 150 * 45_000 * 0.001, "150 epochs, a tenth is held out"
     assert plans[2].hours * 3600 == 200 * 90_000 * 0.001
     assert plans[0].gigabytes == (3 * 10**6 + 128 * 10**7) / 1e9
+    (parted, *_) = plan_experiment(load_experiment("unlearning_res50", "paper", accumulate=4))
+    assert parted.gigabytes == (3 * 10**6 + 32 * 10**7) / 1e9
+    assert parted.text.endswith("0.3 GB at batch 128 in 4 parts")
     (*_, federated) = plan_experiment(load_experiment("continuous_unlearning_comparison", "paper"))
     assert (federated.networks, federated.references) == (3, 0)
     assert federated.cells == 3 * (1 + 5 * 2), "the original, and two methods that serve five requests"

@@ -31,14 +31,16 @@ class NetworkPlan:
     cells: int  # rows with values, for each seed
     hours: float  # of one training
     batch_size: int
-    gigabytes: float  # weights, gradients, momentum and activations of a batch
+    gigabytes: float  # weights, gradients, momentum and activations of a batch, or of a part of it
+    parts: int = 1  # of a batch, one after the other
 
     @property
     def text(self) -> str:
         """In words."""
         name = "{model} on {data}, {split}, orthogonal layers: {ortho}".format_map(dict(self.key))
         number = f"{self.networks} networks and {self.references} reference models, {self.cells} cells"
-        return f"{name}: {number}; {self.hours:,.1f} hours each, {self.gigabytes:.1f} GB at batch {self.batch_size}"
+        batch = f"{self.batch_size}{f' in {self.parts} parts' if self.parts > 1 else ''}"
+        return f"{name}: {number}; {self.hours:,.1f} hours each, {self.gigabytes:.1f} GB at batch {batch}"
 
 
 def plan_experiment(experiment: Experiment, *, data_dir: str = "", device: str = "auto") -> list[NetworkPlan]:
@@ -62,7 +64,7 @@ def plan_experiment(experiment: Experiment, *, data_dir: str = "", device: str =
         seconds = passes * probe.seconds + penalties * flops * probe.seconds / probe.flops
         memory = probe.weight_bytes * 3 + probe.image_bytes * -(-settings.batch_size // settings.accumulate)
         references = seeds * requests * is_retrained
-        effort = (seeds, references, cells, seconds / 3600, settings.batch_size, memory / 1e9)
+        effort = (seeds, references, cells, seconds / 3600, settings.batch_size, memory / 1e9, settings.accumulate)
         plans.append(NetworkPlan(network_key(settings), *effort))
     return plans
 
