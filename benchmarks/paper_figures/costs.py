@@ -44,6 +44,8 @@ def cost_figure(costs: Mapping[str, Cost], ours: str = "hide", standard: str = "
 
 
 def _log_bars(ax: "Axes", values: Mapping[str, float], ours: str) -> None:
+    from matplotlib.ticker import LogLocator
+
     known = [value for value in values.values() if value > 0]
     low, high = min(known, default=1.0), max(known, default=1.0)
     start = 10 ** (math.floor(math.log10(low)) - 1)
@@ -53,6 +55,8 @@ def _log_bars(ax: "Axes", values: Mapping[str, float], ours: str) -> None:
         text = short_number(value) if value > 0 else "none"
         ax.text(max(value, start) * 1.15, place, text, va="center", fontsize=7.5)
     ax.set_xscale("log")
+    ax.xaxis.set_major_locator(LogLocator(numticks=5))
+    ax.xaxis.set_major_formatter(lambda value, _: short_number(value))  # names are no mathematics, so powers are not
     ax.set_xlim(start, high * 10 ** (0.25 * math.log10(high / start)))
     ax.set_yticks(range(len(values)), list(values))
     grid_lines(ax, "x")
