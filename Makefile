@@ -55,7 +55,7 @@ types: $(STAMP)
 pytest: $(STAMP)
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -n 2 --dist loadscope --no-loadscope-reorder
 
-test-slow: $(STAMP)  ## Ray, a loopback SuperLink with TLS and keys, and longer cases (about ten minutes)
+test-slow: $(STAMP)  ## Ray, a loopback SuperLink with TLS and keys, and longer cases (an hour or more)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch -e '.[dev,simulation]'
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -m slow tests
 

@@ -23,10 +23,10 @@ from fedortho.engines.cost import Cost
 from fedortho.errors import BadCheckpoint, FedOrthoError
 from fedortho.evaluation.metrics import Metric
 from fedortho.methods.hide import Hide
-from fedortho.reports.gallery import audit_pictures, draw_gallery
+from fedortho.reports.gallery import draw_gallery
 from fedortho.reports.page import LEFT_OUT, SECTIONS, original_for, render, verdict_of, without_images, write_report
 from fedortho.reports.pictures import Example, Gallery, Picture, as_pictures, thumbnail
-from fedortho.reports.summary import Report, audit_scale
+from fedortho.reports.summary import Report
 from fedortho.reports.tables import plain
 from fedortho.requests.forgetting import serve_request
 from fedortho.requests.references import find_original, find_references, reference_settings
@@ -354,13 +354,6 @@ def test_a_served_request_records_its_trials(forgot: Run) -> None:
     assert set(entry["trials"][0]) == {"ratio", "scrub", "forget", "retain"}
 
 
-def test_audits_without_details_give_no_picture_and_foreign_ones_are_left_alone() -> None:
-    assert audit_pictures([AuditResult("PASS", ""), AuditResult("PASS", "", details={"stages": [1, 2]})]) == []
-    first, second = audit_pictures(RECORD.audits)
-    assert (first.name, second.name) == ("probe", "relearning")
-    assert second.finding.endswith("after forgetting 12, retrained without it over 60")
-
-
 def test_a_report_is_one_call_and_a_request_can_be_chosen(fresh: Run, tmp_path: Path) -> None:
     remarks: list[str] = []
     write_json(fresh.path / "verdict.json", VERDICT | {"request": "class:4"})
@@ -370,14 +363,6 @@ def test_a_report_is_one_call_and_a_request_can_be_chosen(fresh: Run, tmp_path: 
     text = page.read_text(encoding="utf-8")
     assert "<title>Class 3 was not audited</title>" in text
     assert plain(VERDICT["sentence"]) not in text, "the verdict is on another request"
-
-
-def test_the_layers_of_the_probe_stand_in_the_order_of_the_network() -> None:
-    sorted_by_json = {"fc": 0.9, "features.11": 0.7, "features.4": 0.4}
-    depths = ["features.4", "features.11", "fc"]
-    audit = AuditResult("PASS", "", details={"stages": {"unlearned": sorted_by_json}, "depths": depths})
-    (picture,) = audit_pictures([audit])
-    assert picture.finding == "At fc a linear probe finds the forget set in 90.0 % after forgetting"
 
 
 def test_a_refused_request_has_a_page_that_says_why(forgot: Run, tmp_path: Path) -> None:
@@ -406,14 +391,3 @@ def test_the_journal_and_the_level_are_named(forgot: Run) -> None:
     (mine,) = [entry for entry in entries if entry.after == forgot.record.model.digest]
     assert f"entry {mine.number}, head {mine.hash[:16]}" in text, "later entries do not change a page"
     assert re.search(r"<dd>forgotten \d{4}-\d\d-\d\d \d\d:\d\d UTC</dd>", text)
-
-
-def test_an_audit_places_the_model_between_the_original_and_a_retrained_one() -> None:
-    scale = audit_scale(AuditResult("FAIL", "", 0.3, 0.1, unlearned=0.8, original=0.9, reference=0.5, name="C1"))
-    assert scale is not None
-    assert scale.model == pytest.approx(30.0), "a quarter of the way from 10 to 90"
-    assert scale.limit == pytest.approx(70.0)
-    assert [text for _, _, text in scale.numbers] == ["90.0 %", "80.0 %", "50.0 %"]
-    assert audit_scale(AuditResult("PASS", "", 0.0, 0.1, unlearned=0.8, original=0.9, name="C1")) is None
-    alike = AuditResult("PASS", "", 0.0, 0.1, unlearned=0.8, original=0.9, reference=0.9, name="C1")
-    assert audit_scale(alike) is None, "no scale where the original is as a retrained model"

@@ -334,6 +334,17 @@ def test_climbing_needs_a_reference_and_audits(run: Run, tmp_path: Path) -> None
     assert not (tmp_path / "new").exists()
 
 
+def test_where_much_is_lost_the_advice_is_more_passes_and_for_several_requests_retraining(run: Run) -> None:
+    served = forget_run(run, "class:3", Regrow(epochs=1), level="erase")
+    lost = replace(served, retain_paid=0.05, record=replace(served.record, retain_paid=0.05))
+    assert "5.0% of retain accuracy; more passes keep more: --set epochs=3;" in lost.advice
+    assert (
+        "retrain before the next one"
+        in replace(served, retain_paid=0.05, record=replace(lost.record, retain_paid=0.01)).advice
+    )
+    assert not replace(served, retain_paid=0.01).advice
+
+
 def test_a_federation_erases_a_class_and_its_clients_have_the_patch(tmp_path: Path) -> None:
     run = train_federation(tmp_path / "run", replace(FEDERATION, clients=2, rounds=1))
     served = forget_run(run, "class:3", Regrow(epochs=1, crop=0, flip=0.0), level="erase", out=tmp_path / "new")

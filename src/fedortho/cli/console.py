@@ -93,8 +93,8 @@ def print_served(served: ServedRequest, run_path: Path) -> None:
     if len(record.all_forgotten) > 1:
         every = ", ".join(f"{request} {share:.1%}" for request, share in record.all_forgotten.items())
         say(f"forget accuracy of all requests: {every}; retain accuracy lost in all: {served.retain_paid:.1%}")
-    if served.advise_retraining:
-        say(("these requests have lost much retain accuracy: retrain before the next one", "yellow"))
+    if served.advice:
+        say((served.advice, "yellow"))
     if served.run is not None:
         say(f"{'was written before' if served.was_finished else 'written'} to {served.run.path}")
     for copy in served.copies:

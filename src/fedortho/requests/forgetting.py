@@ -32,6 +32,7 @@ from fedortho.federated.server import (
 from fedortho.federated.transport import append_wire_log
 from fedortho.methods import unlearn
 from fedortho.methods.method import CannotServe, ForgetResult, Method
+from fedortho.methods.regrow import Regrow
 from fedortho.methods.retrain import Retrain
 from fedortho.models.patch import patch_between, write_undo
 from fedortho.models.predictions import accuracy
@@ -82,8 +83,17 @@ class ServedRequest:
     rewind: RewindPlan | None = None  # of a run that was trained again from a round before it met the data
 
     @property
-    def advise_retraining(self) -> bool:
-        return self.retain_paid > RETRAIN_AFTER
+    def advice(self) -> str:
+        """What to do where much retain accuracy was lost; empty if it was not."""
+        if self.retain_paid <= RETRAIN_AFTER:
+            return ""
+        if self.record.method == Regrow.name and self.record.retain_paid > RETRAIN_AFTER:
+            more = 3 * int(self.record.settings["epochs"])
+            return (
+                f"erasing lost {self.record.retain_paid:.1%} of retain accuracy; more passes keep more: --set "
+                f"epochs={more}; --set stages=1 --set frozen=true keeps earlier stages and what they know of the class"
+            )
+        return "these requests have lost much retain accuracy: retrain before the next one"
 
 
 def forget_run(

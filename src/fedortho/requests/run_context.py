@@ -1,5 +1,6 @@
 """A run opened for methods: its data, its clients, and a new engine for each method."""
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -19,13 +20,16 @@ from fedortho.evaluation.accuracies import accuracies_of
 from fedortho.federated.server import copied_clients, federated_engine, local_grid, patches_of
 from fedortho.methods import find_method, make_method
 from fedortho.methods.method import Method, Schedule
+from fedortho.methods.regrow import Regrow
 from fedortho.methods.retrain import Retrain
 from fedortho.runs.record import Accuracies
 from fedortho.runs.run import Run, served_requests
-from fedortho.runs.settings import FederateSettings
+from fedortho.runs.settings import FederateSettings, TrainSettings
 from fedortho.statistics.ledger import load_ledger
 from fedortho.storage.settings import field_types
 from fedortho.training.recipe import Recipe
+
+REGROWN = 0.03  # passes of regrow, as a share of those of the training
 
 
 @dataclass(frozen=True)
@@ -81,9 +85,23 @@ def method_for_run(run: Run, name: str, *settings: Mapping[str, Any]) -> Method:
     if issubclass(kind, Recipe):
         own = {field.name: getattr(run.settings, field.name) for field in fields(Recipe)}
         own["epochs"] = run.settings.passes.planned
+    if issubclass(kind, Regrow):
+        own["epochs"] = regrow_passes(run.settings)
     if "updates" in field_types(kind):
         own["updates"] = str(run.path / "updates")
     if "kept" in field_types(kind):
         own["kept"] = str(run.path / run.settings.passes.unit)
     chosen = () if issubclass(kind, Retrain) else settings  # retraining is the standard: nothing of it is chosen
     return make_method(name, own, *chosen)
+
+
+def regrow_passes(settings: TrainSettings) -> int:
+    """How many passes `regrow` takes on a run: a share of those of its training, two at least.
+
+    >>> regrow_passes(TrainSettings(epochs=6)), regrow_passes(TrainSettings(epochs=150))
+    (2, 5)
+    """
+    passes = float(settings.epochs)
+    if isinstance(settings, FederateSettings):
+        passes *= settings.rounds * settings.fraction
+    return max(Regrow().epochs, math.ceil(REGROWN * passes))
