@@ -20,6 +20,7 @@ from published import CLASSES, imported
 from result_files import add_row, read_results
 
 from fedortho.data.request import ForgetRequest
+from fedortho.engines.cost import flops_per_image
 from fedortho.errors import Busy
 from fedortho.methods import unlearn
 from fedortho.requests.run_context import RunContext, method_for_run, open_context
@@ -32,6 +33,7 @@ TRIED: tuple[Mapping[str, Any], ...] = (
     {"epochs": 2},
     {"epochs": 5},
     {"epochs": 10},
+    {"epochs": 5, "frozen": True},
     {"epochs": 3, "stages": 1, "frozen": True},
 )
 CHOSEN: Mapping[str, Any] = {}
@@ -80,10 +82,16 @@ def measured(context: RunContext, request: str, split: str, settings: Mapping[st
     shares = {when: {"forget": one.forget, "retain": one.retain} for when, one in found.items()}
     return shares | {
         "flops": result.cost.flops,
-        "share of 200 epochs": getattr(method, "epochs", 0) / TRAINED,
+        "share": result.cost.flops / training_flops(context),
         "cpu-seconds": round(seconds),
         "digest": result.patch.after,
     }
+
+
+def training_flops(context: RunContext) -> float:
+    """Of the training by its publisher, without what it computed beside forward and backward passes."""
+    images = context.data.train
+    return float(TRAINED * len(images) * flops_per_image(context.run.load_model(), images.shape)[1])
 
 
 if __name__ == "__main__":

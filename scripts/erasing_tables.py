@@ -45,6 +45,22 @@ def regrow_tried() -> str:
     return grid([*header, "% of the FLOPs of retraining"], rows) + origin(result)
 
 
+def published_erasing() -> str:
+    """What `erase` keeps of a network that was trained for long elsewhere."""
+    result, rows = read("published-erasing"), []
+    for row in sorted(result["rows"], key=lambda row: (row["split"] == "test", row["share"])):
+        split = "validation" if row["split"] == "valid" else "test"
+        before, after = ([100 * row[when][key] for key in ("forget", "retain")] for when in ("before", "after"))
+        ends = [
+            f"{after[0]:.1f} ({before[0]:.1f})",
+            f"{after[1]:.1f} ({before[1]:.1f})",
+            f"{after[1] - before[1]:+.1f}",
+        ]
+        rows.append([row["request"], split, row["settings"], *ends, f"{row['share']:.1%}"])
+    header = ["request", "images", "settings of regrow", "forget % (before)", "retain % (before)", "change"]
+    return grid([*header, "FLOPs of 200 epochs"], rows) + origin(result)
+
+
 def erasing() -> str:
     """The final protocol: what each method leaves and costs, one row for each network, class and method."""
     if not (RESULTS / "erasing.json").exists():

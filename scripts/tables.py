@@ -22,7 +22,7 @@ from comparison_tables import (
     searches,
 )
 from decision_table import decision
-from erasing_tables import erasing, erasing_figures, regrow, regrow_tried
+from erasing_tables import erasing, erasing_figures, published_erasing, regrow, regrow_tried
 from federation_tables import kills, malice, malice_training, million, rewind, scale, server_view
 from membership_tables import membership, membership_federation, membership_setting
 from request_tables import forgetting, profile, requests, sequence
@@ -290,6 +290,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "calibration": calibration,
     "published": published,
     "erasing": erasing,
+    "published-erasing": published_erasing,
     "theory": theory,
     "membership": membership,
     "membership-setting": membership_setting,
