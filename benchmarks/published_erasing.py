@@ -36,7 +36,7 @@ TRIED: tuple[Mapping[str, Any], ...] = (
     {"epochs": 5, "frozen": True},
     {"epochs": 3, "stages": 1, "frozen": True},
 )
-CHOSEN: Mapping[str, Any] = {}
+CHOSEN: Mapping[str, Any] = {"epochs": 10}
 KEY = ("request", "split", "settings")
 
 

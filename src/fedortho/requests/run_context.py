@@ -29,7 +29,8 @@ from fedortho.statistics.ledger import load_ledger
 from fedortho.storage.settings import field_types
 from fedortho.training.recipe import Recipe
 
-REGROWN = 0.03  # passes of regrow, as a share of those of the training
+REGROWN = 0.05  # passes of regrow, as a share of those of the training
+UNKNOWN = 10  # passes of regrow where nobody knows how long the model was trained
 
 
 @dataclass(frozen=True)
@@ -96,12 +97,12 @@ def method_for_run(run: Run, name: str, *settings: Mapping[str, Any]) -> Method:
 
 
 def regrow_passes(settings: TrainSettings) -> int:
-    """How many passes `regrow` takes on a run: a share of those of its training, two at least.
+    """How many passes `regrow` takes on a run: a share of those of its training, and at least two.
 
-    >>> regrow_passes(TrainSettings(epochs=6)), regrow_passes(TrainSettings(epochs=150))
-    (2, 5)
+    >>> [regrow_passes(TrainSettings(epochs=epochs)) for epochs in (6, 150, 0)]  # 0: trained elsewhere
+    [2, 8, 10]
     """
     passes = float(settings.epochs)
     if isinstance(settings, FederateSettings):
         passes *= settings.rounds * settings.fraction
-    return max(Regrow().epochs, math.ceil(REGROWN * passes))
+    return max(Regrow().epochs, math.ceil(REGROWN * passes)) if passes else UNKNOWN
