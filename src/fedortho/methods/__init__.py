@@ -177,13 +177,14 @@ def forget(
     """Make a model forget what the request names; the given model stays as it was.
 
     The model may be wrapped, compiled, in half precision or answer with more than logits; the result's is a plain
-    float32 copy whose answers have the form of the given one's. `data` is what the model was trained on: a dataset or
-    its name, images, a `DataLoader`, a dataset of PyTorch or Hugging Face, or a mapping of those with the keys train,
-    test and valid. `level` is `hide` or `erase`, the default for classes; `method` is instead a name (`directions`,
-    `ssd`, …) or a method with its hyper-parameters. `erase` takes two passes over the retain set: a model that was
-    trained for long keeps more with `method=make_method("regrow", {"epochs": 10})`. The level `exact` needs the recipe of a run: `forget_run`, or
-    `make_method("retrain", …)`. `clients` are the rows that each client holds, for requests that name clients; a
-    `ledger` of the model saves the forward pass over all images.
+    float32 copy whose answers have the form of the given one's. `data` is what the model was trained on: a dataset
+    or its name, images, a `DataLoader`, a dataset of PyTorch or Hugging Face, or a mapping of those with the keys
+    train, test and valid. `level` is `hide` or `erase`, the default for classes; `method` is instead a name
+    (`directions`, `ssd`, …) or a method with its hyper-parameters. `erase` takes two passes over the retain set: a
+    model that was trained for long keeps more with `method=make_method("regrow", {"epochs": 10})`. The level
+    `exact` needs the recipe of a run: `forget_run`, or `make_method("retrain", …)`. `clients` are the rows that
+    each client holds, for requests that name clients; a `ledger` of the model saves the forward pass over all
+    images.
     """
     dataset = as_dataset(data)
     request = as_request(request, dataset)
