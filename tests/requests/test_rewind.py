@@ -8,6 +8,7 @@ import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -221,7 +222,7 @@ def test_climbing_ends_with_a_rewind_where_rounds_were_kept(
     def refuse(_: object) -> None:
         raise NotPassed("no audit passes")
 
-    monkeypatch.setattr(climbing, "_validation", lambda *_: refuse)
+    monkeypatch.setattr(climbing, "_validation", lambda *_: SimpleNamespace(check=refuse))
     request = f"client:{order_of(run)[1]}"
     served, attempts = forget_until_passed(run, request, out=tmp_path / "left")
     assert [attempt.level for attempt in attempts] == ["hide", "exact"]
