@@ -222,11 +222,11 @@ def test_the_plan_tells_steps_costs_and_references(run: Run, reference: Path, tm
     assert [path.name for path in tmp_path.iterdir()] == ["run"], "nothing was written"
 
 
-def test_a_training_that_is_not_known_gives_no_costs(run: Run, tmp_path: Path) -> None:
+def test_where_the_training_is_not_known_costs_are_passes(run: Run, tmp_path: Path) -> None:
     imported = replace(run, settings=replace(run.settings, epochs=0))
     plan = plan_request(imported, CLASS, [("hide", level_method(run, "hide"), tmp_path)], None, JudgeOptions("none"))
     assert plan.lines()[1:] == [
-        f"1. hide, by hide ({MEANINGS['hide']}): cost not known; writes {tmp_path}",
+        f"1. hide, by hide ({MEANINGS['hide']}): 0.03 passes over the training images; writes {tmp_path}",
         "then nothing is audited (--audit none)",
     ]
 

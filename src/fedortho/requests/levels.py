@@ -26,7 +26,7 @@ from fedortho.storage.settings import as_mapping
 PASSES = {"hide": 0.03, "paper": 1 / 3, "directions": 1 / 3}
 
 
-DEEPER = "if that fails once more, with the stages in which a probe of the original finds the class"
+DEEPER = "if it fails, once more with all stages in which a probe of the original finds the class"
 NOT_EXACT = "approximate: what the data taught may still be found"
 
 
@@ -125,6 +125,7 @@ class PlannedStep:
     share_of_training: float | None  # of the FLOPs of the run's training; None: not known
     seconds: float | None
     note: str = ""  # what must be known of it
+    passes: float | None = None  # over the training images
 
     def __str__(self) -> str:
         what = f"{self.level}, by {self.method} ({MEANINGS[self.level]})" if self.level else f"by {self.method}"
@@ -135,7 +136,9 @@ class PlannedStep:
         """Its share of the training's computation, and time."""
         share, time = self.share_of_training, "" if self.seconds is None else f" ({spoken_time(self.seconds)})"
         if share is None:
-            return f"cost not known{time}"
+            return (
+                f"cost not known{time}" if self.passes is None else f"{self.passes:g} passes over the training images"
+            )
         return f"about {share:.{0 if share > 0.05 else 1}%} of the training's computation{time}"
 
 
@@ -210,4 +213,4 @@ def _planned(run: Run, level: str, method: Method, out: Path) -> PlannedStep:
         epochs, note = passes - begin, f"back to {unit[:-1]} {begin} of {passes}, which has met the data; {NOT_EXACT}"
     share = epochs / passes if passes and epochs is not None else None
     time = share * seconds if share is not None and seconds else None
-    return PlannedStep(level, method.name, as_mapping(method), str(out), share, time, note)
+    return PlannedStep(level, method.name, as_mapping(method), str(out), share, time, note, epochs)
