@@ -4,9 +4,11 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 
 from fedortho.errors import BadCheckpoint, Busy, FedOrthoError
 from fedortho.storage.files import (
@@ -30,6 +32,25 @@ def test_a_place_that_cannot_be_written_is_told_before_the_work(tmp_path: Path) 
     for place in (tmp_path / "none", Path("/proc")):  # not even root writes there
         with pytest.raises(FedOrthoError, match=f"{place} cannot be written"):
             check_writable(place)
+
+
+def test_a_new_place_that_another_process_takes_for_a_left_over_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken, acquire = list[str](), FileLock.acquire
+
+    def removed_at_first(lock: FileLock, *words: Any, **more: Any) -> Any:
+        if not taken:
+            taken.append(lock.lock_file)
+            Path(lock.lock_file).parent.rmdir()
+            os.open(lock.lock_file, os.O_CREAT)  # as filelock does, after it has made sure that the directory is there
+        return acquire(lock, *words, **more)
+
+    monkeypatch.setattr(FileLock, "acquire", removed_at_first)
+    write_json(tmp_path / "x.json", [1])
+    assert read_json(tmp_path / "x.json") == [1]
+    assert taken
+    assert os.listdir(tmp_path) == ["x.json"]
 
 
 def test_tensors_and_their_note_survive_the_round_trip(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +59,20 @@ def private_place(path: Path) -> Iterator[Path]:
     for left in path.parent.glob(f".{glob.escape(path.name)}{TEMPORARY}*"):
         with suppress(Timeout, OSError), FileLock(left / "lock", timeout=0):  # a writer who lives has the lock
             shutil.rmtree(left, ignore_errors=True)
-    place = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}{TEMPORARY}"))
+    place, lock = _locked_place(path)
     try:
-        with FileLock(place / "lock"):  # makes the directory again if another process took it for a left-over
+        with lock:
             yield place
     finally:
         shutil.rmtree(place, ignore_errors=True)
+
+
+def _locked_place(path: Path) -> tuple[Path, AbstractContextManager[object]]:
+    """A new directory beside `path` and its lock; one that another process takes for a left-over first is given up."""
+    while True:
+        place = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}{TEMPORARY}"))
+        with suppress(FileNotFoundError, FileExistsError):  # the latter: found by mkdir, and gone when it looked
+            return place, FileLock(place / "lock").acquire()
 
 
 def state_directory() -> Path:
