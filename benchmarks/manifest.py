@@ -5,8 +5,8 @@
 
 benchmarks/manifest.json names every network by its digest and has the settings that it is trained by. The first command
 trains what is missing in DIR (benchmarks/networks by default, which git ignores), resumes what was stopped, and refuses
-by name a network with other weights. Several processes can share the work. The second command writes the manifest from
-the networks in DIR, for instance after training on a processor that rounds differently.
+by name a network with other weights, unless it was trained on another kind of processor, which rounds differently.
+Several processes can share the work. The second command writes the manifest from the networks in DIR.
 
 The class of the comparison was drawn before any of its networks was trained, from the classes on which no choice of
 ours was made (0 and 3 served as examples): `random.Random("fedortho comparison 2026-11-16").sample([1, 2, 4, 5, 6, 7,
@@ -76,14 +76,19 @@ def open_network(directory: Path, name: str, data_dir: str) -> Run:
 
 
 def check_digest(run: Run) -> Run:
-    """The run itself; a network of the manifest with other weights is refused by name."""
-    name, listed = run.path.name, read_json(MANIFEST)
-    digest = run.record.model.digest
-    if name in listed and digest != listed[name]["digest"]:
+    """The run itself; a network with other weights than the manifest's is refused by name.
+
+    One that was trained on another kind of processor, which rounds differently, is told and taken.
+    """
+    name, digest, processor = run.path.name, run.record.model.digest, run.record.environment.processor
+    listed = read_json(MANIFEST).get(name, {"digest": digest})
+    if digest != listed["digest"] and processor == listed["processor"]:
         raise BadCheckpoint(
-            f"{run.path} has digest {digest}; benchmarks/manifest.json expects {listed[name]['digest']} for {name}; "
+            f"{run.path} has digest {digest}; benchmarks/manifest.json expects {listed['digest']} for {name}; "
             "delete the directory to train it again, or write a manifest of your networks with --update"
         )
+    if digest != listed["digest"]:
+        print(f"{name} was trained on {processor}, that of the manifest on {listed['processor']}", file=sys.stderr)
     run.load_model()  # refuses tensors that run.json does not describe
     return run
 
@@ -99,6 +104,7 @@ def write_manifest(directory: Path) -> None:
         settings = {key: value for key, value in as_mapping(run.settings).items() if key not in ("data-dir", "device")}
         listed[run.path.name] = {
             "digest": run.record.model.digest,
+            "processor": run.record.environment.processor,
             "data-digest": run.record.data.digest,
             "settings": {key: value for key, value in settings.items() if key in STATED or value != default[key]},
             "result": to_json(run.record.result),

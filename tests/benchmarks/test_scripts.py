@@ -53,7 +53,7 @@ def test_the_manifest_has_valid_settings_and_one_name_per_digest() -> None:
 
 
 def test_a_network_that_is_missing_is_trained_and_one_with_other_weights_is_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     manifest = script("manifest", monkeypatch)
     monkeypatch.setattr(manifest, "MANIFEST", tmp_path / "manifest.json")
@@ -71,6 +71,10 @@ def test_a_network_that_is_missing_is_trained_and_one_with_other_weights_is_refu
     (tmp_path / "manifest.json").write_text(json.dumps(listed))
     with pytest.raises(BadCheckpoint, match=r"elsewhere/tiny .*0000"):
         manifest.open_network(elsewhere, "tiny", "")
+    listed["tiny"]["processor"] = "abacus"  # it rounds differently
+    (tmp_path / "manifest.json").write_text(json.dumps(listed))
+    assert manifest.open_network(elsewhere, "tiny", "").path == elsewhere / "tiny"
+    assert "abacus" in capsys.readouterr().err
     with pytest.raises(UnknownName, match="no network 'tinny'; did you mean 'tiny'"):
         manifest.open_network(elsewhere, "tinny", "")
 
