@@ -56,6 +56,7 @@ SAMPLES = f"samples:{HERE / 'samples.txt'}"
 CENTRAL = [name for name in METHODS if name != "federaser"]
 ORDER = ("engine", "model", "seed", "request")
 COMMAND = "python benchmarks/comparison.py all|federation"
+WHAT = "methods side by side; test images; costs by what ran"
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,6 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--train-images", type=int, default=0, help="of every method, to try this script; 0: all")
     arguments = parser.parse_args(words)
     bench = Bench(arguments)
-    bench.forget_old_rows()
     bench.work(list(bench.federation_jobs() if arguments.part == "federation" else bench.jobs()))
 
 
@@ -192,7 +192,7 @@ class Bench:
     def is_done(self, job: Job) -> bool:
         if job.part == "tune":
             return job.method in self.tuned(job)
-        return any((row["run"], row["request"], row["label"]) == job.key and "tuned-on" in row for row in self.rows())
+        return any("tuned-on" in row and (row["run"], row["request"], row["label"]) == job.key for row in self.rows())
 
     def is_ready(self, job: Job) -> bool:
         """Whether what the job needs is there: tuned settings, or the reference that another process is training."""
@@ -212,17 +212,13 @@ class Bench:
         return read_json(path) if (path.with_suffix(".trials.json")).exists() and path.exists() else {}
 
     def forget_old_rows(self) -> None:
-        """Rows of an earlier protocol: those for classes go, those of other requests stay until they are measured."""
+        """Drop rows of an earlier protocol, which do not say what was tuned on, of networks that have new ones."""
         with locked(self.out.with_suffix(".writing"), timeout=60):
             rows = self.rows()
-            old = [row for row in rows if "tuned-on" not in row]
-            if any("label" not in row or row["request"].startswith("class:") for row in old):
-                kept = [
-                    {"label": row["method"]} | dict(row)
-                    for row in rows
-                    if "tuned-on" in row or "class:" not in row["request"]
-                ]
-                write_results(self.out, "methods side by side", COMMAND, kept)
+            done = {(row["run"], kind_of(row)) for row in rows if "tuned-on" in row}
+            kept = [row for row in rows if "tuned-on" in row or (row["run"], kind_of(row)) not in done]
+            if len(kept) < len(rows):
+                write_results(self.out, WHAT, COMMAND, kept)
 
     def tune(self, job: Job) -> None:
         data, path = self.data(job.run.path), self.arguments.out / "tuning" / f"{job.tuned}.json"
@@ -274,8 +270,8 @@ class Bench:
             "label": job.label,
             "tuned-on": on,
         }
-        what = "methods side by side; test images; costs by what ran"
-        add_row(self.out, about | values, ("run", "request", "label"), row_order, what, COMMAND)
+        add_row(self.out, about | values, ("run", "request", "label"), row_order, WHAT, COMMAND)
+        self.forget_old_rows()
         print({"label": job.label, "accuracies": values["accuracies"], "refused": row.refused}, flush=True)
 
 
@@ -292,8 +288,14 @@ def find_reference_of(job: Job, references: Path, data_dir: str) -> Run:
     return found
 
 
+def kind_of(row: Mapping[str, Any]) -> str:
+    return str(row["request"]).partition(":")[0]
+
+
 def row_order(row: Mapping[str, Any]) -> Any:
-    return [*(row[word] for word in ORDER), list(METHODS).index(row["method"]), row["label"]]
+    known = list(METHODS)
+    place = known.index(row["method"]) if row["method"] in known else len(known)  # one that is gone since
+    return [*(row[word] for word in ORDER), place, row.get("label", "")]
 
 
 def write_searches(out: Path) -> None:
