@@ -116,6 +116,7 @@ class Bench:
                 assert served.run is not None, "it was written"
                 run = served.run
                 about = {"part": "sequence", "request": request, "level": level, "step": step}
+                about |= {"name": self.names[label]}
                 self.add(about | self.by_class(run.load_model(), self.sequence[:step]))
         everything = f"class:{','.join(map(str, self.sequence))}"
         settings = fo.TrainSettings(**asdict(TRAINING) | {"without": everything})

@@ -76,6 +76,57 @@ def erasing() -> str:
     return grid(header, rows) + origin(result)
 
 
+def small_rows(part: str) -> list[dict[str, Any]]:
+    """The rows of one part of `benchmarks/erasing_small.py`; none before it was run."""
+    rows = read("erasing-small")["rows"] if (RESULTS / "erasing-small.json").exists() else []
+    return [row for row in rows if row["part"] == part]
+
+
+def small_classes() -> str:
+    """Every embedded class but the demo's, erased and hidden, by the full audits."""
+    rows = []
+    for row in small_rows("classes"):
+        retained = [f"{100 * row[when]['retain']:.1f}" for when in ("after", "retrained", "before")]
+        about = [row["name"], row["level"], f"{100 * row['after']['forget']:.1f}", " / ".join(retained)]
+        rows.append([*about, f"{row['share']:.1%}", _probe(row), row["label"]])
+    header = ["class", "level", "forget %", "retain %: after / retrained / original", "FLOPs of retraining"]
+    header += ["C1, worst depth: after / retrained (erase: treated alike) / original", "audits"]
+    return grid(header, rows) + (origin(read("erasing-small")) if rows else "")
+
+
+def small_sequence() -> str:
+    """Five embedded classes one after the other: the newest, the largest of all before, and what is left."""
+    rows = []
+    for row in small_rows("sequence"):
+        shares, name = {each: 100 * share for each, share in row["forgotten"].items()}, row.get("name", "")
+        newest = f"{shares.pop(name):.1f}" if name else "–"
+        largest, retain = f"{max(shares.values()):.1f}" if shares else "–", f"{100 * row['retain']:.1f}"
+        rows.append([row["level"], str(row["step"]), name or "all five at once", newest, largest, retain])
+    return grid(["level", "request", "class", "forget %", "largest of the others forgotten", "retain %"], rows)
+
+
+def small_federation() -> str:
+    """A federation that erases, or hides, a class and then trains on without it."""
+    rows = []
+    for row in small_rows("federation"):
+        is_choice = row["level"] == "choice"
+        ((name, share),) = row["forgotten"].items()
+        when = (
+            f"after {row['step']} further rounds"
+            if row["step"]
+            else "at once"
+            if row["level"] != "before"
+            else "before"
+        )
+        what = f"erase, {row['step']} rounds (validation images)" if is_choice else row["level"]
+        what = "–" if row["level"] == "before" else what
+        sent = f"{row['bytes_up'] / 1e6:.1f} / {row['bytes_down'] / 1e6:.1f}" if "bytes_up" in row else "–"
+        rows.append(
+            [name, what, "at once" if is_choice else when, f"{100 * share:.1f}", f"{100 * row['retain']:.1f}", sent]
+        )
+    return grid(["class", "level", "when", "forget %", "retain %", "MB up / down"], rows)
+
+
 def _probe(found: dict[str, Any]) -> str:
     """The recall of the probe at its worst depth, in each model."""
     probe = found.get("audits", {}).get("C1")

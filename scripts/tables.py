@@ -22,7 +22,16 @@ from comparison_tables import (
     searches,
 )
 from decision_table import decision
-from erasing_tables import erasing, erasing_figures, published_erasing, regrow, regrow_tried
+from erasing_tables import (
+    erasing,
+    erasing_figures,
+    published_erasing,
+    regrow,
+    regrow_tried,
+    small_classes,
+    small_federation,
+    small_sequence,
+)
 from federation_tables import kills, malice, malice_training, million, rewind, scale, server_view
 from membership_tables import membership, membership_federation, membership_setting
 from request_tables import forgetting, profile, requests, sequence
@@ -291,6 +300,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "published": published,
     "erasing": erasing,
     "published-erasing": published_erasing,
+    "erasing-small-classes": small_classes,
+    "erasing-small-sequence": small_sequence,
+    "erasing-small-federation": small_federation,
     "theory": theory,
     "membership": membership,
     "membership-setting": membership_setting,
