@@ -32,6 +32,7 @@ from fedortho.experiments.relations import Membership, SeedRow, over_seeds, pars
 from fedortho.experiments.runner import ProgressHooks, reproduce
 from fedortho.requests import comparing
 from fedortho.requests.comparing import Row
+from fedortho.runs import training
 from fedortho.runs.record import Accuracies
 from fedortho.runs.run import load_run_data, open_run
 from fedortho.runs.settings import TrainSettings
@@ -115,6 +116,22 @@ def test_the_same_seed_gives_the_same_bytes_elsewhere_and_nothing_is_done_twice(
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "one").rglob("*.safetensors")} == outcomes
     other = reproduce(replace(both, seeds=(1,), variants=RATIOS[:1]), tmp_path / "one")
     assert other.rows[0].accuracies != rows[0].accuracies
+
+
+def test_networks_and_references_that_were_trained_elsewhere_are_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = experiment(variants=(MethodVariant("retrain", {}, {}), *RATIOS[:1]))
+    results = reproduce(table, tmp_path / "one")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for folder in ("networks", "references"):
+        for path in (tmp_path / "one" / folder).iterdir():
+            path.rename(elsewhere / f"my-{folder}-{path.name}")
+    monkeypatch.setattr(training, "fit", lambda *_, **__: pytest.fail("it was trained before"))
+    assert timeless(reproduce(table, tmp_path / "two", networks=elsewhere)) == timeless(results)
+    with pytest.raises(FedOrthoError, match="nowhere is no directory"):
+        reproduce(table, tmp_path / "two", networks=tmp_path / "nowhere")
 
 
 @pytest.fixture

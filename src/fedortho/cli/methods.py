@@ -142,6 +142,9 @@ def reproduce_command(
         bool, Option("--early-stem", help="ResNets on Tiny ImageNet with an early-downsampling stem: less memory")
     ] = False,
     accumulate: Annotated[int, Option(help="parts of a batch whose gradients are added: less memory")] = 1,
+    networks: Annotated[
+        Path | None, Option(help="directory of runs: those trained by the same settings are copied, not trained again")
+    ] = None,
     place: Annotated[Path, Option("--out", help="directory of networks and results")] = Path("runs/reproduce"),
     device: Device = "auto",
     plan: Annotated[bool, Option("--plan", help="print networks, cells, hours and memory; train nothing")] = False,
@@ -159,7 +162,8 @@ def reproduce_command(
         _print_plan(plan_experiment(experiment, data_dir=data_dir, device=device), as_json)
         return
     with _each_message_once(), bars() as shown:
-        results = reproduce(experiment, place, data_dir=data_dir, device=device, hooks=_hooks(shown, name))
+        where: dict[str, Any] = {"data_dir": data_dir, "networks": networks, "device": device}
+        results = reproduce(experiment, place, **where, hooks=_hooks(shown, name))
     if as_json:
         say_json(to_json(results))
         return

@@ -1,6 +1,7 @@
 """Run an experiment: train missing networks, forget, measure; every step is on disk and is not repeated."""
 
 import hashlib
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from fedortho.federated.server import train_federation
 from fedortho.methods.method import PlanningMethod
 from fedortho.requests.comparing import compare
 from fedortho.requests.forgetting import forget_run
+from fedortho.requests.references import find_reference, reference_name, reference_settings
 from fedortho.requests.run_context import method_for_run, open_context
 from fedortho.runs.record import Accuracies
 from fedortho.runs.run import Run, load_run_data
@@ -62,23 +64,27 @@ def reproduce(
     out: Path | str = "runs/reproduce",
     *,
     data_dir: str = "",
+    networks: Path | str | None = None,
     device: str = "auto",
     hooks: ProgressHooks = SILENT,
 ) -> ExperimentResults:
     """Run an experiment, given by its name or as `load_experiment` returns it; all rows and checked claims.
 
-    Networks, reference models and outcomes are kept in the directory `out`, and all experiments there share them.
+    Networks, reference models and outcomes are kept in the directory `out`, and all experiments there share them. Runs
+    in the directory `networks` that were trained by the same settings on the same images are copied, not trained again.
     OUT/NAME-SCALE.json holds the results, that of a narrowed table also names its limits; written after each row.
     """
     experiment = load_experiment(experiment) if isinstance(experiment, str) else experiment
-    out, rows = Path(out), list[SeedRow]()
-    networks = located_networks(experiment, data_dir, device)
+    out, rows, before = Path(out), list[SeedRow](), None if networks is None else Path(networks)
+    if before is not None and not before.is_dir():
+        raise FedOrthoError(f"{networks} is no directory of trained networks; give another one, or none")
+    located = located_networks(experiment, data_dir, device)
     used = dict[str, DataSummary]()  # missing data, and other data than the paper's, are refused before any training
-    for settings in {network.data: network for network in networks}.values():
-        used[settings.data] = summarise_data(
-            experiment, settings.data, load_run_data(settings, progress=hooks.decoding)
-        )
-    order = [replace(settings, seed=seed) for seed in experiment.seeds for settings in networks]
+    digests = dict[str, str]()
+    for settings in {network.data: network for network in located}.values():
+        data = load_run_data(settings, progress=hooks.decoding)
+        used[settings.data], digests[settings.data] = summarise_data(experiment, settings.data, data), data.digest
+    order = [replace(settings, seed=seed) for seed in experiment.seeds for settings in located]
     for number, settings in enumerate(order):
         name = " ".join([str(settings.seed), *network_key(settings).values()])
 
@@ -86,9 +92,17 @@ def reproduce(
             hooks.step(f"{name}: {text}", done, len(order))
 
         on_step("training")
+        if before is not None:
+            take_over(before, settings, digests[settings.data], network_path(out / "networks", settings))
         run = trained(out / "networks", settings, hooks)
+        data = run.load_data()
+        if before is not None:
+            for request in [request_for(words, data) for words in experiment.requests]:
+                wanted = reference_settings(run, request)
+                place = out / "references" / reference_name(run, request, wanted)
+                take_over(before, wanted, digests[settings.data], place)
         serve = _sequence if experiment.is_sequence else _requests
-        for row in serve(experiment, run, run.load_data(), out, replace(hooks, step=on_step)):
+        for row in serve(experiment, run, data, out, replace(hooks, step=on_step)):
             rows.append(replace(row, key={**network_key(settings), **row.key}))
             write_record(out / experiment.file_name, _results(experiment, rows, used))
     return _results(experiment, rows, used)
@@ -115,10 +129,24 @@ def _results(experiment: Experiment, rows: list[SeedRow], used: dict[str, DataSu
     )
 
 
+def network_path(directory: Path, settings: TrainSettings) -> Path:
+    """Where the network with these settings is kept in a directory of runs."""
+    known = {key: value for key, value in as_mapping(settings).items() if key not in FREE}
+    return directory / f"{settings.data}-{settings.model}-seed{settings.seed}-{_digest(known)}".replace(":", "-")
+
+
+def take_over(networks: Path, settings: TrainSettings, digest: str, path: Path) -> None:
+    """Copy a run that was trained by these settings on images with this digest to `path`, if there is one."""
+    found = None if path.exists() else find_reference(networks, settings, digest)
+    if found is not None:
+        part = path.with_name(f".{path.name}.part")
+        shutil.copytree(found.path, part, dirs_exist_ok=True)
+        part.rename(path)
+
+
 def trained(directory: Path, settings: TrainSettings, hooks: ProgressHooks = SILENT) -> Run:
     """The network with these settings in a directory of runs, trained if it is missing."""
-    known = {key: value for key, value in as_mapping(settings).items() if key not in FREE}
-    path = directory / f"{settings.data}-{settings.model}-seed{settings.seed}-{_digest(known)}".replace(":", "-")
+    path = network_path(directory, settings)
     if isinstance(settings, FederateSettings):
         run = train_federation(path, settings, watch=hooks.federation())
     else:
