@@ -48,5 +48,5 @@ def add_row(
     """Add a row to a result file, or replace the row with the same key; safe for several processes at once."""
     with locked(path.with_suffix(".writing"), timeout=60.0):
         rows = read_results(path).rows if path.exists() else ()
-        others = [other for other in rows if any(other[name] != row[name] for name in key)]
+        others = [other for other in rows if any(other.get(name) != row[name] for name in key)]
         write_results(path, what, command, sorted([*others, row], key=order))
