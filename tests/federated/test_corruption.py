@@ -208,6 +208,7 @@ def more_right(sums: Any) -> Any:
     [
         ("0.1.counts", lambda counts: counts * 0 + 400, "0.1.counts is 400; expected at most"),
         ("0.0.counts", lambda counts: counts.astype("float64") * float("nan"), "0.0.counts is float64"),
+        ("0.0.counts", lambda counts: counts * 0, "0.0.counts is 0"),
         ("1.1.sums.right", more_right, "1.1.sums.right is below 0 or above its count"),
         ("1.1.sums.right", lambda sums: sums[:-1], "integers of 8 bits from"),
         ("1.1.sums.right", lambda sums: sums.astype("int64"), "1.1.sums.right is int64"),

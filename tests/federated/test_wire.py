@@ -121,6 +121,14 @@ def test_an_observation_of_no_images_has_no_tensors_and_is_told_from_a_missing_o
         unpack_observations(tensors, queries)
 
 
+def test_sums_over_no_images_are_refused_since_no_bound_on_means_would_hold_them() -> None:
+    queries = [Query((Selection(),), Statistic("peaks"))]
+    seen = Observation({"bn:c": torch.tensor([[1e9]], dtype=torch.float64)}, torch.tensor([5]))
+    tensors, _ = pack_observations([[seen]], queries)
+    with pytest.raises(BadReply, match=r"0\.0\.counts is 0"):
+        unpack_observations(tensors | {"0.0.counts": torch.tensor([0])}, queries)
+
+
 @pytest.mark.parametrize("kind", ["peaks", "moments", "right"])
 def test_sums_of_clients_add_up_to_the_stated_precision_in_any_order(kind: str) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -269,6 +269,8 @@ def _unpacked(part: Tensors, kind: str, at: str, most: int | None) -> Observatio
     counts = part["counts"]
     if counts.dtype != torch.int64 or counts.dim() != 1 or bool((counts < 0).any()):
         raise BadReply(f"{at}.counts is {str(counts.dtype)[6:]}, or negative; expected int64 from 0")
+    if not int(counts.sum()):  # bounds are on means, and such sums have none
+        raise BadReply(f"{at}.counts is 0; expected images, or no sums and its place in empty")
     if most is not None and (bool((counts > most).any()) or int(counts.sum()) > most):
         raise BadReply(f"{at}.counts is {int(counts.max())}; expected at most {most}, which it said it holds")
     sums = {}
