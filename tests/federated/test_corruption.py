@@ -223,6 +223,24 @@ def test_a_refusal_names_the_client_and_the_field(
     assert telling in engine.transport.log[-1].failed[BAD]
 
 
+class Hasty(Corrupting):
+    """The last client's reply comes first, and waits for its turn."""
+
+    def pull_messages(self, message_ids: Any) -> list[Message]:
+        return super().pull_messages(list(message_ids)[::-1])
+
+
+def test_an_early_reply_with_numbers_of_a_kind_that_no_file_holds_is_refused(
+    honest: FederatedEngine, expected: dict[str, Any], tiny_digits: nn.Module
+) -> None:
+    def complex_counts(content: RecordDict) -> RecordDict:
+        return with_counts(content, "0.0.counts", lambda counts: counts.astype("complex128"))
+
+    engine = over(honest, Hasty(honest.transport.grid, "query.observe", complex_counts))  # type: ignore[arg-type]
+    assert outcome(engine, "query.observe", tiny_digits) == expected["query.observe"][1]
+    assert list(engine.transport.log[-1].failed) == [BAD]
+
+
 def test_a_client_cannot_weigh_more_in_the_average_than_its_images(
     honest: FederatedEngine, tiny_digits: nn.Module
 ) -> None:

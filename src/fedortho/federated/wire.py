@@ -79,6 +79,8 @@ def unpack_json(content: "RecordDict") -> tuple[dict[str, Tensor], dict[str, Any
     try:
         value = parse_json(str(content["message"]["json"]))
         tensors = {name: torch.from_numpy(array.numpy()) for name, array in content["tensors"].items()}  # type: ignore[union-attr]  # an ArrayRecord, or it fails here
+        if any(tensor.is_complex() for tensor in tensors.values()):  # safetensors holds no others of NumPy's
+            raise TypeError("complex numbers are in no message")
     except Exception as error:  # whatever a stranger's bytes make the readers of JSON and of arrays raise
         raise BadReply(f"the record is not a fedortho message ({type(error).__name__})") from error
     return tensors, value
