@@ -36,7 +36,7 @@ from fedortho.federated.wire import pack_queries, pack_training_plan, prefixed, 
 from fedortho.models.patch import bind_patch
 from fedortho.models.sites import find_sites
 from fedortho.models.zoo import build_model
-from fedortho.storage.files import read_tensors, write_tensors
+from fedortho.storage.files import read_tensors, tensors_digest, write_tensors
 from fedortho.storage.settings import as_mapping
 from fedortho.training.recipe import Recipe
 from fedortho.unlearning.select import kernel_patch
@@ -211,3 +211,18 @@ def test_a_node_without_number_or_store_is_refused_by_name() -> None:
     with pytest.raises(FedOrthoError, match="store"):
         find_client({"partition-id": 0}, config)
     assert find_client({"partition-id": 0, "store": "here", "data": "mine"}, config).own_data == "mine"
+
+
+def test_a_server_writes_and_reads_no_file_beside_those_of_the_client(client: ClientState, tmp_path: Path) -> None:
+    weights = network().state_dict()
+    with pytest.raises(BadCheckpoint, match="another model"):
+        client.teacher_weights("../../../outside", weights)
+    assert not list(tmp_path.rglob("outside*")), "nothing was written"
+    with pytest.raises(BadCheckpoint, match="another model"):
+        client.teacher_weights("0" * 64, weights)
+    assert client.teacher_weights(tensors_digest(weights), weights).keys() == weights.keys()
+    write_tensors(tmp_path / "foreign.safetensors", weights)
+    plan = pack_training_plan(as_training_plan(Selection()))[1]
+    order = TrainLocal(TASK, Recipe(), plan, {}, align=False, frozen=(), base="../../foreign", num_clients=1)
+    with pytest.raises(FedOrthoError, match="does not have"):
+        train_local(client, {}, order)

@@ -302,6 +302,10 @@ def _build(state: ClientState, task: messages.TaskInfo, tensors: Tensors) -> nn.
 
 def _received_model(state: ClientState, sent: Tensors, plan: TrainingPlan, order: messages.TrainLocal) -> nn.Module:
     """The model that was sent; frozen tensors come from the client's own model if the server left them out."""
+    if order.base not in ("", state.record.model):
+        raise FedOrthoError(
+            f"the server left out tensors of {order.base[:12]!r}, a model that this client does not have"
+        )
     base = read_tensors(state.model_path(order.base))[0] if order.base else base_tensors(sent)
     model = _build(state, order.task, base)
     if plan.adapters is not None:

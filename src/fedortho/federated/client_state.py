@@ -169,6 +169,8 @@ class ClientState:
         own = digest == self.record.model
         path = self.model_path(digest) if own else self.folder / "teachers" / f"{digest}.safetensors"
         if sent and not path.exists():
+            if tensors_digest(sent) != digest:  # which is also the file's name: not any text of the server
+                raise BadCheckpoint(f"the server's teacher {digest[:12]!r} is another model than its digest says")
             write_tensors(path, sent)
         return _read_model(path)
 
