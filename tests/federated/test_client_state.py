@@ -1,5 +1,6 @@
 """A client with images of its own, and what it keeps on its disk."""
 
+import stat
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -226,3 +227,12 @@ def test_a_server_writes_and_reads_no_file_beside_those_of_the_client(client: Cl
     order = TrainLocal(TASK, Recipe(), plan, {}, align=False, frozen=(), base="../../foreign", num_clients=1)
     with pytest.raises(FedOrthoError, match="does not have"):
         train_local(client, {}, order)
+
+
+def test_the_private_key_of_an_exchange_is_never_readable_by_others(
+    client: ClientState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "chmod", lambda path, mode: None)  # the mode that the file begins with
+    client.keep_key("exchange", "secret")
+    assert stat.S_IMODE((client.folder / "key.json").stat().st_mode) == 0o600
+    assert client.take_key("exchange") == "secret"

@@ -32,7 +32,7 @@ from fedortho.runs.run import load_recorded_data, load_run_data
 from fedortho.runs.settings import FederateSettings, held_rows
 from fedortho.statistics.ledger import forget_lines, load_ledger, rebind_ledger
 from fedortho.storage.checkpoints import load_weights
-from fedortho.storage.files import read_tensors, tensors_digest, write_tensors
+from fedortho.storage.files import PRIVATE, read_tensors, tensors_digest, write_tensors
 from fedortho.storage.records import read_record, write_record
 
 
@@ -145,8 +145,7 @@ class ClientState:
 
     def keep_key(self, exchange: str, private: str) -> None:
         """Keep the private key of one exchange of masked sums, in place of any other."""
-        write_record(self.folder / "key.json", ExchangeKey(exchange, private))
-        (self.folder / "key.json").chmod(0o600)
+        write_record(self.folder / "key.json", ExchangeKey(exchange, private), PRIVATE)
 
     def take_key(self, exchange: str) -> str:
         """The private key of this exchange; it is removed, because masks that serve twice do not hide."""

@@ -126,13 +126,13 @@ def copy_file(source: Path, to: Path) -> None:
         shutil.copyfile(source, temporary)
 
 
-def write_text(path: Path, text: str) -> None:
-    with replacing(path) as temporary:
+def write_text(path: Path, text: str, mode: int = 0o666) -> None:
+    with replacing(path, mode) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
-def write_json(path: Path, value: Any) -> None:
-    write_text(path, json.dumps(value, indent=2, sort_keys=True) + "\n")
+def write_json(path: Path, value: Any, mode: int = 0o666) -> None:
+    write_text(path, json.dumps(value, indent=2, sort_keys=True) + "\n", mode)
 
 
 def canonical_json(value: Any) -> str:

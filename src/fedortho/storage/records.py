@@ -43,8 +43,8 @@ def read_record(kind: type[R], path: Path) -> R:
     return from_json(kind, read_json(path), path)
 
 
-def write_record(path: Path, record: Any) -> None:
-    write_json(path, to_json(record))
+def write_record(path: Path, record: Any, mode: int = 0o666) -> None:
+    write_json(path, to_json(record), mode)
 
 
 def is_digest(text: object) -> bool:

@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.util
-import json
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fedortho.errors import BadCheckpoint, FedOrthoError, UnknownName, first_line
-from fedortho.storage.files import PRIVATE, locked, read_json, replacing, state_directory
+from fedortho.storage.files import PRIVATE, locked, read_json, state_directory, write_json
 
 logger = logging.getLogger(__name__)
 TRUSTED = "FEDORTHO_TRUST_CODE"  # environment: names with commas between that may run in this process, or `all`
@@ -48,8 +47,8 @@ def remember_code(*names: str) -> None:
     if not files or files.items() <= _trusted().items():
         return
     try:
-        with locked(_list_path(), timeout=10), replacing(_list_path(), PRIVATE) as temporary:
-            temporary.write_text(json.dumps(_trusted() | files, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        with locked(_list_path(), timeout=10):
+            write_json(_list_path(), _trusted() | files, PRIVATE)
     except (FedOrthoError, OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
         logger.warning("trusted only by this process (%s): set FEDORTHO_STATE to a writable directory", error)
         os.environ[TRUSTED] = ",".join([*filter(None, [os.environ.get(TRUSTED)]), *files])
