@@ -134,6 +134,24 @@ def test_what_accept_refuses_changes_no_client(parts: list[Sets], trained: nn.Mo
     assert tensors_digest(unlearner.model.state_dict()) == tensors_digest(trained.state_dict())
 
 
+def test_a_patch_that_too_few_clients_take_is_served_and_the_others_get_it_later(
+    parts: list[Sets], trained: nn.Module, tmp_path: Path
+) -> None:
+    grid = grid_of(parts, tmp_path)
+    unlearner = fo.Unlearner(grid, trained, timeout=0.3)
+    kept: list[fo.ForgetResult] = []
+
+    def accept(result: fo.ForgetResult) -> None:
+        kept.append(result)
+        grid.silent = {0, 1}
+
+    with pytest.raises(FedOrthoError, match=r"only 1 of 3 clients answered train\.patch"):
+        unlearner.forget("class:3", "logit-mask", accept=accept)
+    grid.silent = set()
+    assert unlearner.sync() == (0, 1, 2), "no client refuses the model of the unlearner"
+    assert tensors_digest(unlearner.model.state_dict()) == kept[0].patch.after
+
+
 def test_a_partitioner_of_flwr_datasets_and_a_loader_are_images(
     parts: list[Sets], trained: nn.Module, tmp_path: Path
 ) -> None:

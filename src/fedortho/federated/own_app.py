@@ -167,8 +167,8 @@ class Unlearner:
         if accept is not None:
             accept(result)
         self._served.append((result.patch, request))
+        self.model = released(result.model)  # before any client changes: too few replies to the patch are an error
         self.confirmed = tuple(engine.send_patch(result.patch, request))
-        self.model = released(result.model)
         tried = {} if result.chosen is None else {"forget": result.chosen.forget, "retain": result.chosen.retain}
         told = {kebab(name): value for name, value in {**asdict(result.cost), **tried}.items()}
         self.metrics = MetricRecord({**told, "clients-confirmed": len(self.confirmed)})
