@@ -115,6 +115,15 @@ def test_an_image_folder_with_splits_names_its_classes_by_folder(tmp_path: Path)
     assert np.array_equal(data.train.pixels[10].permute(1, 2, 0), noise(20))
 
 
+def test_two_folders_of_one_split_are_refused_and_those_of_no_use_are_not(tmp_path: Path) -> None:
+    for folder in ("train", "test", "val", "validation"):
+        folder_of(tmp_path / folder, ["ant", "bee"])
+    assert len(load_images(tmp_path, valid=0.0).train) == 10
+    folder_of(tmp_path / "train-old", ["ant", "bee"], 2)
+    with pytest.raises(BadData, match="train and train-old"):
+        load_images(tmp_path)
+
+
 def test_an_image_folder_without_splits_may_have_a_class_called_train(tmp_path: Path) -> None:
     folder_of(tmp_path, ["bus", "train"])
     data = load_images(str(tmp_path))

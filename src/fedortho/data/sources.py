@@ -227,9 +227,11 @@ def _parquet_splits(directory: Path) -> dict[str, SplitFiles]:
 
 def _folder_splits(directory: Path) -> dict[str, SplitFiles]:
     """The splits of an image folder; a split contains class folders, so a class may be named `train`."""
-    folders = {split_of(child.name): child for child in _subfolders(directory) if _subfolders(child)}
-    if "train" not in folders:
-        folders = {"": directory}
+    named = [(split_of(child.name), child) for child in _subfolders(directory) if _subfolders(child)]
+    folders = dict(named) if "train" in dict(named) else {"": directory}
+    for role in ("train", "test" if "test" in folders else "valid"):
+        if len(same := [child.name for split, child in named if split == role and role in folders]) > 1:
+            raise BadData(f"{directory}: {' and '.join(same)} are both the {role} split; rename or move one of them")
     splits = {}
     for role, folder in folders.items():
         found = [(file, child.name) for child in _subfolders(folder) for file in sorted(child.rglob("*"))]
