@@ -205,7 +205,7 @@ def _is_id(word: str) -> bool:
 def _sample_ids(text: str) -> list[str]:
     """The words of `samples:TEXT`: ids, the lines or a column of a file, or TEXT itself, which names images."""
     if all(SAMPLE.fullmatch(word) for word in text.split(",")):
-        return text.split(",")
+        return [_plain_id(word) for word in text.split(",")]
     table, _, column = text.rpartition(":")
     is_table = table.lower().endswith(".csv")
     path = Path(table if is_table else text).expanduser()
@@ -221,10 +221,20 @@ def _sample_ids(text: str) -> list[str]:
         lines = [line.strip() for line in ((row[column] or "" for row in rows) if rows else stream)]
     except (BadCheckpoint, UnicodeDecodeError, csv.Error) as error:
         raise FedOrthoError(f"samples:{text}: {path} cannot be read ({error}); give a text file") from error
-    words = [word for line in lines for word in (line.split() if all(map(SAMPLE.fullmatch, line.split())) else [line])]
+    parts = [line.split() if all(map(SAMPLE.fullmatch, line.split())) else [line] for line in lines]
+    words = [_plain_id(word) for word in chain.from_iterable(parts)]
     if not words:
         raise FedOrthoError(f"{path} names no sample; write one row, client/row, file name or sha256:DIGEST a line")
     return words
+
+
+def _plain_id(word: str) -> str:
+    """An id as it is written here, so that equal ids are equal words; other words as they are.
+
+    >>> _plain_id("007"), _plain_id("4/020"), _plain_id("007.png")
+    ('7', '4/20', '007.png')
+    """
+    return "/".join(str(int(part)) for part in word.split("/")) if SAMPLE.fullmatch(word) else word
 
 
 def _listed(text: str) -> list[str]:
