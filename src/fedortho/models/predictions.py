@@ -49,14 +49,16 @@ def evaluate(model: nn.Module, images: Images | ImageSource, *, device: torch.de
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; the former mode is restored afterwards."""
-    was_training = model.training
+    """Evaluation mode without gradients; the former mode of every module is restored afterwards."""
+    modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        model.train(was_training)
+        model.train(modes[model])  # a network's own train() may do more than set the modes
+        for module, mode in modes.items():
+            module.training = mode
 
 
 def _answered(
