@@ -14,7 +14,7 @@ from fedortho.data.images import Images, images_from_tensors
 from fedortho.data.sources import load_images
 from fedortho.errors import BadCheckpoint, BadData, BadSetting, FedOrthoError, UnknownName
 from fedortho.models.predictions import accuracy, evaluate
-from fedortho.storage.files import tensors_digest
+from fedortho.storage.files import read_tensors, tensors_digest, write_tensors
 from fedortho.training.loop import Progress, fit
 from fedortho.training.objectives import TrainingSet
 from fedortho.training.orthogonality import ortho_penalty
@@ -130,6 +130,19 @@ def test_a_checkpoint_of_other_settings_or_data_is_refused(tiny: TinyNet, toy: I
         fit(tiny, toy.subset(range(100)), QUICK, checkpoint=file)
     with pytest.raises(BadCheckpoint, match="belongs to other settings, data"):
         fit(tiny, replace(toy, pixels=toy.pixels.flip(0)), QUICK, checkpoint=file)
+    with pytest.raises(BadCheckpoint, match="belongs to other settings, data"):
+        fit(tiny, replace(toy, mean=(0.1,), std=(0.5,)), QUICK, checkpoint=file)  # another preprocessing
+    with pytest.raises(BadCheckpoint, match="belongs to other settings"):
+        fit(tiny, [TrainingSet(toy, given=True)], QUICK, checkpoint=file)  # without augmentation
+    with pytest.raises(BadCheckpoint, match="belongs to other settings"):
+        fit(tiny, toy, QUICK, checkpoint=file, after=1)
+    frozen = copy.deepcopy(tiny)
+    next(frozen.parameters()).requires_grad_(False)
+    with pytest.raises(BadCheckpoint, match="belongs to other settings"):
+        fit(frozen, toy, QUICK, checkpoint=file)
+    tensors, note = read_tensors(file)
+    write_tensors(file, tensors, {key: value for key, value in note.items() if key != "inputs"})
+    assert digest(fit(tiny, toy, QUICK, checkpoint=file)), "one of an earlier version, which did not note them"
     file.write_bytes(file.read_bytes()[:-9])
     with pytest.raises(BadCheckpoint, match="not a complete safetensors file"):
         fit(tiny, toy, QUICK, checkpoint=file)

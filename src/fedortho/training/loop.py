@@ -130,7 +130,7 @@ def fit(
         state.held = _held(state.model, trainable or {})
         state.epoch = after
         if checkpoint is not None:
-            state.belongs_to = _identity(model, state, reference, trainable)
+            state.belongs_to, state.inputs = _identity(model, state, reference, trainable), _inputs(state, after)
             state.resume(Path(checkpoint))
         while state.epoch < recipe.epochs:
             _run_epoch(state, valid, None if checkpoint is None else Path(checkpoint), watch, keep)
@@ -161,7 +161,7 @@ class _State:
         fused = device.type in ("cpu", "cuda")
         self.optimiser = OPTIMISERS[options.optimiser](self.model.parameters(), recipe, fused)
         self.epoch, self.history = 0, list[Epoch]()
-        self.belongs_to = ""
+        self.belongs_to = self.inputs = ""
         self.step_flops: dict[object, int] = {}  # by the number of images and whether the penalty acts
         self.measured: tuple[float, float | None] = (-math.inf, None)  # when the penalty was measured, and its value
         self.begin_epoch()
@@ -210,7 +210,7 @@ class _State:
             "right": int(self.right),
         }
         note |= {"seen": self.seen, "seconds": self.seconds, "history": [asdict(entry) for entry in self.history]}
-        write_tensors(path, tensors, {"belongs_to": self.belongs_to, "progress": note})
+        write_tensors(path, tensors, {"belongs_to": self.belongs_to, "inputs": self.inputs, "progress": note})
 
     def resume(self, path: Path) -> None:
         if not path.exists():
@@ -219,7 +219,8 @@ class _State:
             tensors, note = read_tensors(path)
         except BadCheckpoint as error:
             raise BadCheckpoint(f"{error}; remove it to start again") from error
-        if note.get("belongs_to") != self.belongs_to:
+        is_other = note.get("belongs_to") != self.belongs_to
+        if is_other or note.get("inputs", self.inputs) != self.inputs:  # earlier versions noted none
             raise BadCheckpoint(f"{path} belongs to other settings, data or weights; remove it to start again")
         with damage_named(path):
             self._restore(tensors, note["progress"])
@@ -237,8 +238,15 @@ class _State:
         self.history = [Epoch(**entry) for entry in saved["history"]]
 
 
+def _inputs(state: _State, after: int) -> str:
+    """A digest of what images become, which weights are frozen, and where the training began."""
+    sets = [(each.given, each.images.input_digest) for each in state.training_sets if len(each.images)]
+    frozen = [name for name, weight in state.model.named_parameters() if not weight.requires_grad]
+    return hashlib.sha256(f"{sets} {frozen} {after}".encode()).hexdigest()
+
+
 def _identity(model: nn.Module, state: _State, reference: nn.Module | None, trainable: Mask | None) -> str:
-    """A digest of everything that determines the trained weights; a checkpoint with another one is refused."""
+    """A digest of all else that determines the trained weights; a checkpoint with another one is refused."""
     parts = [json.dumps(asdict(state.recipe), sort_keys=True)]
     for training_set in state.training_sets:
         images = training_set.images
