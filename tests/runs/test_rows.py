@@ -4,6 +4,7 @@ import secrets
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -104,3 +105,26 @@ def test_two_that_purge_at_once_are_both_remembered(monkeypatch: pytest.MonkeyPa
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(cache_module.purge_images, digests.split(1)))
     assert torch.equal(read(), digests[:, :16])
+
+
+def test_an_image_that_is_purged_while_it_is_being_cached_is_not_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "data/train.parquet")
+    data, purges = load_images(str(tmp_path / "data"), valid=0.0), list[Any]()
+    assert data.train.ids is not None
+    digests = data.train.ids.digests[:1]
+    next((tmp_path / "cache").glob("*.safetensors")).unlink()
+    with ThreadPoolExecutor(1) as pool:
+
+        def write_late(*arguments: Any, **named: Any) -> None:
+            purges.append(pool.submit(cache_module.purge_images, digests))
+            time.sleep(0.3)
+            monkeypatch.setattr(cache_module, "write_tensors", write_tensors)
+            write_tensors(*arguments, **named)
+
+        monkeypatch.setattr(cache_module, "write_tensors", write_late)
+        load_images(str(tmp_path / "data"), valid=0.0)
+        purges[0].result()
+    (copy,) = cache_module.decoded_copies(digests)
+    assert (copy.images, copy.removed) == (0, 1)

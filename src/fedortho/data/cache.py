@@ -11,6 +11,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from fedortho.errors import BadCheckpoint, BadData, FedOrthoError
 from fedortho.storage.files import PRIVATE, locked, read_tensors, replacing, write_tensors
 
 logger = logging.getLogger(__name__)
+LONGEST_WAIT = 600.0  # seconds for another process that writes decoded images
 SHORT = 16  # bytes of a SHA-256 by which rows are compared
 UNREADABLE = (BadCheckpoint, KeyError, ValueError, OSError, RuntimeError)
 
@@ -63,16 +65,21 @@ def read_decoded(file: Path) -> DecodedImages:
 
 def write_decoded(file: Path, store: DecodedImages) -> None:
     """Write decoded images to a file of the cache, without those that were forgotten."""
-    gone = forgotten_mask(store.ids).nonzero().flatten()
-    kept, labels = store.pixels[gone], store.labels.clone()
-    store.pixels[gone], labels[gone] = 0, -1
     note = {"test-from-train": store.test_from_train, "names": store.names, "mean": store.mean, "std": store.std}
-    tensors = {"pixels": store.pixels, "labels": labels, "train": store.train, "test": store.test}
+    tensors = {"pixels": store.pixels, "train": store.train, "test": store.test}
     tensors |= {"digests": store.ids.digests, "files": pack_names(store.ids.files)}
-    try:
-        write_tensors(file, tensors, note | {"digest": store.digest}, mode=PRIVATE)
-    finally:
-        store.pixels[gone] = kept  # the caller may still need them
+    with _locked_list():  # a purge finds the file, or this finds what the purge has remembered
+        gone = forgotten_mask(store.ids).nonzero().flatten()
+        kept, labels = store.pixels[gone], store.labels.clone()
+        store.pixels[gone], labels[gone] = 0, -1
+        try:
+            write_tensors(file, tensors | {"labels": labels}, note | {"digest": store.digest}, mode=PRIVATE)
+        finally:
+            store.pixels[gone] = kept  # the caller may still need them
+
+
+def _locked_list() -> AbstractContextManager[None]:
+    return locked(cache_dir() / "forgotten.txt", timeout=LONGEST_WAIT)
 
 
 def pack_names(names: tuple[str, ...]) -> Tensor:
@@ -163,7 +170,7 @@ def purge_images(digests: Tensor) -> list[DataCopy]:
     They are never written to the cache again, and `load_images` leaves them out. Files of versions that did not know
     digests are deleted; their images are decoded again when they are needed.
     """
-    with locked(cache_dir() / "forgotten.txt", timeout=60):
+    with _locked_list():
         every = torch.cat([_forgotten(), digests[:, :SHORT]]).unique(dim=0)
         lines = "".join(f"{bytes(digest).hex()}\n" for digest in every.numpy())
         with replacing(cache_dir() / "forgotten.txt", PRIVATE) as temporary:
