@@ -35,9 +35,13 @@ def choose_device(name: str) -> torch.device:
         choices = ", ".join(kind for kind, is_available in available.items() if is_available)
         raise BadSetting(f"the device {name} is not available; choose from {choices}")
     try:
-        return torch.device(name)
+        device = torch.device(name)
     except RuntimeError as error:
         raise BadSetting(f"the device is {name!r}; expected cpu, mps, cuda or cuda:NUMBER") from error
+    if device.type == "cuda" and (device.index or 0) >= (number := torch.cuda.device_count()):
+        choices = ", ".join(f"cuda:{index}" for index in range(number))
+        raise BadSetting(f"the device {name} is not available; choose from cpu, {choices}")
+    return device
 
 
 def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:

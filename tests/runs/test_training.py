@@ -294,3 +294,11 @@ def test_a_model_that_learnt_nothing_is_told_of_and_so_is_a_class_that_it_never_
     never = score.per_class.index(0.0)
     serve_request(run, data, ForgetRequest.parse(f"class:{never}"), Hide(ratio=0.1), out=None)
     assert "below the target" in caplog.text
+
+
+def test_a_gpu_beyond_those_of_the_machine_is_refused_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device("cuda:1").index == 1
+    with pytest.raises(BadSetting, match="cuda:2 is not available; choose from cpu, cuda:0, cuda:1"):
+        choose_device("cuda:2")
