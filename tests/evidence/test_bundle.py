@@ -14,8 +14,8 @@ from pages import data_pngs, embedded
 from fedortho.audits.verdict import write_verdict
 from fedortho.cli.show import report_command
 from fedortho.data.request import ForgetRequest
-from fedortho.errors import FedOrthoError
-from fedortho.evidence.bundle import BadBundle, make_bundle, open_bundle, read_bundle
+from fedortho.errors import BadRecord, FedOrthoError
+from fedortho.evidence.bundle import BadBundle, _spelled, make_bundle, open_bundle, read_bundle
 from fedortho.evidence.canonical_zip import BadArchive, pack_files
 from fedortho.evidence.contents import RequestFile
 from fedortho.evidence.recheck import reapply_patch, rerun_decision
@@ -301,3 +301,16 @@ def test_a_file_with_a_missing_unknown_or_wrongly_typed_key_is_refused_by_name(m
     ):
         with pytest.raises(BadBundle, match=telling):
             read_bundle(forge(made, {name: edited(made, name, change)}), "x.zip")
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])
+def test_a_manifest_with_a_number_that_is_none_is_refused_in_one_line(number: str) -> None:
+    text = _spelled({"schema": 2, "made-by": 0.25, "files": {}, "signer": None, "digest": ""})
+    with pytest.raises(BadBundle, match=r"manifest\.json is not JSON"):
+        read_bundle(pack_files({"manifest.json": text.replace(b"0.25", number.encode())}), "forged.zip")
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b"])
+def test_the_name_of_a_run_is_that_of_a_directory_in_another(name: str) -> None:
+    with pytest.raises(BadRecord, match="expected the plain name"):
+        RequestFile("class:3", name, 0, ())

@@ -30,7 +30,7 @@ from fedortho.models.patch import Patch, load_patch
 from fedortho.reports.page import without_images
 from fedortho.runs.record import ServedRecord
 from fedortho.runs.run import Run, index_of_request, open_run
-from fedortho.storage.files import canonical_json, file_digest, read_limited, replacing
+from fedortho.storage.files import canonical_json, file_digest, parse_json, read_limited, replacing
 from fedortho.storage.journal import JournalEntry, read_journal
 from fedortho.storage.provenance import environment
 from fedortho.storage.records import from_json, to_json
@@ -234,8 +234,8 @@ def _json(files: Mapping[str, bytes], name: str, source: str) -> dict[str, Any]:
     if name not in files:
         raise BadBundle(f"{source} lacks {name}: it is not a bundle, or is incomplete")
     try:
-        value = json.loads(files[name])
-    except (ValueError, RecursionError) as error:
+        value = parse_json(files[name])
+    except ValueError as error:
         raise BadBundle(f"{source}: {name} is not JSON ({error})") from error
     if not isinstance(value, dict):
         raise BadBundle(f"{source}: {name} is not a mapping")

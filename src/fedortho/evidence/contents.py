@@ -46,7 +46,12 @@ class RequestFile:
     earlier: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        if Path(self.run).name != self.run or len(self.run) > 255 or not self.run.isprintable():
+        if (
+            self.run in ("", "..")
+            or Path(self.run).name != self.run
+            or len(self.run) > 255
+            or not self.run.isprintable()
+        ):
             raise BadRecord(f"request.json: run is {self.run!r:.80}; expected the plain name of a directory")
 
 
