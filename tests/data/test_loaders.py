@@ -187,6 +187,8 @@ def test_what_is_random_is_refused(source: Any) -> None:
         (Rows([(FLOATS[0, 0, 0], 0)]), r"image 0 is \(5,\); expected \(channels, height, width\)"),
         (Rows([("a.png", 0)]), "image 0 is a str; expected a tensor, an array or a PIL image"),
         (Rows([(PIXELS[0].int() * 2, 0)]), "whole numbers outside 0 to 255"),
+        (Rows([(np.full((8, 8), 3000, np.uint16), 0)]), "whole numbers outside 0 to 255"),
+        (Rows([(np.full((8, 8), 2**64 - 1, np.uint64), 0)]), "whole numbers outside 0 to 255"),
         (Rows([(Image.new("I;16", (4, 4)), 0)]), r"image 0 \(mode I;16\) has more than 8 bits per channel"),
         (Rows([(FLOATS[0], 0), (FLOATS[0, :, :4], 1)]), r"image 1 is \(3, 4, 5\), the first \(3, 6, 5\); resize"),
         (

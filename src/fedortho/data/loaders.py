@@ -153,9 +153,12 @@ def _as_pixels(image: Any, is_batch: bool, where: str) -> Tensor:
         pixels = pixels.permute(2, 0, 1)
     if pixels.is_floating_point():
         return pixels.float()
-    if pixels.dtype != torch.uint8 and (int(pixels.min()) < 0 or int(pixels.max()) > 255):
+    if pixels.dtype == torch.uint8:
+        return pixels
+    whole = pixels.long()  # torch compares no unsigned numbers of more bits
+    if int(whole.min()) < 0 or int(whole.max()) > 255:
         raise BadData(f"{where} has whole numbers outside 0 to 255; give uint8 or floats")
-    return pixels.to(torch.uint8)
+    return whole.to(torch.uint8)
 
 
 def plain_picture(image: Any, where: str) -> Any:
