@@ -119,3 +119,12 @@ def test_a_model_that_fails_in_its_own_way_or_answers_with_a_pair_is_refused(own
 def test_one_class_is_too_few() -> None:
     with pytest.raises(BadSetting, match="at least 2 classes"):
         build_model("vgg-mini", num_classes=1)
+
+
+def test_a_network_of_the_table_wakes_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = tensors_digest(build_model("vgg-mini", num_classes=4, seed=5).state_dict())
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # torch warns of these, too
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *_: pytest.fail("a GPU was initialised"))
+    before = torch.get_rng_state()
+    assert tensors_digest(build_model("vgg-mini", num_classes=4, seed=5).state_dict()) == expected
+    assert torch.equal(torch.get_rng_state(), before)

@@ -151,9 +151,10 @@ def build_model(name: str, *, num_classes: int, channels: int = 3, seed: int = 0
     """
     if num_classes < 2:
         raise BadSetting(f"a classifier needs at least 2 classes, not {num_classes}")
-    with torch.random.fork_rng():
-        seed_random(seed)
-        if name in MODELS:
+    is_ours = name in MODELS  # and draws on the CPU; code of others may draw anywhere
+    with torch.random.fork_rng([] if is_ours else None):
+        seed_random(seed, "cpu" if is_ours else "auto")
+        if is_ours:
             return MODELS[name](num_classes, channels)
         if ":" in name:
             return prepare_model(_own_model(name, num_classes, channels), num_classes, name, fold=fold)
