@@ -1,8 +1,11 @@
 """Devices, CPU threads and counted operations."""
 
+import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +16,8 @@ from fedortho.errors import BadSetting
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
 MOST_THREADS = 1024
+CPUINFO = Path("/proc/cpuinfo")
+AMX_TILES = 0x1D  # leaf of CPUID that says how large the tiles of AMX are
 
 
 @contextmanager
@@ -42,6 +47,21 @@ def choose_device(name: str) -> torch.device:
         choices = ", ".join(f"cuda:{index}" for index in range(number))
         raise BadSetting(f"the device {name} is not available; choose from cpu, {choices}")
     return device
+
+
+def check_bfloat16(device: torch.device | str) -> None:
+    """Refuse bfloat16 on a CPU that has AMX and, as in some virtual machines, no leaf about its tiles.
+
+    oneDNN then uses tiles that it has not configured, and the process ends with an illegal instruction.
+    """
+    limit = (os.environ.get("ONEDNN_MAX_CPU_ISA") or "ALL").upper()
+    if torch.device(device).type != "cpu" or (limit not in ("ALL", "DEFAULT") and "AMX" not in limit):
+        return
+    about = CPUINFO.read_text(encoding="utf-8") if CPUINFO.is_file() else ""
+    level = re.search(r"^cpuid level\s*: (\d+)", about, re.MULTILINE)
+    if level and int(level[1]) < AMX_TILES and re.search(r"^flags\s*:.* amx_tile\b", about, re.MULTILINE):
+        why = "this machine announces AMX and hides its tiles, on which oneDNN would end the process"
+        raise BadSetting(f"{why}; give float32, or begin with ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment")
 
 
 def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:

@@ -203,7 +203,8 @@ def test_alignment_of_all_weights_reaches_the_classifier(tiny: TinyNet, toy: Ima
     assert drift(everywhere) < drift(deep)
 
 
-def test_mixed_precision_learns_too(tiny: TinyNet, toy: Images) -> None:
+def test_mixed_precision_learns_too(tiny: TinyNet, toy: Images, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # on any machine
     trained = fit(tiny, toy, replace(QUICK, epochs=8, flip=0.0, precision="bfloat16"))
     assert all(weight.dtype == torch.float32 for weight in trained.parameters())
     assert accuracy(trained, toy) > 0.9

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fedortho.data.images import Images
 from fedortho.data.loaders import ImageSource
-from fedortho.devices import counted_once, seed_random, sum_dtype
+from fedortho.devices import check_bfloat16, counted_once, seed_random, sum_dtype
 from fedortho.errors import BadCheckpoint, BadSetting, FedOrthoError
 from fedortho.models.layout import arranged, memory_format_of
 from fedortho.models.norms import frozen_norms
@@ -119,6 +119,8 @@ def fit(
     check_teachers(training_sets, options, teachers)
     if isinstance(valid, Images) and not len(valid):
         valid = None
+    if recipe.precision == "bfloat16":
+        check_bfloat16(device)
     if recipe.accumulate > 1 and len(training_sets) > 1:
         raise BadSetting(f"accumulate is {recipe.accumulate}; a step over several training sets is not split; give 1")
     if checkpoint is not None and options.optimiser != "sgd":
