@@ -236,3 +236,12 @@ def test_the_private_key_of_an_exchange_is_never_readable_by_others(
     client.keep_key("exchange", "secret")
     assert stat.S_IMODE((client.folder / "key.json").stat().st_mode) == 0o600
     assert client.take_key("exchange") == "secret"
+
+
+def test_a_model_that_is_sent_is_counted_by_its_weights_and_not_by_the_name_it_is_given(client: ClientState) -> None:
+    sent = prefixed("model.", network().state_dict())
+    tensors, *described = pack_queries([Query((Selection("train"),), Statistic("right", "all"))])
+    honest = Observe(TASK, tensors_digest(network().state_dict()), *described, 1, 1)
+    assert observe_images(client, tensors | sent, honest)[1].status == "done"
+    with pytest.raises(FedOrthoError, match="another model"):
+        observe_images(client, tensors | sent, replace(honest, model="0" * 64))

@@ -216,6 +216,8 @@ def observe_images(
         return {}, replace(nothing, status="left")
     if not sent and state.record.model != order.model:
         return {}, replace(nothing, status="other-model")
+    if sent and tensors_digest(sent) != order.model:  # its budget is counted by this digest
+        raise FedOrthoError(f"the server sent another model than {order.model[:12]!r}, as it calls it")
     queries, images = wire.unpack_queries(tensors, order.queries, order.candidates), state.images(order.task)
     known = state.folder / "answered.json"
     guard = QueryGuard(state.policy, known, images.rows[state.client], order.least_group)
