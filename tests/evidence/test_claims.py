@@ -9,9 +9,11 @@ import pytest
 from bundles import all_passed, better, edited, forge, wholly_forged
 from forging import campaign
 
+from fedortho.evidence import claims
 from fedortho.evidence.bundle import BadBundle, open_bundle, read_bundle
 from fedortho.evidence.published_head import publish_head
 from fedortho.evidence.recheck import check_bundle
+from fedortho.reports.pictures import Gallery
 from fedortho.storage.journal import append_entry
 
 
@@ -68,14 +70,14 @@ def test_an_honest_bundle_is_measured_again_and_agrees(judged: Path, tmp_path: P
 def test_without_the_data_every_claim_is_named_as_not_checked(judged: Path) -> None:
     found = states(judged / "evidence.zip")
     assert len(found["checked"]) == 2, "bytes, and that the journal's lines follow from each other"
-    claims = (
+    expected = (
         "the bundle that was made",
         "was published",
         "gives the model after",
         "finds this patch",
         "accuracies, said",
     )
-    for text, claim in zip(found["not checked"], claims, strict=False):
+    for text, claim in zip(found["not checked"], expected, strict=False):
         assert claim in text
     unchecked = " | ".join(found["not checked"])
     assert "the verdict, said to be 'FAILED C1, C3; passed 2 of 6, 2 not run': no audit was repeated here" in unchecked
@@ -120,6 +122,19 @@ def test_each_lie_is_named(judged: Path, tmp_path: Path) -> None:
         "report.html: line",
     ):
         assert lie in str(told.value)
+
+
+def test_details_that_cannot_be_drawn_are_a_lie_and_no_traceback(
+    judged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def bent(value: dict[str, Any]) -> dict[str, Any]:
+        value["audits"][0]["details"]["stages"] = {"unlearned": 3}
+        return value
+
+    monkeypatch.setattr(claims, "draw_gallery", lambda *_, **__: Gallery(()))
+    path = changed(judged, tmp_path, {"verdict.json": edited(judged / "evidence.zip", "verdict.json", bent)})
+    with pytest.raises(BadBundle, match=r"details of its audits .* cannot be drawn"):
+        check_bundle(path, run=judged / "first", audits="none")
 
 
 def test_a_verdict_that_contradicts_itself_is_refused_without_data(judged: Path) -> None:

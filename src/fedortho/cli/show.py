@@ -81,11 +81,12 @@ def theory_command(
     """Measure the paper's theory on a run: orthogonality, covariances of responses and their bounds, by layer."""
     if images < 1:
         raise FedOrthoError(f"--images is {images}; expected at least 1")
-    chosen, found = choose_device(device), dict[str, list[LayerTheory]]()
+    chosen, found, numbers = choose_device(device), dict[str, list[LayerTheory]](), list[int]()
     for run in (open_run(path) for path in (run_path, beside) if path is not None):
         with bars() as shown:
             data = run.load_data(data_dir, bar(shown, "decoding images"))
         drawn, name = draw(data.train, images, 0), run.path.name
+        numbers.append(len(drawn))
         found[f"{name}, beside" if name in found else name] = measure_theory(
             run.load_model(), drawn, layers, device=chosen
         )
@@ -95,8 +96,8 @@ def theory_command(
     if as_json:
         say_json({name: [to_json(layer) for layer in measured] for name, measured in found.items()})
         return
-    for name, measured in found.items():
-        say(f"{name}: {len(drawn)} training images")
+    for (name, measured), number in zip(found.items(), numbers, strict=True):
+        say(f"{name}: {number} training images")
         out.print(words_table(HEADER, [layer.cells for layer in measured]))
     for sentence in theory_sentences(found):
         say(sentence)

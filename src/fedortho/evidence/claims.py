@@ -231,7 +231,11 @@ def check_report(found: Findings, bundle: Bundle, derived: Run, again: Repeated)
     beside = [] if NO_REFERENCE in words else [*again.references, *find_references(again.run, request)]
     others: dict[str, Any] = {"original": original, "reference": next(iter(beside), None)}
     gallery = draw_gallery(derived, again.data, request, **others, images=f'<p class="soft">{LEFT_OUT}</p>' in page)
-    pictures = tuple(audit_pictures(bundle.verdict.audits)) if bundle.verdict is not None else ()
+    try:
+        pictures = tuple(audit_pictures(bundle.verdict.audits)) if bundle.verdict is not None else ()
+    except (AttributeError, LookupError, TypeError, ValueError):  # a stranger's values
+        found.lies.append("verdict.json: details of its audits are not what audits write; they cannot be drawn")
+        return
     report = Report(derived, request, bundle.verdict, gallery, pictures, bundle.chain.entries)
     rendered = without_images(render(report))
     told, mine = _lines(page), _lines(rendered)
