@@ -320,3 +320,11 @@ def test_the_commands_continue_and_take_back(first: Run, second: Run, place: Pat
     assert f"the same as train --without {request}" in shown
     wanted = continued(first, "by-command", str(place / "second"), request)
     assert digest(open_run(tmp_path / "left")) == digest(wanted)
+
+
+def test_a_rewind_trains_on_the_device_that_is_given(second: Run, tmp_path: Path) -> None:
+    request = f"samples:{second.record.data.first_new}"
+    plan = plan_rewind(second.at(device="cuda:99"), request)
+    assert {plan.settings.device, *(stage.settings.device for stage in plan.stages)} == {"cuda:99"}
+    with pytest.raises(BadSetting, match="the device cuda:99 is not available"):
+        forget_run(second, request, level="exact", out=tmp_path / "out", device="cuda:99")

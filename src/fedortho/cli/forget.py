@@ -109,7 +109,7 @@ def forget_command(
     given: dict[str, Any],
 ) -> None:
     """Make the model of a run forget and judge the result; writes a new run directory and leaves RUN as it is."""
-    run = open_run(run_path).at(data_dir, recipe=flags.read_recipe(recipe), timeout=timeout, sums=sums)
+    run = open_run(run_path).at(data_dir, device, flags.read_recipe(recipe), timeout, sums)
     parsed = ForgetRequest.parse(shlex.join(request))
     out = out_path or run_path.with_name(f"{run_path.name}-{run.hashed(parsed, hash_ids).word}")
     if ticket and not dry_run and (finished := find_ticket(ticket, run, parsed, out)):
@@ -158,7 +158,7 @@ def forget_command(
     with bars() as shown:
         data, steps = (
             run.load_data(progress=bar(shown, "decoding images")),
-            _shadowed(run, asked, steps, shadows, as_json),
+            _shadowed(run, asked, steps, shadows, device, as_json),
         )
         served = _serve(shown, run, parsed, steps, bool(until), options, as_json, data=data, **how)
     if not as_json:
@@ -169,13 +169,13 @@ def forget_command(
 
 
 def _shadowed(
-    run: Run, request: ForgetRequest, steps: list[tuple[str, Method, Path]], shadows: int, as_json: bool
+    run: Run, request: ForgetRequest, steps: list[tuple[str, Method, Path]], shadows: int, device: str, as_json: bool
 ) -> list[tuple[str, Method, Path]]:
     """The steps, the last one with what shadow models are asked for."""
     if not shadows:
         return steps
     *_, (level, method, out) = steps
-    method, told = shadowed_method(run, request, method, shadows)
+    method, told = shadowed_method(run, request, method, shadows, device=device)
     if not as_json:
         say(told)
     return [(level, method, out)]

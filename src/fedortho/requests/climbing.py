@@ -70,7 +70,7 @@ def forget_until_passed(
     `how` are further arguments of `forget_run`.
     """
     options = options or JudgeOptions()
-    run, out = open_run(run).at(options.data_dir, recipe=options.recipe), Path(out)
+    run, out = open_run(run).at(options.data_dir, options.device, options.recipe), Path(out)
     data = data or run.load_data(options.data_dir)
     asked = run.request(request, hashed=bool(how.get("hash_ids")))
     how = {**how, "out": out, "data": data, "device": options.device, "hide_first": False}
@@ -162,5 +162,4 @@ def _validation(
             f"--reference RUN, or --retrain ({training_cost_words(run)})"
         )
     case = case_of(run, request, replace(data, test=data.valid), run, references, choose_device(options.device))
-    context = open_context(run.at(options.data_dir, options.device), data)
-    return _Validation(case, context, options, references, on_step)
+    return _Validation(case, open_context(run, data), options, references, on_step)

@@ -138,7 +138,9 @@ def forget_run(
         raise BadSetting(f"shadows is {shadows}; at the level exact shadow models choose nothing; leave them out")
     if level == "exact" and not method and out is not None:
         unused = {"undo": undo, "accept": accept, "ticket": ticket, "purge": purge, "hash_ids": hash_ids}
-        if served := _serve_by_rewind(run, request, out, [name for name, value in unused.items() if value]):
+        if served := _serve_by_rewind(
+            run.at(device=device), request, out, [name for name, value in unused.items() if value]
+        ):
             return served
     if isinstance(method, str):
         method = chosen_method(run, method) if method else level_method(run, level)
@@ -154,7 +156,7 @@ def forget_run(
     request = run.request(as_request(request, data), hashed=hash_ids)
     check_unserved(run, request)
     if shadows:
-        method, told = shadowed_method(run, request, method, shadows, data)
+        method, told = shadowed_method(run, request, method, shadows, data, device)
         logger.info("%s", told)
     data, step = data.with_key(hash_key(run.path)), Step(details=details, accept=accept)
     if found := find_served(run, request, method, out, undo, step):

@@ -77,7 +77,7 @@ def judge_run(
     run, options = open_run(run), options or JudgeOptions()
     served = served_record(run, _parsed(run, request, options))
     request = ForgetRequest.parse(served.request)  # one spelling: verdicts are found by it
-    original = original_of(run, original).at(options.data_dir, recipe=options.recipe)
+    original = original_of(run, original).at(options.data_dir, options.device, options.recipe)
     check_judge_options(original, request, options)
     digest, is_other = run.record.model.digest, original.path.resolve() != run.path.resolve()
     if options.audit != "none" and is_other and original.record.model.digest == digest:
@@ -196,8 +196,7 @@ def _treated_alike(
     if on_step is not None and options.retrain:
         on_step("reference models, treated alike")
     method, directory = make_method(served.method, served.settings), references_directory(run, options)
-    context = open_context(original.at(options.data_dir, options.device), data)
-    return counterfactuals(context, method, request, references, directory, make=options.retrain)
+    return counterfactuals(open_context(original, data), method, request, references, directory, make=options.retrain)
 
 
 def references_directory(run: Run, options: JudgeOptions) -> Path:

@@ -10,7 +10,7 @@ from pathlib import Path
 from fedortho.audits.judge import judge_case
 from fedortho.audits.qualification import QUALIFICATION, ClassTrial, MethodTrial, Qualification, read_qualification
 from fedortho.data.request import ForgetRequest
-from fedortho.devices import choose_device, using_threads
+from fedortho.devices import using_threads
 from fedortho.errors import BadSetting, FedOrthoError
 from fedortho.methods import unlearn
 from fedortho.methods.method import Method, serves
@@ -72,8 +72,8 @@ def qualify_run(run: Run | Path | str, options: QualifyOptions | None = None) ->
         raise FedOrthoError(f"{run.path} has forgotten before; qualify the run that was trained")
     file = run.path / QUALIFICATION
     with locked(file), using_threads(run.settings.threads):
-        found, run = _begun(run, options), run.at(options.data_dir)
-        context = replace(open_context(run, run.load_data()), device=choose_device(options.device))
+        found, run = _begun(run, options), run.at(options.data_dir, options.device)
+        context = open_context(run, run.load_data())
         candidates = options.candidates or erasing_methods(run, context.data.train.shape)
         for candidate in candidates:
             if not serves(candidate, ForgetRequest.parse(found.choosing[0])):

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from flwr.serverapp import Grid
 
 logger = logging.getLogger(__name__)
+HERE = ("data", "data_dir", "device")  # where a training is repeated
 
 
 class CannotRewind(FedOrthoError):
@@ -137,7 +138,7 @@ def _plan_epochs(run: Run, asked: ForgetRequest) -> RewindPlan:
     source = run
     while source.record.is_edited:
         source = original_of(source)
-    here: dict[str, Any] = {"data": run.settings.data, "data_dir": run.settings.data_dir}
+    here = {name: getattr(run.settings, name) for name in HERE}
     stages = [replace(stage, settings=replace(stage.settings, **here)) for stage in stages_of(source)]
     data, names = run.load_data(), run.record.data.class_names
     known = data.train if run.excluded is None else data.train.subset(~run.excluded.mask(data.train))
@@ -259,7 +260,7 @@ def _source_of(run: Run) -> tuple[Run, FederateSettings, RoundLog]:
         source = find_original(source)
     if source is None or log is None or not isinstance(source.settings, FederateSettings):
         raise CannotRewind(f"{run.path} has no {LOG_FILE}, nor has a run that it was derived from; exact is to retrain")
-    settings = replace(source.settings, data=run.settings.data, data_dir=run.settings.data_dir)
+    settings = replace(source.settings, **{name: getattr(run.settings, name) for name in HERE})
     if settings.draw == 1:
         raise CannotRewind(f"{source.path} has draw 1: an absent client changes all draws; exact is to retrain")
     if not is_repeatable(settings.strategy):

@@ -120,19 +120,24 @@ def _shadows_of(
 
 
 def shadowed_method(
-    run: Run, request: ForgetRequest, method: Method, shadows: int, data: Dataset | None = None
+    run: Run,
+    request: ForgetRequest,
+    method: Method,
+    shadows: int,
+    data: Dataset | None = None,
+    device: str = "auto",
 ) -> tuple[Method, str]:
     """A method with what so many shadow models choose for it, in words too: the limit of `hide`, or r2d's distance."""
     if isinstance(method, R2D):
         if method.back:
             raise BadSetting(f"back={method.back} is given, so {shadows} shadow models have nothing to choose")
-        choice = choose_back(run, request, shadows=shadows, data=data)
+        choice = choose_back(run, request, shadows=shadows, data=data, device=device)
         return replace(method, back=choice.back), str(choice)
     if request.classes or not isinstance(method, Hide):
         raise BadSetting("shadow models are for clients or samples at the level hide, or for r2d; leave them out here")
     if method.limit:
         raise BadSetting(f"limit {method.limit:g} is given, so {shadows} shadow models have nothing to estimate")
-    found = estimate_limit(run, request, shadows=shadows, data=data)
+    found = estimate_limit(run, request, shadows=shadows, data=data, device=device)
     return replace(method, limit=found.limit), f"limit {found}"
 
 
@@ -201,7 +206,7 @@ def choose_back(
 
 
 def _distances(passes: int, kept: Iterable[int]) -> list[int]:
-    """Distances to go back that are kept, each at least twice the one before.
+    """Distances to go back that are kept, each at least twice the one before, and the longest.
 
     >>> _distances(6, [1, 2, 3, 4, 5]), _distances(60, range(10, 60, 10))
     ([1, 2, 4, 5], [10, 20, 40, 50])

@@ -88,7 +88,8 @@ def tune(
         if not has_kept(run, name):
             raise FedOrthoError(f"{name} replays what {run.path} did not keep; leave it out")
     on = as_request(on, data) if on else stand_in(request, context, budget.seed)
-    wanted = estimate_limit(run, on, shadows=shadows, data=data).limit if shadows else None
+    how: dict[str, Any] = {"shadows": shadows, "data": data, "device": run.settings.device}
+    wanted = estimate_limit(run, on, **how).limit if shadows else None
     about = TuningTrials(run.record.model.digest, str(request), str(on), budget, dict(base), wanted)
     file = None if out is None else _TuningFile(Path(out), about)
     search = partial(tune_method, context, on, budget=budget, wanted=wanted, watch=watch)
