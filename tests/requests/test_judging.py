@@ -213,6 +213,10 @@ def test_flags_that_would_have_no_effect_are_refused_before_anything_is_done(run
         told("forget", first, "class:3", "--audit", "none", "--retrain", "--out", out)
     with pytest.raises(FedOrthoError, match="--level and --set has no effect with --until passed"):
         told("forget", first, "class:3", "--until", "passed", "--level", "hide", "--set", "ratio=0.1", "--out", out)
+    (tmp_path / "wishes.toml").write_text("target = 0.05\n")
+    for flag, value in (("--target", 0.0), ("--settings", "tuned"), ("--config", tmp_path / "wishes.toml")):
+        with pytest.raises(FedOrthoError, match=f"{flag} has no effect with --until passed"):
+            told("forget", first, "class:3", "--until", "passed", flag, value, "--out", out)
     with pytest.raises(FedOrthoError, match="cannot be written"):
         told("forget", first, "class:3", "--keep-undo", "/proc/undo.safetensors", "--out", out)
     apart = train_federation(tmp_path / "apart", replace(FEDERATION, clients=2, rounds=1))

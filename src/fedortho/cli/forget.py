@@ -58,6 +58,8 @@ from fedortho.storage.records import to_json
 from fedortho.storage.settings import read_toml
 from fedortho.unlearning.calibrate import Refused
 
+FURTHER = "all metrics: fedortho judge {0}; a page to read: fedortho report {0}"
+
 
 @flags.takes_settings(Hide, Directions, Paper)
 def forget_command(
@@ -109,6 +111,7 @@ def forget_command(
     given: dict[str, Any],
 ) -> None:
     """Make the model of a run forget and judge the result; writes a new run directory and leaves RUN as it is."""
+    _check_until(until)
     run = open_run(run_path).at(data_dir, device, flags.read_recipe(recipe), timeout, sums)
     parsed = ForgetRequest.parse(shlex.join(request))
     out = out_path or run_path.with_name(f"{run_path.name}-{run.hashed(parsed, hash_ids).word}")
@@ -128,19 +131,18 @@ def forget_command(
         here = {"until": until, "keep_undo": keep_undo, "data_dir": data_dir, "device": device != "auto"}
         here |= {"purge": purge, "id": ticket, "json": as_json, "shadows": bool(shadows)}
         _refuse_with(f"--backend {backend}, which works elsewhere and does not judge", **here, **judging)
+    chosen = {"set": assignments, "settings": settings != "published", "config": wishes, **dict.fromkeys(given, True)}
     is_open = asked.kind != "class" and not (level or method_name or until)
     is_exact = is_open or (level == "exact" and not (method_name or until))
     if is_exact and (rewind := find_rewind(run, asked)) and (rewind.begin or level):
-        unused = {"keep_undo": keep_undo, "id": ticket, "set": assignments, "hash_ids": hash_ids, "purge": purge}
-        _refuse_with("a rewind, which is checked by its digest", **unused, shadows=bool(shadows), **judging, **given)
+        unused = {"keep_undo": keep_undo, "id": ticket, "hash_ids": hash_ids, "purge": purge, "shadows": bool(shadows)}
+        _refuse_with("a rewind, which is checked by its digest", **unused, **chosen, **judging)
         return _rewind(rewind, out, backend, deployment, delete_before, dry_run, as_json)
     _refuse_with("a request that is not served by a rewind", delete_before=delete_before)
     if dry_run and is_open:
         return _print_ways(asked, ways(run, asked), as_json)
-    if until not in ("", "passed"):
-        raise BadSetting(f"--until is {until!r}; expected passed")
     if until:
-        _refuse_with("--until passed, which chooses level and method", level=level, method=method_name, set=assignments)
+        _refuse_with("--until passed, which chooses level and method", level=level, method=method_name, **chosen)
         steps = [(each, level_method(run, each), out) for each in levels_for(asked)]
     else:
         level, method = _chosen(run, asked, level, method_name, settings, wishes, given, assignments or ())
@@ -156,16 +158,18 @@ def forget_command(
         return
     how = {"out": out, "undo": keep_undo, "purge": purge, "ticket": ticket, "hash_ids": hash_ids}
     with bars() as shown:
-        data, steps = (
-            run.load_data(progress=bar(shown, "decoding images")),
-            _shadowed(run, asked, steps, shadows, device, as_json),
-        )
+        data = run.load_data(progress=bar(shown, "decoding images"))
+        steps = _shadowed(run, asked, steps, shadows, device, as_json)
         served = _serve(shown, run, parsed, steps, bool(until), options, as_json, data=data, **how)
     if not as_json:
         print_served(served, run_path)
     verdict = None if served.rewind else _judged(served, run, asked, options, data, as_json)
-    last = f"all metrics: fedortho judge {out}; a page to read: fedortho report {out}" if verdict else ""
-    _print_outcome(served.record, verdict, as_json, last)
+    _print_outcome(served.record, verdict, as_json, FURTHER.format(out) if verdict else "")
+
+
+def _check_until(word: str) -> None:
+    if word not in ("", "passed"):
+        raise BadSetting(f"--until is {word!r}; expected passed")
 
 
 def _shadowed(
