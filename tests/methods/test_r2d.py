@@ -16,7 +16,8 @@ from fedortho.methods.r2d import R2D
 from fedortho.models.zoo import build_model
 from fedortho.requests.comparing import compare
 from fedortho.requests.forgetting import forget_run
-from fedortho.requests.levels import chosen_method, ways
+from fedortho.requests.judging import JudgeOptions
+from fedortho.requests.levels import chosen_method, plan_request, ways
 from fedortho.requests.rewind import rewind_run
 from fedortho.requests.run_context import method_for_run
 from fedortho.runs.rounds import read_log
@@ -119,3 +120,17 @@ def test_the_order_of_service_has_it_with_its_cost_where_epochs_were_kept(run: R
     assert "about 50% of the training's computation" in mine
     assert "approximate" in mine
     assert told[-1].startswith("--level exact (retraining")
+
+
+def test_a_run_that_kept_late_epochs_only_lists_the_other_ways_and_may_go_back_less(tmp_path: Path) -> None:
+    run = train_run(tmp_path / "run", replace(CENTRAL, epochs=5, keep_epochs="4"))
+    asked = ForgetRequest(samples=(str(int(run.load_data().train.rows[0])),))
+    with pytest.raises(CannotServe, match=r"up to 2, and .* has 4"):
+        forget_run(run, asked, "r2d")
+    assert not any("r2d" in way for way in ways(run, asked)), "it would be refused"
+    step = ("", chosen_method(run, "r2d"), tmp_path / "out")
+    plan = plan_request(run, asked, [step], None, JudgeOptions())
+    assert plan.steps[0].cost == "cost not known", "shadow models, or --set back, may still choose epoch 4"
+    back = ("", chosen_method(run, "r2d", changes={"back": 1}), tmp_path / "out")
+    plan = plan_request(run, asked, [back], None, JudgeOptions())
+    assert (plan.steps[0].passes, plan.steps[0].share_of_training) == (1, 0.2)

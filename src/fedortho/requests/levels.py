@@ -62,8 +62,16 @@ def has_kept(run: Run, name: str) -> bool:
     """Whether a run kept what a method replays."""
     method = chosen_method(run, name)
     if isinstance(method, R2D):
-        return any(Path(method.kept).glob("*.safetensors"))
+        return _begin_of(method) is not None
     return not isinstance(method, FedEraser) or any(Path(method.updates).glob("round-*"))
+
+
+def _begin_of(method: R2D) -> int | None:
+    """The kept epoch or round that the method goes back to; None: none is kept that far back."""
+    try:
+        return method.begin()[0]
+    except CannotServe:
+        return None
 
 
 def levels_for(request: ForgetRequest) -> list[str]:
@@ -208,8 +216,9 @@ def _planned(run: Run, level: str, method: Method, out: Path) -> PlannedStep:
     """A step with its estimated cost: passes over the training images relative to those of the run's training."""
     seconds, (unit, passes, _) = _training_seconds(run), run.settings.passes
     epochs, note = PASSES.get(method.name, getattr(method, "epochs", None)), ""
-    if isinstance(method, R2D) and has_kept(run, method.name):
-        begin = method.begin()[0]
+    if isinstance(method, R2D) and (begin := _begin_of(method)) is None:
+        epochs = None  # shadow models may choose how far back
+    elif isinstance(method, R2D):
         epochs, note = passes - begin, f"back to {unit[:-1]} {begin} of {passes}, which has met the data; {NOT_EXACT}"
     share = epochs / passes if passes and epochs is not None else None
     time = share * seconds if share is not None and seconds else None
