@@ -38,6 +38,15 @@ def test_the_cost_counts_every_reference_once_and_every_trial() -> None:
     assert dear.break_even is None, "a method as dear as retraining never pays"
 
 
+def test_reference_models_from_elsewhere_leave_the_cost_open() -> None:
+    found = finished(replace(PASSED, reference_flops=0.0), PASSED)
+    assert found.confirmed is not None
+    assert [trial.share_of_training for trial in found.confirmed.classes] == [None, 0.3]
+    assert (found.retrainings, found.break_even) == (None, None)
+    assert found.sentence.endswith("confidence. What it cost is not known: reference models were trained elsewhere.")
+    assert found.is_qualified
+
+
 def test_what_is_not_finished_claims_nothing() -> None:
     found = finished(PASSED, UNDECIDED)
     assert "1 of 2" in found.sentence

@@ -31,13 +31,18 @@ class ClassTrial:
     retain: float
     reference_retain: float
     flops: float  # of forgetting
-    reference_flops: float  # of training one reference model
+    reference_flops: float  # of training one reference model; 0: all were trained elsewhere
     counterfactuals: tuple[str, ...] = ()  # digests of what the method made of the reference models
 
     @property
     def passed(self) -> bool:
         """No audit failed, and the probe of every depth, which compares with reference models, decided."""
         return not {"FAIL", "ERROR"} & {*self.outcomes.values()} and self.outcomes.get("C1") == "PASS"
+
+    @property
+    def share_of_training(self) -> float | None:
+        """The FLOPs of forgetting per FLOP of training a reference model; None: not known."""
+        return self.flops / self.reference_flops if self.reference_flops else None
 
 
 @dataclass(frozen=True)
@@ -87,21 +92,23 @@ class Qualification:
         return 0 if self.confirmed is None else sum(trial.passed for trial in self.confirmed.classes)
 
     @property
-    def retrainings(self) -> float:
-        """The cost of the qualification, in trainings of a reference model."""
+    def retrainings(self) -> float | None:
+        """The cost of the qualification, in trainings of a reference model; None: what one costs is not known."""
         every = [*self.tried, *([self.confirmed] if self.confirmed else [])]
         trials = [trial for method in every for trial in method.classes]
         references = sum({trial.request: len(trial.references) for trial in trials}.values())
-        shares = [(1 + len(trial.counterfactuals)) * trial.flops / trial.reference_flops for trial in trials]
-        return references + sum(shares)
+        shares = [(1 + len(trial.counterfactuals), trial.share_of_training) for trial in trials]
+        if any(share is None for _, share in shares):
+            return None
+        return references + sum(number * (share or 0.0) for number, share in shares)
 
     @property
     def break_even(self) -> float | None:
-        """How many requests pay for the qualification; with fewer, retraining for each is cheaper. None: never."""
-        if self.confirmed is None or not self.confirmed.classes:
+        """How many requests pay for the qualification; with fewer, retraining is cheaper. None: never, or not known."""
+        if self.confirmed is None or not self.confirmed.classes or (spent := self.retrainings) is None:
             return None
-        each = mean(trial.flops / trial.reference_flops for trial in self.confirmed.classes)
-        return self.retrainings / (1 - each) if each < 1 else None
+        each = mean(trial.share_of_training or 0.0 for trial in self.confirmed.classes)
+        return spent / (1 - each) if each < 1 else None
 
     @property
     def sentence(self) -> str:
@@ -109,11 +116,13 @@ class Qualification:
         if self.confirmed is None or not self.is_finished:
             return "the qualification is not finished"
         need = "never" if self.break_even is None else f"after about {self.break_even:.0f} requests"
-        share = least_share(self.passed, len(self.confirming))
+        share, spent = least_share(self.passed, len(self.confirming)), self.retrainings
+        cost = "What it cost is not known: reference models were trained elsewhere."
+        if spent is not None:
+            cost = f"It cost {spent:.1f} retrainings, which pay {need}."
         return (
             f"{self.confirmed.method} passed on {self.passed} of {len(self.confirming)} drawn classes: at least "
-            f"{share:.0%} of classes at {CONFIDENCE:.0%} confidence. It cost {self.retrainings:.1f} retrainings, "
-            f"which pay {need}."
+            f"{share:.0%} of classes at {CONFIDENCE:.0%} confidence. {cost}"
         )
 
     @property

@@ -213,7 +213,7 @@ def _print_qualification(found: Qualification) -> None:
             failed = ", ".join(name for name, outcome in trial.outcomes.items() if outcome in ("FAIL", "ERROR"))
             outcome = "passed" if trial.passed else f"failed {failed}" if failed else "not decided"
             shares = [f"{share:.1%}" for share in (trial.forget, trial.retain, trial.reference_retain)]
-            cost = f"{trial.flops / trial.reference_flops:.0%}"
+            cost = "–" if trial.share_of_training is None else f"{trial.share_of_training:.0%}"
             lines.append((tried.method, trial.request, trial.split, *shares, cost, outcome))
     out.print(words_table(("method", "class", "images", "forget", "retain", "retrained", "cost", "outcome"), lines))
     if found.chosen is None:

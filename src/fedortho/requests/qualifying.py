@@ -159,6 +159,6 @@ def _trial(context: RunContext, options: QualifyOptions, method: Method, text: s
         mine.retain,
         theirs.retain,
         result.cost.flops,
-        reference_cost(references[0], context.data).flops,
+        max(reference_cost(each, context.data).flops for each in references),
         tuple(each.record.model.digest for each in alike),
     )
