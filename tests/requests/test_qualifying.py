@@ -1,7 +1,10 @@
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from commands import told
+from small import SETTINGS as FEDERATION
 from torch import nn
 
 from fedortho.audits import relearn, reset_tail
@@ -9,7 +12,7 @@ from fedortho.audits.judge import judge_case
 from fedortho.audits.qualification import QUALIFICATION, ClassTrial, MethodTrial, Qualification, read_qualification
 from fedortho.data.images import Dataset
 from fedortho.engines.central import CentralEngine
-from fedortho.errors import BadSetting, FedOrthoError
+from fedortho.errors import BadData, BadSetting, FedOrthoError
 from fedortho.evaluation.case import Case
 from fedortho.methods import make_method, unlearn
 from fedortho.methods.method import ForgetResult, Method
@@ -22,7 +25,7 @@ from fedortho.runs.run import Run
 from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
 from fedortho.storage.files import read_json, write_json
-from fedortho.storage.records import write_record
+from fedortho.storage.records import to_json, write_record
 from fedortho.storage.settings import as_mapping
 
 SETTINGS = TrainSettings(data="digits", model="small:SmallNet", epochs=4, crop=0, flip=0.0, threads=1, device="cpu")
@@ -99,6 +102,19 @@ def test_a_record_that_was_changed_is_refused(run: Run) -> None:
     with pytest.raises(FedOrthoError, match="qualify again"):
         qualify_run(run, options(run))
     write_json(path, kept)
+
+
+def test_a_dry_run_shows_the_draw_and_refuses_what_cannot_be_qualified(run: Run, tmp_path: Path) -> None:
+    words = ("qualify", run.path, "--classes", 1, "--dry-run")
+    drawn = draw_classes(run, QualifyOptions(classes=1))
+    assert f"{drawn.choosing[0]} to choose, {drawn.confirming[0]} to confirm" in told(*words)
+    assert json.loads(told(*words, "--json")) == to_json(drawn)
+    seen = train_run(tmp_path / "seen", replace(SETTINGS, epochs=1, valid=0.0))
+    with pytest.raises(BadData, match="no validation images, on which qualify chooses"):
+        qualify_run(seen, options(run))
+    assert not (tmp_path / "references").exists(), "nothing was trained"
+    with pytest.raises(FedOrthoError, match="is a federation"):
+        draw_classes(replace(run, settings=FEDERATION), QualifyOptions())
 
 
 def test_a_run_that_has_forgotten_is_not_qualified(run: Run, tmp_path: Path) -> None:

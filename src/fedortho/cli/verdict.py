@@ -197,7 +197,7 @@ def qualify_command(
         say(f"drawn by seed {seed}: {choose} to choose, {confirm} to confirm")
         say(f"{number} reference models are needed, those that exist are used{about}")
     if dry_run:
-        return
+        return say_json(to_json(drawn)) if as_json else None
     with judging_bars() as progress:
         found = qualify_run(run, replace(options, **progress))
     if as_json:

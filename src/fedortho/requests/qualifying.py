@@ -11,7 +11,7 @@ from fedortho.audits.judge import judge_case
 from fedortho.audits.qualification import QUALIFICATION, ClassTrial, MethodTrial, Qualification, read_qualification
 from fedortho.data.request import ForgetRequest
 from fedortho.devices import using_threads
-from fedortho.errors import BadSetting, FedOrthoError
+from fedortho.errors import BadData, BadSetting, FedOrthoError
 from fedortho.methods import unlearn
 from fedortho.methods.method import Method, serves
 from fedortho.requests.counterfactuals import counterfactuals
@@ -44,7 +44,13 @@ class QualifyOptions:
 
 
 def draw_classes(run: Run, options: QualifyOptions) -> Qualification:
-    """The classes that the seed draws for this model, before anything is trained."""
+    """The classes that the seed draws for this model, before anything is trained; refused where none can be tried."""
+    if isinstance(run.settings, FederateSettings):
+        raise FedOrthoError(f"{run.path} is a federation; qualify serves runs that were trained on one machine")
+    if run.record.is_edited:
+        raise FedOrthoError(f"{run.path} has forgotten before; qualify the run that was trained")
+    if not run.record.data.valid:
+        raise BadData(f"{run.path} has no validation images, on which qualify chooses; train with --valid above 0")
     names = run.record.data.class_names
     gone = () if run.excluded is None else run.excluded.labels(names)
     labels = [label for label in range(len(names)) if label not in gone]
@@ -66,10 +72,6 @@ def qualify_run(run: Run | Path | str, options: QualifyOptions | None = None) ->
     confirmed on test images of the confirming classes, once. `Qualification.chosen` is None if none passed.
     """
     run, options = open_run(run), options or QualifyOptions()
-    if isinstance(run.settings, FederateSettings):
-        raise FedOrthoError(f"{run.path} is a federation; qualify serves runs that were trained on one machine")
-    if run.record.is_edited:
-        raise FedOrthoError(f"{run.path} has forgotten before; qualify the run that was trained")
     file = run.path / QUALIFICATION
     with locked(file), using_threads(run.settings.threads):
         found, run = _begun(run, options), run.at(options.data_dir, options.device)
