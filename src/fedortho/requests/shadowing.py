@@ -25,7 +25,6 @@ from fedortho.methods.retrain import Retrain
 from fedortho.models.zoo import reinitialised
 from fedortho.runs.record import ServedRecord
 from fedortho.runs.run import Run, open_run
-from fedortho.runs.settings import FederateSettings
 from fedortho.storage.settings import as_mapping
 from fedortho.training.recipe import Recipe
 from fedortho.unlearning.calibrate import Refused
@@ -69,11 +68,9 @@ def shadow_settings(run: Run, models: int, images: int = ShadowSettings.images) 
     A federation's recipe is that of one client in one round, so central training passes over the images as often as
     clients did on average. The recipe of an imported model is not known unless it is given: the default one is used.
     """
-    settings = run.settings
-    epochs = settings.epochs
-    if isinstance(settings, FederateSettings):
-        epochs = max(round(settings.epochs * settings.rounds * settings.fraction), 1)
-    recipe = replace(settings.recipe, epochs=epochs or Recipe.epochs, seed=0)
+    passes = run.settings.image_passes
+    epochs = max(round(passes), 1) if passes else Recipe.epochs
+    recipe = replace(run.settings.recipe, epochs=epochs, seed=0)
     return ShadowSettings(models=models, images=images, recipe=recipe)
 
 

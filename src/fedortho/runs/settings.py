@@ -127,6 +127,11 @@ class TrainSettings(Recipe, Subject):
         return Passes("epochs", self.epochs, self.keep_epochs)
 
     @property
+    def image_passes(self) -> float:
+        """How often training passes over the images; 0: not known."""
+        return float(self.epochs)
+
+    @property
     def new_sources(self) -> list[str]:
         """The sources of images that joined, oldest first."""
         return self.new_images.split(os.pathsep) if self.new_images else []
@@ -232,6 +237,11 @@ class FederateSettings(TrainSettings, Federation):
     def passes(self) -> Passes:
         """Rounds."""
         return Passes("rounds", self.rounds, self.keep_rounds)
+
+    @property
+    def image_passes(self) -> float:
+        """How often clients pass over their images, on average: most are not drawn in most rounds."""
+        return self.epochs * self.rounds * self.fraction
 
     @property
     def federation(self) -> Federation:
