@@ -216,6 +216,12 @@ def test_the_plan_tells_steps_costs_and_references(run: Run, reference: Path, tm
     text = told("forget", run.path, "class:3", "--no-hide-first", "--dry-run", "--retrain")
     assert "1. erase, by regrow" in text
     assert "against a reference model that is trained for it, about" in text
+    assert text.splitlines()[-2].endswith(", and what the method makes of them")
+    text = told("forget", run.path, "class:3", "--level", "hide", "--dry-run", "--retrain", "--audit", "full")
+    assert "full audits on test images against two reference models that are trained for it, about" in text
+    more = ("--references", reference.parent, "--retrain", "--audit", "full", "--json")
+    plan = json.loads(told("forget", run.path, "class:3", "--dry-run", *more))
+    assert (plan["references"], plan["trains-references"], plan["treats-references"]) == ([str(reference)], 1, True)
     text = told("forget", run.path, "class:3", "--method", "ssd", "--dry-run")
     assert "1. by ssd: cost not known; writes" in text
     assert "so they cannot pass; --retrain trains one" in text

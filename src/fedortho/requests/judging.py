@@ -52,6 +52,11 @@ class JudgeOptions:
     shadow_images: int = ShadowSettings.images  # of which each shadow model is trained on a half; 0: all
 
     @property
+    def trained_references(self) -> int:
+        """How many reference models there are after training: the distance, an audit of the full budget, needs two."""
+        return (2 if self.audit == "full" else 1) if self.retrain else 0
+
+    @property
     def given(self) -> list[Run]:
         """The runs of reference models that the user names."""
         paths = [self.reference] if isinstance(self.reference, Path | str) else self.reference or ()
@@ -168,10 +173,10 @@ def references_for(
     directory = references_directory(run, options)
     found = options.given or find_references(original, request, options.references)  # beside the original by default
     found = found or find_references(original, request, directory)  # where --retrain writes them
-    taken, number = {reference.settings.seed for reference in found}, 2 if options.audit == "full" else 1
+    taken = {reference.settings.seed for reference in found}
     fresh = train_references(original, request, taken, directory, data, on_training)
     references = [each for each in found if each.record.model.digest != run.record.model.digest]
-    while options.retrain and len(references) < number:
+    while len(references) < options.trained_references:
         trained = next(fresh)
         references += [trained] if trained.record.model.digest != run.record.model.digest else []
     return references[: len(REFERENCES)]

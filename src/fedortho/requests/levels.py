@@ -161,8 +161,8 @@ class ForgettingPlan:
     undo: str | None
     audit: str  # the budget; none: the result is not judged
     references: tuple[str, ...]  # that were found
-    trains_reference: bool
-    treats_reference: bool  # the method is applied to it, too
+    trains_references: int  # so many more
+    treats_references: bool  # the method is applied to them, too
     training_seconds: float  # of one; 0: not known
 
     def lines(self) -> list[str]:
@@ -170,18 +170,20 @@ class ForgettingPlan:
         until = ", until one passes the audits on validation images" if self.until_passed else ""
         steps = [f"{number}. {step}" for number, step in enumerate(self.steps, start=1)]
         steps[-1] += f" and {self.undo}" if self.undo else ""
-        judging = f"{self.audit} audits on test images"
-        if self.audit == "none":
-            judging = "nothing is audited (--audit none)"
-        elif self.references:
-            judging += f" against {', '.join(self.references)}"
-        elif self.trains_reference:
-            time = f", about {spoken_time(self.training_seconds)}" if self.training_seconds else ""
-            judging += f" against a reference model that is trained for it{time}"
-            judging += ", and what the method makes of it" if self.treats_reference else ""
-        else:
-            judging += " without a reference model, so they cannot pass; --retrain trains one"
+        judging = f"{self.audit} audits on test images {self._against}"
+        judging = "nothing is audited (--audit none)" if self.audit == "none" else judging
         return [f"plan: {self.request} on {self.run}{until}", *steps, f"then {judging}"]
+
+    @property
+    def _against(self) -> str:
+        seconds, models = self.trains_references * self.training_seconds, list(self.references)
+        if self.trains_references:
+            trained = "two reference models that are" if self.trains_references > 1 else "a reference model that is"
+            models.append(f"{trained} trained for it{f', about {spoken_time(seconds)}' if seconds else ''}")
+        if not models:
+            return "without a reference model, so they cannot pass; --retrain trains one"
+        alike = ", and what the method makes of them" if self.treats_references else ""
+        return f"against {', '.join(models)}{alike}"
 
 
 def plan_request(
@@ -196,6 +198,7 @@ def plan_request(
     """The plan of a request that is served by these steps, each a level, a method and the run that it writes."""
     found = options.given or find_references(run, request, options.references)
     planned = [_planned(run, *step) for step in steps]
+    is_alike = not options.given and (options.retrain or until_passed)
     if until_passed:
         planned = [replace(step, note=DEEPER) if step.level == "erase" else step for step in planned]
     return ForgettingPlan(
@@ -206,8 +209,8 @@ def plan_request(
         None if undo is None else str(undo),
         options.audit,
         tuple(str(each.path) for each in found),
-        options.retrain and not found,
-        any(getattr(method, "has_counterfactual", False) for _, method, _ in steps),
+        max(options.trained_references - len(found), 0),
+        is_alike and any(getattr(method, "has_counterfactual", False) for _, method, _ in steps),
         _training_seconds(run),
     )
 
