@@ -326,6 +326,14 @@ def test_climbing_decides_by_real_audits_and_reads_test_images_once(
     assert all(attempt.reason.startswith("on validation images ") for attempt in attempts[:-1])
 
 
+def test_climbing_serves_samples_that_are_named_by_hashes(run: Run, tmp_path: Path) -> None:
+    rows = run.load_data().train.rows[:3].tolist()
+    samples = ForgetRequest(samples=tuple(map(str, rows)))
+    options = JudgeOptions(only=("C6",), retrain=True)
+    served, _ = forget_until_passed(run, samples, options, out=tmp_path / "new", data=run.load_data(), hash_ids=True)
+    assert served.record.request.count("hmac:") == 3
+
+
 def test_climbing_says_why_the_last_level_refused(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, level: str, **__: object) -> None:
         raise Refused(f"{level} cannot hold the budget", ())

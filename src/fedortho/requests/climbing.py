@@ -25,6 +25,7 @@ from fedortho.requests.references import case_of
 from fedortho.requests.rewind import holds_rewind
 from fedortho.requests.run_context import RunContext, open_context
 from fedortho.requests.transaction import holds_result
+from fedortho.runs.rows import hash_key
 from fedortho.runs.run import Run, open_run
 from fedortho.storage.settings import as_mapping
 from fedortho.training.loop import Watch
@@ -71,8 +72,8 @@ def forget_until_passed(
     """
     options = options or JudgeOptions()
     run, out = open_run(run).at(options.data_dir, options.device, options.recipe), Path(out)
-    data = data or run.load_data(options.data_dir)
     asked = run.request(request, hashed=bool(how.get("hash_ids")))
+    data = (data or run.load_data()).with_key(hash_key(run.path))  # which the request may have made
     how = {**how, "out": out, "data": data, "device": options.device, "hide_first": False}
     ways, ticket = [_Way(level) for level in levels_for(asked)], how.get("ticket") or None
     deeper = erasing_methods(run, data.train.shape)[1:] if asked.kind == "class" else []
