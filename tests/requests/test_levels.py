@@ -174,18 +174,25 @@ def test_an_interruption_keeps_the_hidden_run_and_the_same_command_goes_on(
     assert events(tmp_path) == ["received", "hidden", "refused", "received", "executed"]
 
 
+@pytest.mark.parametrize("why", [Refused("no edit does it", ()), BadSetting("no edit does it: no layer has one")])
 def test_what_cannot_be_hidden_is_erased_all_the_same(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, why: Exception
 ) -> None:
     def refuse(name: str) -> None:
         if name == "hide":
-            raise Refused("no edit does it", ())
+            raise why
 
     watched(monkeypatch, refuse)
     assert forget_run(run, "class:3", out=tmp_path / "new").record.method == "regrow"
     assert "not hidden first, erasing goes on: no edit does it" in caplog.text
     assert events(tmp_path) == ["received", "executed"]
     assert not (tmp_path / "new-hidden").exists()
+
+
+def test_a_run_without_validation_images_is_erased(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(levels, "read_settings", lambda *_: {"regrow": {"epochs": 1}})
+    run = train_run(tmp_path / "run", replace(SETTINGS, epochs=1, valid=0.0))
+    assert forget_run(run, "class:3", out=tmp_path / "new").record.method == "regrow", "hide needs them, erase does not"
 
 
 def test_nothing_is_hidden_if_the_result_cannot_be_written(
@@ -336,7 +343,7 @@ def test_climbing_serves_samples_that_are_named_by_hashes(run: Run, tmp_path: Pa
 
 def test_climbing_says_why_the_last_level_refused(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, level: str, **__: object) -> None:
-        raise Refused(f"{level} cannot hold the budget", ())
+        raise BadSetting("nothing can be edited") if level == "hide" else Refused(f"{level} cannot hold the budget", ())
 
     monkeypatch.setattr(climbing, "forget_run", refuse)
     monkeypatch.setattr(climbing, "_validation", lambda *_: SimpleNamespace(check=None))

@@ -12,7 +12,7 @@ from fedortho.audits.probe import clean_depths
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.devices import choose_device
-from fedortho.errors import BadData, FedOrthoError
+from fedortho.errors import BadData, BadSetting, FedOrthoError
 from fedortho.evaluation.case import Case
 from fedortho.methods import LEVELS, make_method
 from fedortho.methods.method import ForgetResult, Method
@@ -90,7 +90,7 @@ def forget_until_passed(
         try:
             accept = validation.check if ways else None
             served = forget_run(run, request, way.method or "", level=way.level, accept=accept, **how)
-        except (NotPassed, Refused) as error:
+        except (NotPassed, Refused, BadSetting) as error:  # the latter: a network in which nothing can be edited
             if not ways:
                 raise
             reason = str(error)

@@ -18,7 +18,7 @@ from fedortho.data.sources import DATASETS
 from fedortho.devices import choose_device
 from fedortho.engines.central import CentralEngine
 from fedortho.engines.engine import Engine
-from fedortho.errors import BadSetting, FedOrthoError
+from fedortho.errors import BadData, BadSetting, FedOrthoError
 from fedortho.federated.engine import FederatedEngine
 from fedortho.federated.roster import NODES, NodesRecord, ranges
 from fedortho.federated.server import (
@@ -183,7 +183,7 @@ def _hide_first(
     try:
         _serve_run(run, data, request, method, device, out=hidden, step=step)
         logger.info("%s no longer predicts %s and can be used until the erased model is written", hidden, request)
-    except Refused as refusal:
+    except (Refused, BadSetting, BadData) as refusal:  # no edit, or a network or data that have none
         logger.warning("not hidden first, erasing goes on: %s", refusal)
     return True
 
