@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -16,11 +17,12 @@ from fedortho.errors import FedOrthoError, UnknownName
 from fedortho.methods import METHODS, find_method, forget, known_methods, make_method, plan, unlearn
 from fedortho.methods.finetune import FineTune
 from fedortho.methods.hide import Hide
+from fedortho.methods.hyperparameters import read_settings
 from fedortho.methods.logit_mask import LogitMask
 from fedortho.methods.method import CannotServe
 from fedortho.methods.ssd import SSD
 from fedortho.models.patch import undo_patch, write_undo
-from fedortho.storage.files import tensors_digest
+from fedortho.storage.files import tensors_digest, write_json
 
 PLAIN = {"crop": 0, "flip": 0.0, "epochs": 1, "batch_size": 32}
 
@@ -38,7 +40,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, *points: tuple[str, str]) -> None
     monkeypatch.setattr(fedortho.methods, "entry_points", lambda group: found)
 
 
-def test_a_method_of_an_installed_package_is_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_of_an_installed_package_is_found_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     installed(monkeypatch, ("louder", f"{__name__}:Louder"))
     monkeypatch.setitem(__import__("sys").modules, __name__, __import__("types").SimpleNamespace(Louder=Louder))
     assert known_methods() == (*METHODS, "louder")
@@ -46,6 +48,9 @@ def test_a_method_of_an_installed_package_is_found_by_name(monkeypatch: pytest.M
     made = make_method("louder", {"alpha": 3.0})
     assert isinstance(made, Louder)
     assert made.alpha == 3.0
+    tuned = {"louder": {"alpha": 3.0}}  # as fedortho tune writes it
+    write_json(tmp_path / "tuned.json", tuned)
+    assert read_settings("digits", "vgg-mini", str(tmp_path / "tuned.json")) == tuned
 
 
 @pytest.mark.parametrize(

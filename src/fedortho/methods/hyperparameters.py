@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from fedortho.errors import FedOrthoError, unknown
-from fedortho.methods import METHODS
+from fedortho.methods import find_method
 from fedortho.storage.files import read_json
 from fedortho.storage.settings import make_settings
 
@@ -46,9 +46,8 @@ def read_settings(data: str, model: str, source: str = "published") -> dict[str,
     if not isinstance(told := read_json(path), dict):
         raise FedOrthoError(f"{path} holds no settings by method; give a file that fedortho tune wrote")
     for name, values in told.items():
-        if name not in METHODS:
-            raise unknown("method", name, METHODS)
+        kind = find_method(name)  # refuses an unknown one
         if not isinstance(values, dict):
             raise FedOrthoError(f"{path}: {name} must have a mapping of settings, not {type(values).__name__}")
-        make_settings(METHODS[name], values)
+        make_settings(kind, values)
     return told
