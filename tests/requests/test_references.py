@@ -154,3 +154,10 @@ def test_training_without_what_nobody_has_is_refused_before_anything_is_written(
         open_run(tmp_path / "run")
     with pytest.raises(FedOrthoError, match="split-seed"):
         replace(SMALL, split_seed=-2)
+
+
+def test_a_reference_by_another_recipe_is_not_trained_over_and_the_refusal_has_the_way_out(reference: Run) -> None:
+    again = train_reference(reference.path.parent, "one", reference.settings)
+    assert again.record.model.digest == reference.record.model.digest
+    with pytest.raises(FedOrthoError, match=r"one was trained with other settings.*--references DIR"):
+        train_reference(reference.path.parent, "one", replace(reference.settings, epochs=2))

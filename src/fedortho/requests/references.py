@@ -130,6 +130,12 @@ def train_reference(
     """
     if not settings.epochs:
         raise CannotServe(f"{name}: {NO_RECIPE}")
+    known = read_run_record(directory / name)
+    if isinstance(known, RunRecord) and not _is_trained_as(open_run(directory / name), settings):
+        raise FedOrthoError(
+            f"{directory / name} was trained with other settings, for another recipe or an earlier run of that name; "
+            "move it away, or give another directory (--references DIR)"
+        )
     if data is not None:
         clients = held_rows(data, settings, settings.partition_seed) if isinstance(settings, FederateSettings) else None
         if lost := purged_images(data, ForgetRequest.parse(settings.without), clients):
