@@ -94,6 +94,26 @@ def test_another_draw_does_not_replace_a_qualification(run: Run) -> None:
         qualify_run(run, options(run, seed=1))
 
 
+def test_a_qualification_is_confirmed_by_the_method_that_was_chosen_whatever_is_a_candidate_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, seen = train_run(tmp_path / "run", replace(SETTINGS, epochs=1)), list[Method]()
+
+    def passed(*words: object) -> ClassTrial:
+        seen.append(words[2])  # type: ignore[arg-type]  # the method
+        return ClassTrial(str(words[3]), str(words[4]), {"C1": "PASS"}, "m", ("r",), 0.0, 0.9, 0.9, 1.0, 10.0)
+
+    monkeypatch.setattr(qualifying, "_trial", passed)
+    before, now = (make_method("finetune", {"epochs": epochs}) for epochs in (1, 2))
+    begun = draw_classes(run, QualifyOptions(classes=1))
+    tried = MethodTrial("finetune", as_mapping(before), (passed(0, 0, before, begun.choosing[0], "valid"),))
+    write_record(run.path / QUALIFICATION, replace(begun, tried=(tried,)))
+    found = qualify_run(run, QualifyOptions(classes=1, candidates=(now,), device="cpu"))
+    assert found.is_finished
+    assert seen == [before, before]
+    assert qualify_run(run, QualifyOptions(classes=1, candidates=(now,), device="cpu")) == found
+
+
 def test_a_record_that_was_changed_is_refused(run: Run) -> None:
     qualify_run(run, options(run))
     path = run.path / QUALIFICATION

@@ -12,7 +12,7 @@ from fedortho.audits.qualification import QUALIFICATION, ClassTrial, MethodTrial
 from fedortho.data.request import ForgetRequest
 from fedortho.devices import using_threads
 from fedortho.errors import BadData, BadSetting, FedOrthoError
-from fedortho.methods import unlearn
+from fedortho.methods import make_method, unlearn
 from fedortho.methods.method import Method, serves
 from fedortho.requests.counterfactuals import counterfactuals
 from fedortho.requests.judging import OnStep
@@ -92,10 +92,7 @@ def qualify_run(run: Run | Path | str, options: QualifyOptions | None = None) ->
         if (chosen := found.chosen) is None:
             return found
         method = next((each for each in candidates if _is_of(chosen, each)), None)
-        if method is None:
-            raise FedOrthoError(
-                f"{chosen.method} was chosen with other settings; give the candidates of the first call"
-            )
+        method = method or make_method(chosen.method, chosen.settings)  # its settings may be others by now
         mine = found.confirmed or replace(chosen, classes=())
         for longer in _trials(mine, found.confirming, "test", partial(_trial, context, options, method)):
             found = replace(found, confirmed=longer)
