@@ -219,10 +219,11 @@ def _planned(run: Run, level: str, method: Method, out: Path) -> PlannedStep:
     """A step with its estimated cost, relative to the run's training: in epochs or rounds, or in passes over images."""
     seconds, (unit, passes, _) = _training_seconds(run), run.settings.passes
     epochs, note = PASSES.get(method.name, getattr(method, "epochs", None) or None), ""
-    if isinstance(method, R2D) and (begin := _begin_of(method)) is None:
-        epochs = None  # shadow models may choose how far back
-    elif isinstance(method, R2D):
-        epochs, note = passes - begin, f"back to {unit[:-1]} {begin} of {passes}, which has met the data; {NOT_EXACT}"
+    if isinstance(method, R2D):
+        epochs = None  # not known before shadow models have chosen how far back
+        if (begin := _begin_of(method)) is not None:
+            epochs = passes - begin
+            note = f"back to {unit[:-1]} {begin} of {passes}, which has met the data; {NOT_EXACT}"
     whole = run.settings.image_passes if method.name in PASSES else passes
     share = epochs / whole if whole and epochs is not None else None
     time = share * seconds if share is not None and seconds else None
