@@ -48,6 +48,12 @@ def test_the_weights_with_the_smallest_difference_of_gradients_are_reset(
         assert size[changed.flatten()].max() <= size[~changed.flatten()].min() * (1 + 1e-4)
 
 
+def test_gradients_are_of_as_many_retained_images_as_are_forgotten(digits: Dataset, small_net: nn.Module) -> None:
+    engine = CentralEngine(digits)
+    MaskedSmallGradients(epochs=0)(small_net, engine, REQUEST)
+    assert engine.tally.images_trained == 2 * int((digits.train.labels == 3).sum())
+
+
 def test_new_weights_have_the_spread_of_kaiming_by_fan_out() -> None:
     layer = nn.Sequential(nn.Conv2d(64, 128, 3))
     mask = {"0.weight": torch.ones(128, 64, 3, 3, dtype=torch.bool)}

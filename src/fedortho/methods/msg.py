@@ -41,11 +41,12 @@ class MaskedSmallGradients(Schedule):
 
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
         forget, retain = forget_and_retain(self, engine, request)
-        gradient = Statistic("gradient", batch_size=self.batch_size)
+        gradient, before = Statistic("gradient", batch_size=self.batch_size), replace(engine.tally)
         ((forgotten,),) = engine.measure(model, [Query((forget,), gradient)])
         if not forgotten.images:
             raise FedOrthoError(f"{request} selects no image{withheld_hint(engine)}; msg needs its gradient")
-        some = replace(retain, limit=self.images or forgotten.images)
+        number = engine.tally.since(before).images_trained  # the observation counts batches
+        some = replace(retain, limit=self.images or number)
         ((retained,),) = engine.measure(model, [Query((some,), gradient)])
         change = {name: retained.sums[name] - forgotten.sums[name] for name in kernels_of(model)}
         mask = {n: smallest(g, self.ratio).view_as(model.get_parameter(n)) for n, g in change.items()}

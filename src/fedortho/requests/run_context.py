@@ -97,12 +97,12 @@ def method_for_run(run: Run, name: str, *settings: Mapping[str, Any]) -> Method:
 
 
 def regrow_passes(settings: TrainSettings) -> int:
-    """How many passes `regrow` takes on a run: a share of those of its training, and at least two.
+    """How many epochs, or rounds of a federation, `regrow` takes: a share of those of the training, and at least two.
 
     >>> [regrow_passes(TrainSettings(epochs=epochs)) for epochs in (6, 150, 0)]  # 0: trained elsewhere
     [2, 8, 10]
+    >>> regrow_passes(FederateSettings(rounds=100, fraction=0.1))
+    5
     """
-    passes = float(settings.epochs)
-    if isinstance(settings, FederateSettings):
-        passes *= settings.rounds * settings.fraction
-    return max(Regrow().epochs, math.ceil(REGROWN * passes)) if passes else UNKNOWN
+    planned = settings.passes.planned if settings.epochs else 0
+    return max(Regrow().epochs, math.ceil(REGROWN * planned)) if planned else UNKNOWN
