@@ -13,7 +13,7 @@ from pictures import LABELS, PICTURES, encoded, folder_of, noise, write
 
 from fedortho.data import sources
 from fedortho.data.images import channel_statistics, split_stratified
-from fedortho.data.sources import DATASETS, load_images
+from fedortho.data.sources import DATASETS, _digits_table, load_images
 from fedortho.errors import BadData, BadSetting, UnknownName
 
 
@@ -153,6 +153,9 @@ def test_the_embedded_fashion_mini_is_balanced_grey_and_small() -> None:
 
 def test_digits_fill_the_whole_range_and_are_split_once() -> None:
     data, other = load_images("digits"), load_images("digits", seed=1)
+    from sklearn.datasets import load_digits  # in a second, so not at the top
+
+    assert np.array_equal(_digits_table(), np.column_stack(load_digits(return_X_y=True)))
     assert (len(data.train) + len(data.valid), len(data.test)) == (1438, 359)
     assert data.train.shape == (1, 8, 8)
     assert (int(data.train.pixels.min()), int(data.train.pixels.max())) == (0, 255)

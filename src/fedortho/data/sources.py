@@ -8,8 +8,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -290,16 +293,25 @@ def _joined(words: Sequence[str]) -> str:
     return hashlib.sha256("\0".join(words).encode()).hexdigest()
 
 
+def _digits_table() -> "np.ndarray[Any, np.dtype[np.float64]]":
+    """The 64 pixels and the label of each digit, of scikit-learn's file: importing scikit-learn takes a second."""
+    spec = find_spec("sklearn")
+    for place in (spec and spec.submodule_search_locations) or ():
+        if (file := Path(place, "datasets", "data", "digits.csv.gz")).is_file():
+            return np.loadtxt(file, delimiter=",")
+    from sklearn.datasets import load_digits
+
+    return np.column_stack(load_digits(return_X_y=True))
+
+
 @cache  # they are read-only, as memory-mapped images are
 def _digits(size: int) -> DecodedImages:
     """Scikit-learn's 1,797 digits of 8x8 pixels in 17 shades; a fifth is the test split."""
-    from sklearn.datasets import load_digits
-
-    images, labels = load_digits(return_X_y=True)
-    pixels = torch.tensor(images.reshape(-1, 1, 8, 8) * (255 / 16))
+    table = torch.from_numpy(_digits_table())
+    pixels, labels = table[:, :-1].reshape(-1, 1, 8, 8) * (255 / 16), table[:, -1].to(torch.int64)
     if size:
         pixels = torch.nn.functional.interpolate(pixels, (size, size), mode="bilinear", antialias=True)
-    pixels, labels = pixels.round().to(torch.uint8), torch.tensor(labels, dtype=torch.int64)
+    pixels = pixels.round().to(torch.uint8)
     train, test = split_stratified(labels, TEST_SHARE, TEST_SEED)
     mean, std = channel_statistics(pixels[train])
     digest = tensors_digest({"pixels": pixels, "labels": labels})
