@@ -10,6 +10,7 @@ formulas give the costs that benchmarks/costs.py measured in a small federation 
 
 import argparse
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from fedortho.training.penalties import ortho_flops
 RESULTS = Path(__file__).parent / "results"
 PAPER = ("cifar100", "resnet50", "dirichlet:0.6")  # data, model and split of Fig. 5
 COMPUTED = ("retrain", "finetune", "not", "fused")
+image_flops = cache(flops_per_image)  # a pass forwards and one back, for all methods on a network
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ def computed_cost(
     Retraining repeats the training on the retain set. The others train all clients in each of their rounds, one pass;
     FUSED freezes all but its adapters, so an image takes a forward pass and one back through the same layers.
     """
-    forward, both = flops_per_image(model, shape)
+    forward, both = image_flops(model, shape)
     size = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
     retained, kept = images - forgotten, 0.0
     rounds = settings.rounds if method == "retrain" else 1
@@ -88,7 +90,7 @@ def of_paper() -> list[dict[str, Any]]:
             again["flops"] -= (published - 1) * one.kept_flops  # once
             more = {"kept_flops": one.kept_flops} | again
             rows.append({"method": method, "rounds": published, "source": "computed"} | more)
-    statistics = float(images * flops_per_image(model, (3, 32, 32))[0])  # kept since training, or one pass
+    statistics = float(images * image_flops(model, (3, 32, 32))[0])  # kept since training, or one pass
     requests = read_results(RESULTS / "requests.json").rows
     measured = {row["method"]: row for row in requests if row["network"] == "resnet50"}
     for method, name in (("paper", "hide, ratio given, statistics kept"), ("hide", "hide, statistics kept")):
