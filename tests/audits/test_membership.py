@@ -1,6 +1,7 @@
 import itertools
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -68,8 +69,13 @@ def audited(case: Case, plan: ShadowPlan) -> AuditResult:
     return MEMBERSHIP(replace(case, shadows=plan), budget="full")
 
 
+@cache
+def trained(data: Dataset) -> nn.Module:
+    return fit(build(1), data.train, RECIPE)
+
+
 def case_of(data: Dataset, request: str) -> Case:
-    original = fit(build(1), data.train, RECIPE)
+    original = trained(data)
     return Case(original, original, (), data, ForgetRequest.parse(request))
 
 
