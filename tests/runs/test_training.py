@@ -3,11 +3,9 @@ import os
 import pickle
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +25,7 @@ from fedortho.runs.settings import ImportSettings, TrainSettings
 from fedortho.runs.training import import_run, train_run
 from fedortho.storage.checkpoints import read_weights
 from fedortho.storage.files import file_digest, locked, write_tensors
+from fedortho.training import loop
 
 KEPT = ["history.json", "ledger.safetensors", "model.safetensors", "run.json", "split.json"]
 SMALL = TrainSettings(
@@ -188,23 +187,32 @@ def test_a_changed_model_or_record_is_refused(digits_run: Path, tmp_path: Path) 
         open_run(tmp_path)
 
 
+take_step = loop._take_step
+
+
+def die_in_the_second_epoch(state: loop._State, *rest: Any) -> None:
+    if state.history and state.step:
+        os.kill(os.getpid(), signal.SIGKILL)
+    take_step(state, *rest)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a process that can be killed is forked")
 @pytest.mark.parametrize("kills", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_killed_process_ends_with_the_same_bytes_as_one_left_alone(tmp_path: Path, kills: int) -> None:
-    settings = TrainSettings(data="digits", epochs=2, batch_size=64, lr=0.05, threads=1)
-    flags = ["--epochs", "2", "--batch-size", "64", "--lr", "0.05", "--threads", "1", "--out"]
-    command = [sys.executable, "-m", "fedortho", "train", "--data", "digits", *flags]
+def test_a_killed_process_ends_with_the_same_bytes_as_one_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int
+) -> None:
+    settings = TrainSettings(data="digits", model="small:TinyNet", epochs=2, batch_size=64, lr=0.05, threads=1)
     train_run(tmp_path / "whole", settings)
     for _ in range(kills):
-        process = subprocess.Popen(
-            [*command, tmp_path / "killed"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        checkpoint, deadline = tmp_path / "killed" / "checkpoint.safetensors", time.monotonic() + 60
-        before = checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
-        while time.monotonic() < deadline and not (checkpoint.exists() and checkpoint.stat().st_mtime_ns > before):
-            time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        assert checkpoint.exists(), "killed while training"
+        child = os.fork()
+        if not child:
+            monkeypatch.setattr(loop, "_take_step", die_in_the_second_epoch)
+            try:
+                train_run(tmp_path / "killed", settings)
+            finally:
+                os._exit(1)
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+        assert (tmp_path / "killed" / "checkpoint.safetensors").exists(), "killed while training"
     train_run(tmp_path / "killed", settings)
     for name in ("model.safetensors", "split.json"):
         assert file_digest(tmp_path / "whole" / name) == file_digest(tmp_path / "killed" / name)
