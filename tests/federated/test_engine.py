@@ -37,7 +37,7 @@ def centrally(data: Dataset, model: nn.Module, queries: list[Query]) -> list[lis
     return [[observation.collapsed() for observation in row] for row in found]
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(1, 12), st.sampled_from(["iid", "dirichlet:0.1", "dirichlet:5", "shards:2"]), st.integers(0, 10**6))
 def test_pooled_statistics_equal_the_centralized_ones_for_any_partition(
     make_engine, few_digits: Dataset, tiny_digits: nn.Module, clients: int, split: str, seed: int

@@ -30,7 +30,7 @@ def nodes(store: Path, model: nn.Module, **node: object) -> FederatedEngine:
     """An engine whose server wants all it can get, over nodes with these settings of their own."""
     grid = LocalGrid(client_app(as_mapping(SETTINGS)), SETTINGS.clients, {"store": str(store), **node})
     engine = federated_engine(grid, SETTINGS, load_run_data(SETTINGS))
-    engine.send_model(model)
+    engine.send_model(model, ledger=False)
     return engine
 
 

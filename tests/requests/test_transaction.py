@@ -131,7 +131,7 @@ def check_every_place(
     return number
 
 
-@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_request_that_is_killed_at_any_file_operation_is_repeated(trained: Run, tmp_path: Path, every: int) -> None:
     assert check_every_place(trained, tmp_path, killed_at, every) > 60
 
