@@ -34,6 +34,7 @@ def test_there_are_four_and_each_fits_on_a_page() -> None:
         assert len(script.read_text(encoding="utf-8").splitlines()) <= 60, script.name
 
 
+@pytest.mark.slow  # quick: the five lines of the README
 def test_a_class_is_forgotten_and_the_verdict_says_what_is_left(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

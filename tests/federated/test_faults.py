@@ -79,7 +79,7 @@ class Spoiled(LocalGrid):
         return Message(pack_json(tensors, value), reply_to=message) if how else reply
 
 
-@pytest.mark.parametrize("how", ["raises", "silent", "shapes", "nan", "other"])
+@pytest.mark.parametrize("how", [pytest.param("raises", marks=pytest.mark.slow), "silent", "shapes", "nan", "other"])
 def test_a_client_that_fails_is_named_and_the_others_go_on(
     make_engine, tiny_digits: nn.Module, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -102,7 +102,9 @@ def test_a_client_that_fails_is_named_and_the_others_go_on(
     assert engine.history[0].clients == 3
 
 
-@pytest.mark.parametrize("how", ["shapes", "layers", "silly"])
+@pytest.mark.parametrize(
+    "how", ["shapes", *(pytest.param(each, marks=pytest.mark.slow) for each in ("layers", "silly"))]
+)
 def test_the_first_client_does_not_decide_what_fits(make_engine, tiny_digits: nn.Module, how: str) -> None:
     engine = make_engine()
     engine.send_model(tiny_digits)

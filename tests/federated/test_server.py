@@ -216,7 +216,7 @@ def test_training_without_a_request_never_sees_it(digits: Dataset, tmp_path: Pat
     assert all(1 not in exchange.bytes_down for exchange in log if exchange.kind == "train.local")
 
 
-@pytest.mark.parametrize("norms", ["local", "recalibrate"])
+@pytest.mark.parametrize("norms", [pytest.param("local", marks=pytest.mark.slow), "recalibrate"])
 def test_statistics_are_pooled_at_the_end_where_they_are_not_averaged(norms: str, tmp_path: Path) -> None:
     run = train_federation(tmp_path / "run", replace(TRAINED, norms=norms, rounds=2))
     assert run.record.result.test_accuracy > 0.6

@@ -47,7 +47,7 @@ def test_averaging_by_flower_is_ours_up_to_rounding(make_engine) -> None:
     assert all(torch.allclose(ours[name], flowers[name], atol=1e-5) for name in ours)
 
 
-QUICK = ("FedMedian", "Krum(num_malicious_nodes=1)", "FedAdam")
+QUICK = ("Krum(num_malicious_nodes=1)", "FedAdam")  # a killed training of FedMedian ends with the same bytes below
 ALL = (*ROBUST, "MultiKrum(num_nodes_to_select=2)", *STATEFUL)
 
 

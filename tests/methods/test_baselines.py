@@ -81,8 +81,15 @@ def test_the_first_layer_is_the_first_in_use_and_a_negation_without_effect_is_re
         NoT(epochs=0)(Backwards(square=True), engine, REQUEST)
 
 
-@pytest.mark.parametrize("adapter", ["sparse", "low-rank"])
-@pytest.mark.parametrize("class_mode", ["exclude", "relabel"])
+@pytest.mark.parametrize(
+    ("class_mode", "adapter"),
+    [
+        ("exclude", "sparse"),
+        ("relabel", "low-rank"),
+        pytest.param("exclude", "low-rank", marks=pytest.mark.slow),
+        pytest.param("relabel", "sparse", marks=pytest.mark.slow),
+    ],
+)
 def test_fused_is_reversed_bit_for_bit(
     small_net: nn.Module, engine: CentralEngine, adapter: str, class_mode: str
 ) -> None:

@@ -281,7 +281,7 @@ def test_examples_show_what_was_lost_and_what_was_kept(text: str) -> None:
     assert len({alt[0] for alt in kept[:9]}) == 9, "one of each class before the second of any"
 
 
-@pytest.mark.parametrize("words", ["samples:{}", "class:3 samples:{}"])
+@pytest.mark.parametrize("words", [pytest.param("samples:{}", marks=pytest.mark.slow), "class:3 samples:{}"])
 def test_images_of_samples_that_had_to_go_are_not_kept_in_the_page(forgot: Run, words: str) -> None:
     data, original = forgot.load_data(), find_original(forgot)
     request = ForgetRequest.parse(words.format(",".join(map(str, data.train.rows[:200].tolist()))))

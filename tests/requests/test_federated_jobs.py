@@ -136,7 +136,7 @@ def test_the_same_job_again_sends_what_clients_missed_and_is_not_refused(
     assert events(tmp_path) == ["received", "executed"]
 
 
-@pytest.mark.parametrize("quorum", [1.0, 0.5])
+@pytest.mark.parametrize("quorum", [1.0, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_the_quorum_counts_clients_that_do_not_even_say_who_they_are(
     trained: Run, grid: Grid, tmp_path: Path, quorum: float
 ) -> None:

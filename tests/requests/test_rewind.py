@@ -101,7 +101,7 @@ def check_equal(place: Path, settings: FederateSettings, kind: str) -> None:
     ("seed", "split", "fraction", "kind"),
     [
         (0, "iid", 0.1, "client"),
-        (1, "dirichlet:0.5", 0.1, "clients"),
+        pytest.param(1, "dirichlet:0.5", 0.1, "clients", marks=pytest.mark.slow),
         (2, "dirichlet:0.5", 0.1, "samples"),
         (3, "dirichlet:0.1", 0.5, "class"),
         (4, "iid", 0.5, "together"),
