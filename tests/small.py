@@ -13,12 +13,14 @@ class TinyNet(nn.Module):
     """Three convolutions with batch norm, the smallest thing that has a deep layer."""
 
     widths = (6, 8, 12)
+    stride = 1  # of the first convolution
 
     def __init__(self, classes: int = 4, channels: int = 1, dropout: float = 0.0) -> None:
         super().__init__()
         layers: list[nn.Module] = []
         for inputs, outputs in zip((channels, *self.widths), self.widths, strict=False):
-            layers += [nn.Conv2d(inputs, outputs, 3, 1, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
+            stride = 1 if layers else self.stride
+            layers += [nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
         self.features = nn.Sequential(*layers)
         self.dropout = nn.Dropout(dropout)
         self.fc = nn.Linear(self.widths[-1], classes)
@@ -31,6 +33,12 @@ class SmallNet(TinyNet):
     """The same, wide enough that some kernels can go without the others noticing."""
 
     widths = (16, 24, 64)
+
+
+class QuickNet(SmallNet):
+    """The same on a quarter of the positions, in half of the time; in a federation less of it is forgotten."""
+
+    stride = 2
 
 
 SETTINGS = FederateSettings(
@@ -66,18 +74,26 @@ class PooledNet(nn.Module):
     """Four convolutions with batch norm and pooling between them: the smallest network that learns real images."""
 
     widths = ((16, 32), (32, 32), (32, 64))
+    stride = 1  # of the first convolution
 
     def __init__(self, classes: int = 10, channels: int = 1) -> None:
         super().__init__()
         layers: list[nn.Module] = []
         for inputs, outputs in ((channels, 16), *self.widths):
-            layers += [nn.Conv2d(inputs, outputs, 3, 1, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
+            stride = 1 if layers else self.stride
+            layers += [nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
             layers += [nn.MaxPool2d(2)] if outputs == 32 else []
         self.features = nn.Sequential(*layers)
         self.fc = nn.Linear(64, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc(self.features(x).mean((2, 3)))
+
+
+class StridedNet(PooledNet):
+    """The same on a quarter of the positions, for images of 14x14 and more."""
+
+    stride = 2
 
 
 class DeepNet(PooledNet):

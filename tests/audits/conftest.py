@@ -27,9 +27,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
     def trained(name: str, images: Images, seed: int) -> nn.Module:
         recipe = Recipe(epochs=5, lr=0.1, crop=0, seed=seed)
-        model = build_model("small:PooledNet", num_classes=10, channels=1, seed=seed)
+        model = build_model("small:StridedNet", num_classes=10, channels=1, seed=seed)
         return trained_once(tmp_path_factory, name, model, lambda model: fit(model, images, recipe))
 
-    # Seed 3 is the reference: its prototype recovers most (52 %; 38 and 45 %), so the other two do not exceed it.
-    references = [trained(f"coat-reference-{seed}", retain, seed) for seed in (3, 2, 1)]
+    # Seed 3 is the reference: its prototype recovers most (65 %; 57 and 55 %), so the other two do not exceed it.
+    references = [trained(f"coat-reference-{seed}", retain, seed) for seed in (3, 2, 4)]
     return World(data, trained("coat-original", data.train, 0), references, MeasurementCache())

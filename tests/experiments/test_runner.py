@@ -39,7 +39,7 @@ from fedortho.runs.settings import TrainSettings
 from fedortho.storage.files import read_json
 from fedortho.storage.records import read_record
 
-NETWORK = TrainSettings(data="digits", model="small:SmallNet", epochs=2, crop=0, flip=0.0, threads=1, device="cpu")
+NETWORK = TrainSettings(data="digits", model="small:QuickNet", epochs=2, crop=0, flip=0.0, threads=1, device="cpu")
 RATIOS = tuple(MethodVariant("paper", {"ratio": ratio}, {"ratio": ratio}) for ratio in (0.1, 0.4))
 
 
@@ -224,7 +224,7 @@ def test_requests_of_a_sequence_are_served_one_after_the_other(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_a_federation_forgets_one_after_the_other_and_by_client_and_samples(tmp_path: Path) -> None:
-    network = replace(SETTINGS, model="small:SmallNet", clients=3, rounds=1, split="iid")
+    network = replace(SETTINGS, model="small:QuickNet", clients=3, rounds=1, split="iid")
     steps = experiment(networks=(network,), is_sequence=True, requests=("class:0", "class:1"), variants=RATIOS[:1])
     rows = reproduce(steps, tmp_path).rows
     assert [row.key["step"] for row in rows] == [0, 1, 2]
@@ -238,7 +238,7 @@ def test_a_federation_forgets_one_after_the_other_and_by_client_and_samples(tmp_
 
 
 def test_fine_tuning_can_train_all_clients_of_a_federation_that_trains_few(tmp_path: Path) -> None:
-    network = replace(SETTINGS, model="small:SmallNet", clients=3, rounds=1, fraction=0.1, split="iid")
+    network = replace(SETTINGS, model="small:QuickNet", clients=3, rounds=1, fraction=0.1, split="iid")
     everyone = MethodVariant("finetune", {"epochs": 1}, {}, fraction=1.0)
     reproduce(experiment(networks=(network,), variants=(everyone,)), tmp_path)
     stored = read_record(Row, next((tmp_path / "outcomes").rglob("finetune.json")))

@@ -63,7 +63,7 @@ class Elements(HTMLParser):
 def forgot(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run that has forgotten a class, with the one it was made from and a retrained one beside it."""
     place = tmp_path_factory.mktemp("report")
-    settings = TrainSettings(data="digits", model="small:SmallNet", epochs=3, crop=0, flip=0.0, threads=1, device="cpu")
+    settings = TrainSettings(data="digits", model="small:QuickNet", epochs=3, crop=0, flip=0.0, threads=1, device="cpu")
     run = run_once(tmp_path_factory, place / "original", settings)
     request = ForgetRequest.parse("class:3")
     train_run(place / "retrained", replace(reference_settings(run, request), epochs=3))
@@ -123,7 +123,7 @@ def test_the_report_of_a_real_run_is_one_small_page_with_all_its_parts(text: str
         "<details>",
     ]
     assert sorted(order, key=text.index) == order, "the answer comes first, all metrics are folded"
-    assert "digits, small:SmallNet, seed 0.</figcaption>" in text
+    assert "digits, small:QuickNet, seed 0.</figcaption>" in text
     assert not re.search("--[a-z]", text[text.index("<main") : text.index("<details>")].replace("<!--", ""))
     assert "retrained without it" in text, "the retrained run beside it was found"
 

@@ -39,7 +39,7 @@ QUICK = {"finetune": {"epochs": 1}}
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    settings = TrainSettings(data="digits", model="small:SmallNet", epochs=3, crop=0, flip=0.0, threads=1, device="cpu")
+    settings = TrainSettings(data="digits", model="small:QuickNet", epochs=3, crop=0, flip=0.0, threads=1, device="cpu")
     return run_once(tmp_path_factory, tmp_path_factory.mktemp("compare") / "run", settings)
 
 
@@ -147,7 +147,7 @@ def test_data_that_moved_is_found_by_a_comparison_in_a_federation(tmp_path: Path
 
 @pytest.mark.slow
 def test_federaser_replays_what_a_run_kept_and_references_keep_nothing(tmp_path: Path) -> None:
-    settings = replace(SETTINGS, model="small:SmallNet", clients=3, rounds=3, split="iid", keep_updates=True)
+    settings = replace(SETTINGS, model="small:QuickNet", clients=3, rounds=3, split="iid", keep_updates=True)
     run = train_federation(tmp_path / "run", settings)
     assert len(list((run.path / "updates").glob("round-*/client-*"))) == 9
     request = ForgetRequest.parse("client:1")
@@ -193,7 +193,7 @@ def test_the_command_tunes_and_what_it_writes_can_be_compared_with(run: Run, tmp
         told("tune", "ssd,retrain", run.path, "class:3", "--out", file)
     with pytest.raises(FedOrthoError, match="unsir does not serve samples:1; leave it out"):
         told("tune", "unsir", run.path, "samples:1", "--out", file)
-    with pytest.raises(FedOrthoError, match="digits-small:SmallNet"):
+    with pytest.raises(FedOrthoError, match="digits-small:QuickNet"):
         told("compare", run.path, "class:3", "--settings", "tuned", "--out", tmp_path / "p")
 
 
@@ -207,7 +207,7 @@ def test_what_a_method_cannot_serve_is_a_line_and_not_the_end(run: Run, tmp_path
 
 @pytest.mark.slow
 def test_a_federation_is_compared_in_a_copy_of_what_its_clients_keep(tmp_path: Path) -> None:
-    settings = replace(SETTINGS, model="small:SmallNet", clients=2, rounds=2, split="iid")
+    settings = replace(SETTINGS, model="small:QuickNet", clients=2, rounds=2, split="iid")
     run = train_federation(tmp_path / "run", settings)
     before = sorted(path.read_bytes() for path in (run.path / "clients").rglob("*.json"))
     rows = compare(

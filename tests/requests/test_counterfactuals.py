@@ -16,7 +16,7 @@ from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
 from fedortho.storage.files import tensors_digest
 
-SETTINGS = TrainSettings(data="digits", model="small:SmallNet", epochs=4, crop=0, flip=0.0, threads=1, device="cpu")
+SETTINGS = TrainSettings(data="digits", model="small:QuickNet", epochs=4, crop=0, flip=0.0, threads=1, device="cpu")
 REQUEST = fo.ForgetRequest.parse("class:3")
 
 

@@ -25,7 +25,7 @@ from fedortho.storage.files import read_json, write_json
 from fedortho.storage.journal import check_journal
 from fedortho.storage.records import to_json
 
-SETTINGS = TrainSettings(data="digits", model="small:SmallNet", epochs=6, crop=0, flip=0.0, threads=1, device="cpu")
+SETTINGS = TrainSettings(data="digits", model="small:QuickNet", epochs=6, crop=0, flip=0.0, threads=1, device="cpu")
 NAMES = ("C1", "C2", "C3", "C4", "C5", "C6")
 
 

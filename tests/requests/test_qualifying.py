@@ -28,7 +28,7 @@ from fedortho.storage.files import read_json, write_json
 from fedortho.storage.records import to_json, write_record
 from fedortho.storage.settings import as_mapping
 
-SETTINGS = TrainSettings(data="digits", model="small:SmallNet", epochs=4, crop=0, flip=0.0, threads=1, device="cpu")
+SETTINGS = TrainSettings(data="digits", model="small:QuickNet", epochs=4, crop=0, flip=0.0, threads=1, device="cpu")
 
 
 @pytest.fixture(autouse=True)
