@@ -29,19 +29,14 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 # Files with the most seconds, longest first, and then the others: so the workers of `make test` end together.
 LONG = (
-    *("methods/test_contract", "audits/test_audits", "federated/test_server", "federated/test_engine"),
-    *(
-        "cli/test_app",
-        "cli/test_forget",
-        "requests/test_judging",
-        "test_examples",
-        "federated/test_workers",
-        "reports/test_page",
-    ),
-    *("methods/test_federated", "requests/test_deleting", "requests/test_qualifying", "methods/test_federaser"),
-    *("federated/test_faults", "requests/test_rewind", "runs/test_training", "requests/test_forgetting"),
-    *("evidence/test_bundle", "requests/test_checking", "requests/test_comparing", "requests/test_tuning"),
-    *("test_readme", "requests/test_transaction", "unlearning/test_plan", "experiments/test_runner"),
+    *("methods/test_contract", "federated/test_engine", "audits/test_audits", "federated/test_server", "cli/test_app"),
+    *("requests/test_judging", "evidence/test_claims", "methods/test_federated", "requests/test_rewind"),
+    *("federated/test_strategies", "reports/test_page", "evidence/test_bundle", "requests/test_checking"),
+    *("federated/test_corruption", "federated/test_faults", "audits/test_membership", "test_examples"),
+    *("requests/test_deleting", "unlearning/test_plan", "requests/test_levels", "storage/test_journal"),
+    *("cli/test_forget", "runs/test_training", "training/test_loop", "evaluation/test_metric_suite"),
+    *("experiments/test_runner", "requests/test_epochs", "evidence/test_recheck", "federated/test_workers"),
+    *("requests/test_shadowed", "requests/test_forgetting", "test_extending", "test_readme", "federated/test_own_app"),
 )
 
 
