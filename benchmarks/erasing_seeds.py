@@ -1,12 +1,12 @@
 """How far the outcome of `erase` on one class depends on chance: the same request with other seeds.
 
-    python benchmarks/erasing_seeds.py --data-dir ../shared/data [--networks DIR] [--request class:9] [--seeds 0,1,2,3,4]
+    python benchmarks/erasing_seeds.py --data-dir ../shared/data [--networks DIR] [--request class:9] [--seeds 0,1,2]
 
 Written down before its first run, after truck had failed C1 on one processor and passed it on another with the same
-seed: vgg-mini of seed 0, CIFAR-10, truck, `regrow` as it is by default with seeds 0 to 4, all of them reported. For each
-the recall of C1's probe at every depth on test images, of the network and of what the same seed makes of the reference
-model that was retrained without the class; the original and the reference beside them. Nothing is chosen by it. Rows go
-to benchmarks/results/erasing-seeds.json; a seed that is there is not run again.
+seed: vgg-mini of seed 0, CIFAR-10, truck, `regrow` as it is by default with seeds 0 to 4, all of them reported. For
+each the recall of C1's probe at every depth on test images, of the network and of what the same seed makes of the
+reference model that was retrained without the class; the original and the reference beside them. Nothing is chosen by
+it. Rows go to benchmarks/results/erasing-seeds.json; a seed that is there is not run again.
 """
 
 from pathlib import Path
