@@ -34,7 +34,7 @@ def compared(kinds: tuple[str, ...]) -> dict[tuple[str, str], dict[str, Rows]]:
         model = row["model"] if "tuned-on" in row else f"{row['model']}, earlier"
         methods = found.setdefault((row["engine"], model), {})
         methods.setdefault(row.get("label", row["method"]), []).append(row | {"gap": gap})
-    return found
+    return dict(sorted(found.items(), key=lambda pair: pair[0][1].endswith("earlier")))  # stable: these come last
 
 
 def cells_of(rows: Rows, best: bool = False) -> list[str]:
