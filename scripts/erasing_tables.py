@@ -76,6 +76,18 @@ def erasing() -> str:
     return grid(header, rows) + origin(result)
 
 
+def erasing_seeds() -> str:
+    """The probe at every depth after `erase` of one class by several seeds."""
+    result = read("erasing-seeds")
+    names = [name for name, _ in sorted(result["rows"][0]["probe"].items(), key=depth)]
+    rows = []
+    for row in result["rows"]:
+        seed = str(row["seed"]) if "erased" in row["what"] else "–"
+        rows.append([row["what"], seed, *(f"{100 * row['probe'][name]:.1f}" for name in names)])
+        rows[-1] += [f"{100 * row[key]:.1f}" for key in ("forget", "retain")]
+    return grid(["model", "seed of erase", *names, "forget %", "retain %"], rows) + origin(result)
+
+
 def small_rows(part: str) -> list[dict[str, Any]]:
     """The rows of one part of `benchmarks/erasing_small.py`; none before it was run."""
     rows = read("erasing-small")["rows"] if (RESULTS / "erasing-small.json").exists() else []

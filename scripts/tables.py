@@ -25,6 +25,7 @@ from decision_table import decision
 from erasing_tables import (
     erasing,
     erasing_figures,
+    erasing_seeds,
     published_erasing,
     regrow,
     regrow_tried,
@@ -300,6 +301,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "published": published,
     "erasing": erasing,
     "published-erasing": published_erasing,
+    "erasing-seeds": erasing_seeds,
     "erasing-small-classes": small_classes,
     "erasing-small-sequence": small_sequence,
     "erasing-small-federation": small_federation,
