@@ -35,6 +35,7 @@ from erasing_tables import (
 )
 from federation_tables import kills, malice, malice_training, million, rewind, scale, server_view
 from membership_tables import membership, membership_federation, membership_setting
+from reproduction_tables import reproduced
 from request_tables import forgetting, profile, requests, sequence
 from result_text import RESULTS, ROOT, depth, grid, origin, read, stale_figures
 from theory_tables import theory, theory_figures
@@ -305,6 +306,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "erasing-small-classes": small_classes,
     "erasing-small-sequence": small_sequence,
     "erasing-small-federation": small_federation,
+    "reproduced": reproduced,
     "theory": theory,
     "membership": membership,
     "membership-setting": membership_setting,

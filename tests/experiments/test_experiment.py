@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from fedortho.cli.methods import _table
 from fedortho.data.request import KINDS
 from fedortho.data.sources import DATASETS
 from fedortho.errors import BadSetting, FedOrthoError, UnknownName
@@ -38,6 +37,7 @@ from fedortho.experiments.relations import (
     over_seeds,
     parse_relation,
 )
+from fedortho.experiments.results_table import results_table
 from fedortho.methods import make_method
 from fedortho.methods.finetune import FineTune
 from fedortho.models.zoo import MODELS
@@ -105,7 +105,7 @@ def test_every_printed_row_of_the_paper_is_a_row_of_the_full_scale(name: str) ->
 def test_every_printed_value_has_a_place_beside_ours(name: str) -> None:
     experiment = load_experiment(name, "paper")
     results = ExperimentResults("", "", "paper", tuple(rows_of(experiment)), (), environment())
-    header, *lines = _table(experiment, results)
+    header, *lines = results_table(experiment, results)
     shown = {(name, cell) for line in lines for name, cell in zip(header[:-1], line[1:], strict=True)}  # cell beside
     titles = {"forget": "forget", "retain": "retain", "mia": "MIA confidence", "seconds": "seconds"}
     for row in printed_rows(name):

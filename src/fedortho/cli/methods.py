@@ -17,15 +17,12 @@ from fedortho.cli.console import bar, bars, federation_bar, out, say, say_json, 
 from fedortho.cli.flags import AsJson, DataDir, Device, RecipeFile, Request, RunPath, Settings, read_recipe
 from fedortho.experiments.experiment import (
     EXPERIMENTS,
-    ClaimFinding,
     Experiment,
     ExperimentResults,
     load_experiment,
-    printed_beside,
-    row_verdict,
 )
 from fedortho.experiments.planning import NetworkPlan, plan_experiment
-from fedortho.experiments.relations import COLUMNS, as_text, mean_and_sd, over_seeds
+from fedortho.experiments.results_table import claim_words, results_table
 from fedortho.experiments.runner import ProgressHooks, Watch, reproduce
 from fedortho.requests.comparing import NOTES, compare, compared_path, comparison_table
 from fedortho.requests.search import Attempt, Budget, Search
@@ -209,7 +206,7 @@ def _print_experiment(experiment: Experiment, results: ExperimentResults) -> Non
     say(f"scale {experiment.scale}: {networks}, seeds {seeds}; in brackets the paper's: {printed}; percent, seconds")
     for data, found in results.data.items():
         say(f"{data}: {found.text}")
-    lines = _table(experiment, results)
+    lines = results_table(experiment, results)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for first, *rest in lines:  # a table of rich would cut numbers off in a narrow terminal
         say("  ".join([first.ljust(widths[0]), *map(str.rjust, rest, widths[1:])]))
@@ -221,43 +218,6 @@ def _print_experiment(experiment: Experiment, results: ExperimentResults) -> Non
     say(MIA_NOTE)
     say("claims of the paper's table, and what was measured here:")
     for claim in results.claims:
-        say(f"  {_claim_words(claim)}")
+        say(f"  {claim_words(claim)}")
     at_scale = OTHER_DATA if "other-data" in experiment.limits else PAPER_SETTING
     say(at_scale if experiment.scale == "paper" else OTHER_SETTING)
-
-
-def _table(experiment: Experiment, results: ExperimentResults) -> list[list[str]]:
-    """Header and rows: the keys that vary, each metric beside the printed one, the row's verdict."""
-    rows = over_seeds(results.rows)
-    values = {key: {as_text(row.key[key]) for row in rows if key in row.key} for row in rows for key in row.key}
-    varied = ["method", *(key for key, known in values.items() if key != "method" and len(known) > 1)]
-    titles = ["MIA confidence" if metric == "mia" else metric for metric in COLUMNS]
-    lines = [[*varied, *(name for title in titles for name in (title, "(paper)")), "verdict"]]
-    for row in rows:
-        beside = printed_beside(experiment, row)
-        cells = [as_text(row.key.get(key, "")) for key in varied]
-        for metric in COLUMNS:
-            spread = f"±{beside[f'{metric}-sd']:.2f}" if f"{metric}-sd" in beside else ""
-            number = f"{beside.get(metric, 0.0):{'.10g' if metric == 'seconds' else '.2f'}}"
-            ours = mean_and_sd(row.of(metric), 2 if metric == "seconds" else 1)
-            cells += [ours, f"{number}{spread}" if metric in beside else "–"]
-        lines.append([*cells, row_verdict(experiment, row)])
-    return lines
-
-
-def _claim_words(claim: ClaimFinding) -> str:
-    """A claim of the paper, and in how many pairs of rows it holds here.
-
-    >>> from fedortho.experiments.experiment import PairFinding
-    >>> _claim_words(ClaimFinding("a < b", (PairFinding(({}, {}), (-3.0,), "does not hold"),), ()))
-    'a < b: does not hold, by -3.0 points (1 seed)'
-    """
-    if not claim.here:
-        return f"{claim.relation}: no such rows here"
-    number, pairs = min(len(pair.differences) for pair in claim.here), len(claim.here)
-    unit = "seconds" if " seconds " in claim.relation else "points"
-    words = f"{claim.here[0].verdict}, by {sum(claim.here[0].differences) / number:.1f} {unit}"
-    if pairs > 1:
-        verdicts = Counter(pair.verdict for pair in claim.here)
-        words = ", ".join(f"{verdict} in {found} of {pairs}" for verdict, found in verdicts.items())
-    return f"{claim.relation}: {words} ({number} seed{'s' if number > 1 else ''})"
