@@ -103,7 +103,7 @@ def small_classes() -> str:
         rows.append([*about, f"{row['share']:.1%}", _probe(row), row["label"]])
     header = ["class", "level", "forget %", "retain %: after / retrained / original", "FLOPs of retraining"]
     header += ["C1, worst depth: after / retrained (erase: treated alike) / original", "audits"]
-    return grid(header, rows) + (origin(read("erasing-small")) if rows else "")
+    return grid(header, rows) + origin(read("erasing-small")) if rows else "*Not run yet.*"
 
 
 def small_sequence() -> str:
