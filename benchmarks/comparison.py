@@ -22,7 +22,6 @@ runs/comparison; finished settings for classes are copied to src/fedortho/method
 """
 
 import json
-import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -47,7 +46,7 @@ from fedortho.requests.search import Attempt, Budget, is_tunable
 from fedortho.requests.tuning import TuningTrials, tune
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.settings import FederateSettings
-from fedortho.storage.files import locked, read_json
+from fedortho.storage.files import locked, read_json, write_json
 from fedortho.storage.records import read_record, to_json
 from fedortho.storage.settings import field_types
 
@@ -245,7 +244,8 @@ class Bench:
         )
         write_searches(self.arguments.out)
         if self.arguments.out == HERE / "results" and job.request.kind == "class":
-            shutil.copyfile(path, TUNED / path.name)
+            shipped = TUNED / path.name  # methods whose search has not ended keep what they had
+            write_json(shipped, (read_json(shipped) if shipped.exists() else {}) | read_json(path))
 
     def compare(self, job: Job) -> None:
         is_federation = isinstance(job.run.settings, FederateSettings)

@@ -174,7 +174,7 @@ TRAINED = {
     "ct": {},
     "eu-k": {"k": 2},
     "finetune": {},
-    "msg": {},
+    "msg": {"images": 100_000},  # a smaller number is shared by all clients, whoever holds images
     "neggrad": {},
     "not": {},
     "regrow": {},

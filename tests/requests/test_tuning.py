@@ -345,7 +345,7 @@ def test_the_accuracy_wanted_on_samples_can_come_from_shadow_models(
         return Attempt(dict(settings), len(context.data.train), 0.0, 0.9, 0.1)
 
     monkeypatch.setattr(tune_module, "_attempt", attempt)
-    monkeypatch.setattr(tune_module, "estimate_limit", lambda *_, shadows, data: limit)
+    monkeypatch.setattr(tune_module, "estimate_limit", lambda *_, **__: limit)
     rows = run.load_data().train.rows[:4].tolist()
     request, few = "samples:" + ",".join(map(str, rows)), Budget(candidates=1, trials=1)
     tune(run, request, ["finetune"], budget=few, shadows=8, out=tmp_path / "tuned.json")

@@ -37,7 +37,9 @@ class MaskedSmallGradients(Schedule):
     schedule: ClassVar[str] = "triangle"
     lr: Annotated[float, "highest learning rate"] = 0.001
     ratio: Annotated[SomeShare, "share of each convolution's weights that is reset"] = 0.3
-    images: Annotated[int, "retained images whose gradient is summed; 0: as many as are forgotten"] = 0
+    images: Annotated[
+        int, "retained images whose gradient is summed, shared evenly by clients; 0: as many as are forgotten"
+    ] = 0
 
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
         forget, retain = forget_and_retain(self, engine, request)
