@@ -129,6 +129,17 @@ def test_networks_and_references_that_were_trained_elsewhere_are_copied(
         for path in (tmp_path / "one" / folder).iterdir():
             path.rename(elsewhere / f"my-{folder}-{path.name}")
     monkeypatch.setattr(training, "fit", lambda *_, **__: pytest.fail("it was trained before"))
+
+    def killed(run: Path, to: Path, **_: Any) -> None:
+        to.mkdir(parents=True, exist_ok=True)
+        (to / "run.json").write_bytes((run / "run.json").read_bytes())
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(runner.shutil, "copytree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            reproduce(table, tmp_path / "two", networks=elsewhere)
+    assert not list((tmp_path / "two").glob("networks/*")), "half of a copy is no run"
     assert timeless(reproduce(table, tmp_path / "two", networks=elsewhere)) == timeless(results)
     with pytest.raises(FedOrthoError, match="nowhere is no directory"):
         reproduce(table, tmp_path / "two", networks=tmp_path / "nowhere")

@@ -37,13 +37,14 @@ from fedortho.runs.record import Accuracies
 from fedortho.runs.run import Run, load_run_data
 from fedortho.runs.settings import FREE, FederateSettings, TrainSettings
 from fedortho.runs.training import train_run
-from fedortho.storage.files import canonical_json
+from fedortho.storage.files import canonical_json, locked
 from fedortho.storage.provenance import environment
 from fedortho.storage.records import Scalar, write_record
 from fedortho.storage.settings import as_mapping
 from fedortho.unlearning.calibrate import Refused
 
 Watch = Callable[[Any], None]
+LONGEST_COPY = 600.0  # seconds to wait for another process that copies the same run
 
 
 @dataclass(frozen=True)
@@ -137,11 +138,13 @@ def network_path(directory: Path, settings: TrainSettings) -> Path:
 
 def take_over(networks: Path, settings: TrainSettings, digest: str, path: Path) -> None:
     """Copy a run that was trained by these settings on images with this digest to `path`, if there is one."""
-    found = None if path.exists() else find_reference(networks, settings, digest)
-    if found is not None:
-        part = path.with_name(f".{path.name}.part")
-        shutil.copytree(found.path, part, dirs_exist_ok=True)
-        part.rename(path)
+    with locked(path, timeout=LONGEST_COPY):  # another process may copy it too
+        found = None if path.exists() else find_reference(networks, settings, digest)
+        if found is not None:  # copied outside of the directory of runs: half of a run is none
+            part = path.parent.with_name(f"{path.parent.name}.part") / path.name
+            shutil.copytree(found.path, part, dirs_exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part.rename(path)
 
 
 def trained(directory: Path, settings: TrainSettings, hooks: ProgressHooks = SILENT) -> Run:
