@@ -7,6 +7,9 @@ seed: vgg-mini of seed 0, CIFAR-10, truck, `regrow` as it is by default with see
 each the recall of C1's probe at every depth on test images, of the network and of what the same seed makes of the
 reference model that was retrained without the class; the original and the reference beside them. Nothing is chosen by
 it. Rows go to benchmarks/results/erasing-seeds.json; a seed that is there is not run again.
+
+Seen after the first rows: `fo.forget` draws the new weights by PyTorch's own rule, a run by that of its network, so
+these are other draws than those of `fedortho forget` with the same seed.
 """
 
 from pathlib import Path
