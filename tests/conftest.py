@@ -1,5 +1,6 @@
 """Toy images and small trained networks that tests share; decoded images are cached per session."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +26,14 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patched.setenv("FEDORTHO_STATE", str(place.with_name("state")))
         patched.setenv("FEDORTHO_TRUST_CODE", "all")  # networks of the tests; tests of trust remove it
         yield place
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_power_loss() -> Iterator[None]:
+    """Files are not forced to disk: killed processes lose nothing that the system has, and nobody pulls the plug."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "fsync", lambda _: None)
+        yield
 
 
 # Files with the most seconds, longest first, and then the others: so the workers of `make test` end together.

@@ -117,6 +117,7 @@ def test_a_network_of_a_plain_script_is_imported_and_two_of_its_photos_are_delet
         fo.open_run("runs/clothes").load_data()
 
 
+@pytest.mark.slow
 def test_flowers_quickstart_forgets_on_the_installed_flower(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

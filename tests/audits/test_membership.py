@@ -199,6 +199,7 @@ def test_samples_that_were_not_memorised_are_no_pass(
     assert "nothing that only the forget set taught can be measured" in audit.finding
 
 
+@pytest.mark.slow
 def test_what_a_named_method_left_is_measured_once(noise: Dataset, place: Path) -> None:
     calls = []
 

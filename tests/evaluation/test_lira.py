@@ -167,6 +167,7 @@ def test_images_that_some_models_unlearned_are_compared_with_models_that_never_h
         assert float((mine if met[model, image] else theirs)[model, image]) == pytest.approx(ratio)
 
 
+@pytest.mark.slow
 def test_an_interval_covers_the_truth_though_all_models_score_an_image_by_nearly_the_same_gaussians() -> None:
     """Intervals over models alone cover 0.5 in 13 of these 20 games of pure noise."""
     covered = 0

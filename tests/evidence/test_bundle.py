@@ -163,23 +163,23 @@ def test_a_flip_names_its_file(made: Path) -> None:
     draw, place = random.Random(1), 0
     for name in sorted(files):
         header = 30 + len(name)
-        inside = [place + header + draw.randrange(len(files[name])) for _ in range(10)]
-        for at in (*range(place, place + header), *inside):
+        inside = [place + header + draw.randrange(len(files[name])) for _ in range(5)]
+        for at in (*range(place, place + header, 3), *inside):
             flipped = archive[:at] + bytes([archive[at] ^ 1 << draw.randrange(8)]) + archive[at + 1 :]
             with pytest.raises(FedOrthoError) as told:
                 read_bundle(flipped, "evidence.zip")
             assert name in str(told.value)
         place += header + len(files[name])
-    for at in range(place, len(archive)):  # the directory and the end: some of the names, or what it is
+    for at in range(place, len(archive), 3):  # the directory and the end: some of the names, or what it is
         flipped = archive[:at] + bytes([archive[at] ^ 1 << draw.randrange(8)]) + archive[at + 1 :]
         with pytest.raises(FedOrthoError, match=r"evidence\.zip.*(directory|holds|lacks|packed|changed|damaged)"):
             read_bundle(flipped, "evidence.zip")
 
 
-def test_every_byte_of_the_manifest_counts(signed: Path) -> None:
+def test_every_third_byte_of_the_manifest_counts(signed: Path) -> None:
     files = open_bundle(signed).files
     for name in ("manifest.json", "manifest.sig"):
-        for at in range(len(files[name])):
+        for at in range(0, len(files[name]), 3):
             flipped = files[name][:at] + bytes([files[name][at] ^ 1 << at % 8]) + files[name][at + 1 :]
             with pytest.raises(BadBundle, match=r"manifest\.(json|sig)"):
                 read_bundle(pack_files(files | {name: flipped}), "evidence.zip")

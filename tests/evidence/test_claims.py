@@ -215,6 +215,7 @@ def test_digests_are_hex_and_true_is_no_schema(judged: Path) -> None:
             read_bundle(forge(made, {name: edited(made, name, change)}), "x.zip")
 
 
+@pytest.mark.slow
 def test_audits_without_their_reference_model_are_not_checked(judged: Path, tmp_path: Path) -> None:
     shutil.copytree(judged / "first", tmp_path / "first")
     found = states(judged / "evidence.zip", run=tmp_path / "first")

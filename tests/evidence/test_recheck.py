@@ -65,6 +65,7 @@ def test_a_bundle_cannot_start_code_that_it_names(made: Path, runs: Runs, tmp_pa
     assert not (tmp_path / "harm").exists()
 
 
+@pytest.mark.slow
 def test_the_decision_made_again_gives_the_same_patch(made: Path, runs: Runs, tmp_path: Path) -> None:
     with pytest.raises(BadBundle, match=r"zip: verdict\.json: subject is 'class \"3\"'; here it is 'class 3'$"):
         check_bundle(made, run=runs["first"])  # no other lie: patch, accuracies, report without its images

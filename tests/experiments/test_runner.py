@@ -248,6 +248,7 @@ def test_a_federation_forgets_one_after_the_other_and_by_client_and_samples(tmp_
     assert len(list((tmp_path / "networks").glob("digits-*"))) == 1, "the two experiments share it"
 
 
+@pytest.mark.slow
 def test_fine_tuning_can_train_all_clients_of_a_federation_that_trains_few(tmp_path: Path) -> None:
     network = replace(SETTINGS, model="small:QuickNet", clients=3, rounds=1, fraction=0.1, split="iid")
     everyone = MethodVariant("finetune", {"epochs": 1}, {}, fraction=1.0)
@@ -258,6 +259,7 @@ def test_fine_tuning_can_train_all_clients_of_a_federation_that_trains_few(tmp_p
     assert stored.cost.images_trained == network.epochs * int((train.labels != 0).sum())
 
 
+@pytest.mark.slow
 def test_what_a_method_refuses_is_a_row_and_not_the_end(tmp_path: Path) -> None:
     hard = MethodVariant("hide", {"target": 0.0, "max-retain-drop": 0.0, "scrub": False}, {})
     rows = reproduce(experiment(variants=(hard, *RATIOS[:1])), tmp_path).rows

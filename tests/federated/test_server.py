@@ -80,6 +80,7 @@ def test_a_class_is_forgotten_the_old_run_stays_and_all_clients_have_the_new_mod
     assert sync(forgot) == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_client_is_forgotten_to_the_level_of_unseen_images_and_is_gone(run: Run, digits: Dataset) -> None:
     request, path = ForgetRequest.parse("client:2"), run.path.with_name("left")
     served = forget_federated_run(run, request, Hide(max_retain_drop=0.2), out=path)
@@ -143,6 +144,7 @@ def test_training_on_from_a_run_keeps_what_it_forgot(forgot: Run, digits: Datase
             train_federation(tmp_path / "other", replace(more, **changes))
 
 
+@pytest.mark.slow
 def test_a_request_can_be_undone_and_the_next_one_served(run: Run, forgot: Run, tmp_path: Path) -> None:
     settings = Paper()
     forget_federated_run(forgot, ForgetRequest.parse("class:5"), settings, out=tmp_path / "two", undo=tmp_path / "undo")
@@ -209,6 +211,7 @@ def test_a_client_with_images_of_its_own_is_judged_by_itself(run: Run, tmp_path:
     assert federated_engine(mine, settings, trained.load_data()).present() == [0, 1, 3]
 
 
+@pytest.mark.slow
 def test_training_without_a_request_never_sees_it(digits: Dataset, tmp_path: Path) -> None:
     run = train_federation(tmp_path / "retrained", replace(TRAINED, without="class:3 client:1", rounds=2))
     assert accuracies_of(run.load_model(), digits, CLASS).forget == 0

@@ -15,6 +15,7 @@ from small import SETTINGS
 
 from fedortho.engines.query import Selection
 from fedortho.errors import BadSetting, FedOrthoError, UnknownName
+from fedortho.federated import strategies
 from fedortho.federated.server import train_federation
 from fedortho.federated.strategies import REPEATABLE, is_repeatable, load_strategy
 from fedortho.requests.rewind import CannotRewind, plan_rewind, rewind_run
@@ -47,7 +48,7 @@ def test_averaging_by_flower_is_ours_up_to_rounding(make_engine) -> None:
     assert all(torch.allclose(ours[name], flowers[name], atol=1e-5) for name in ours)
 
 
-QUICK = ("Krum(num_malicious_nodes=1)", "FedAdam")  # a killed training of FedMedian ends with the same bytes below
+QUICK = ("FedAdam",)  # a killed training of FedMedian ends with the same bytes below
 ALL = (*ROBUST, "MultiKrum(num_nodes_to_select=2)", *STATEFUL)
 
 
@@ -124,7 +125,10 @@ class Wrong(flower.FedAvg):
         (__name__ + ":Wrong(way='nan')", "is not finite"),
     ],
 )
-def test_what_cannot_be_carried_out_is_refused_by_name(make_engine, strategy: str, telling: str) -> None:
+def test_what_cannot_be_carried_out_is_refused_by_name(
+    make_engine, strategy: str, telling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(strategies, "MOST_LOOKS", 2)  # Flower waits for seconds between two looks
     with pytest.raises(FedOrthoError, match=telling.replace("(", r"\(")):
         trained(make_engine, strategy)
 

@@ -163,7 +163,18 @@ def test_it_forgets_the_class_keeps_the_rest_and_leaves_its_input(
     assert original[1] - 0.18 < kept <= 1.0
 
 
-@pytest.mark.parametrize(("name", "where"), cases("hide", "retrain"))
+# these draw nothing but batches, by the loop that finetune shares
+ALIKE = ("cf-k", "eu-k", "neggrad", "not", "ct", "logit-mask", "class-pruning")
+
+
+def drawing() -> list[object]:
+    """The same cases, without those whose draws another one makes too; `make test-slow` runs all."""
+    marked = pytest.mark.slow
+    alike = [pytest.param(name, "central", marks=marked) for name in ALIKE]
+    return [case for case in cases("hide", "retrain") if case not in [(name, "central") for name in ALIKE]] + alike
+
+
+@pytest.mark.parametrize(("name", "where"), drawing())
 def test_the_same_seed_gives_the_same_weights(
     few_digits: Dataset, small_net: nn.Module, federation: Callable[..., FederatedEngine], name: str, where: str
 ) -> None:

@@ -26,7 +26,11 @@ def test_the_small_models_stay_small(name: str) -> None:
     assert 300_000 <= sum(p.numel() for p in build_model(name, num_classes=10).parameters()) <= 600_000
 
 
-@pytest.mark.parametrize("name", MODELS)
+# of each kind of network one: those of more layers differ in their numbers alone
+SLOW = ("resnet34", "resnet34-early", "resnet50-early")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in MODELS])
 @pytest.mark.parametrize(("channels", "sizes"), [(3, [32]), (1, [28, 8])])
 def test_every_model_reads_small_images_in_colour_and_in_grey(name: str, channels: int, sizes: list[int]) -> None:
     model = build_model(name, num_classes=7, channels=channels)

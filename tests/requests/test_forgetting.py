@@ -37,7 +37,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run_once(tmp_path_factory, tmp_path_factory.mktemp("runs") / "run", SETTINGS)
 
 
-SLOW = ("directions", "finetune", "retrain")
+SLOW = ("directions", "finetune", "retrain", "ssd")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in HOW])

@@ -102,8 +102,8 @@ def check_equal(place: Path, settings: FederateSettings, kind: str) -> None:
     [
         (0, "iid", 0.1, "client"),
         pytest.param(1, "dirichlet:0.5", 0.1, "clients", marks=pytest.mark.slow),
-        (2, "dirichlet:0.5", 0.1, "samples"),
-        (3, "dirichlet:0.1", 0.5, "class"),
+        pytest.param(2, "dirichlet:0.5", 0.1, "samples", marks=pytest.mark.slow),
+        pytest.param(3, "dirichlet:0.1", 0.5, "class", marks=pytest.mark.slow),
         (4, "iid", 0.5, "together"),
         pytest.param(5, "iid", 1.0, "client", marks=pytest.mark.slow),
     ],
@@ -203,6 +203,7 @@ def test_requests_in_a_row_go_back_before_the_earliest_and_what_was_edited_is_go
     assert again.settings.without == f"client:{','.join(map(str, sorted((first, second, last))))}"
 
 
+@pytest.mark.slow
 def test_forgetting_exactly_in_python_goes_back_too(run: Run, tmp_path: Path) -> None:
     request = f"client:{order_of(run)[1]}"
     served = forget_run(run, request, level="exact", out=tmp_path / "left")

@@ -109,6 +109,7 @@ def test_a_request_that_cannot_be_measured_changes_nothing_and_is_journalled_as_
     assert open_run(out).record.requests[-1].settings["anyway"]
 
 
+@pytest.mark.slow
 def test_the_limit_of_samples_comes_from_shadow_models_that_did_not_see_them(run: Run, tmp_path: Path) -> None:
     rows = ",".join(map(str, run.load_data().train.rows[:20].tolist()))
     found = estimate_limit(run, f"samples:{rows}", shadows=8)
@@ -182,6 +183,7 @@ def test_r2d_goes_back_as_far_as_the_membership_attack_on_other_samples_wants(
         choose_back(long_run, words[2], shadows=8)
 
 
+@pytest.mark.slow
 def test_what_is_measured_for_r2d_is_kept_and_spares_the_samples_of_the_request(
     long_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

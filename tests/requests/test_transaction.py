@@ -67,12 +67,6 @@ def remembered(work: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-@pytest.fixture(autouse=True)
-def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed processes lose nothing that the system has: only a power loss would, and nobody pulls the plug here."""
-    monkeypatch.setattr(os, "fsync", lambda _: None)
-
-
 @cache
 def data_of(path: Path) -> Dataset:
     return open_run(path).load_data()

@@ -83,11 +83,11 @@ def test_a_directory_without_a_journal_is_told(tmp_path: Path) -> None:
     assert read_journal(tmp_path).entries == ()
 
 
-def test_a_flip_of_any_byte_of_the_journal_and_its_head_is_found(place: Path) -> None:
+def test_a_flip_of_every_third_byte_of_the_journal_and_its_head_is_found(place: Path) -> None:
     for name in ("journal.jsonl", "journal.head"):
         whole = (place / name).read_bytes()
         starts = [0, *(at + 1 for at, sign in enumerate(whole) if sign == 10)]
-        for at in range(len(whole)):
+        for at in sorted({*range(0, len(whole), 3), *(start - 1 for start in starts[1:])}):
             (place / name).write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
             with pytest.raises(BadJournal) as told:
                 check_journal(place)
@@ -238,9 +238,9 @@ def test_a_broken_chain_is_not_extended(place: Path) -> None:
 
 
 def test_processes_that_write_at_once_and_one_killed_among_them_leave_a_whole_journal(tmp_path: Path) -> None:
-    steady = [writer(tmp_path, name, 25) for name in ("a", "b")]
+    steady = [writer(tmp_path, name, 10) for name in ("a", "b")]
     killed, told = writer(tmp_path, "killed", 10_000)
-    for _ in range(8):
+    for _ in range(4):
         told.recv()
     time.sleep(0.01)
     killed.kill()
@@ -251,8 +251,8 @@ def test_processes_that_write_at_once_and_one_killed_among_them_leave_a_whole_jo
     journal = check_journal(tmp_path)
     for name in ("a", "b"):
         mine = [entry.request for entry in journal.entries if entry.run == name]
-        assert mine == [f"samples:{at}" for at in range(25)], "each writer's entries are all there, in its order"
-    assert sum(entry.run == "killed" for entry in journal.entries) >= 8, "what an append returned from is on disk"
+        assert mine == [f"samples:{at}" for at in range(10)], "each writer's entries are all there, in its order"
+    assert sum(entry.run == "killed" for entry in journal.entries) >= 4, "what an append returned from is on disk"
 
 
 def test_a_writer_waits_as_long_as_it_takes_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,12 +283,12 @@ def test_twenty_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> Non
 
 def test_a_reader_meets_a_whole_journal_while_others_write(tmp_path: Path) -> None:
     append_entry(tmp_path, "received", "first", "class:3")
-    process, told = writer(tmp_path, "busy", 60)
+    process, told = writer(tmp_path, "busy", 25)
     seen = 0
     while not told.poll() or process.is_alive():
         seen, before = len(check_journal(tmp_path).entries), seen
         assert seen >= before
-    assert len(check_journal(tmp_path).entries) == 61
+    assert len(check_journal(tmp_path).entries) == 26
 
 
 def test_a_journal_that_is_gone_does_not_begin_anew_in_silence(

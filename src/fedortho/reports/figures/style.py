@@ -88,10 +88,10 @@ def png(figure: "Figure", dpi: int = 110) -> bytes:
             written, fonts = legible(text.get_text())
             written = _wrapped(figure, written) if text.get_text() == figure.get_suptitle() else written
             text.set(text=written, fontfamily=[*text.get_fontfamily(), *fonts])
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=dpi)
-    whole = Image.open(drawn).convert("RGB")
-    out = io.BytesIO()
+    drawn, out = io.BytesIO(), io.BytesIO()
+    figure.savefig(drawn, format="rgba", dpi=dpi)
+    size = (int(figure.get_figwidth() * dpi), int(figure.get_figheight() * dpi))
+    whole = Image.frombytes("RGBA", size, drawn.getvalue()).convert("RGB")
     whole.quantize(256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(out, "PNG", optimize=True)
     return out.getvalue()
 
