@@ -21,6 +21,7 @@ from fedortho.storage.records import to_json
 
 OUT = Path(__file__).parent / "results" / "published.json"
 CLASSES = random.Random("fedortho published ResNet-20 2026-11-17").sample(range(10), 3)
+WEIGHTS = Path("third-party") / "resnet20-12fca82f.th"
 WHAT = "a published ResNet-20 forgets three drawn classes"
 
 
@@ -39,6 +40,19 @@ def imported(place: Path, weights: Path, data_dir: str, *, held_out: float = 0.5
     return fo.import_run(place, weights, settings)
 
 
+def opened(words: list[str] | None, about: str | None, out: Path) -> tuple[fo.Run, Path]:
+    """The run that the flags of a script name, and where its rows go; half of the test images are set aside."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networks", type=Path, default=Path("../shared/networks"))
+    parser.add_argument("--data-dir", default="../shared/data")
+    parser.add_argument("--runs", type=Path, default=Path("runs/published"), help="directory for the runs")
+    parser.add_argument("--out", type=Path, default=out)
+    given = parser.parse_args(words)
+    torch.set_num_threads(1)
+    weights = given.networks / WEIGHTS
+    return imported(given.runs / "original", weights, given.data_dir).at(given.data_dir), given.out
+
+
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", type=Path, default=Path("../shared/networks"))
@@ -47,7 +61,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/published"), help="directory for the runs")
     given = parser.parse_args(words)
     torch.set_num_threads(1)
-    published = given.networks / "third-party" / "resnet20-12fca82f.th"
+    published = given.networks / WEIGHTS
     command = "python benchmarks/published.py --references DIR"
     whole = imported(given.runs / "whole", published, given.data_dir, held_out=0.0)
     original = imported(given.runs / "original", published, given.data_dir)

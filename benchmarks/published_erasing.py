@@ -8,15 +8,13 @@ no reference model: retraining would take 200 epochs. Cells that have a row are 
 alike share the work. Rows go to benchmarks/results/published-erasing.json.
 """
 
-import argparse
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from published import CLASSES, imported
+from published import CLASSES, opened
 from result_files import add_row, read_results
 
 from fedortho.data.request import ForgetRequest
@@ -41,30 +39,22 @@ KEY = ("request", "split", "settings")
 
 
 def main(words: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--networks", type=Path, default=Path("../shared/networks"))
-    parser.add_argument("--data-dir", default="../shared/data")
-    parser.add_argument("--runs", type=Path, default=Path("runs/published"), help="directory for the runs")
-    parser.add_argument("--out", type=Path, default=OUT)
-    given = parser.parse_args(words)
-    torch.set_num_threads(1)
-    published = given.networks / "third-party" / "resnet20-12fca82f.th"
-    original = imported(given.runs / "original", published, given.data_dir).at(given.data_dir)
+    original, out = opened(words, __doc__, OUT)
     context = open_context(original, original.load_data())
     cells = [(TRIED_ON, "valid", settings) for settings in TRIED]
     cells += [(f"class:{label}", "test", CHOSEN) for label in sorted(CLASSES)]
     for request, split, settings in cells:
         name = ", ".join(f"{key}={value}" for key, value in settings.items())
         try:
-            with locked(given.out.parent / f"published-{request}-{split}-{name}"):
-                known = read_results(given.out).rows if given.out.exists() else ()
+            with locked(out.parent / f"published-{request}-{split}-{name}"):
+                known = read_results(out).rows if out.exists() else ()
                 if not any((row["request"], row["split"], row["settings"]) == (request, split, name) for row in known):
                     row = {"request": request, "split": split, "settings": name} | measured(
                         context, request, split, settings
                     )
                     print(row, flush=True)
                     what = "a published ResNet-20 erases a class: accuracies and cost; no reference model"
-                    add_row(given.out, row, KEY, str, what, "python benchmarks/published_erasing.py")
+                    add_row(out, row, KEY, str, what, "python benchmarks/published_erasing.py")
         except Busy:
             continue
 

@@ -11,6 +11,7 @@ from fedortho.data.images import Dataset, Images
 from fedortho.data.request import ForgetRequest
 from fedortho.engines.central import CentralEngine
 from fedortho.errors import BadSetting, UnknownName
+from fedortho.evaluation.accuracies import accuracies_of
 from fedortho.methods import make_method
 from fedortho.methods.directions import Directions
 from fedortho.methods.hide import Hide
@@ -22,11 +23,13 @@ from fedortho.models.sites import Site, find_sites
 from fedortho.models.split import Split
 from fedortho.models.zoo import BASIC, ResNet
 from fedortho.statistics.responses import response_sums
-from fedortho.unlearning.directions import Moments, erasure_patch, moments_of, projection, unerasable
+from fedortho.training.loop import fit
+from fedortho.training.recipe import Recipe
+from fedortho.unlearning.directions import Moments, erasure_patch, moments_of, projection
 
 
 def sites_of(model: nn.Module, layers: str = "deep") -> list[Site]:
-    return find_sites(model, (1, 8, 8), layers, "channel", "stream")
+    return find_sites(model, (1, 8, 8), layers, "directions", "stream")
 
 
 def behind(model: nn.Module, site: Site, images: Images) -> Tensor:
@@ -168,25 +171,71 @@ def test_a_patch_of_directions_is_written_and_undone_bit_for_bit(
     assert set(batch_norms(model)) - {name.rpartition(".")[0] for name in outcome.patch.names()}, "only deep ones"
 
 
-def test_what_cannot_be_mixed_is_left_out_of_a_depth_and_refused_by_name(digits: Dataset) -> None:
-    identity = ResNet(BASIC, 8, [(8, 1, 1), (16, 2, 2)], 10, 1).eval()
-    assert unerasable(identity, sites_of(identity), torch.rand(2, 1, 8, 8)) == {
-        "layer2.1": "an identity shortcut enters it"
-    }
-    found = Directions(ratio=0.1, statistics_images=50).plan(
-        identity, CentralEngine(digits), ForgetRequest.parse("class:3")
+@pytest.fixture
+def identity() -> nn.Module:
+    """A network whose second block of the last stage has an identity shortcut."""
+    torch.manual_seed(0)
+    return ResNet(BASIC, 8, [(8, 1, 1), (48, 2, 2)], 10, 1).eval()
+
+
+def test_in_a_stream_with_an_identity_the_blocks_own_part_is_edited(digits: Dataset, identity: nn.Module) -> None:
+    site = next(site for site in sites_of(identity) if site.beside)
+    assert (site.name, site.beside, [layer.name for layer in site.layers]) == (
+        "layer2.1",
+        "layer2.1",
+        ["layer2.1.conv2"],
     )
-    assert list(found.left_out) == ["layer2.1"]
-    assert set(found.patch.note["directions"]) == {"layer2.1.conv1"}
-    with pytest.raises(BadSetting, match=r"from layer2\.1: an identity shortcut enters it; choose inner layers"):
-        Directions(layers="layer2.1.conv2").plan(identity, CentralEngine(digits), ForgetRequest.parse("class:3"))
+    is_gone, labels = digits.train.labels == 3, [label for label in range(10) if label != 3]
+    gone, kept = digits.train.subset(is_gone), digits.train.subset(~is_gone)
+    sums = [response_sums(identity, images, [site]) for images in (gone, kept)]
+    inputs = digits.valid.normalise(digits.valid.pixels[digits.valid.rows])
+
+    def parts(model: nn.Module) -> tuple[Tensor, Tensor]:
+        with torch.no_grad(), capture(model, ["layer2.1"], Tensor.double, inputs=True) as given:
+            model(inputs)
+        return behind(model, site, digits.valid).transpose(0, 1).flatten(1), given["layer2.1"][-1]
+
+    with torch.no_grad(), capture(identity, ["layer2.1"], Tensor.double, inputs=True) as given:
+        identity(kept.normalise(kept.pixels[kept.rows]))
+    total = behind(identity, site, kept) + given["layer2.1"][-1]
+    whole, own = (moments_of(sums[1], name, 48) for name in ("layer2.1", "layer2.1.conv2"))
+    assert torch.allclose(whole.mean, total.flatten(2).mean(0), atol=1e-4), "statistics are of the sum"
+    means = sums[1].mean("layer2.1:answered").view(48, -1)[:, labels] / sums[1].mean("answers")[labels]
+    wanted, _ = projection([moments_of(sums[0], "layer2.1", 48)], whole, means, 12)
+    edited = edit_model(identity, erasure_patch(identity, [site], sums[:1], sums[1], labels=labels, share=0.25))
+    (before, received), (after, received_after) = parts(identity), parts(edited)
+    centre = own.mean.mean(1, keepdim=True)
+    assert torch.allclose(after, wanted @ before + centre - wanted @ centre, atol=1e-4)
+    assert torch.equal(received, received_after), "what the identity carries stays"
+
+
+def test_all_sums_of_a_stream_are_edited_and_the_class_is_forgotten(digits: Dataset, identity: nn.Module) -> None:
+    trained = fit(identity, digits.train, Recipe(epochs=4, batch_size=64, lr=0.1, flip=0.0, crop=0)).eval()
+    settings = Directions(layers="layer2.*", ratio=0.3, scrub=False)
+    found = settings.plan(trained, CentralEngine(digits), ForgetRequest.parse("class:3"))
+    assert set(found.patch.note["directions"]) == {"layer2.0.conv1", "layer2.0", "layer2.1.conv1", "layer2.1"}
+    before, after = (accuracies_of(model, digits, "class:3") for model in (trained, found.patch.apply(trained)))
+    assert after.forget < before.forget / 2
+    assert after.retain > before.retain - 0.1
+
+
+def test_what_cannot_be_mixed_is_left_out_of_a_depth_and_refused_by_name(digits: Dataset, identity: nn.Module) -> None:
+    with pytest.raises(
+        BadSetting, match=r"layer conv1 cannot be edited \(directions\): what is added to it was not found"
+    ):
+        Directions(layers="conv1").plan(identity, CentralEngine(digits), ForgetRequest.parse("class:3"))
     grouped = nn.Sequential(
         nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1, groups=2), nn.ReLU()
     )
     grouped = nn.Sequential(*grouped, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10)).eval()
-    assert unerasable(grouped, sites_of(grouped), torch.rand(2, 1, 8, 8)) == {"2": "its kernels are in groups"}
-    with pytest.raises(BadSetting, match="from 2: its kernels are in groups"):
-        Directions().plan(grouped, CentralEngine(digits), ForgetRequest.parse("class:3"))
+    found = Directions(ratio=0.1, statistics_images=50).plan(
+        grouped, CentralEngine(digits), ForgetRequest.parse("class:3")
+    )
+    assert found.left_out == {"2": "its kernels are in groups"}
+    assert set(found.patch.note["directions"]) == {"0"}, "the last stage that has a layer for it"
+    single = nn.Sequential(nn.Conv2d(1, 8, 3, bias=False), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10)).eval()
+    with pytest.raises(BadSetting, match="from 0: it has neither a bias nor a norm; choose others"):
+        Directions().plan(single, CentralEngine(digits), ForgetRequest.parse("class:3"))
     with pytest.raises(BadSetting, match="of a class"):
         Directions().plan(identity, CentralEngine(digits), ForgetRequest.parse("samples:0"))
 

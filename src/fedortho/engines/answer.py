@@ -16,7 +16,7 @@ from fedortho.engines.query import Statistic
 from fedortho.models.capture import capture
 from fedortho.models.norms import estimate_norms, norm_sums
 from fedortho.models.patch import Patch, edit_in_place
-from fedortho.models.sites import Site, trace_structure
+from fedortho.models.sites import DIRECTIONS, Site, structure_for
 from fedortho.models.split import Split, classifier_inputs, find_split, image_activations, run_tail, tail_model
 from fedortho.statistics.gram import gram_sums
 from fedortho.statistics.observe import Kept, Observation, key_of, observe, steady_order, weighted_difference
@@ -54,16 +54,15 @@ class QueryContext:
     device: torch.device | str
 
     def sites(self) -> list[Site]:
-        kept = self.cache.kept
-        structure = trace_structure(self.model, self.train.shape) if kept is None else kept.structure
-        return structure.sites(*self.which)
+        kept = None if self.cache.kept is None else self.cache.kept.structure
+        return structure_for(self.statistic.edit, self.model, self.train.shape, kept).sites(*self.which)
 
     @property
     def which(self) -> tuple[str, str, str]:
         return self.statistic.layers, self.statistic.edit, self.statistic.tap
 
 
-DEEP = ("deep", "channel", "stream")  # the layers before which a ledger keeps activations
+DEEP = [("deep", edit, "stream") for edit in ("channel", DIRECTIONS)]  # a ledger keeps activations before these layers
 AnswerFunction = Callable[[QueryContext, Images], Observation]
 
 
@@ -168,7 +167,9 @@ def _edited(context: QueryContext, images: Images, patch: Patch) -> tuple[nn.Mod
     Inputs are activations before the first layer that candidates edit: kept with the ledger, or computed.
     """
     tails, key = context.cache.tails, (*context.which, images.rows.numpy().tobytes())
-    kept = context.cache.kept if context.which == DEEP else None
+    kept = context.cache.kept if context.which in DEEP else None
+    if kept is not None and {layer.name for site in context.sites() for layer in site.layers} & {*kept.split.before}:
+        kept = None
     if key not in tails and kept is not None:
         tails[key] = kept.split, _kept_inputs(context, kept, images)
     elif key not in tails:

@@ -11,9 +11,9 @@ from fedortho.engines.query import Query
 from fedortho.errors import BadSetting
 from fedortho.methods.method import PlanningMethod
 from fedortho.models.patch import Patch
-from fedortho.models.sites import is_depth
+from fedortho.models.sites import DIRECTIONS
 from fedortho.unlearning.calibrate import find_edit
-from fedortho.unlearning.directions import SHARES, erasure_patch, unerasable
+from fedortho.unlearning.directions import SHARES, erasure_patch
 from fedortho.unlearning.plan import ForgetPlan, Phases
 from fedortho.unlearning.settings import CalibrationSettings
 from fedortho.unlearning.task import start_task
@@ -30,6 +30,7 @@ class Directions(CalibrationSettings, PlanningMethod):
     kinds: ClassVar[tuple[str, ...]] = ("class",)
     needs: ClassVar[str] = "all: one forward pass over some; retain: another, to repair"
     norms: ClassVar[str] = "re-estimated behind the edit"
+    edit = DIRECTIONS
 
     def plan(
         self, model: nn.Module, engine: Engine, request: ForgetRequest, forgotten: ForgetRequest | None = None
@@ -39,12 +40,9 @@ class Directions(CalibrationSettings, PlanningMethod):
         task = start_task(model, engine, request, self, forgotten)
         if request.kind != "class":
             raise BadSetting(f"directions are those of a class; forget {request} by the method hide")
-        problems = unerasable(task.model, task.sites, task.example)
-        if len(problems) == len(task.sites) or (problems and not is_depth(self.layers)):
-            name, reason = next(iter((problems or task.left_out).items()))
-            advice = "choose inner layers with --layers, or --method hide"
-            raise BadSetting(f"no direction can be removed from {name}: {reason}; {advice}")
-        task = task.without(problems) if problems else task
+        if not task.sites:
+            name, reason = next(iter(task.left_out.items()))
+            raise BadSetting(f"no direction can be removed from {name}: {reason}; choose others, or --method hide")
         limit = self.statistics_images or IMAGES
         sets = (*task.forget_sets(limit), task.retain_set(limit))
         query = Query(sets, replace(task.statistic, kind="responses"))

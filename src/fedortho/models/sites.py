@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from fedortho.errors import BadSetting, unknown
 from fedortho.models.capture import capture
 from fedortho.models.graph import DEPTHS, TRAINING, Layer, once_per_architecture, select_layers, trace_layers
+from fedortho.models.joins import Join, find_joins
 
 EDITS = ("conv", "channel")
+DIRECTIONS = "directions"  # the edit that mixes channels: each layer, or each sum of a residual stream, for itself
 TAPS = ("conv", "bn", "relu", "stream")
 
 
@@ -24,6 +26,7 @@ class Site:
     layers: tuple[Layer, ...]
     kernels: int
     is_stream: bool = False
+    beside: str = ""  # what is added to the responses of its layers, see `Join`; none of it is edited
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Finding:
     channel: str | None
     group: str | None  # for the layers of a residual stream: why they cannot be edited together
     is_undone: bool  # a conv edit here is invisible once batch-norm statistics are re-estimated
+    directions: str | None = None  # why its channels cannot be mixed
 
 
 @dataclass(frozen=True)
@@ -43,15 +47,16 @@ class Structure:
 
     findings: tuple[Finding, ...]
     streams: Mapping[str, str]  # layers that write to one residual stream, by commas → the module at its end
+    joins: Mapping[str, Join] | None = None  # for each such layer where it is added; None: traced before this was known
 
     def sites(self, which: str, edit: str, tap: str) -> list[Site]:
         """What an edit of these layers acts on: none if `which` is a depth at which no layer can be edited.
 
         A layer that cannot be edited is refused by its name, and left out of a depth; where `deep` has no other, it is
         the last stage that has. With tap `stream`, layers that write to a residual stream become one site with all its
-        writers; the others stay single.
+        writers, for `directions` one with those that are added in the same place; the others stay single.
         """
-        if edit not in EDITS:
+        if edit not in (*EDITS, DIRECTIONS):
             raise unknown("edit", edit, EDITS)
         if tap not in TAPS:
             raise unknown("tap", tap, TAPS)
@@ -66,7 +71,11 @@ class Structure:
             usable = [layer for layer in rest if layer.stage == rest[-1].stage]
         sites: dict[str, Site] = {}
         for layer in usable:
-            if tap == "stream" and len(layer.writers) > 1:
+            join = (self.joins or {}).get(layer.name) if edit == DIRECTIONS else None
+            if join is not None:
+                added = tuple(other for other in layers if other.name in join.layers)
+                sites[join.module] = Site(join.module, added, layer.kernels, is_stream=True, beside=join.beside)
+            elif tap == "stream" and len(layer.writers) > 1:
                 name = self.streams[",".join(layer.writers)]
                 writers = tuple(other for other in layers if other.name in layer.writers)
                 sites[name] = Site(name, writers, layer.kernels, is_stream=True)
@@ -80,6 +89,7 @@ class Structure:
         for finding in self.findings:
             is_group = tap == "stream" and len(finding.layer.writers) > 1
             reason = finding.group if is_group else finding.conv if edit == "conv" else finding.channel
+            reason = finding.directions if edit == DIRECTIONS else reason
             if reason is not None:
                 reasons[finding.layer.name] = reason
         return reasons
@@ -89,8 +99,19 @@ class Structure:
 def trace_structure(model: nn.Module, shape: tuple[int, int, int]) -> Structure:
     layers = trace_layers(model, shape)
     _refuse_layer_norm(model, shape)
-    streams = _find_streams(model, shape, layers)
-    return Structure(tuple(_judge(model, layer, layers, streams) for layer in layers), streams)
+    streams, joins = _find_streams(model, shape, layers), find_joins(model, shape, layers)
+    known = [_judge(model, layer, layers, streams) for layer in layers]
+    problems = {finding.layer.name: finding.channel or _unmixable(model, finding.layer, joins) for finding in known}
+    for join in joins.values():  # layers that are added are mixed together
+        problems |= dict.fromkeys(join.layers, next(filter(None, map(problems.get, join.layers)), None))
+    return Structure(tuple(replace(each, directions=problems[each.layer.name]) for each in known), streams, joins)
+
+
+def structure_for(edit: str, model: nn.Module, shape: tuple[int, int, int], kept: Structure | None) -> Structure:
+    """What was kept of the network's structure; traced now if nothing was, or nothing of what this edit needs."""
+    if kept is None or (edit == DIRECTIONS and kept.joins is None):
+        return trace_structure(model, shape)
+    return kept
 
 
 def find_sites(model: nn.Module, shape: tuple[int, int, int], which: str, edit: str, tap: str) -> list[Site]:
@@ -131,6 +152,21 @@ def _judge(model: nn.Module, layer: Layer, layers: Sequence[Layer], streams: dic
             group = "no module's output is its residual stream alone, as behind a shortcut without parameters"
     undone = layer.norm_kind in ("BatchNorm2d", "SyncBatchNorm") and not problem
     return Finding(layer, problem, channel, group, undone)
+
+
+def _unmixable(model: nn.Module, layer: Layer, joins: Mapping[str, Join]) -> str | None:
+    """Why a layer cannot answer a linear map of its responses, with other weights and another norm."""
+    conv, norm = model.get_submodule(layer.name), model.get_submodule(layer.norm) if layer.norm else None
+    if layer.groups > 1:
+        return "its kernels are in groups"
+    if norm is None and conv.bias is None:
+        return "it has neither a bias nor a norm"
+    if norm is not None:
+        is_plain = isinstance(norm, nn.BatchNorm2d) and norm.running_mean is not None and norm.weight is not None
+        if not is_plain:
+            return f"its norm {layer.norm} is no batch norm with scales and running statistics"
+    is_added = len(layer.writers) > 1
+    return "what is added to it was not found" if is_added and layer.name not in joins else None
 
 
 def _shared(model: nn.Module, layer: Layer) -> str | None:

@@ -14,25 +14,32 @@ from fedortho.statistics.observe import Observation
 
 def responses(
     model: nn.Module, sites: Sequence[Site], inputs: Tensor
-) -> tuple[dict[str, Tensor | None], dict[str, Tensor], Tensor]:
-    """Of one forward pass: responses of sites (None: their layers' do not add up), of layers, and the logits."""
+) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
+    """Of one forward pass: responses of sites, with what is added to them, of single layers, and the logits."""
     layers = {layer.norm or layer.name: layer.name for site in sites for layer in site.layers}
-    with torch.no_grad(), capture(model, layers, Tensor.clone) as seen:
+    received = [site.name for site in sites if site.beside == site.name]
+    returned = [site.beside for site in sites if site.beside not in ("", site.name)]
+    with (
+        torch.no_grad(),
+        capture(model, {*layers, *returned}, Tensor.clone) as made,
+        capture(model, received, Tensor.clone, inputs=True) as given,
+    ):
         logits: Tensor = model(inputs)
-    single = {layers[module]: outputs[-1] for module, outputs in seen.items()}
-    whole: dict[str, Tensor | None] = {}
+    single = {name: made[module][-1] for module, name in layers.items()}
+    whole = {}
     for site in sites:
         parts = [single[layer.name] for layer in site.layers]
-        alike = len({part.shape for part in parts}) == 1
-        whole[site.name] = torch.stack(parts).sum(0) if alike else None
+        if site.beside:
+            parts.append((given if site.beside == site.name else made)[site.beside][-1])
+        whole[site.name] = torch.stack(parts).sum(0)
     return whole, single, logits
 
 
 def _taps(sites: Sequence[Site]) -> Iterator[tuple[str, Layer]]:
-    """Where responses are summed: each site, and the single writers of a stream."""
+    """Where responses are summed: each site, and the single layers of a sum."""
     for site in sites:
         yield site.name, site.layers[0]
-        if len(site.layers) > 1:
+        if site.is_stream:
             yield from ((layer.name, layer) for layer in site.layers)
 
 
@@ -50,9 +57,7 @@ def response_sums(
         shares = logits.softmax(1)
         sums["answers"] += shares.cpu().double().sum(0)
         for name, _ in _taps(sites):
-            found = whole.get(name, single.get(name))
-            assert found is not None, "checked before"
-            flat = found.flatten(2)  # (n, kernels, positions)
+            flat = (whole[name] if name in whole else single[name]).flatten(2)  # (n, kernels, positions)
             rows = flat.transpose(0, 1).flatten(1)
             found_sums = {"mean": flat.sum(0), "second": rows @ rows.T, "answered": flat.mean(2).T @ shares}
             for what, value in found_sums.items():

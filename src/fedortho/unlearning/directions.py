@@ -8,6 +8,9 @@ most energy, V, are removed:
     y' = P y + (I − P) m̄,  P = S (I − V Vᵀ) S⁻¹.
 
 The kernels absorb P (W' = P W), the bias or the norm absorbs the offset (I − P) m̄. Differences of retained means stay.
+
+In a residual stream y is the sum that a block returns. Where a shortcut without weights of its own is part of it, P is
+found on the sum and applied to the block's own part alone, around the mean of that part.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,12 +19,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedortho.models.capture import capture
 from fedortho.models.graph import Layer
 from fedortho.models.patch import Patch
 from fedortho.models.sites import Site
 from fedortho.statistics.observe import Observation
-from fedortho.statistics.responses import responses
 from fedortho.unlearning.select import SPREADS, kernel_count
 
 SHARES = (0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.125, 0.15, 0.2, 0.25, 0.3)  # of directions, to be tried
@@ -39,32 +40,6 @@ class Moments:
         """E (y − c)(y − c)ᵀ with a centre for each position, (kernels, positions)."""
         mixed = self.mean @ centre.T
         return self.second + (centre @ centre.T - mixed - mixed.T) / centre.shape[1]
-
-
-def unerasable(model: nn.Module, sites: Sequence[Site], example: Tensor) -> dict[str, str]:
-    """Sites whose channels cannot be mixed, with the reason: grouped kernels, other norms, identities in a stream."""
-    found = {}
-    for site in sites:
-        problems = [problem for layer in site.layers if (problem := _problem(model, layer))]
-        if not problems and site.is_stream:
-            with capture(model, [site.name], lambda out: out) as seen:
-                total = responses(model, [site], example)[0][site.name]
-            if total is None or not torch.allclose(seen[site.name][-1], total.relu(), rtol=1e-4, atol=1e-5):
-                problems = ["an identity shortcut enters it"]
-        if problems:
-            found[site.name] = problems[0]
-    return found
-
-
-def _problem(model: nn.Module, layer: Layer) -> str | None:
-    conv, norm = model.get_submodule(layer.name), model.get_submodule(layer.norm) if layer.norm else None
-    if layer.groups > 1:
-        return "its kernels are in groups"
-    if norm is None:
-        return "it has neither a bias nor a norm" if conv.bias is None else None
-    if not isinstance(norm, nn.BatchNorm2d) or norm.running_mean is None or norm.weight is None:
-        return f"its norm {layer.norm} is no batch norm with scales and running statistics"
-    return None
 
 
 def moments_of(group: Observation, name: str, kernels: int) -> Moments:
@@ -121,10 +96,12 @@ def erasure_patch(
         means = means / retain.mean("answers")[list(labels)].clamp_min(1e-12)
         projector, energies = projection([moments_of(o, site.name, site.kernels) for o in forget], whole, means, number)
         numbers[site.name] = min(number, len(energies))
-        centre = whole.mean.mean(1)
-        offset = (centre - projector @ centre) / len(site.layers)  # (I − P) m̄, shared by the layers of a stream
-        for layer in site.layers:
-            replaced |= _absorbed(model, layer, moments_of(retain, layer.name, layer.kernels), projector, offset)
+        parts = {layer: moments_of(retain, layer.name, layer.kernels) for layer in site.layers}
+        edited = next(iter(parts.values())) if site.beside else whole
+        centre = edited.mean.mean(1)
+        offset = (centre - projector @ centre) / len(parts)  # (I − P) m̄, shared by the layers of a sum
+        for layer, own in parts.items():
+            replaced |= _absorbed(model, layer, own, projector, offset)
     return Patch("", "", replaced=replaced, note={"edit": "directions", "sites": {}, "directions": numbers})
 
 

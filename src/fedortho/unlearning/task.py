@@ -1,7 +1,7 @@
 """One request on one model: the layers to edit, and the images that the edit is decided on."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from fedortho.engines.engine import Engine, withheld_hint
 from fedortho.engines.query import Selection, Statistic
 from fedortho.errors import BadSetting
 from fedortho.models.graph import select_layers
-from fedortho.models.sites import Site, trace_structure
+from fedortho.models.sites import Site, structure_for
 from fedortho.models.split import find_classifier, on_device
 from fedortho.statistics.observe import Observation
 from fedortho.unlearning.settings import CalibrationSettings, EditSettings
@@ -52,13 +52,6 @@ class Task:
         """Two random images, to find out how the network is built."""
         return torch.rand(2, *self.engine.info.image_shape, generator=torch.Generator().manual_seed(0))
 
-    def without(self, problems: Mapping[str, str]) -> "Task":
-        """The task less these sites; queries then name the layers of the others."""
-        kept = [site for site in self.sites if site.name not in problems]
-        names = ",".join(layer.name for site in kept for layer in site.layers)
-        statistic = replace(self.statistic, layers=names)
-        return replace(self, sites=kept, statistic=statistic, left_out={**self.left_out, **problems})
-
     def check_measured(self, forget: Sequence[Observation], retain: Observation) -> None:
         """Refuse to go on where a forget set or the retain set turned out to be empty."""
         for part, observed in zip(self.parts, forget, strict=True):
@@ -80,7 +73,7 @@ def start_task(
     engine.check(request, forgotten)
     model = on_device(model, "cpu")
     layers, edit, tap = settings.layers, settings.edit, settings.tap
-    structure = engine.info.structure or trace_structure(model, engine.info.image_shape)
+    structure = structure_for(edit, model, engine.info.image_shape, engine.info.structure)
     sites, problems = structure.sites(layers, edit, tap), structure.problems(edit, tap)
     chosen = select_layers([finding.layer for finding in structure.findings], layers)
     left_out = {layer.name: problems[layer.name] for layer in chosen if layer.name in problems}
