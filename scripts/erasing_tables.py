@@ -61,6 +61,30 @@ def published_erasing() -> str:
     return grid([*header, "FLOPs of 200 epochs"], rows) + origin(result)
 
 
+def published_directions() -> str:
+    """What `hide` and `directions` leave of a class in a network with identity shortcuts."""
+    result, rows = read("published-directions"), []
+    for row in sorted(
+        result["rows"], key=lambda row: (row["split"] == "test", row["request"], row["method"] != "hide")
+    ):
+        before, after = row["before"], row["after"]
+        ends = [f"{100 * after[key]:.1f} ({100 * before[key]:.1f})" for key in ("forget", "retain")]
+        probe = next(reversed(after["probe"]))  # the classifier's input; entries before the edit stay as they are
+        number = sum(row["directions"].values()) if row["directions"] else 0
+        ends.append(f"{100 * after['probe'][probe]:.1f} ({100 * before['probe'][probe]:.1f})")
+        split = "validation" if row["split"] == "valid" else "test"
+        rows.append([row["request"], split, row["method"], *ends, str(number or "–"), str(row["cpu-seconds"])])
+    header = [
+        "request",
+        "images",
+        "method",
+        "forget % (before)",
+        "retain % (before)",
+        "probe at the classifier % (before)",
+    ]
+    return grid([*header, "directions removed", "CPU seconds"], rows) + origin(result)
+
+
 def erasing() -> str:
     """The final protocol: what each method leaves and costs, one row for each network, class and method."""
     if not (RESULTS / "erasing.json").exists():
