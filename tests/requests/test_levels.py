@@ -317,6 +317,18 @@ def test_a_class_that_the_kept_stages_remember_is_erased_once_more_without_them(
     assert (again.was_finished, str(found[0]), len(judged)) == (True, str(attempts[-1]), 3)
 
 
+def test_where_only_retention_failed_nothing_is_erased_deeper(
+    deep: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = AuditResult("FAIL", "", name="retention")
+    judged = SimpleNamespace(audits=(AuditResult("PASS", "", name="C1"),), results=(lost,))
+    monkeypatch.setattr(climbing, "judge_case", lambda *_, **__: judged)
+    options = JudgeOptions(reference=deep.path.parent / "without-3")
+    _, attempts = forget_until_passed(deep, "class:3", options, out=tmp_path / "new")
+    assert [attempt.level for attempt in attempts] == ["hide", "erase", "exact"]
+    assert attempts[1].reason == "on validation images retention FAIL"
+
+
 def test_the_stages_of_the_method_rise_from_its_own_to_all(run: Run, deep: Run) -> None:
     assert [method.stages for method in erasing_methods(deep, (1, 8, 8))] == [2, 3]  # type: ignore[attr-defined]
     assert erasing_methods(run, (1, 8, 8)) == [level_method(run, "erase")], "it has no more stages"

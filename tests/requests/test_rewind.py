@@ -246,15 +246,12 @@ def test_an_undo_file_means_to_retrain(run: Run, tmp_path: Path, caplog: pytest.
 def test_a_killed_rewind_goes_on_to_the_same_bytes(run: Run, tmp_path: Path) -> None:
     request = f"client:{order_of(run)[1]}"
 
-    class Killed(Exception):
-        pass
-
     def kill(news: RoundProgress) -> None:
         assert news.round >= 1, "it goes on after the first round"
         if news.round == 3:
-            raise Killed
+            raise KeyboardInterrupt
 
-    with pytest.raises(Killed):
+    with pytest.raises(KeyboardInterrupt):
         rewind_run(run, request, tmp_path / "out", watch=kill)
     rounds: list[int] = []
     resumed = rewind_run(run, request, tmp_path / "out", watch=lambda news: rounds.append(news.round))
@@ -265,6 +262,16 @@ def test_a_killed_rewind_goes_on_to_the_same_bytes(run: Run, tmp_path: Path) -> 
         "received",
         "executed",
     ]
+
+
+def test_a_rewind_that_fails_has_an_end_in_the_journal(run: Run, tmp_path: Path) -> None:
+    def fail(news: RoundProgress) -> None:
+        raise FedOrthoError("too few clients are there")
+
+    with pytest.raises(FedOrthoError, match="too few"):
+        rewind_run(run, f"client:{order_of(run)[1]}", tmp_path / "out", watch=fail)
+    last = read_journal(run.path.parent).entries[-1]
+    assert (last.event, last.details) == ("refused", {"reason": "too few clients are there"})
 
 
 @pytest.mark.slow

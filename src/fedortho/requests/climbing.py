@@ -9,6 +9,7 @@ from typing import Any
 from fedortho.audits.judge import judge_case
 from fedortho.audits.measurements import MeasurementCache
 from fedortho.audits.probe import clean_depths
+from fedortho.audits.retention import RETENTION
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.devices import choose_device
@@ -34,6 +35,10 @@ from fedortho.unlearning.calibrate import Refused
 
 class NotPassed(FedOrthoError):
     """A result that does not pass the audits on validation images."""
+
+    def __init__(self, text: str, *, is_erased: bool = False) -> None:
+        super().__init__(text)
+        self.is_erased = is_erased  # too much of the rest was lost, and that is all
 
 
 @dataclass(frozen=True)
@@ -64,11 +69,11 @@ def forget_until_passed(
     """Serve a request at the cheapest level whose result passes the audits, and return it with all that were tried.
 
     A class that is not erased by the level's own method is erased once more, with all stages from the first in which a
-    probe finds more of it in the original than in reference models. Every audit of the budget (`options.audit`) must
-    pass on validation images against a reference model, which is found, given or trained as `options` say; an
-    inconclusive one is not passed. Retraining, the last level, is taken without a decision. Nothing of an attempt that
-    was left is written but its entry in the journal, and only the result that is taken is measured on test images.
-    `how` are further arguments of `forget_run`.
+    probe finds more of it in the original than in reference models, unless only retention failed. Every audit of the
+    budget (`options.audit`) must pass on validation images against a reference model, which is found, given or trained
+    as `options` say; an inconclusive one is not passed. Retraining, the last level, is taken without a decision. Nothing
+    of an attempt that was left is written but its entry in the journal, and only the result that is taken is measured on
+    test images. `how` are further arguments of `forget_run`.
     """
     options = options or JudgeOptions()
     run, out = open_run(run).at(options.data_dir, options.device, options.recipe), Path(out)
@@ -94,7 +99,7 @@ def forget_until_passed(
             if not ways:
                 raise
             reason = str(error)
-            if way == _Way("erase") and deeper and isinstance(error, NotPassed):
+            if way == _Way("erase") and deeper and isinstance(error, NotPassed) and not error.is_erased:
                 needed = validation.stages_with_the_class()
                 ways.insert(0, next(each for each in known if each.stages >= needed))
         attempts.append(LevelAttempt(way.level, reason, way.stages))
@@ -140,7 +145,8 @@ class _Validation:
         verdict = judge_case(judged, options.audit, only=options.only, on_step=self.on_step, cache=self.cache)
         failed = [f"{each.name} {each.outcome}" for each in verdict.results if each.outcome not in ("PASS", "NOT RUN")]
         if failed or all(audit.outcome == "NOT RUN" for audit in verdict.audits):
-            raise NotPassed(f"on validation images {', '.join(failed) or 'no audit was run'}")
+            is_erased = bool(failed) and all(each.startswith(RETENTION.name) for each in failed)
+            raise NotPassed(f"on validation images {', '.join(failed) or 'no audit was run'}", is_erased=is_erased)
 
     def stages_with_the_class(self) -> int:
         """How many stages, from the output, come behind the last entry at which the original shows no class yet."""

@@ -22,13 +22,12 @@ from fedortho.errors import FedOrthoError
 from fedortho.federated.server import train_federation
 from fedortho.federated.strategies import is_repeatable
 from fedortho.requests.references import find_original, original_of, purged_images
-from fedortho.requests.transaction import tell_once
+from fedortho.requests.transaction import ended, tell_once
 from fedortho.runs.continuing import first_row, stages_of
 from fedortho.runs.rounds import LOG_FILE, RoundLog, kept_rounds, read_log, read_start, round_file
 from fedortho.runs.run import Run, open_run, served_requests
 from fedortho.runs.settings import FederateSettings, Federation, TrainSettings, held_rows, is_kept
 from fedortho.runs.training import train_run
-from fedortho.storage.journal import append_entry
 from fedortho.storage.provenance import environment
 
 if TYPE_CHECKING:
@@ -205,13 +204,13 @@ def rewind_run(
     if out is None:
         return Rewound(plan)
     out, run, asked = Path(out), plan.run, str(plan.request)
-    append_entry(run.path.absolute().parent, "received", run.path.name, asked, before=run.record.model.digest)
-    if isinstance(plan.settings, FederateSettings):
-        begin = read_start(plan.source, plan.begin) if plan.begin else None
-        how: dict[str, Any] = {"watch": watch, "workers": workers, "data": run.load_data(), "begin": begin}
-        new = train_federation(out, plan.settings, grid, **how)
-    else:
-        new = _train_stages(plan, out, watch)
+    with ended(run, plan.request):
+        if isinstance(plan.settings, FederateSettings):
+            begin = read_start(plan.source, plan.begin) if plan.begin else None
+            how: dict[str, Any] = {"watch": watch, "workers": workers, "data": run.load_data(), "begin": begin}
+            new = train_federation(out, plan.settings, grid, **how)
+        else:
+            new = _train_stages(plan, out, watch)
     saved = f"{plan.settings.passes.unit}-saved"
     details = {"method": "rewind", "without": plan.settings.without, saved: plan.begin}
     tell_once(run, "executed", out.name, asked, new.record.model.digest, details)

@@ -84,11 +84,27 @@ def transaction(
             event = getattr(error, "event", "refused")
             is_placed = place.out.exists() and not place.run.exists()
             if step.event == "executed" and is_placed == (event == "unconfirmed"):
-                is_ours = isinstance(error, FedOrthoError)
-                reason = str(error) if is_ours else f"{type(error).__name__}: {first_line(error)}"
+                told = {**details, "reason": _reason(error)}
                 with suppress(OSError):  # the disk may be full, and the error itself says so
-                    append_entry(directory, event, *about, before=before, details={**details, "reason": reason})
+                    append_entry(directory, event, *about, before=before, details=told)
             raise
+
+
+@contextmanager
+def ended(run: Run, request: ForgetRequest) -> Iterator[None]:
+    """Tell the journal that a request was received, and of an error in the block; killed, the request is repeated."""
+    directory, about, before = run.path.absolute().parent, (run.path.name, str(request)), run.record.model.digest
+    append_entry(directory, "received", *about, before=before)
+    try:
+        yield
+    except Exception as error:
+        with suppress(OSError):
+            append_entry(directory, "refused", *about, before=before, details={"reason": _reason(error)})
+        raise
+
+
+def _reason(error: BaseException) -> str:
+    return str(error) if isinstance(error, FedOrthoError) else f"{type(error).__name__}: {first_line(error)}"
 
 
 def relative_out(run: Run, out: Path) -> str:
