@@ -71,9 +71,9 @@ def forget_until_passed(
     A class that is not erased by the level's own method is erased once more, with all stages from the first in which a
     probe finds more of it in the original than in reference models, unless only retention failed. Every audit of the
     budget (`options.audit`) must pass on validation images against a reference model, which is found, given or trained
-    as `options` say; an inconclusive one is not passed. Retraining, the last level, is taken without a decision. Nothing
-    of an attempt that was left is written but its entry in the journal, and only the result that is taken is measured on
-    test images. `how` are further arguments of `forget_run`.
+    as `options` say; an inconclusive one is not passed. Retraining, the last level, is taken without a decision.
+    Nothing of an attempt that was left is written but its entry in the journal, and only the result that is taken is
+    measured on test images. `how` are further arguments of `forget_run`.
     """
     options = options or JudgeOptions()
     run, out = open_run(run).at(options.data_dir, options.device, options.recipe), Path(out)
