@@ -57,6 +57,7 @@ def rows_of(data: Dataset, number: int) -> str:
     return ",".join(map(str, data.train.rows[:number].tolist()))
 
 
+@pytest.mark.slow
 def test_accuracies_are_those_that_judge_measures(data: Dataset) -> None:
     clients = {0: data.train.rows[:40], 1: data.train.rows[40:]}
     for request in ("class:1", "class:0,3", f"samples:{rows_of(data, 12)}", "client:0"):

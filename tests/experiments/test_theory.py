@@ -74,6 +74,7 @@ def test_grouped_convolutions_are_refused_by_name() -> None:
         measure_theory(net, images(), "0")
 
 
+@pytest.mark.slow
 def test_the_command_compares_two_runs_and_draws(tmp_path: Path) -> None:
     settings = TrainSettings(data="digits", model="small:SmallNet", epochs=1, crop=0, flip=0.0, threads=1, device="cpu")
     runs = [tmp_path / name / "run" for name in ("one", "other")]  # the same name twice

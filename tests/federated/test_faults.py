@@ -181,6 +181,7 @@ def test_a_client_with_a_single_image_is_passed_over_like_one_without(make_engin
         engine.fit(start(), Selection("train", ForgetRequest(samples=("0/0",))), RECIPE)
 
 
+@pytest.mark.slow
 def test_nobody_fails_over_the_few_images_that_it_is_to_forget(make_engine) -> None:
     engine = make_engine(clients=20, split="dirichlet:0.3", least_images=2, model="vgg-mini")
     net = build_model("vgg-mini", num_classes=10, channels=1)

@@ -196,6 +196,7 @@ def test_what_a_run_was_trained_without_is_not_retained_by_a_later_request(run: 
     assert served.record.before.retain != known.record.before.retain
 
 
+@pytest.mark.slow
 def test_a_client_with_images_of_its_own_is_judged_by_itself(run: Run, tmp_path: Path) -> None:
     own = write_images(tmp_path / "own", {str(label): 8 for label in range(10)})
     settings = replace(TRAINED, rounds=1)

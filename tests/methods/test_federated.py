@@ -184,7 +184,12 @@ TRAINED = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(TRAINED))
+QUICK = ("bad-teacher", "finetune", "fused", "salun", "unsir")  # the plans of the others have the same parts
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in sorted(TRAINED)]
+)
 def test_clients_without_images_change_nothing_of_what_is_trained(
     few_digits: Dataset, small_net: nn.Module, federation: Federation, name: str
 ) -> None:

@@ -354,6 +354,7 @@ def test_a_served_request_records_its_trials(forgot: Run) -> None:
     assert set(entry["trials"][0]) == {"ratio", "scrub", "forget", "retain"}
 
 
+@pytest.mark.slow
 def test_a_report_is_one_call_and_a_request_can_be_chosen(fresh: Run, tmp_path: Path) -> None:
     remarks: list[str] = []
     write_json(fresh.path / "verdict.json", VERDICT | {"request": "class:4"})

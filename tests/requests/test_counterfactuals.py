@@ -70,6 +70,7 @@ def test_a_model_that_another_treatment_made_is_no_reference(runs: Path, tmp_pat
         check_reference(erased, erased, REQUEST)
 
 
+@pytest.mark.slow
 def test_verdicts_compare_with_counterfactuals_and_name_the_models_as_retrained(runs: Path) -> None:
     erased, original, reference = served(runs)
     plain = judge_run(erased, options=JudgeOptions(reference=reference.path, only=("C1",)))

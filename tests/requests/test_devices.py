@@ -35,6 +35,7 @@ def devices_of_references(run: Run) -> set[str]:
     return {each.settings.device for each in finished_runs(run.path.parent / "references")}
 
 
+@pytest.mark.slow
 def test_references_and_counterfactuals_are_trained_on_the_device_of_the_judging(run: Run, tmp_path: Path) -> None:
     forgot = forget_run(run, "class:3", "finetune", out=tmp_path / "forgot", device="cpu").run
     assert forgot is not None

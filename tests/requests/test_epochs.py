@@ -120,7 +120,8 @@ def test_images_that_joined_are_taken_back_to_the_bytes_of_a_run_that_never_had_
     assert [epoch.model for epoch in rewound.history()] == [epoch.model for epoch in wanted.history()]
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 13))])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(13))
 def test_any_images_that_joined_are_taken_back_in_random_histories(place: Path, tmp_path: Path, seed: int) -> None:
     """Random recipes, one to three further trainings, and a request for some of the images that joined in them."""
     some = random.Random(seed)
@@ -168,7 +169,7 @@ def test_a_request_goes_back_to_the_training_that_first_had_the_data(
     assert plan_rewind(third, f"samples:{at[0]}").begin == 5, "what came last needs the last training only"
 
 
-@pytest.mark.parametrize("request_text", ["class:cow", "samples:1"])
+@pytest.mark.parametrize("request_text", [pytest.param("class:cow", marks=pytest.mark.slow), "samples:1"])
 def test_data_of_the_first_epoch_means_to_repeat_everything_and_the_plan_says_so(
     third: Run, place: Path, tmp_path: Path, request_text: str
 ) -> None:

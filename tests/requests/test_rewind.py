@@ -316,6 +316,7 @@ def test_the_expected_rounds_are_the_mean_over_draws(clients: int, fraction: flo
     assert expected_saved(federation, holders, 8) == pytest.approx(sum(saved) / len(saved), rel=0.15)
 
 
+@pytest.mark.slow
 def test_the_server_app_goes_back_by_the_same_code(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     request, out = f"client:{order_of(run)[3]}", tmp_path / "out"
     told: list[str] = []
