@@ -76,11 +76,11 @@ class Bench:
         add_row(self.out, {"step": 0} | dict(row), key, order, WHAT, COMMAND)
         print({name: row[name] for name in row if name not in ("audits", "details")}, flush=True)
 
-    def classes(self, chosen: list[int]) -> None:
+    def classes(self, chosen: list[int], levels: list[str]) -> None:
         """Every class but the demo's: erased, hidden, and judged."""
         original = fo.train_run(self.runs / "original", TRAINING)
         for label in chosen or self.labels:
-            for level in LEVELS:
+            for level in levels:
                 about = {"part": "classes", "request": f"class:{label}", "level": level}
                 if not self.has(**about):
                     row = self.judged(original, f"class:{label}", level)
@@ -175,6 +175,7 @@ def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(PARTS), help="separated by commas")
     parser.add_argument("--classes", default="", help="labels, separated by commas; default: all but the demo's")
+    parser.add_argument("--levels", default=",".join(LEVELS), help="of the part classes, separated by commas")
     parser.add_argument("--out", type=Path, default=OUT, help="result file")
     parser.add_argument("--runs", type=Path, default=RUNS, help="directory of the trained runs")
     given = parser.parse_args(words)
@@ -185,7 +186,7 @@ def main(words: list[str] | None = None) -> None:
     if "federation" in parts:
         bench.federation()
     if "classes" in parts:
-        bench.classes([int(label) for label in given.classes.split(",") if label])
+        bench.classes([int(label) for label in given.classes.split(",") if label], given.levels.split(","))
 
 
 if __name__ == "__main__":
