@@ -216,11 +216,11 @@ class Bench:
         return read_json(path) if (path.with_suffix(".trials.json")).exists() and path.exists() else {}
 
     def forget_old_rows(self) -> None:
-        """Drop rows of an earlier protocol, which do not say what was tuned on, of networks that have new ones."""
+        """Drop rows of an earlier protocol, which do not say what was tuned on, of which there are new ones."""
         with locked(self.out.with_suffix(".writing"), timeout=60):
             rows = self.rows()
-            done = {(row["run"], kind_of(row)) for row in rows if "tuned-on" in row}
-            kept = [row for row in rows if "tuned-on" in row or (row["run"], kind_of(row)) not in done]
+            done = {(row["run"], kind_of(row), row["method"]) for row in rows if "tuned-on" in row}
+            kept = [row for row in rows if "tuned-on" in row or (row["run"], kind_of(row), row["method"]) not in done]
             if len(kept) < len(rows):
                 write_results(self.out, WHAT, COMMAND, kept)
 
