@@ -20,6 +20,8 @@ class Block(nn.Module):
         self.halved = nn.AvgPool2d(1)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.way == "named":
+            x = self.halved(input=x)
         y = self.bn2(self.conv2(self.bn1(self.conv1(x)).relu()))
         if self.way == "scaled":
             return (x + 0.5 * y).relu()
@@ -62,6 +64,10 @@ def test_layers_of_a_block_and_of_its_shortcut_are_added(kind: str, last: str) -
     first = Join("layer2.0", (f"layer2.0.{last}", "layer2.0.downsample.0"))
     assert found[f"layer2.0.{last}"] == found["layer2.0.downsample.0"] == first
     assert found[f"layer2.1.{last}"] == Join("layer2.1", (f"layer2.1.{last}",), "layer2.1")
+
+
+def test_calls_that_name_their_arguments_are_no_obstacle() -> None:
+    assert joins_of("named")["1.conv2"] == Join("1", ("1.conv2",), "1")
 
 
 def test_a_network_without_streams_has_none() -> None:

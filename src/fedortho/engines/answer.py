@@ -167,16 +167,15 @@ def _edited(context: QueryContext, images: Images, patch: Patch) -> tuple[nn.Mod
     Inputs are activations before the first layer that candidates edit: kept with the ledger, or computed.
     """
     tails, key = context.cache.tails, (*context.which, images.rows.numpy().tobytes())
-    kept = context.cache.kept if context.which in DEEP else None
-    if kept is not None and {layer.name for site in context.sites() for layer in site.layers} & {*kept.split.before}:
-        kept = None
-    if key not in tails and kept is not None:
-        tails[key] = kept.split, _kept_inputs(context, kept, images)
-    elif key not in tails:
-        example = images.normalise(images.pixels[images.rows[:2]].to(context.device))
-        split = find_split(context.model, context.sites(), example)
-        tails[key] = split, image_activations(context.model, split, images, context.device)
-        context.cache.tally.images_read += len(images)
+    if key not in tails:
+        sites, kept = context.sites(), context.cache.kept if context.which in DEEP else None
+        if kept is not None and not {layer.name for site in sites for layer in site.layers} & {*kept.split.before}:
+            tails[key] = kept.split, _kept_inputs(context, kept, images)
+        else:
+            example = images.normalise(images.pixels[images.rows[:2]].to(context.device))
+            split = find_split(context.model, sites, example)
+            tails[key] = split, image_activations(context.model, split, images, context.device)
+            context.cache.tally.images_read += len(images)
     split, inputs = tails[key]
     return edit_in_place(tail_model(context.model, split), patch), split, inputs
 

@@ -19,8 +19,9 @@ def capture(
 ) -> Iterator[dict[str, list[T]]]:
     """Collect the outputs (or first inputs) of the named modules: one entry per call, modules in the order of calls.
 
-    `keep` is applied at once, because an in-place activation may change the tensor a moment later. With `stop` the
-    forward pass ends, and with it the block, when each module was called.
+    `keep` is applied at once, because an in-place activation may change the tensor a moment later; for a call that names
+    all its arguments it is given None as the input. With `stop` the forward pass ends, and with it the block, when each
+    module was called.
     """
     names, seen = list(names), dict[str, list[T]]()
 
@@ -33,7 +34,9 @@ def capture(
     for name in names:
         module = model.get_submodule(name)
         if inputs:
-            handles.append(module.register_forward_pre_hook(lambda _, given, name=name: note(name, given[0])))
+            handles.append(
+                module.register_forward_pre_hook(lambda _, given, name=name: note(name, given[0] if given else None))
+            )
         else:
             handles.append(module.register_forward_hook(lambda _, __, out, name=name: note(name, out)))
     try:

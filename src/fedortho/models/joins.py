@@ -53,10 +53,8 @@ class _Seen:
                 if isinstance(module, nn.modules.batchnorm._NormBase | nn.GroupNorm) and module.weight is not None:
                     module.weight.uniform_(0.5, 1.5, generator=generator)
                     module.bias.uniform_(-0.5, 0.5, generator=generator)
-            names, images = (
-                [name for name, _ in twin.named_modules() if name],
-                torch.rand(2, *shape, generator=generator),
-            )
+            names = [name for name, _ in twin.named_modules() if name]
+            images = torch.rand(2, *shape, generator=generator)
             with capture(twin, names, _kept, inputs=True) as given, capture(twin, names, _kept) as made:
                 twin(images)
         parts = ({name: v[0] for name, v in seen.items() if len(v) == 1} for seen in (given, made))

@@ -22,7 +22,7 @@ from fedortho.errors import FedOrthoError
 from fedortho.federated.server import train_federation
 from fedortho.federated.strategies import is_repeatable
 from fedortho.requests.references import find_original, original_of, purged_images
-from fedortho.requests.transaction import ended, tell_once
+from fedortho.requests.transaction import journalled, tell_once
 from fedortho.runs.continuing import first_row, stages_of
 from fedortho.runs.rounds import LOG_FILE, RoundLog, kept_rounds, read_log, read_start, round_file
 from fedortho.runs.run import Run, open_run, served_requests
@@ -204,7 +204,7 @@ def rewind_run(
     if out is None:
         return Rewound(plan)
     out, run, asked = Path(out), plan.run, str(plan.request)
-    with ended(run, plan.request):
+    with journalled(run, plan.request):
         if isinstance(plan.settings, FederateSettings):
             begin = read_start(plan.source, plan.begin) if plan.begin else None
             how: dict[str, Any] = {"watch": watch, "workers": workers, "data": run.load_data(), "begin": begin}

@@ -91,7 +91,7 @@ def transaction(
 
 
 @contextmanager
-def ended(run: Run, request: ForgetRequest) -> Iterator[None]:
+def journalled(run: Run, request: ForgetRequest) -> Iterator[None]:
     """Tell the journal that a request was received, and of an error in the block; killed, the request is repeated."""
     directory, about, before = run.path.absolute().parent, (run.path.name, str(request)), run.record.model.digest
     append_entry(directory, "received", *about, before=before)
