@@ -19,9 +19,9 @@ def capture(
 ) -> Iterator[dict[str, list[T]]]:
     """Collect the outputs (or first inputs) of the named modules: one entry per call, modules in the order of calls.
 
-    `keep` is applied at once, because an in-place activation may change the tensor a moment later; for a call that names
-    all its arguments it is given None as the input. With `stop` the forward pass ends, and with it the block, when each
-    module was called.
+    `keep` is applied at once, because an in-place activation may change the tensor a moment later; for a call that
+    names all its arguments it is given None as the input. With `stop` the forward pass ends, and with it the block,
+    when each module was called.
     """
     names, seen = list(names), dict[str, list[T]]()
 
