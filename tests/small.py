@@ -6,6 +6,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from fedortho.models.zoo import BASIC, ResNet
 from fedortho.runs.settings import FederateSettings
 
 
@@ -100,6 +101,11 @@ class DeepNet(PooledNet):
     """The same with two convolutions of equal width at the end, so that an edit has a layer behind it to repair."""
 
     widths = (*PooledNet.widths, (64, 64))
+
+
+def identity_net(num_classes: int = 10, channels: int = 1) -> nn.Module:
+    """A network whose second block of the last stage has an identity shortcut."""
+    return ResNet(BASIC, 8, [(8, 1, 1), (48, 2, 2)], num_classes, channels)
 
 
 class Odd(nn.Module):

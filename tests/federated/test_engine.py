@@ -23,7 +23,7 @@ from fedortho.federated.messages import ObserveReply
 from fedortho.federated.wire import count_bytes, pack, pack_observations, unpack_json
 from fedortho.methods.hide import Hide
 from fedortho.methods.paper import Paper
-from fedortho.models.sites import find_sites
+from fedortho.models.sites import DIRECTIONS, find_sites
 from fedortho.models.zoo import build_model
 from fedortho.statistics.observe import Observation
 from fedortho.storage.files import tensors_digest
@@ -70,14 +70,19 @@ def test_right_answers_and_exact_layer_sums_equal_the_centralized_ones(
                 assert torch.allclose(a.sums[key], value, rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("name", "site"), [("small:TinyNet", "features.6"), ("small:identity_net", "layer2.1")], ids=["plain", "identity"]
+)
 def test_how_responses_lie_is_the_same_over_clients_as_in_one_place(
-    make_engine, few_digits: Dataset, tiny_digits: nn.Module
+    make_engine, few_digits: Dataset, name: str, site: str
 ) -> None:
-    engine = make_engine(clients=7)
-    engine.send_model(tiny_digits)
-    queries = [Query((Selection("train", CLASS), Selection("train", None, CLASS)), replace(PEAKS, kind="responses"))]
-    (found,), (wanted,) = engine.measure(tiny_digits, queries), centrally(few_digits, tiny_digits, queries)
+    engine, model = make_engine(clients=7, model=name), build_model(name, num_classes=10, channels=1)
+    engine.send_model(model)
+    statistic = Statistic("responses", "deep", DIRECTIONS, "stream")
+    queries = [Query((Selection("train", CLASS), Selection("train", None, CLASS)), statistic)]
+    (found,), (wanted,) = engine.measure(model, queries), centrally(few_digits, model, queries)
     for mine, theirs in zip(found, wanted, strict=True):
+        assert f"{site}:second" in theirs.sums
         assert mine.images == theirs.images > 0
         for key in theirs.sums:
             assert torch.allclose(mine.mean(key), theirs.mean(key), rtol=1e-4, atol=1e-4)

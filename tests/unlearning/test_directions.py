@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from small import identity_net
 from torch import Tensor, nn
 
 from fedortho.audits.probe import recall
@@ -21,7 +22,6 @@ from fedortho.models.patch import edit_model, load_patch, undo_patch, write_undo
 from fedortho.models.predictions import evaluate
 from fedortho.models.sites import Site, find_sites
 from fedortho.models.split import Split
-from fedortho.models.zoo import BASIC, ResNet
 from fedortho.statistics.responses import response_sums
 from fedortho.training.loop import fit
 from fedortho.training.recipe import Recipe
@@ -173,9 +173,8 @@ def test_a_patch_of_directions_is_written_and_undone_bit_for_bit(
 
 @pytest.fixture
 def identity() -> nn.Module:
-    """A network whose second block of the last stage has an identity shortcut."""
     torch.manual_seed(0)
-    return ResNet(BASIC, 8, [(8, 1, 1), (48, 2, 2)], 10, 1).eval()
+    return identity_net().eval()
 
 
 def test_in_a_stream_with_an_identity_the_blocks_own_part_is_edited(digits: Dataset, identity: nn.Module) -> None:
