@@ -1,10 +1,12 @@
+from dataclasses import replace
+
 import pytest
 import torch
-from small import Odd, TinyNet
+from small import Odd, TinyNet, identity_net
 from torch import Tensor, nn
 
 from fedortho.errors import BadSetting, UnknownName
-from fedortho.models.sites import Finding, find_sites, trace_structure
+from fedortho.models.sites import DIRECTIONS, Finding, find_sites, structure_for, trace_structure
 from fedortho.models.zoo import build_model
 
 
@@ -66,3 +68,13 @@ def test_unknown_edits_and_taps_are_refused(tiny: TinyNet) -> None:
         find_sites(tiny, (1, 8, 8), "deep", "chanel", "bn")
     with pytest.raises(UnknownName, match="no tap 'gelu'"):
         find_sites(tiny, (1, 8, 8), "deep", "conv", "gelu")
+
+
+def test_a_structure_that_was_kept_without_its_sums_is_traced_again_for_directions_alone() -> None:
+    net = identity_net()
+    now = trace_structure(net, (1, 8, 8))
+    kept = replace(now, joins=None)
+    assert structure_for("channel", net, (1, 8, 8), kept) is kept
+    assert structure_for(DIRECTIONS, net, (1, 8, 8), kept) == now
+    assert now.joins
+    assert structure_for(DIRECTIONS, net, (1, 8, 8), now) is now
