@@ -9,9 +9,8 @@ from malice import Hostile
 from torch import nn
 
 from fedortho.engines.query import Query, Selection, Statistic
-from fedortho.federated.aggregation import blank_observations
 from fedortho.federated.engine import FederatedEngine
-from fedortho.federated.pooling import Pool, model_limits
+from fedortho.federated.pooling import Pool, blank_observations, model_limits
 from fedortho.statistics.observe import Observation
 
 QUERIES = [Query((Selection("train", CLASS), Selection("train", None, CLASS)), PEAKS)]
@@ -73,7 +72,7 @@ def test_no_image_gives_more_than_the_limits_and_more_is_refused(make_engine, ti
     ((_, real), *_) = greeted_peaks(engine, tiny_digits)
     for key, most in limits[(0, 1)].items():
         assert bool((real.mean(key) <= most).all())
-    blank = blank_observations(tiny_digits, engine.task.shape, engine.task.names, QUERIES)
+    blank = blank_observations(tiny_digits, engine.task, QUERIES)
     pool = Pool("bounded", blank, QUERIES, tiny_digits, engine.task)
     sums = {key: 2 * most.unsqueeze(0) for key, most in limits[(0, 1)].items()}
     with pytest.raises(Exception, match="beyond what the model can produce"):

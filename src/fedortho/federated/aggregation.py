@@ -1,4 +1,4 @@
-"""Aggregation over clients: sums of observations, the weighted mean of models, and what all rounds share."""
+"""Aggregation over clients: the weighted mean of models, and what all rounds of a training share."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,14 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fedortho.data.images import Images
-from fedortho.engines.answer import answer
 from fedortho.engines.engine import TrainingPlan
-from fedortho.engines.query import Query
 from fedortho.federated.messages import LocalResult
-from fedortho.federated.wire import BadReply, Observations
+from fedortho.federated.wire import BadReply
 from fedortho.models.norms import frozen_norms
-from fedortho.statistics.observe import Observation
 from fedortho.storage.files import tensors_digest, write_tensors
 from fedortho.training.loop import Epoch, Mask
 from fedortho.training.recipe import Recipe
@@ -110,18 +106,3 @@ def round_history(number: int, results: Sequence[LocalResult], seconds: float) -
         drift=sum(result.drift for result in results) / len(results),
         images=sum(result.images_trained for result in results),
     )
-
-
-def blank_observations(
-    model: nn.Module, shape: tuple[int, int, int], names: tuple[str, ...], queries: Sequence[Query]
-) -> list[list[Observation]]:
-    """The observations of a client without images: the layers, labels and shapes that every reply must have."""
-    no_labels, zeros = torch.zeros(0, dtype=torch.int64), (0.0,) * shape[0]
-    no_images = Images(torch.zeros(0, *shape, dtype=torch.uint8), no_labels, no_labels, names, zeros, zeros)
-    return [answer(model, no_images, [no_images] * len(q.selections), q.statistic) for q in queries]
-
-
-def add_observations(total: Observations, added: Sequence[Sequence[Observation | None]]) -> list[list[Observation]]:
-    """The sums with those of one more client, None adding nothing."""
-    rows = zip(total, added, strict=True)
-    return [[a if b is None else a + b for a, b in zip(row, new, strict=True)] for row, new in rows]

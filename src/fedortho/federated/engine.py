@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -18,11 +18,11 @@ from torch import nn
 from fedortho.engines.engine import EngineInfo, Tally, TrainingPlan, as_training_plan
 from fedortho.engines.query import Query, Selection, Statistic
 from fedortho.errors import BadCheckpoint, FedOrthoError, first_line
-from fedortho.federated import aggregation, wire
+from fedortho.federated import wire
 from fedortho.federated.aggregation import RunningMean, TrainingJob, check_state, round_history
 from fedortho.federated.masking import masked_observations
 from fedortho.federated.messages import LocalResult, Observe, ObserveReply, TrainLocal, TrainReply
-from fedortho.federated.pooling import Pool
+from fedortho.federated.pooling import Pool, blank_observations
 from fedortho.federated.roster import Roster, ranges
 from fedortho.federated.strategies import StrategyRound, is_repeatable, load_strategy
 from fedortho.federated.transport import ClientReply, Exchange, Progress
@@ -169,10 +169,7 @@ class FederatedEngine(Roster):
         """One round, in place; if no sampled client has images for it, others are sampled."""
         started, remaining = time.monotonic(), list(clients)
         results: dict[int, LocalResult | None] = {}
-
-        def progress(answered: int, asked: int) -> None:
-            self._report(watch, number, job.recipe.epochs, answered, asked)
-
+        progress = partial(self._report, watch, number, job.recipe.epochs)
         while remaining:
             sampled = sample_clients(remaining, self.federation, job.recipe.seed, number, self._named(job.plan))
             chosen = None
@@ -339,7 +336,7 @@ class FederatedEngine(Roster):
         digest = tensors_digest(model.state_dict())
         tensors, stripped, candidates = wire.pack_queries(queries)
         order = Observe(self.task, digest, stripped, candidates, max(len(clients), 1), self.federation.least_group)
-        blank = aggregation.blank_observations(model, self.task.shape, self.task.names, queries)
+        blank = blank_observations(model, self.task, queries)
         if self.federation.sums == "masked":
             found, cost = masked_observations(self.transport, clients, order, {**tensors, **sent}, blank)
             self._spend(cost)

@@ -14,10 +14,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from fedortho.data.images import Images
+from fedortho.data.images import made_images
 from fedortho.engines.answer import answer
 from fedortho.engines.query import Query
-from fedortho.federated.aggregation import add_observations
 from fedortho.federated.messages import TaskInfo
 from fedortho.federated.wire import BadReply, Observations, places_of
 from fedortho.statistics.observe import Observation
@@ -32,6 +31,18 @@ MEANS = ("peaks", "averages", "gram", "responses")  # statistics with means of o
 SQUARES = ("moments", "layer", "inputs")  # of these the squares: a mean near 0 has no scale
 PLAIN = (nn.Conv2d, nn.Linear, nn.BatchNorm2d, nn.ReLU, nn.ReLU6, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d)
 HARMLESS = (nn.Dropout, nn.Dropout2d, nn.Flatten, nn.Identity, nn.Sequential, nn.ModuleList)
+
+
+def blank_observations(model: nn.Module, task: TaskInfo, queries: Sequence[Query]) -> list[list[Observation]]:
+    """The observations of a client without images: the layers, labels and shapes that every reply must have."""
+    no_images = made_images(torch.zeros(0, *task.shape), torch.zeros(0, dtype=torch.int64), task.names)
+    return [answer(model, no_images, [no_images] * len(q.selections), q.statistic) for q in queries]
+
+
+def add_observations(total: Observations, added: Found) -> list[list[Observation]]:
+    """The sums with those of one more client, None adding nothing."""
+    rows = zip(total, added, strict=True)
+    return [[a if b is None else a + b for a, b in zip(row, new, strict=True)] for row, new in rows]
 
 
 class Pool:
@@ -212,10 +223,9 @@ def model_limits(
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             if name != "num_batches_tracked":
                 tensor.data = -tensor.abs() if name == "running_mean" else tensor.abs()
-    largest = tuple(max(abs(m), abs(1 - m)) / s for m, s in zip(task.mean, task.std, strict=True))
-    zero = torch.zeros(1, dtype=torch.int64)
-    white = torch.full((1, *task.shape), 255, dtype=torch.uint8)
-    image = Images(white, zero, zero, task.names, (0.0,) * len(largest), tuple(1 / each for each in largest))
+    largest = torch.tensor([max(abs(m), abs(1 - m)) / s for m, s in zip(task.mean, task.std, strict=True)])
+    inputs = largest.view(1, -1, 1, 1).expand(1, *task.shape)
+    image = made_images(inputs, torch.zeros(1, dtype=torch.int64), task.names)
     found: dict[tuple[int, int], dict[str, Tensor]] = {}
     for number, query in enumerate(queries):
         if (kind := query.statistic.kind) in ("peaks", "averages", "difference"):
