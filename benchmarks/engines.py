@@ -29,10 +29,11 @@ from fedortho.federated.engine import FederatedEngine
 from fedortho.federated.launch import simulate
 from fedortho.federated.local_grid import LocalGrid, WorkerGrid
 from fedortho.federated.server import federated_engine, local_grid
-from fedortho.federated.wire import pack_json, prefixed, unpack_json
+from fedortho.federated.wire import pack_json, unpack_json
 from fedortho.models.zoo import build_model
 from fedortho.runs.run import load_run_data
 from fedortho.runs.settings import FederateSettings
+from fedortho.storage.files import prefixed
 from fedortho.storage.settings import as_mapping
 
 HERE = Path(__file__).parent

@@ -33,11 +33,11 @@ from fedortho.federated.messages import (
     TaskInfo,
     TrainLocal,
 )
-from fedortho.federated.wire import pack_queries, pack_training_plan, prefixed, unpack_observations
+from fedortho.federated.wire import pack_queries, pack_training_plan, unpack_observations
 from fedortho.models.patch import bind_patch
 from fedortho.models.sites import find_sites
 from fedortho.models.zoo import build_model
-from fedortho.storage.files import read_tensors, tensors_digest, write_tensors
+from fedortho.storage.files import prefixed, read_tensors, tensors_digest, write_tensors
 from fedortho.storage.settings import as_mapping
 from fedortho.training.recipe import Recipe
 from fedortho.unlearning.select import kernel_patch

@@ -22,11 +22,11 @@ from fedortho.federated import messages, wire
 from fedortho.federated.client_state import ClientImages, ClientState, open_client
 from fedortho.federated.masking import MASKED, draw_key, flatten, mask
 from fedortho.federated.node_policy import TRAIN, QueryGuard, read_policy
-from fedortho.federated.wire import Json, Tensors, below, pack, prefixed, unpack_json
+from fedortho.federated.wire import Json, Tensors, pack, unpack_json
 from fedortho.runs.settings import FederateSettings
 from fedortho.statistics.ledger import load_ledger, write_ledger
 from fedortho.storage.checkpoints import load_weights
-from fedortho.storage.files import read_tensors, tensors_digest
+from fedortho.storage.files import below, prefixed, read_tensors, tensors_digest
 from fedortho.storage.records import from_json
 from fedortho.storage.settings import field_types, make_settings
 from fedortho.storage.trusted_code import check_trusted

@@ -26,12 +26,12 @@ from fedortho.federated.pooling import Pool, blank_observations
 from fedortho.federated.roster import Roster, ranges
 from fedortho.federated.strategies import StrategyRound, is_repeatable, load_strategy
 from fedortho.federated.transport import ClientReply, Exchange, Progress
-from fedortho.federated.wire import BadReply, Tensors, below, prefixed
+from fedortho.federated.wire import BadReply, Tensors
 from fedortho.models.norms import batch_norms, frozen_norms
 from fedortho.runs.rounds import RoundRecord, StartRound
 from fedortho.runs.settings import Federation, sample_clients
 from fedortho.statistics.observe import Observation
-from fedortho.storage.files import damage_named, read_tensors, tensors_digest, write_tensors
+from fedortho.storage.files import below, damage_named, prefixed, read_tensors, tensors_digest, write_tensors
 from fedortho.storage.records import from_json, to_json
 from fedortho.training.adapters import base_tensors
 from fedortho.training.batches import step_seed

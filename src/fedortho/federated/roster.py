@@ -16,10 +16,10 @@ from fedortho.engines.query import Selection
 from fedortho.errors import FedOrthoError
 from fedortho.federated import messages
 from fedortho.federated.transport import Transport
-from fedortho.federated.wire import pack, prefixed
+from fedortho.federated.wire import pack
 from fedortho.models.patch import Patch
 from fedortho.runs.settings import Federation
-from fedortho.storage.files import tensors_digest
+from fedortho.storage.files import prefixed, tensors_digest
 from fedortho.storage.records import Migration, read_record
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from fedortho.errors import FedOrthoError
 from fedortho.federated.messages import PatchInfo, WireMessage
 from fedortho.models.patch import Patch, unpack_patch
 from fedortho.statistics.observe import Observation
-from fedortho.storage.files import parse_json
+from fedortho.storage.files import below, parse_json, prefixed
 from fedortho.storage.records import from_json, to_json
 
 if TYPE_CHECKING:
@@ -92,15 +92,6 @@ def count_bytes(content: "RecordDict") -> int:
         return sum(record.count_bytes() for record in content.values())
     except ValueError as error:  # Flower cannot count an empty text
         raise BadReply("the record has an empty value") from error
-
-
-def prefixed(prefix: str, tensors: Tensors) -> dict[str, Tensor]:
-    return {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
-
-
-def below(prefix: str, tensors: Tensors) -> dict[str, Tensor]:
-    """The tensors whose names start with `prefix`, without the prefix."""
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def patch_from_wire(tensors: Tensors, info: PatchInfo) -> Patch:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fedortho.errors import BadCheckpoint
-from fedortho.storage.files import PRIVATE, damage_named, read_tensors, tensors_digest, write_tensors
+from fedortho.storage.files import PRIVATE, below, damage_named, prefixed, read_tensors, tensors_digest, write_tensors
 
 PATCH_SCHEMA = 1
 
@@ -69,7 +69,7 @@ class Patch:
 
     def packed(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """As tensors and a note, for a file or a message."""
-        tensors = {f"replaced.{name}": value for name, value in self.replaced.items()}
+        tensors = prefixed("replaced.", self.replaced)
         for kind, entries in (("scaled", self.scaled), ("put", self.put)):
             for name, (channels, values) in entries.items():
                 tensors[f"{kind}.channels.{name}"] = channels.to(torch.int32)
@@ -91,16 +91,14 @@ def unpack_patch(tensors: Mapping[str, Tensor], note: Mapping[str, Any], source:
         raise BadCheckpoint(f"{source} is not a patch of schema {PATCH_SCHEMA}")
 
     def pairs(kind: str) -> dict[str, tuple[Tensor, Tensor]]:
-        start = f"{kind}.channels."
-        names = [name.removeprefix(start) for name in tensors if name.startswith(start)]
-        return {name: (tensors[start + name].long(), tensors[f"{kind}.values.{name}"]) for name in names}
+        channels = below(f"{kind}.channels.", tensors)
+        return {name: (each.long(), tensors[f"{kind}.values.{name}"]) for name, each in channels.items()}
 
-    replaced = {n.removeprefix("replaced."): t for n, t in tensors.items() if n.startswith("replaced.")}
     with damage_named(source):
         before, after = note["before"], note["after"]
         if not isinstance(before, str) or not isinstance(after, str):
             raise TypeError("its digests are no texts")
-        return Patch(before, after, pairs("scaled"), pairs("put"), replaced, dict(note["about"]))
+        return Patch(before, after, pairs("scaled"), pairs("put"), below("replaced.", tensors), dict(note["about"]))
 
 
 def edit_model(model: nn.Module, patch: Patch) -> nn.Module:

@@ -18,7 +18,7 @@ from fedortho.errors import BadCheckpoint, FedOrthoError
 from fedortho.models.sites import Site, Structure, trace_structure
 from fedortho.models.split import find_split, image_activations
 from fedortho.statistics.observe import Kept, KeptRecord, Observation, key_of, observe, steady_order, tail_peaks
-from fedortho.storage.files import damage_named, read_tensors, tensors_digest, write_tensors
+from fedortho.storage.files import below, damage_named, read_tensors, tensors_digest, write_tensors
 from fedortho.storage.records import from_json
 
 logger = logging.getLogger(__name__)
@@ -152,11 +152,10 @@ def load_ledger(path: Path, model: nn.Module) -> Observation | None:
     digest = tensors_digest(model.state_dict())
     if note.get("model") != digest:
         raise BadCheckpoint(f"{path} is the ledger of another model ({str(note.get('model'))[:12]}, not {digest[:12]})")
-    sums = {name.removeprefix("sums."): t for name, t in tensors.items() if name.startswith("sums.")}
     kept = None
     with damage_named(path):
         if "kept" in note:
             about = from_json(KeptRecord, note["kept"], path)
-            images = {name.removeprefix("kept."): t for name, t in tensors.items() if name.startswith("kept.")}
-            kept = Kept(about.structure, about.split, about.flops, **images)
-        return Observation(sums, tensors["counts"], digest, tuple(map(str, note["stale"])), kept)
+            kept = Kept(about.structure, about.split, about.flops, **below("kept.", tensors))
+        sums, stale = below("sums.", tensors), tuple(map(str, note["stale"]))
+        return Observation(sums, tensors["counts"], digest, stale, kept)

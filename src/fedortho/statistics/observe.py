@@ -22,7 +22,7 @@ from fedortho.models.layout import ordered_batches
 from fedortho.models.predictions import evaluating
 from fedortho.models.sites import Site, Structure
 from fedortho.models.split import Split, run_tail, tail_model
-from fedortho.storage.files import PRIVATE, tensors_digest, write_tensors
+from fedortho.storage.files import PRIVATE, prefixed, tensors_digest, write_tensors
 from fedortho.storage.records import to_json
 
 PEAK = partial(torch.amax, dim=(2, 3))
@@ -123,12 +123,12 @@ class Observation:
         return tensors_digest(self._tensors())
 
     def _tensors(self) -> dict[str, Tensor]:
-        return {f"sums.{key}": value for key, value in self.sums.items()} | {"counts": self.counts}
+        return {**prefixed("sums.", self.sums), "counts": self.counts}
 
     def save(self, path: Path) -> None:
         tensors, note = self._tensors(), dict[str, Any](model=self.model, stale=list(self.stale))
         if (kept := self.kept) is not None:
-            tensors |= {f"kept.{name}": value for name, value in kept.tensors().items()}
+            tensors |= prefixed("kept.", kept.tensors())
             note["kept"] = to_json(KeptRecord(kept.structure, kept.split, kept.flops))
         write_tensors(path, tensors, note, mode=PRIVATE)
 

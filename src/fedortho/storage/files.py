@@ -210,6 +210,15 @@ def savable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return plain
 
 
+def prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
+
+
+def below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors whose names start with `prefix`, without the prefix."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], note: Mapping[str, Any] | None = None, *, mode: int = 0o666
 ) -> None:

@@ -23,7 +23,7 @@ from fedortho.models.layout import arranged, memory_format_of
 from fedortho.models.norms import frozen_norms
 from fedortho.models.predictions import accuracy, answers_of
 from fedortho.models.prepare import is_prepared, prepare_model, released
-from fedortho.storage.files import damage_named, read_tensors, tensors_digest, write_tensors
+from fedortho.storage.files import below, damage_named, prefixed, read_tensors, tensors_digest, write_tensors
 from fedortho.training.augmentation import Augment
 from fedortho.training.batches import plan_steps, read_step, step_seed
 from fedortho.training.objectives import (
@@ -43,6 +43,7 @@ from fedortho.training.recipe import Recipe, learning_rate
 CHECKPOINT_SECONDS = 30.0
 REPORT_SECONDS = 0.2  # running sums are read, and reported, no more often: reading waits for the device
 ORTHO_SECONDS = 10.0  # measuring the penalty costs as much as applying it
+POSITION = ("epoch", "step", "seen", "seconds")  # of a training, as a checkpoint has it
 
 
 @dataclass(frozen=True)
@@ -200,18 +201,14 @@ class _State:
 
     def save(self, path: Path) -> None:
         self.means()  # what is not finite is not saved
-        tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
+        tensors = prefixed("model.", self.model.state_dict())
         for name, parameter in self.model.named_parameters():
             momentum = self.optimiser.state[parameter].get("momentum_buffer")
             if momentum is not None:
                 tensors[f"momentum.{name}"] = momentum
-        note: dict[str, object] = {
-            "epoch": self.epoch,
-            "step": self.step,
-            "loss_sum": float(self.loss_sum),
-            "right": int(self.right),
-        }
-        note |= {"seen": self.seen, "seconds": self.seconds, "history": [asdict(entry) for entry in self.history]}
+        note: dict[str, object] = {name: getattr(self, name) for name in POSITION}
+        note |= {"loss_sum": float(self.loss_sum), "right": int(self.right)}
+        note["history"] = [asdict(entry) for entry in self.history]
         write_tensors(path, tensors, {"belongs_to": self.belongs_to, "inputs": self.inputs, "progress": note})
 
     def resume(self, path: Path) -> None:
@@ -228,13 +225,12 @@ class _State:
             self._restore(tensors, note["progress"])
 
     def _restore(self, tensors: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
-        weights = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
-        self.model.load_state_dict(weights)
+        self.model.load_state_dict(below("model.", tensors))
         for name, parameter in self.model.named_parameters():
             if f"momentum.{name}" in tensors:
                 momentum = torch.empty_like(parameter).copy_(tensors[f"momentum.{name}"]).detach()
                 self.optimiser.state[parameter]["momentum_buffer"] = momentum
-        self.epoch, self.step, self.seen, self.seconds = (saved[k] for k in ("epoch", "step", "seen", "seconds"))
+        self.epoch, self.step, self.seen, self.seconds = (saved[name] for name in POSITION)
         self.loss_sum.fill_(saved["loss_sum"])
         self.right.fill_(saved["right"])
         self.history = [Epoch(**entry) for entry in saved["history"]]
