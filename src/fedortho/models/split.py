@@ -103,11 +103,9 @@ def tail_model(model: nn.Module, split: Split) -> nn.Module:
 
 def run_tail(twin: nn.Module, split: Split, cached: Tensor) -> Tensor:
     """The outputs of a tail for cached activations."""
-    if split.entry is None:
-        return torch.cat([twin(batch) for batch in cached.split(BATCH)])
-    answers = []
+    entry, answers = twin.get_submodule(split.entry or ""), []  # the name of the network itself is empty
     for batch in cached.split(BATCH):
-        handle = twin.get_submodule(split.entry).register_forward_pre_hook(lambda _, __, batch=batch: (batch,))
+        handle = entry.register_forward_pre_hook(lambda _, __, batch=batch: (batch,))
         try:
             answers.append(twin(batch))
         finally:
