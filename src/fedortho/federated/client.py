@@ -219,8 +219,7 @@ def observe_images(
     if sent and tensors_digest(sent) != order.model:  # its budget is counted by this digest
         raise FedOrthoError(f"the server sent another model than {order.model[:12]!r}, as it calls it")
     queries, images = wire.unpack_queries(tensors, order.queries, order.candidates), state.images(order.task)
-    known = state.folder / "answered.json"
-    guard = QueryGuard(state.policy, known, images.rows[state.client], order.least_group)
+    guard = QueryGuard(state.policy, state.folder / "answered.json", images.rows[state.client], order.least_group)
     try:
         guard.spend(order.model, queries)
     except FedOrthoError as error:

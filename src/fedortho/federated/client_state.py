@@ -312,5 +312,4 @@ def relabelled(images: Images, task: TaskInfo | None) -> Images:
     if images.shape[0] != task.shape[0]:
         raise BadData(f"images have {images.shape[0]} channels; the federation's have {task.shape[0]}")
     label_of = torch.tensor([task.names.index(name) for name in images.names])
-    labels = label_of[images.store_labels]
-    return replace(images, store_labels=labels, names=task.names, mean=task.mean, std=task.std)
+    return replace(images, store_labels=label_of[images.store_labels], names=task.names, mean=task.mean, std=task.std)

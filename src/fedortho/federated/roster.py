@@ -234,11 +234,8 @@ class Roster:
 
     def answered(self) -> tuple[int, ...]:
         """Clients with a reply that counted, to a query or in training."""
-        asked = [
-            exchange
-            for exchange in self.transport.log
-            if exchange.kind in (messages.Observe.action, messages.TrainLocal.action)
-        ]
+        kinds = (messages.Observe.action, messages.TrainLocal.action)
+        asked = [exchange for exchange in self.transport.log if exchange.kind in kinds]
         return tuple(sorted({client for each in asked for client in each.bytes_up if client not in each.failed}))
 
     def having(self, digest: str) -> tuple[int, ...]:

@@ -161,10 +161,9 @@ def _unmixable(model: nn.Module, layer: Layer, joins: Mapping[str, Join]) -> str
         return "its kernels are in groups"
     if norm is None and conv.bias is None:
         return "it has neither a bias nor a norm"
-    if norm is not None:
-        is_plain = isinstance(norm, nn.BatchNorm2d) and norm.running_mean is not None and norm.weight is not None
-        if not is_plain:
-            return f"its norm {layer.norm} is no batch norm with scales and running statistics"
+    is_plain = isinstance(norm, nn.BatchNorm2d) and norm.running_mean is not None and norm.weight is not None
+    if norm is not None and not is_plain:
+        return f"its norm {layer.norm} is no batch norm with scales and running statistics"
     is_added = len(layer.writers) > 1
     return "what is added to it was not found" if is_added and layer.name not in joins else None
 
