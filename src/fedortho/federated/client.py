@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from flwr.clientapp import ClientApp
     from flwr.clientapp.typing import Mod
 
-
 logger = logging.getLogger(__name__)
 Config = Mapping[str, Any]
 SERVER = Path("the server's model")  # named in errors about weights that were sent

@@ -42,7 +42,6 @@ from fedortho.unlearning.repair import norm_buffers
 if TYPE_CHECKING:
     from flwr.app import RecordDict
 
-
 logger = logging.getLogger(__name__)
 PARALLEL_TRIALS = 12  # candidates in one exchange
 NO_MODEL: Tensors = {}

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from flwr.app import RecordDict
     from flwr.serverapp import Grid
 
-
 logger = logging.getLogger(__name__)
 NODES = "nodes.json"
 Patches = Sequence[tuple[Patch, ForgetRequest | None]]  # oldest first, each with its request

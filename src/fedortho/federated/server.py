@@ -41,7 +41,6 @@ from fedortho.training.loop import Epoch, Mask
 if TYPE_CHECKING:
     from flwr.serverapp import Grid
 
-
 # settings that a federation shares with the run that it continues: its data, model and client partition
 FIXED_SETTINGS = ("data", "image-size", "valid", "seed", "split-seed", "model", "clients", "split", "least-images")
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from flwr.app import Message, RecordDict
     from flwr.serverapp import Grid
 
-
 logger = logging.getLogger(__name__)
 R = TypeVar("R", bound=Reply)
 Check = Callable[[int, HelloReply], str]

@@ -23,7 +23,6 @@ from fedortho.storage.records import from_json, to_json
 if TYPE_CHECKING:
     from flwr.app import Array, RecordDict
 
-
 M = TypeVar("M", bound=WireMessage)
 Json = Mapping[str, Any]
 Tensors = Mapping[str, Tensor]

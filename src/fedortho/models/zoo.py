@@ -17,7 +17,6 @@ from fedortho.storage.trusted_code import code_of_others, load_function
 
 BUILD = "build=, a function from a seed to a network"
 
-
 BASIC, BOTTLENECK = (3, 3), (1, 3, 1)  # sizes of a block's kernels: ResNet-18 and -34, ResNet-50
 
 
