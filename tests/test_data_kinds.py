@@ -1,5 +1,6 @@
 """Every call that takes images takes loaders and datasets, and answers to the bit as for Images of the same pixels."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, StackDataset, TensorDataset
 
 import fedortho as fo
-from fedortho.errors import BadData, UnknownName
+from fedortho.errors import BadCheckpoint, BadData, UnknownName
 from fedortho.storage.files import tensors_digest
 
 RECIPE = fo.Recipe(epochs=1, batch_size=32, lr=0.05, crop=0, flip=0.0)
@@ -101,3 +102,15 @@ def test_splits_that_nobody_knows_are_refused(toy: fo.Images, tiny: TinyNet) -> 
         fo.forget(tiny, {"train": toy, "tests": toy}, "class:1")
     with pytest.raises(BadData, match="the data has only test; expected train"):
         fo.forget(tiny, {"test": toy}, "class:1")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_broken_model_is_refused_also_if_its_architecture_is_known(
+    toy: fo.Images, tiny: TinyNet, value: float
+) -> None:
+    fo.forget(tiny, toy, "class:1", method=fo.make_method("hide", {"ratio": 0.2}))
+    broken = copy.deepcopy(tiny)
+    with torch.no_grad():
+        broken.features[0].weight[0, 0, 0, 0] = value
+    with pytest.raises(BadCheckpoint, match=r"features.0.weight has values that are NaN or infinite"):
+        fo.forget(broken, toy, "class:1", method="hide")

@@ -1,7 +1,7 @@
 """Errors that a user can mend: one line that names the value, the choices and the fix."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class FedOrthoError(Exception):
@@ -51,3 +51,8 @@ def first_line(error: BaseException) -> str:
     'no such thing'
     """
     return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def cannot_read(shape: Sequence[int], error: Exception) -> BadSetting:
+    """The refusal of a model that fails on images of this shape, (channels, height, width)."""
+    return BadSetting(f"the model cannot read images of {'x'.join(map(str, shape))}: {first_line(error)}")

@@ -243,3 +243,17 @@ def test_a_broken_picture_in_a_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "bee/9.png").write_bytes(b"<html>")
     with pytest.raises(BadData, match=r"bee/9\.png: the image cannot be decoded"):
         load_images(str(tmp_path))
+
+
+@pytest.mark.parametrize("place", [0, 3])
+def test_a_few_coloured_images_among_grey_ones_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, place: int
+) -> None:
+    blobs = [encoded(noise(row)[:, :, 0], "PNG") for row in range(8)]
+    assert load_images(str(write(tmp_path / "grey.parquet", blobs, [0] * 8))).train.shape[0] == 1
+    blobs[place] = encoded(noise(place), "PNG")
+    assert not caplog.messages
+    assert load_images(str(write(tmp_path / "mixed.parquet", blobs, [0] * 8))).train.shape[0] == 3
+    (told,) = [message for message in caplog.messages if "colours" in message]
+    assert "1 of 8 images" in told
+    assert f"row {place}" in told

@@ -185,3 +185,14 @@ def test_validation_images_of_their_own_have_no_row_of_a_training_image() -> Non
     assert torch.equal(batch, (pixels[:3] + 100) / 255), "preprocessed as the training images"
     assert own.tolist() == labels[:3].tolist()
     assert make_dataset(train, valid=train.subset([0, 1])).valid.rows.tolist() == [0, 1], "of one store: as they are"
+
+
+def test_arrays_and_lists_are_as_good_as_tensors_and_words_are_refused() -> None:
+    pixels = torch.arange(2 * 4 * 4).view(2, 1, 4, 4).to(torch.uint8)
+    of_arrays = images_from_tensors(pixels.numpy(), [1, 0])
+    assert torch.equal(of_arrays.pixels, pixels)
+    assert of_arrays.labels.tolist() == [1, 0]
+    with pytest.raises(BadData, match="labels must be numbers in a tensor, an array or a list"):
+        images_from_tensors(pixels, ["1", "0"])
+    with pytest.raises(BadData, match=r"a DataLoader of .* may give floats"):
+        images_from_tensors(pixels.float(), [1, 0])

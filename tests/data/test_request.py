@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedortho.data.images import Dataset, Images
-from fedortho.data.request import EmptyGroup, ForgetRequest
-from fedortho.errors import FedOrthoError, UnknownName
+from fedortho.data.images import Dataset, Images, make_dataset
+from fedortho.data.request import EmptyGroup, ForgetRequest, as_request
+from fedortho.errors import BadSetting, FedOrthoError, UnknownName
 
 CLIENTS = dict(enumerate([torch.arange(0, 100), torch.arange(100, 240)]))
 
@@ -173,3 +173,13 @@ def test_a_number_of_thousands_of_digits_is_refused_in_one_line(digits: Dataset,
     with pytest.raises(FedOrthoError) as refused:
         ForgetRequest.parse(word + "9" * 5000).resolved(digits).split(digits.train)
     assert "digits" not in str(refused.value)
+
+
+def test_a_request_that_is_no_text_is_refused_by_value(toy: Images) -> None:
+    with pytest.raises(BadSetting, match="the request is 3; expected text, such as 'class:3'"):
+        as_request(3, make_dataset(toy))  # type: ignore[arg-type]
+
+
+def test_classes_that_are_called_by_their_numbers_are_listed_once(toy: Images) -> None:
+    with pytest.raises(UnknownName, match=r"choose from 0, 1, 2, 3$"):
+        ForgetRequest.parse("class:Dress").mask(toy)

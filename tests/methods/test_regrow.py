@@ -4,15 +4,20 @@ import copy
 
 import pytest
 import torch
+from small import TinyNet
 from torch import Tensor, nn
 
-from fedortho.data.images import Dataset
+from fedortho import methods
+from fedortho.data.images import Dataset, Images, make_dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.engines.central import CentralEngine
 from fedortho.errors import BadSetting
+from fedortho.methods import forget
 from fedortho.methods.regrow import Regrow, first_layers
 from fedortho.models.graph import stage_entries, weighted_order
 from fedortho.models.zoo import build_model
+from fedortho.training.loop import fit
+from fedortho.training.recipe import Recipe
 
 REQUEST = ForgetRequest.parse("class:3")
 SHAPE = (1, 8, 8)
@@ -99,3 +104,15 @@ def test_two_passes_move_every_direction_of_a_layer_before_the_reset_stages(
     moved = torch.linalg.svdvals((after - before).detach())
     assert float(moved.min() / moved.max()) > 0.35, "SGD: 0.24"
     assert float(moved.min()) > 0.4 * float(torch.linalg.svdvals(before.detach()).mean()), "SGD: 0.2"
+
+
+def test_a_model_in_memory_is_erased_in_ten_passes_and_a_loss_is_told(
+    toy: Images, tiny: TinyNet, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learnt, data = fit(tiny, toy, Recipe(epochs=4, batch_size=32, crop=0, flip=0.0)), make_dataset(toy, valid=0.3)
+    assert forget(learnt, data, "class:1").settings["epochs"] == 10
+    assert "erasing lost" in caplog.text, "ten passes over so few images are twenty steps"
+    caplog.clear()
+    monkeypatch.setattr(methods, "MUCH_LOST", 1.0)
+    assert forget(learnt, data, "class:1", trained_epochs=4).settings["epochs"] == 2
+    assert not caplog.messages

@@ -120,7 +120,8 @@ def test_clients_and_samples_are_not_erased_and_have_no_default(run: Run, reques
 
 def test_a_model_in_memory_is_erased_by_default_and_hidden_on_demand(run: Run, digits: Dataset) -> None:
     model = run.load_model()
-    assert fo.forget(model, digits, "class:3").method == LEVELS["erase"]
+    erased = fo.forget(model, digits, "class:3", trained_epochs=2)
+    assert (erased.method, erased.settings["epochs"]) == (LEVELS["erase"], 2)
     assert fo.forget(model, digits, "class:3", method=fo.make_method("hide", {"ratio": 0.2})).method == "hide"
     with pytest.raises(BadSetting, match="the recipe of a model in memory is not known"):
         fo.forget(model, digits, "class:3", level="exact")

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ from fedortho.data.loaders import IMAGE_COLUMNS, LABEL_COLUMNS, plain_picture
 from fedortho.errors import BadData, first_line
 from fedortho.storage.files import parse_json, read_limited
 
+logger = logging.getLogger(__name__)
 Report = Callable[[int, int], None]  # images decoded so far, images in this split
 Encoded = tuple[str, str, bytes | None]  # location for errors, file name (empty: none), encoded image
 
@@ -233,6 +235,7 @@ def _decode(encoded: EncodedImages, size: int, progress: Report | None) -> tuple
     """All images as one tensor, with one channel if every image is grey and with three otherwise; and their ids."""
     digests, files = np.empty((len(encoded.labels), 32), np.uint8), []
     pixels, done, total, origin = np.empty((0, 1, 0, 0), np.uint8), 0, len(encoded.labels), ""
+    coloured = list[str]()
 
     def decoded(chunk: Sequence[Encoded]) -> list[tuple[str, NDArray[np.uint8], bytes]]:
         return [(at, _decode_image(at, blob, size), hashlib.sha256(blob or b"").digest()) for at, _, blob in chunk]
@@ -249,10 +252,14 @@ def _decode(encoded: EncodedImages, size: int, progress: Report | None) -> tuple
                     raise BadData(f"{where}: the image is {shape[1]}x{shape[0]} pixels, {known}")
                 if len(image) > pixels.shape[1]:
                     pixels = np.repeat(pixels, 3, axis=1)
+                coloured += [where] if len(image) > 1 else []
                 pixels[done], digests[done] = image, np.frombuffer(digest, np.uint8)
                 done += 1
             if progress is not None:
                 progress(done, total)
+    if coloured and len(coloured) < total / 2:
+        told = f"{len(coloured)} of {total} images have colours, the first is {coloured[0]}"
+        logger.warning("%s: all are read with three channels; convert these if the model reads one", told)
     return torch.from_numpy(pixels), RowIds(torch.from_numpy(digests), tuple(files) if any(files) else ())
 
 

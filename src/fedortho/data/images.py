@@ -7,13 +7,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from unicodedata import normalize
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from fedortho.data.loaders import ImageSource, class_names, read_batches
 from fedortho.data.preprocessing import Preprocessing, Transform
 from fedortho.devices import to_device
-from fedortho.errors import BadData, BadSetting
+from fedortho.errors import BadData, BadSetting, first_line
 from fedortho.storage.files import tensors_digest
 
 logger = logging.getLogger(__name__)
@@ -165,8 +167,8 @@ class Dataset:
 
 
 def images_from_tensors(
-    pixels: Tensor,
-    labels: Tensor,
+    pixels: ArrayLike,
+    labels: ArrayLike,
     names: Sequence[str] | None = None,
     *,
     mean: Sequence[float] = (),
@@ -175,7 +177,7 @@ def images_from_tensors(
     transform: Transform | str = "",
     where: str = "the data",
 ) -> Images:
-    """Wrap uint8 images (n, channels, height, width) and integer labels of your own.
+    """Wrap uint8 images (n, channels, height, width) and integer labels of your own: tensors, arrays or lists.
 
     A model gets (pixels / 255 − mean) / std, or a usual `scale` (0-1, -1-1, imagenet, 0-255), or what the function
     `transform` makes of uint8 images; without any, mean and deviation are those of these images.
@@ -184,9 +186,11 @@ def images_from_tensors(
     >>> len(toy), toy.classes, toy.shape
     (4, 2, (1, 8, 8))
     """
+    pixels, labels = _as_tensor(pixels, f"{where}: images"), _as_tensor(labels, f"{where}: labels")
     if pixels.dtype != torch.uint8 or pixels.dim() != 4:
         expected = "images must be uint8 of shape (n, channels, height, width)"
-        raise BadData(f"{where}: {expected}, not {pixels.dtype} of shape {tuple(pixels.shape)}")
+        floats = "; a DataLoader of (images, labels) may give floats" if pixels.is_floating_point() else ""
+        raise BadData(f"{where}: {expected}, not {pixels.dtype} of shape {tuple(pixels.shape)}{floats}")
     if len(labels) != len(pixels) or labels.dim() != 1:
         raise BadData(f"{where}: {len(pixels)} images but labels of shape {tuple(labels.shape)}")
     if not len(labels):
@@ -203,6 +207,13 @@ def images_from_tensors(
     how = Preprocessing(mean, std, scale, transform)
     whole = Images(pixels, labels.to(torch.int64), torch.arange(len(pixels)), names, *channel_statistics(pixels))
     return whole.preprocessed(how)
+
+
+def _as_tensor(values: ArrayLike, what: str) -> Tensor:
+    try:
+        return values if isinstance(values, Tensor) else torch.from_numpy(np.array(values))
+    except (TypeError, ValueError) as error:
+        raise BadData(f"{what} must be numbers in a tensor, an array or a list, not {first_line(error)}") from error
 
 
 def made_images(pixels: Tensor, labels: Tensor, names: Sequence[str]) -> Images:

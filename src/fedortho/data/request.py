@@ -16,7 +16,7 @@ from torch import Tensor
 from fedortho.data.decoding import SUFFIXES
 from fedortho.data.images import Dataset, Images, RowIds
 from fedortho.data.rows import SAMPLE, training_rows
-from fedortho.errors import BadCheckpoint, FedOrthoError, unknown
+from fedortho.errors import BadCheckpoint, BadSetting, FedOrthoError, unknown
 from fedortho.storage.files import read_limited
 
 DIGITS = 18  # of a number, at most
@@ -258,7 +258,8 @@ def _label(word: str, names: Sequence[str]) -> int:
     if len(same) > 1:
         raise FedOrthoError(f"{len(same)} classes are called {word!r}: {', '.join(map(str, same))}; name one by number")
     if not same:
-        raise unknown("class", word, [f"0 to {len(names) - 1}", *map(_quoted, names)])
+        numbers = [] if all(map(str.isdecimal, names)) else [f"0 to {len(names) - 1}"]
+        raise unknown("class", word, [*numbers, *map(_quoted, names)])
     return same[0]
 
 
@@ -288,6 +289,8 @@ def _row(word: str, clients: Clients | None, ids: RowIds | None) -> int:
 
 def as_request(request: ForgetRequest | str, data: Dataset) -> ForgetRequest:
     """A request from its text, with its samples by row of this data."""
+    if not isinstance(request, ForgetRequest | str):
+        raise BadSetting(f"the request is {request!r}; expected text, such as 'class:3' or 'samples:0,1'")
     return (ForgetRequest.parse(request) if isinstance(request, str) else request).resolved(data)
 
 

@@ -1,5 +1,6 @@
 """Unlearning methods: their table, and the functions that run one."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
@@ -15,7 +16,8 @@ from fedortho.data.sources import load_images
 from fedortho.engines.central import central_engine
 from fedortho.engines.cost import Meter
 from fedortho.engines.engine import Engine
-from fedortho.errors import BadData, BadSetting, FedOrthoError, unknown
+from fedortho.engines.query import Selection
+from fedortho.errors import BadCheckpoint, BadData, BadSetting, FedOrthoError, unknown
 from fedortho.methods.bad_teacher import BadTeacher
 from fedortho.methods.class_pruning import ClassPruning
 from fedortho.methods.ct import ConvolutionTranspose
@@ -32,7 +34,7 @@ from fedortho.methods.neggrad import NegGrad
 from fedortho.methods.not_ import NoT
 from fedortho.methods.paper import Paper
 from fedortho.methods.r2d import R2D
-from fedortho.methods.regrow import Regrow
+from fedortho.methods.regrow import Regrow, passes_after
 from fedortho.methods.retrain import Retrain
 from fedortho.methods.salun import SalUn
 from fedortho.methods.scrub import SCRUB
@@ -40,12 +42,15 @@ from fedortho.methods.ssd import SSD
 from fedortho.methods.subspace import Subspace
 from fedortho.methods.unsir import UNSIR
 from fedortho.models.patch import edit_model, patch_between
+from fedortho.models.predictions import accuracy
 from fedortho.models.prepare import prepare_model, released
 from fedortho.models.zoo import check_output
 from fedortho.statistics.observe import Observation
 from fedortho.storage.settings import as_mapping, make_settings
 from fedortho.unlearning.plan import ForgetPlan
 
+logger = logging.getLogger(__name__)
+MUCH_LOST = 0.03  # retain accuracy
 ENTRY_POINTS = "fedortho.methods"  # the group in which other packages name their methods
 METHODS: Mapping[str, type[Method]] = {
     method.name: method
@@ -172,6 +177,7 @@ def forget(
     level: str = "",
     clients: Clients | None = None,
     ledger: Observation | None = None,
+    trained_epochs: int = 0,
     device: torch.device | str = "cpu",
 ) -> ForgetResult:
     """Make a model forget what the request names; the given model stays as it was.
@@ -180,11 +186,10 @@ def forget(
     float32 copy whose answers have the form of the given one's. `data` is what the model was trained on: a dataset
     or its name, images, a `DataLoader`, a dataset of PyTorch or Hugging Face, or a mapping of those with the keys
     train, test and valid. `level` is `hide` or `erase`, the default for classes; `method` is instead a name
-    (`directions`, `ssd`, …) or a method with its hyper-parameters. `erase` takes two passes over the retain set: a
-    model that was trained for long keeps more with `method=make_method("regrow", {"epochs": 10})`. The level
-    `exact` needs the recipe of a run: `forget_run`, or `make_method("retrain", …)`. `clients` are the rows that
-    each client holds, for requests that name clients; a `ledger` of the model saves the forward pass over all
-    images.
+    (`directions`, `ssd`, …) or a method with its hyper-parameters. `erase` takes 5 % of `trained_epochs`, the epochs
+    that the model was trained for, and at least two passes; ten if they are not known. The level `exact` needs the
+    recipe of a run: `forget_run`, or `make_method("retrain", …)`. `clients` are the rows that each client holds, for
+    requests that name clients; a `ledger` of the model saves the forward pass over all images.
     """
     dataset = as_dataset(data)
     request = as_request(request, dataset)
@@ -193,8 +198,26 @@ def forget(
         raise BadSetting('the recipe of a model in memory is not known; give method=make_method("retrain", {…})')
     known = as_model(model, dataset)
     engine = central_engine(known, dataset, ledger, clients, device)
-    result = unlearn(known, engine, request, method or LEVELS[level])
+    result = unlearn(known, engine, request, method or _method_of(level, trained_epochs))
+    if level == "erase":
+        _tell_loss(known, result.model, Selection(exclude=request).select(dataset.valid), device)
     return replace(result, model=released(result.model))
+
+
+def _method_of(level: str, trained_epochs: int) -> Method:
+    """The method of a level, for a model that was trained for so many epochs; 0: not known."""
+    name = LEVELS[level]
+    return make_method(name, {"epochs": passes_after(trained_epochs)} if name == Regrow.name else {})
+
+
+def _tell_loss(before: nn.Module, after: nn.Module, retained: Images, device: torch.device | str) -> None:
+    """Warn where much retain accuracy was lost, by validation images."""
+    if not len(retained):
+        return
+    lost = accuracy(before, retained, device=device) - accuracy(after, retained, device=device)
+    if lost > MUCH_LOST:
+        more = 'more passes keep more: method=make_method("regrow", {"epochs": …})'
+        logger.warning("erasing lost %.1f points of retain accuracy on validation images; %s", 100 * lost, more)
 
 
 def plan(
@@ -220,6 +243,9 @@ def plan(
 def as_model(model: nn.Module, data: Dataset) -> nn.Module:
     """A copy of whatever network a user has, one that reads these images and answers with a logit for each class."""
     known = prepare_model(model, data.train.classes)
+    for name, tensor in known.state_dict().items():
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise BadCheckpoint(f"the model: {name} has values that are NaN or infinite; give an earlier one")
     check_output(known, data.train.shape, data.train.classes)
     return known
 

@@ -1,5 +1,6 @@
 """Regrow: begin the last stages again, and train the network on the retain set."""
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -11,6 +12,9 @@ from fedortho.methods.method import Schedule, forget_and_retain
 from fedortho.models.graph import stage_entries, weighted_order
 from fedortho.storage.settings import Number
 from fedortho.training.objectives import FitOptions
+
+SHARE = 0.05  # passes, as a share of those of the training
+UNKNOWN = 10  # passes where nobody knows how long the model was trained
 
 
 @dataclass(frozen=True)
@@ -51,3 +55,12 @@ def first_layers(model: nn.Module, stages: int, shape: tuple[int, int, int]) -> 
     """The layers with weights, and norms, before the last stages, in forward order; none if all stages are reset."""
     order, entries = weighted_order(model, shape), stage_entries(model, shape)
     return [] if stages > len(entries) else order[: order.index(entries[-stages])]
+
+
+def passes_after(trained: int) -> int:
+    """Passes that keep the retain accuracy of a model trained for so many epochs or rounds; 0: nobody knows how many.
+
+    >>> [passes_after(epochs) for epochs in (6, 150, 0)]
+    [2, 8, 10]
+    """
+    return max(Regrow().epochs, math.ceil(SHARE * trained)) if trained else UNKNOWN

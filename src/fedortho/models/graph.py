@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fedortho.errors import BadSetting, first_line, unknown
+from fedortho.errors import BadSetting, cannot_read, unknown
 from fedortho.models.capture import capture
 
 NORMS = (nn.BatchNorm2d, nn.GroupNorm, nn.InstanceNorm2d, nn.LayerNorm, nn.SyncBatchNorm)
@@ -152,8 +152,7 @@ def _record_calls(model: nn.Module, example: Tensor) -> dict[str, list[tuple[int
         with torch.no_grad(), capture(model, convs, lambda out: (out.shape[2], out.shape[3])) as seen:
             model(example)
     except Exception as error:  # a foreign model: it may fail in any way
-        shape = "x".join(map(str, example.shape[1:]))
-        raise BadSetting(f"the model cannot read images of {shape}: {first_line(error)}") from error
+        raise cannot_read(example.shape[1:], error) from error
     return seen
 
 

@@ -29,7 +29,7 @@ def memory_format_of(model: nn.Module, shape: tuple[int, int, int]) -> torch.mem
             return torch.contiguous_format
     if not isinstance(plain, Tensor) or not isinstance(other, Tensor):
         return torch.channels_last
-    close = 1e-3 * float(plain.abs().max())  # another order of sums
+    close = 1e-3 * float(plain.abs().nan_to_num().max())  # another order of sums
     is_same = plain.shape == other.shape and torch.allclose(plain, other, rtol=1e-3, atol=close, equal_nan=True)
     return torch.channels_last if is_same else torch.contiguous_format
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 from fedortho.data.images import Images, check_labels
 from fedortho.data.loaders import ImageSource
 from fedortho.devices import sum_dtype
-from fedortho.errors import BadData, BadSetting
+from fedortho.errors import BadData, BadSetting, cannot_read
 from fedortho.models.layout import ordered_batches
 from fedortho.models.prepare import find_logits
 
@@ -33,6 +33,8 @@ class Evaluation:
 
 def evaluate(model: nn.Module, images: Images | ImageSource, *, device: torch.device | str = "cpu") -> Evaluation:
     """Loss, accuracy and confusion matrix, in evaluation mode and without augmentation; the model keeps its mode."""
+    if not isinstance(model, nn.Module):
+        raise BadSetting(f"the model must be a torch.nn.Module, not {type(model).__name__}; load a state dict into one")
     loss, counts = torch.zeros((), dtype=sum_dtype(device), device=device), None
     with evaluating(model):
         for outputs, labels in _answered(model, images, device):
@@ -69,7 +71,11 @@ def _answered(
     for inputs, labels in ordered_batches(model, images, device):
         if not inputs.is_floating_point():
             raise BadData(f"images must be floats, normalised as in training, not {inputs.dtype}")
-        yield answers_of(model, inputs.to(dtype), classes).float(), labels
+        try:
+            outputs = answers_of(model, inputs.to(dtype), classes)
+        except RuntimeError as error:
+            raise cannot_read(inputs.shape[1:], error) from error
+        yield outputs.float(), labels
 
 
 def logits_of(model: nn.Module, images: Images, *, device: torch.device | str = "cpu") -> Tensor:

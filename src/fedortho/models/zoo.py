@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedortho.devices import seed_random
-from fedortho.errors import BadSetting, first_line, unknown
+from fedortho.errors import BadSetting, cannot_read, unknown
 from fedortho.models.predictions import answers_of, evaluating
 from fedortho.models.prepare import prepare_model
 from fedortho.storage.trusted_code import code_of_others, load_function
@@ -194,8 +194,7 @@ def count_answers(model: nn.Module, shape: tuple[int, int, int]) -> int:
     except BadSetting:
         raise
     except Exception as error:  # code of others may raise anything
-        sizes = "x".join(map(str, shape))
-        raise BadSetting(f"the model cannot read images of {sizes}: {first_line(error)}") from error
+        raise cannot_read(shape, error) from error
 
 
 def reinitialised(model: nn.Module, seed: int) -> nn.Module:

@@ -1,6 +1,5 @@
 """A run opened for methods: its data, its clients, and a new engine for each method."""
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -20,17 +19,14 @@ from fedortho.evaluation.accuracies import accuracies_of
 from fedortho.federated.server import copied_clients, federated_engine, local_grid, patches_of
 from fedortho.methods import find_method, make_method
 from fedortho.methods.method import Method, Schedule
-from fedortho.methods.regrow import Regrow
+from fedortho.methods.regrow import Regrow, passes_after
 from fedortho.methods.retrain import Retrain
 from fedortho.runs.record import Accuracies
 from fedortho.runs.run import Run, served_requests
-from fedortho.runs.settings import FederateSettings, TrainSettings
+from fedortho.runs.settings import FederateSettings
 from fedortho.statistics.ledger import load_ledger
 from fedortho.storage.settings import field_types
 from fedortho.training.recipe import Recipe
-
-REGROWN = 0.05  # passes of regrow, as a share of those of the training
-UNKNOWN = 10  # passes of regrow where nobody knows how long the model was trained
 
 
 @dataclass(frozen=True)
@@ -87,22 +83,10 @@ def method_for_run(run: Run, name: str, *settings: Mapping[str, Any]) -> Method:
         own = {field.name: getattr(run.settings, field.name) for field in fields(Recipe)}
         own["epochs"] = run.settings.passes.planned
     if issubclass(kind, Regrow):
-        own["epochs"] = regrow_passes(run.settings)
+        own["epochs"] = passes_after(run.settings.passes.planned if run.settings.epochs else 0)
     if "updates" in field_types(kind):
         own["updates"] = str(run.path / "updates")
     if "kept" in field_types(kind):
         own["kept"] = str(run.path / run.settings.passes.unit)
     chosen = () if issubclass(kind, Retrain) else settings  # retraining is the standard: nothing of it is chosen
     return make_method(name, own, *chosen)
-
-
-def regrow_passes(settings: TrainSettings) -> int:
-    """How many epochs, or rounds of a federation, `regrow` takes: a share of those of the training, and at least two.
-
-    >>> [regrow_passes(TrainSettings(epochs=epochs)) for epochs in (6, 150, 0)]  # 0: trained elsewhere
-    [2, 8, 10]
-    >>> regrow_passes(FederateSettings(rounds=100, fraction=0.1))
-    5
-    """
-    planned = settings.passes.planned if settings.epochs else 0
-    return max(Regrow().epochs, math.ceil(REGROWN * planned)) if planned else UNKNOWN
