@@ -86,8 +86,7 @@ def forget_command(
     timeout: flags.Timeout = 0.0,
     sums: Annotated[str, Option(help="in a federation: open or masked sums (default: as it was trained)")] = "",
     shadows: Annotated[
-        int,
-        Option(help="shadow models, 8 to 64: for the limit of clients and samples at --level hide, or r2d's back"),
+        int, Option(help="shadow models, 8 to 64: for the limit of clients and samples at --level hide, or r2d's back")
     ] = 0,
     audit: Budget = "quick",
     reference: Reference = None,

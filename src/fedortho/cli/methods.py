@@ -15,12 +15,7 @@ from typer import Argument, Option
 
 from fedortho.cli.console import bar, bars, federation_bar, out, say, say_json, training_bar, words_table
 from fedortho.cli.flags import AsJson, DataDir, Device, RecipeFile, Request, RunPath, Settings, read_recipe
-from fedortho.experiments.experiment import (
-    EXPERIMENTS,
-    Experiment,
-    ExperimentResults,
-    load_experiment,
-)
+from fedortho.experiments.experiment import EXPERIMENTS, Experiment, ExperimentResults, load_experiment
 from fedortho.experiments.planning import NetworkPlan, plan_experiment
 from fedortho.experiments.results_table import claim_words, results_table
 from fedortho.experiments.runner import ProgressHooks, Watch, reproduce

@@ -28,8 +28,7 @@ COLOURS = {"PASS": "green", "FAIL": "bold red", "ERROR": "bold red"}  # others a
 Judged = Annotated[str, Argument(metavar="REQUEST", help="a request that RUN has served (default: its last)")]
 Budget = Annotated[str, Option("--audit", help="quick (under a minute for small models), full or none")]
 Reference = Annotated[
-    list[Path] | None,
-    Option(help="run of a reference model, trained --without the forget set; at most three"),
+    list[Path] | None, Option(help="run of a reference model, trained --without the forget set; at most three")
 ]
 References = Annotated[Path | None, Option(help="directory of such runs (default: references beside RUN)")]
 Retrain = Annotated[bool, Option("--retrain", help="train a missing reference model and keep it")]

@@ -2,13 +2,7 @@
 
 from collections import Counter
 
-from fedortho.experiments.experiment import (
-    ClaimFinding,
-    Experiment,
-    ExperimentResults,
-    printed_beside,
-    row_verdict,
-)
+from fedortho.experiments.experiment import ClaimFinding, Experiment, ExperimentResults, printed_beside, row_verdict
 from fedortho.experiments.relations import COLUMNS, as_text, mean_and_sd, over_seeds
 
 

@@ -139,12 +139,7 @@ def _moments(
 
 
 def _maxima(
-    model: nn.Module,
-    images: Images,
-    name: str,
-    standard: tuple[Tensor, Tensor],
-    device: torch.device | str,
-    seed: int,
+    model: nn.Module, images: Images, name: str, standard: tuple[Tensor, Tensor], device: torch.device | str, seed: int
 ) -> dict[str, float]:
     """By m: the largest of m responses at random positions of an image, less the mean response and over σ, on average.
 

@@ -117,12 +117,7 @@ def _shadows_of(
 
 
 def shadowed_method(
-    run: Run,
-    request: ForgetRequest,
-    method: Method,
-    shadows: int,
-    data: Dataset | None = None,
-    device: str = "auto",
+    run: Run, request: ForgetRequest, method: Method, shadows: int, data: Dataset | None = None, device: str = "auto"
 ) -> tuple[Method, str]:
     """A method with what so many shadow models choose for it, in words too: the limit of `hide`, or r2d's distance."""
     if isinstance(method, R2D):
