@@ -15,17 +15,11 @@ from fedortho.data.request import ForgetRequest
 from fedortho.data.sources import DATASETS
 from fedortho.devices import DEVICES, MOST_THREADS
 from fedortho.errors import BadSetting, FedOrthoError, unknown
-from fedortho.storage.settings import kebab
+from fedortho.storage.settings import Count, Number, SomeShare, check_settings
 from fedortho.training.recipe import Recipe
 
 S = TypeVar("S", bound="Subject")
 FREE = ("data-dir", "timeout", "quorum", "sums", "pooling")  # settings that may differ when a run is continued
-LEAST = {"clients": 1, "rounds": 0, "least_images": 1, "evaluate_every": 0, "least_group": 1, "warmup_contacts": 0}
-WORDS = {
-    "norms": ("fedavg", "local", "recalibrate"),
-    "sums": ("open", "masked"),
-    "pooling": ("bounded", "trimmed", "sum"),
-}
 
 
 @dataclass(frozen=True)
@@ -162,42 +156,40 @@ class TrainSettings(Recipe, Subject):
 class Federation:
     """Federated averaging: every field is a number or a word."""
 
-    clients: Annotated[int, "number of clients"] = 100
-    rounds: Annotated[int, "rounds of federated averaging"] = 100
-    fraction: Annotated[float, "share of the clients that train in a round, at least one client"] = 0.1
+    clients: Annotated[Number, "number of clients"] = 100
+    rounds: Annotated[Count, "rounds of federated averaging"] = 100
+    fraction: Annotated[SomeShare, "share of the clients that train in a round, at least one client"] = 0.1
     draw: Annotated[
         int, "clients of a round: 2: the first present of a permutation of all; 1: a draw among those present"
     ] = 2
     split: Annotated[str, "partition of the images: iid, dirichlet:BETA or shards:NUMBER"] = "iid"
-    least_images: Annotated[int, "minimum number of images per client"] = 10
+    least_images: Annotated[Number, "minimum number of images per client"] = 10
     norms: Annotated[
         str,
+        ("fedavg", "local", "recalibrate"),
         "batch-norm statistics: fedavg, local (never sent, pooled at the end), recalibrate (fedavg, pooled at the end)",
     ] = "fedavg"
-    warmup_contacts: Annotated[int, "rounds of a client before alignment begins"] = 1
-    evaluate_every: Annotated[int, "rounds between two evaluations; 0: only at the end"] = 5
+    warmup_contacts: Annotated[Count, "rounds of a client before alignment begins"] = 1
+    evaluate_every: Annotated[Count, "rounds between two evaluations; 0: only at the end"] = 5
     timeout: Annotated[float, "seconds to wait for clients in one exchange"] = 600.0
     quorum: Annotated[float, "share of clients that must answer: of all at the start, then of those asked"] = 0.5
-    least_group: Annotated[int, "minimum images of a sum that a client sends; 1: it sends all sums"] = 5
-    sums: Annotated[str, "sums that clients send: open, or masked, of which the server sees only the total"] = "open"
+    least_group: Annotated[Number, "minimum images of a sum that a client sends; 1: it sends all sums"] = 5
+    sums: Annotated[
+        str, ("open", "masked"), "sums that clients send: open, or masked, of which the server sees only the total"
+    ] = "open"
     pooling: Annotated[
-        str, "sums of clients: bounded (by the model and the median client), trimmed (without extremes), or sum"
+        str,
+        ("bounded", "trimmed", "sum"),
+        "sums of clients: bounded (by the model and the median client), trimmed (without extremes), or sum",
     ] = "bounded"
     strategy: Annotated[
         str, "strategy of Flower for training, such as flwr.serverapp.strategy:FedMedian; empty: the weighted mean"
     ] = ""
 
     def __post_init__(self) -> None:
-        for name, least in LEAST.items():
-            if getattr(self, name) < least:
-                raise BadSetting(f"{kebab(name)} must be at least {least}, not {getattr(self, name)}")
-        if not 0 < self.fraction <= 1:
-            raise BadSetting(f"fraction must be above 0 and at most 1, not {self.fraction}")
+        check_settings(self)
         if not 0 <= self.quorum <= 1:
             raise BadSetting(f"quorum must be between 0 and 1, not {self.quorum}")
-        for name, words in WORDS.items():
-            if getattr(self, name) not in words:
-                raise unknown(name, getattr(self, name), words)
         if self.draw not in (1, 2):
             raise BadSetting(f"draw must be 1 or 2, not {self.draw}")
         if not 0 < self.timeout < float("inf"):
