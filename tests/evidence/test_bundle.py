@@ -22,7 +22,7 @@ from fedortho.evidence.recheck import reapply_patch, rerun_decision
 from fedortho.reports.page import LEFT_OUT, MARKED
 from fedortho.reports.pictures import as_pictures, thumbnail
 from fedortho.requests.forgetting import serve_request
-from fedortho.runs.derived import write_derived
+from fedortho.runs.derived import build_derived
 from fedortho.runs.record import Accuracies, ServedRecord
 from fedortho.runs.run import open_run
 from fedortho.storage.journal import BadJournal, append_entry
@@ -133,9 +133,9 @@ def test_what_a_method_came_to_in_a_comparison_has_no_bundle(runs: Runs, tmp_pat
     accuracies, first = Accuracies(0.5, 0.5, 0.5), runs["first"]
     entry = ServedRecord("class:3", "ssd", {}, accuracies, accuracies, 0.0)
     record = replace(first.record, requests=(entry,))
-    made = write_derived(tmp_path / "ssd", first, first.load_model(), record, patch=None, ledger=None)
+    build_derived(tmp_path / "ssd", first, first.load_model(), record, patch=None, ledger=None)
     with pytest.raises(FedOrthoError, match=r"has no patch of class:3.*a comparison by ssd"):
-        make_bundle(made, REQUEST, tmp_path / "x.zip")
+        make_bundle(tmp_path / "ssd", REQUEST, tmp_path / "x.zip")
 
 
 def test_the_same_run_gives_the_same_bytes_and_evidence_is_not_overwritten(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from fedortho.models.patch import undo_patch
 from fedortho.requests.transaction import tell_once
-from fedortho.runs.derived import tidy, write_derived
+from fedortho.runs.derived import build_derived, building, tidy
 from fedortho.runs.record import ResultRecord, RunRecord, read_run_record
 from fedortho.runs.run import Run, last_request, open_run
 from fedortho.storage.files import tensors_digest
@@ -29,6 +29,8 @@ def undo_run(run: Run | Path | str, undo: Path | str, out: Path | str) -> Run:
         tidy(out)
         tell_once(run, "undone", run.path.name, last.request, after)  # a killed call may not have told it
         return open_run(out)
-    derived = write_derived(out, run, restored, changed, patch=None, ledger=None)
+    with building(out) as place:
+        build_derived(place.run, run, restored, changed, patch=None, ledger=None)
+        derived = place.place()
     append_entry(run.path.absolute().parent, "undone", run.path.name, last.request, before=before, after=after)
     return derived

@@ -149,15 +149,6 @@ def _discard(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def write_derived(
-    out: Path, run: Run, model: nn.Module, record: RunRecord, *, patch: Patch | None, ledger: Observation | None
-) -> Run:
-    """Write a run with other weights than `run`; it is there in one step."""
-    with building(out) as place:
-        build_derived(place.run, run, model, record, patch=patch, ledger=ledger)
-        return place.place()
-
-
 def build_derived(
     to: Path, run: Run, model: nn.Module, record: RunRecord, *, patch: Patch | None, ledger: Observation | None
 ) -> None:
