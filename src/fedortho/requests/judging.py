@@ -95,7 +95,12 @@ def judge_run(
     data = data or run.load_data(options.data_dir)
     with using_threads(original.settings.threads):
         references = references_for(run, original, request, options, data, on_training)
-        references += _treated_alike(run, original, request, options, data, references, on_step)
+        if references and not options.given and options.audit != "none":  # given ones are compared as they are
+            if on_step is not None and options.retrain:
+                on_step("reference models, treated alike")
+            method, directory = make_method(served.method, served.settings), references_directory(run, options)
+            context = open_context(original, data)
+            references += counterfactuals(context, method, request, references, directory, make=options.retrain)
         verdict = _verdict_on(run, request, data, original, references, options, on_step)
     if not options.only:
         _keep_verdict(run.path, verdict, options.audit, is_deleted=bool(len(data.gone)))
@@ -180,28 +185,6 @@ def references_for(
         trained = next(fresh)
         references += [trained] if trained.record.model.digest != run.record.model.digest else []
     return references[: len(REFERENCES)]
-
-
-def _treated_alike(
-    run: Run,
-    original: Run,
-    request: ForgetRequest,
-    options: JudgeOptions,
-    data: Dataset,
-    references: list[Run],
-    on_step: OnStep,
-) -> list[Run]:
-    """What the run's method makes of the reference models; empty where they are compared as they are.
-
-    Those that the user names are, and so are all if nothing may be trained and their counterfactuals are missing.
-    """
-    served = served_record(run, request)
-    if options.given or not references or options.audit == "none":
-        return []
-    if on_step is not None and options.retrain:
-        on_step("reference models, treated alike")
-    method, directory = make_method(served.method, served.settings), references_directory(run, options)
-    return counterfactuals(open_context(original, data), method, request, references, directory, make=options.retrain)
 
 
 def references_directory(run: Run, options: JudgeOptions) -> Path:
