@@ -178,8 +178,7 @@ def references_for(
     directory = references_directory(run, options)
     found = options.given or find_references(original, request, options.references)  # beside the original by default
     found = found or find_references(original, request, directory)  # where --retrain writes them
-    taken = {reference.settings.seed for reference in found}
-    fresh = train_references(original, request, taken, directory, data, on_training)
+    fresh = train_references(original, request, found, directory, data, on_training)
     references = [each for each in found if each.record.model.digest != run.record.model.digest]
     while len(references) < options.trained_references:
         trained = next(fresh)

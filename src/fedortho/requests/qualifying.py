@@ -133,8 +133,7 @@ def _trial(context: RunContext, options: QualifyOptions, method: Method, text: s
     request, run, device = ForgetRequest.parse(text), context.run, context.device
     directory, number = options.directory or run.path.parent / "references", options.references
     references = find_references(run, request, directory)[:number]
-    taken = {reference.settings.seed for reference in references}
-    fresh = train_references(run, request, taken, directory, context.data, options.on_training)
+    fresh = train_references(run, request, references, directory, context.data, options.on_training)
     references += islice(fresh, number - len(references))
     if options.on_step is not None:
         options.on_step(f"{method.name} on {text}")

@@ -1,7 +1,7 @@
 """Reference models, retrained without the forget set: found by their settings, or trained and kept."""
 
 import logging
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from itertools import count
@@ -155,9 +155,10 @@ def purged_images(data: Dataset, without: ForgetRequest, clients: Clients | None
 
 
 def train_references(
-    run: Run, request: ForgetRequest, taken: Container[int], directory: Path, data: Dataset, watch: Watch | None
+    run: Run, request: ForgetRequest, found: Sequence[Run], directory: Path, data: Dataset, watch: Watch | None
 ) -> Iterator[Run]:
-    """Reference models of a run, one after the other, each with a seed that is not `taken`."""
+    """Reference models of a run, one after the other, each with a seed that none of those `found` has."""
+    taken = {reference.settings.seed for reference in found}
     for seed in count(run.settings.seed):
         if seed not in taken:
             settings = reference_settings(run, request, seed=seed)
