@@ -9,17 +9,7 @@ from torch.nn import functional
 
 from fedortho.audits.audit import Audit
 from fedortho.audits.measurements import MeasurementCache, balanced_sample, depth_features
-from fedortho.audits.result import (
-    ROUNDING,
-    TOO_FEW,
-    AuditResult,
-    Limit,
-    compared,
-    decide,
-    is_too_near,
-    original_exceeds,
-    shares_text,
-)
+from fedortho.audits.result import ROUNDING, AuditResult, Limit, compared, decide, doubts, original_exceeds, shares_text
 from fedortho.evaluation.accuracies import share_correct
 from fedortho.evaluation.case import Case
 
@@ -68,8 +58,8 @@ def linear_probe(case: Case, cache: MeasurementCache, budget: str) -> AuditResul
     }
     details |= {"references": len(case.references), "depth": "" if worst == last else worst, "erased_behind": behind}
     result = decide(finding, depths[worst], limits[worst], details)
-    if result.outcome in ("PASS", "FAIL") and is_too_near(case, result.value, limits[worst]):
-        return replace(result, outcome="INCONCLUSIVE", finding=f"{finding}; {TOO_FEW}")
+    if result.outcome in ("PASS", "FAIL") and (doubt := doubts(case, result.value, limits[worst])):
+        return replace(result, outcome="INCONCLUSIVE", finding=f"{finding}; {doubt}")
     return result
 
 

@@ -17,16 +17,7 @@ from fedortho.audits.measurements import (
     example_batch,
     measure_model,
 )
-from fedortho.audits.result import (
-    ROUNDING,
-    TOO_FEW,
-    Attack,
-    Limit,
-    compared,
-    is_too_near,
-    original_exceeds,
-    shares_text,
-)
+from fedortho.audits.result import ROUNDING, Attack, Limit, compared, doubts, original_exceeds, shares_text
 from fedortho.data.images import Images, made_images
 from fedortho.engines.query import draw
 from fedortho.evaluation.case import Case
@@ -95,10 +86,10 @@ def _attack(
     finding = f"a new tail behind {entry}, trained on {k} forgotten images, recalls "
     finding += f"{shares_text(trials[entry, k], len(case.references))} of the class at {FALSE_ALARMS:.0%} false alarms"
     value = gaps[entry, k] if case.references else None
-    is_near = bool(telling) and is_too_near(case, value, LIMIT)
-    finding = "; ".join([finding, *reasons, *([TOO_FEW] if is_near else [])])
+    doubt = doubts(case, value, LIMIT) if telling else ""
+    finding = "; ".join(filter(None, [finding, *reasons, doubt]))
     details |= {"entry": entry, "images": k, "erased_behind": failed[-1] if failed else ""}
-    is_open = is_near or (bool(undecided) and not failed)
+    is_open = bool(doubt or (undecided and not failed))
     return Attack("reset tail", finding, trials[entry, k], LIMIT, value, bool(telling), is_open, details)
 
 

@@ -99,9 +99,10 @@ def original_exceeds(measured: Mapping[str, float], limit: Limit) -> bool:
     return measured["original"] - measured["reference"] > limit.value
 
 
-def is_too_near(case: Case, value: float | None, limit: Limit) -> bool:
-    """Whether a recall is so near to its limit that another single reference model might have decided otherwise."""
-    return len(case.references) == 1 and value is not None and abs(value - limit.value) <= ONE_REFERENCE
+def doubts(case: Case, value: float | None, limit: Limit) -> str:
+    """TOO_FEW where a recall is so near its limit that another reference model might decide otherwise, else empty."""
+    is_near = len(case.references) == 1 and value is not None and abs(value - limit.value) <= ONE_REFERENCE
+    return TOO_FEW if is_near else ""
 
 
 def compared(measured: Mapping[str, float]) -> dict[str, float]:
