@@ -7,15 +7,7 @@ from fedortho.models.patch import Patch
 from fedortho.unlearning.plan import Effect, ForgetPlan
 from fedortho.unlearning.settings import CalibrationSettings
 from fedortho.unlearning.task import Task
-from fedortho.unlearning.trials import (
-    Baseline,
-    Candidate,
-    Trial,
-    TrialRunner,
-    baseline_queries,
-    make_runner,
-    read_baseline,
-)
+from fedortho.unlearning.trials import Baseline, Candidate, Trial, TrialRunner, make_runner, measure_baseline
 
 RATIOS = (0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.125, 0.15, 0.175, 0.2, 0.25, 0.3, 0.4, 0.5, 0.65, 0.8)
 STRENGTHS = tuple(step / 16 for step in range(1, 17))
@@ -57,9 +49,7 @@ def find_edit(
             given = [Candidate(patch, settings.ratio)]
             (patch,) = make_runner(task, settings, None, repair=repair).repaired(given)
         return ForgetPlan(patch, settings.ratio)
-    if baseline is None:
-        measured = task.engine.measure(task.model, baseline_queries(task, settings))
-        baseline = read_baseline(task, settings, measured)
+    baseline = baseline or measure_baseline(task, settings)
     if baseline.is_within and not task.request.classes and not settings.anyway:
         raise Unmeasured(_unmeasured(settings, baseline), ())
     runner = make_runner(task, settings, baseline, repair=repair, sequential=largest)

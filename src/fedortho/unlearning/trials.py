@@ -189,6 +189,11 @@ def read_baseline(task: Task, settings: CalibrationSettings, measured: Sequence[
     return Baseline(overall, tuple(limits), forget_, is_within=bool(seen) and forget_ <= limit)
 
 
+def measure_baseline(task: Task, settings: CalibrationSettings) -> Baseline:
+    """The accuracies before any edit, by an exchange of their own."""
+    return read_baseline(task, settings, task.engine.measure(task.model, baseline_queries(task, settings)))
+
+
 def _unseen_accuracy(part: Observation, retain: Observation, overall: float) -> float:
     """Accuracy on unseen images of the same labels, weighted as those labels occur in the part.
 
