@@ -22,6 +22,7 @@ from fedortho.audits.measurements import MeasurementCache
 from fedortho.audits.result import AuditResult, Limit, Outcome
 from fedortho.data.images import Images
 from fedortho.data.request import ForgetRequest
+from fedortho.engines.query import Selection
 from fedortho.errors import BadData
 from fedortho.evaluation import lira
 from fedortho.evaluation.case import Case
@@ -44,9 +45,7 @@ def membership(case: Case, cache: MeasurementCache, budget: str) -> AuditResult:
     plan = case.shadows
     if plan is None:
         return AuditResult("NOT RUN", "needs shadow models (--audit full --shadows N)")
-    pool = case.data.train
-    if case.forgotten is not None:
-        pool = pool.subset(~case.forgotten.mask(pool, case.clients))
+    pool = Selection(exclude=case.forgotten).select(case.data.train, case.clients)
     proxy, forget = choose_proxy(pool, case.request.mask(pool, case.clients), plan.settings)
     if not bool(forget.any()):
         raise BadData(f"{case.request} matches no training image; there is nothing to attack")

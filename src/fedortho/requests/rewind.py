@@ -18,6 +18,7 @@ import torch
 
 from fedortho.data.images import Dataset
 from fedortho.data.request import Clients, ForgetRequest
+from fedortho.engines.query import Selection
 from fedortho.errors import FedOrthoError
 from fedortho.federated.server import train_federation
 from fedortho.federated.strategies import is_repeatable
@@ -111,8 +112,7 @@ def plan_rewind(run: Run | Path | str, request: ForgetRequest | str, *, data_dir
     without = sum(requests, settings.excluded).settled(names)
     clients = None if log.own_images else held_rows(data, settings, settings.partition_seed)
     if clients is not None:  # a request that selects nothing new is refused
-        known = data.train if run.excluded is None else data.train.subset(~run.excluded.mask(data.train, clients))
-        asked.split(known, clients, gone=data.gone)
+        asked.split(Selection(exclude=run.excluded).select(data.train, clients), clients, gone=data.gone)
         if lost := purged_images(data, without, clients):
             raise FedOrthoError(f"{lost} images were purged for another request; name them in this one, too")
     holders = [_holders(settings, each, data, clients) for each in requests]
@@ -140,8 +140,7 @@ def _plan_epochs(run: Run, asked: ForgetRequest) -> RewindPlan:
     here = {name: getattr(run.settings, name) for name in HERE}
     stages = [replace(stage, settings=replace(stage.settings, **here)) for stage in stages_of(source)]
     data, names = run.load_data(), run.record.data.class_names
-    known = data.train if run.excluded is None else data.train.subset(~run.excluded.mask(data.train))
-    asked.split(known, gone=data.gone)
+    asked.split(Selection(exclude=run.excluded).select(data.train), gone=data.gone)
     requests = [each.settled(names) for each in (*served_requests(run), asked)]
     without = sum(requests, source.settings.excluded).settled(names)
     if lost := purged_images(data, without, None):

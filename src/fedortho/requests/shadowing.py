@@ -13,6 +13,7 @@ from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.devices import choose_device, using_threads
 from fedortho.engines.central import CentralEngine
+from fedortho.engines.query import Selection
 from fedortho.errors import BadData, BadSetting
 from fedortho.evaluation.sample_attack import AUC, attack_samples, margins_under, most_memorised
 from fedortho.evaluation.shadow_limit import ShadowLimit, shadow_limit
@@ -105,9 +106,8 @@ def _shadows_of(
     run: Run, request: ForgetRequest, data: Dataset, settings: ShadowSettings, directory: Path | None, at: torch.device
 ) -> tuple[Shadows, Tensor]:
     """The shadow models of a run, and a mask over their proxy: the images of the request."""
-    clients, pool = run.clients(data), data.train
-    if run.excluded is not None:
-        pool = pool.subset(~run.excluded.mask(pool, clients))
+    clients = run.clients(data)
+    pool = Selection(exclude=run.excluded).select(data.train, clients)
     asked = request.mask(pool, clients)
     if not bool(asked.any()):
         raise BadData(f"{request} matches no training image of {run.path}")
