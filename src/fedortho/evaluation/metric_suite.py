@@ -12,7 +12,7 @@ from fedortho.evaluation.accuracies import share_correct
 from fedortho.evaluation.case import REFERENCES, Case
 from fedortho.evaluation.membership_attacks import ATTACKS, Predictions, correctness, loss_separation
 from fedortho.evaluation.metrics import Measurement, Metric, measure_metric
-from fedortho.evaluation.model_outputs import SAMPLE, EvaluationSets, ModelOutputs
+from fedortho.evaluation.model_outputs import EvaluationSets, ModelOutputs
 from fedortho.models.zoo import reinitialised
 
 PAPER_ATTACK = "confidence"
@@ -166,8 +166,8 @@ REFERENCE_METRICS: Mapping[str, Callable[[ModelOutputs, ModelOutputs], Measureme
 class MetricSuite:
     """The metrics of a case, for any number of unlearned models; outputs of the other models are computed once."""
 
-    def __init__(self, case: Case, *, limit: int = SAMPLE) -> None:
-        self.sets = EvaluationSets(case, limit)
+    def __init__(self, case: Case) -> None:
+        self.sets = EvaluationSets(case)
         self.references = [
             ModelOutputs(f"the {role.replace('_', ' ')} model", model, self.sets)
             for role, model in zip(REFERENCES[:2], case.references, strict=False)

@@ -3,11 +3,10 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from fedortho.errors import first_line, unknown
 
-DIRECTIONS = ("as retrain", "higher", "lower")
 ROUNDING = 1e-9
 
 
@@ -19,7 +18,7 @@ class MetricInfo:
     source: str
     low: float
     high: float
-    direction: str  # one of DIRECTIONS: which values are better
+    direction: Literal["as retrain", "higher", "lower"]  # which values are better
     ideal: float | None = None  # None: the reference model's value
 
     def range_text(self) -> str:

@@ -69,7 +69,7 @@ class LayerTheory:
 
 
 def measure_theory(
-    model: nn.Module, images: Images, layers: str = "deep", *, device: torch.device | str = "cpu", seed: int = 0
+    model: nn.Module, images: Images, layers: str = "deep", *, device: torch.device | str = "cpu"
 ) -> list[LayerTheory]:
     """The theory's quantities in the named layers (as in `--layers`), over the patches of these images.
 
@@ -90,7 +90,7 @@ def measure_theory(
         apart = ~torch.eye(len(kernels), dtype=torch.bool)
         off, gram = responses[apart].abs(), kernels @ kernels.T - torch.eye(len(kernels))
         centre, spread = kernels @ mean, responses.diagonal().clamp_min(1e-30).sqrt()
-        maxima = _maxima(model, images, name, (centre, spread), device, seed)
+        maxima = _maxima(model, images, name, (centre, spread), device)
         found.append(
             LayerTheory(
                 name,
@@ -139,7 +139,7 @@ def _moments(
 
 
 def _maxima(
-    model: nn.Module, images: Images, name: str, standard: tuple[Tensor, Tensor], device: torch.device | str, seed: int
+    model: nn.Module, images: Images, name: str, standard: tuple[Tensor, Tensor], device: torch.device | str
 ) -> dict[str, float]:
     """By m: the largest of m responses at random positions of an image, less the mean response and over σ, on average.
 
@@ -148,7 +148,7 @@ def _maxima(
     centre, spread = (each.view(1, -1, 1) for each in standard)
     bias = _convolution(model, name).bias
     centre = centre if bias is None else centre + bias.detach().cpu().double().view(1, -1, 1)
-    random, sums = torch.Generator().manual_seed(seed), dict[int, float]()
+    random, sums = torch.Generator().manual_seed(0), dict[int, float]()
     for batch in _seen(model, images, [name], device, inputs=False):
         responses = (batch[name].flatten(2).cpu().double() - centre) / spread
         order = torch.randperm(responses.shape[2], generator=random)
