@@ -39,9 +39,10 @@ def counterfactuals(
     """
     if not getattr(method, "has_counterfactual", False):
         return []
-    found = []
+    key = json.dumps([str(request), as_mapping(method)], sort_keys=True)  # another directory for each of these
+    found, digest = [], hashlib.sha256(key.encode()).hexdigest()[:8]
     for reference in references:
-        place = directory / counterfactual_name(reference, method, request)
+        place = directory / f"{reference.path.name}-{method.name}-{digest}"
         known = open_run(place) if (place / "run.json").is_file() else None
         if known is None or known.record.parent != reference.record.model.digest:
             if not make:
@@ -49,12 +50,6 @@ def counterfactuals(
             known = _made(context, method, request, reference, place)
         found.append(known)
     return found
-
-
-def counterfactual_name(reference: Run, method: Method, request: ForgetRequest) -> str:
-    """A directory name, another for each request and each choice of hyper-parameters."""
-    key = json.dumps([str(request), as_mapping(method)], sort_keys=True)
-    return f"{reference.path.name}-{method.name}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
 
 
 def _made(context: RunContext, method: Method, request: ForgetRequest, reference: Run, place: Path) -> Run:

@@ -137,10 +137,9 @@ def forget_run(
     if level == "exact" and shadows:
         raise BadSetting(f"shadows is {shadows}; at the level exact shadow models choose nothing; leave them out")
     if level == "exact" and not method and out is not None:
-        unused = {"undo": undo, "accept": accept, "ticket": ticket, "purge": purge, "hash_ids": hash_ids}
-        if served := _serve_by_rewind(
-            run.at(device=device), request, out, [name for name, value in unused.items() if value]
-        ):
+        given = {"undo": undo, "accept": accept, "ticket": ticket, "purge": purge, "hash_ids": hash_ids}
+        unused = [name for name, value in given.items() if value]
+        if served := _serve_by_rewind(run.at(device=device), request, out, unused):
             return served
     if isinstance(method, str):
         method = chosen_method(run, method) if method else level_method(run, level)

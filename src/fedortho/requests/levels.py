@@ -24,8 +24,6 @@ from fedortho.storage.settings import as_mapping
 
 # passes over the training images, in FLOPs of training steps, of methods that do not train; a forward pass is a third
 PASSES = {"hide": 0.03, "paper": 1 / 3, "directions": 1 / 3}
-
-
 DEEPER = "if it fails, once more with all stages in which a probe of the original finds the class"
 NOT_EXACT = "approximate: what the data taught may still be found"
 
@@ -143,11 +141,9 @@ class PlannedStep:
     def cost(self) -> str:
         """Its share of the training's computation, and time."""
         share, time = self.share_of_training, "" if self.seconds is None else f" ({spoken_time(self.seconds)})"
-        if share is None:
-            return (
-                f"cost not known{time}" if self.passes is None else f"{self.passes:g} passes over the training images"
-            )
-        return f"about {share:.{0 if share > 0.05 else 1}%} of the training's computation{time}"
+        if share is not None:
+            return f"about {share:.{0 if share > 0.05 else 1}%} of the training's computation{time}"
+        return f"cost not known{time}" if self.passes is None else f"{self.passes:g} passes over the training images"
 
 
 @dataclass(frozen=True)

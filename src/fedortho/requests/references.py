@@ -33,19 +33,9 @@ from fedortho.training.loop import Epoch, Watch
 from fedortho.training.recipe import Recipe
 
 logger = logging.getLogger(__name__)
+KEPT = ("keep-updates", "keep-rounds", "keep-epochs")
 # settings that do not make another reference model
-IRRELEVANT = (
-    "keep-updates",
-    "keep-rounds",
-    "keep-epochs",
-    "data",
-    "threads",
-    "device",
-    "evaluate-every",
-    "mean",
-    "std",
-    "transform",
-)
+IRRELEVANT = (*KEPT, "data", "threads", "device", "evaluate-every", "mean", "std", "transform")
 # those that are not known of a model that was trained elsewhere
 UNKNOWN = (*(kebab(field.name) for field in fields(Recipe)), "valid", "valid-dir", "valid-from-test", "split-seed")
 
@@ -107,9 +97,8 @@ def _is_trained_as(run: Run, wanted: TrainSettings, *, any_seed: bool = False) -
     is_known = run.record.imported_from is None and bool(wanted.epochs)
     ignored = (*FREE, *IRRELEVANT, *([] if is_known else UNKNOWN), *(["seed"] if any_seed else []))
     mine, theirs = (_key(each, run.record.data.class_names) for each in (run.settings, wanted))
-    return not run.record.is_edited and all(
-        mine.get(key) == theirs.get(key) for key in {**mine, **theirs} if key not in ignored
-    )
+    relevant = {*mine, *theirs} - {*ignored}
+    return not run.record.is_edited and all(mine.get(key) == theirs.get(key) for key in relevant)
 
 
 def _key(settings: TrainSettings, names: Sequence[str]) -> dict[str, object]:
