@@ -33,8 +33,8 @@ from fedortho.reports.summary import Report
 from fedortho.requests.forgetting import ServedRequest
 from fedortho.requests.references import case_of, find_references, runs_beside
 from fedortho.runs.derived import build_derived
-from fedortho.runs.record import ResultRecord, RunRecord, read_run_record
-from fedortho.runs.run import Run
+from fedortho.runs.record import ResultRecord
+from fedortho.runs.run import Run, open_run
 from fedortho.storage.journal import read_journal
 from fedortho.storage.records import to_json
 
@@ -214,9 +214,7 @@ def derived_run(bundle: Bundle, again: Repeated) -> Iterator[Run]:
     with tempfile.TemporaryDirectory() as place:
         path = Path(place) / bundle.request.run
         build_derived(path, again.run, result.model, told, patch=result.patch, ledger=None)
-        written = read_run_record(path)
-        assert isinstance(written, RunRecord), "it was written just now"
-        yield replace(again.run, path=path, record=written)
+        yield replace(again.run, path=path, record=open_run(path).record)
 
 
 def check_report(found: Findings, bundle: Bundle, derived: Run, again: Repeated) -> None:

@@ -46,12 +46,8 @@ class RequestFile:
     earlier: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        if (
-            self.run in ("", "..")
-            or Path(self.run).name != self.run
-            or len(self.run) > 255
-            or not self.run.isprintable()
-        ):
+        is_plain = self.run not in ("", "..") and Path(self.run).name == self.run
+        if not is_plain or len(self.run) > 255 or not self.run.isprintable():
             raise BadRecord(f"request.json: run is {self.run!r:.80}; expected the plain name of a directory")
 
 

@@ -9,7 +9,6 @@ from fedortho.storage.files import PRIVATE, read_limited, replacing
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-
 LONGEST = 100_000  # bytes of a key file; it has some hundred
 
 
@@ -50,9 +49,8 @@ def load_public(path: Path) -> str:
     """The public key in a PEM file, as hex."""
     ed25519, serialization = _cryptography()
     wanted = "Ed25519 public key; fedortho bundle key writes one beside the private key"
-    return str(
-        _load(path, serialization.load_pem_public_key, ed25519.Ed25519PublicKey, wanted).public_bytes_raw().hex()
-    )
+    key = _load(path, serialization.load_pem_public_key, ed25519.Ed25519PublicKey, wanted)
+    return str(key.public_bytes_raw().hex())
 
 
 def public_half(key: "Ed25519PrivateKey") -> str:
