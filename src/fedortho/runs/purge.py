@@ -63,9 +63,8 @@ def _forget_set(run: Run, request: ForgetRequest, data: Dataset) -> tuple[Tensor
     for store in [data.test, *(held_out if data.valid_digest else [])]:
         whole = replace(store, rows=torch.arange(len(store.store_labels)))
         alike = [part for part in (store, *held_out) if part.pixels.data_ptr() == store.pixels.data_ptr()]
-        groups.append(
-            (whole, ForgetRequest(request.classes).mask(whole), torch.cat([part.rows % len(whole) for part in alike]))
-        )
+        present = torch.cat([part.rows % len(whole) for part in alike])
+        groups.append((whole, ForgetRequest(request.classes).mask(whole), present))
     digests, left = [], 0
     for images, mask, present in groups:
         assert images.ids is not None, "data of a run has digests"

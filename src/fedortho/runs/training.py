@@ -47,8 +47,6 @@ from fedortho.training.recipe import Recipe
 logger = logging.getLogger(__name__)
 MEASURED = 3000  # images, at most, on which usual preprocessings are compared
 GUESSING = 1.5  # times the accuracy of a guess; below it the model has learnt nothing
-
-
 Trainer = Callable[[nn.Module, Dataset, Path], tuple[nn.Module, Sequence[Epoch]]]
 
 
@@ -101,9 +99,8 @@ def train_run(
         elif (began := record.environment.threads) != (now := torch.get_num_threads()):
             logger.warning("training began with %s threads, now %d: weights may differ; see --threads", began, now)
         checkpoint = path / "checkpoint.safetensors"
-        trained, history = (trainer or partial(_train_centrally, path, settings, device, watch))(
-            model, data, checkpoint
-        )
+        train = trainer or partial(_train_centrally, path, settings, device, watch)
+        trained, history = train(model, data, checkpoint)
         files.write_json(path / "history.json", [asdict(entry) for entry in history])
         run = _finish(path, record, trained, data, device, observing, has_ledger=trainer is None)
         checkpoint.unlink(missing_ok=True)
@@ -179,10 +176,8 @@ def _begun(
     source = settings.valid_source + (", probably seen in training" if is_seen else "")
     sizes = (len(data.train), len(data.valid), len(data.test))
     known = records.DataRecord(data.name, data.digest, data.train.names, *sizes, source, data.valid_digest)
-    about = environment(device)
-    return records.TrainingRecord(
-        settings=as_mapping(settings), data=known, environment=about, imported_from=imported_from
-    )
+    told, about = as_mapping(settings), environment(device)
+    return records.TrainingRecord(settings=told, data=known, environment=about, imported_from=imported_from)
 
 
 def _write_rows(path: Path, settings: TrainSettings, data: Dataset, left_out: Tensor) -> None:
