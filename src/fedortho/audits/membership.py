@@ -76,9 +76,7 @@ def _margins(case: Case, model: nn.Module, images: Images, name: str) -> dict[st
     logits = logits_of(copy.deepcopy(model).to(case.device), images, device=case.device)
     excluded = case.all_requests.labels(case.data.train.names)
     retain = logits[:, [label for label in range(logits.shape[1]) if label not in excluded]]
-    own, closest = (
-        lira.margins(rows, labels, name) for rows, labels in ((logits, images.labels), (retain, retain.argmax(1)))
-    )
+    own, closest = lira.margins(logits, images.labels, name), lira.margins(retain, retain.argmax(1), name)
     return {OWN: own, CLOSEST: closest}
 
 
@@ -167,10 +165,8 @@ def _result(details: dict[str, Any]) -> AuditResult:
     tested = details["self-test"]
     if tested:
         untouched, retrained = (tested[name][AUC] for name in ("untouched", "retrained"))
-        finding += (
-            f"; self-test on the {tested['images']} most memorised images: untouched {untouched:.3f} (must fail), "
-        )
-        finding += f"retrained {retrained:.3f} (must pass)"
+        finding += f"; self-test on the {tested['images']} most memorised images: "
+        finding += f"untouched {untouched:.3f} (must fail), retrained {retrained:.3f} (must pass)"
     if tested and not tested["holds"]:
         outcome, finding = "INCONCLUSIVE", f"{finding}: it does not hold, so nothing is shown; train more shadow models"
     elif outcome == "PASS" and power <= LIMIT.value:
