@@ -211,9 +211,8 @@ def svc_attack(forgotten: Predictions, known: KnownImages, *, seed: int = 0) -> 
 def loss_attack(forgotten: Predictions, known: KnownImages, *, seed: int = 0) -> AttackResult:
     """Logistic regression on the loss; all rates are means over stratified shuffle splits of the known images."""
     _require(forgotten)
-    rates = [
-        (_rate(_predict(model, _loss(forgotten).numpy())), right, false) for model, right, false in _splits(known, seed)
-    ]
+    losses = _loss(forgotten).numpy()
+    rates = [(_rate(_predict(model, losses)), right, false) for model, right, false in _splits(known, seed)]
     sizes = len(forgotten), len(known.members), len(known.non_members)
     rate, accuracy, false = (sum(each) / SPLITS for each in zip(*rates, strict=True))
     return AttackResult(rate, accuracy, false, (), *sizes)

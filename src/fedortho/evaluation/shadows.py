@@ -143,9 +143,8 @@ class Shadows:
 
     def without(self, number: int, forget: Tensor) -> nn.Module:
         """A shadow model trained, with another seed, on the same half without the images of a mask over the proxy."""
-        return self._model(
-            f"without-{self.name_of(forget)}-{number:02}", self.members[number] & ~forget, MAX_MODELS + number
-        )
+        name = f"without-{self.name_of(forget)}-{number:02}"
+        return self._model(name, self.members[number] & ~forget, MAX_MODELS + number)
 
     def _model(self, name: str, mask: Tensor, offset: int) -> nn.Module:
         seed = self.settings.seed * 1000 + offset
