@@ -60,18 +60,11 @@ def _score_pictures(models: Mapping[str, nn.Module], case: Case) -> list[Picture
     scores = {role: evaluate(model, case.data.test, device=case.device) for role, model in models.items()}
     before, after = scores["original"], scores["unlearned"]
     subject = " and ".join(names[label] for label in labels) or "the forget set"
-    pictures = [
-        picture_of(
-            "classes",
-            results.class_accuracy_figure(before, after, names, labels, scores.get("reference")),
-            "Bars: accuracy on the test images of each class; forgotten classes have a grey background.",
-        ),
-        picture_of(
-            "confusion",
-            results.confusion_figure(before, after, names, labels),
-            "Rows are true classes, columns predictions; numbers are percentage points, after minus before.",
-        ),
-    ]
+    classes = results.class_accuracy_figure(before, after, names, labels, scores.get("reference"))
+    about = "Bars: accuracy on the test images of each class; forgotten classes have a grey background."
+    pictures = [picture_of("classes", classes, about)]
+    about = "Rows are true classes, columns predictions; numbers are percentage points, after minus before."
+    pictures.append(picture_of("confusion", results.confusion_figure(before, after, names, labels), about))
     if not len(case.forget_eval):
         return pictures
     images, device = case.forget_eval, case.device

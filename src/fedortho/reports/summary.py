@@ -62,13 +62,10 @@ def find_refusal(run: Run, request: ForgetRequest | None, entries: Sequence[Jour
     request = None if request is None else request.settled(names)
     if served and request in (None, *(other.settled(names) for other in served)):
         return None
-    for entry in reversed(entries):
-        is_mine = (entry.run, entry.before) == (run.path.name, run.record.model.digest)
-        if (
-            EVENTS.get(entry.event) == "refused"
-            and is_mine
-            and request in (None, ForgetRequest.parse(entry.request).settled(names))
-        ):
+    mine = (run.path.name, run.record.model.digest)
+    refused = [each for each in entries if EVENTS.get(each.event) == "refused" and (each.run, each.before) == mine]
+    for entry in reversed(refused):
+        if request in (None, ForgetRequest.parse(entry.request).settled(names)):
             return entry
     return None
 

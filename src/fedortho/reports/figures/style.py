@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-
 # Okabe and Ito's palette, which survives the common kinds of colour blindness; yellow is left out: too pale in print
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#222222")
 BLUE, RED, GREEN, ORANGE, PURPLE, SKY, BLACK = SERIES
