@@ -133,11 +133,8 @@ def parse_relations(text: str) -> list[Relation]:
     ['paper forget < ssd forget', 'paper forget < unsir forget']
     """
     several = re.search(r"\S+\|\S+", text)
-    return (
-        [parse_relation(text.replace(several[0], name)) for name in several[0].split("|")]
-        if several
-        else [parse_relation(text)]
-    )
+    texts = [text.replace(several[0], name) for name in several[0].split("|")] if several else [text]
+    return [parse_relation(each) for each in texts]
 
 
 def read_pairs(text: str | None) -> dict[str, str]:

@@ -217,8 +217,7 @@ def _name(run: Run, variant: MethodVariant, requests: Sequence[ForgetRequest]) -
 def _sequence(experiment: Experiment, run: Run, data: Dataset, out: Path, hooks: ProgressHooks) -> Iterator[SeedRow]:
     """One request after the other, each on the model that has served those before; stops at a refusal."""
     seed, requests = run.settings.seed, [request_for(words, data) for words in experiment.requests]
-    everything = union_of(requests)
-    assert everything is not None, "a sequence has requests"
+    everything = sum(requests, ForgetRequest())
     folder = out / "outcomes" / run.path.name
     yield _original(run, data, everything, {"request": everything.kind, "step": 0}, folder)
     for variant in experiment.variants:
@@ -226,9 +225,7 @@ def _sequence(experiment: Experiment, run: Run, data: Dataset, out: Path, hooks:
         for step, request in enumerate(requests, 1):
             hooks.step(f"{variant.method}, request {step}", 0, 0)
             key: dict[str, Scalar] = {"request": request.kind, "method": variant.method, "step": step, **variant.varied}
-            place = (
-                out / "outcomes" / run.path.name / f"{variant.method}-{_name(run, variant, requests[:step])}-step{step}"
-            )
+            place = folder / f"{variant.method}-{_name(run, variant, requests[:step])}-step{step}"
             try:
                 current = _served(current, data, request, variant, place)
             except Refused as refusal:
