@@ -87,9 +87,8 @@ def theory_command(
             data = run.load_data(data_dir, bar(shown, "decoding images"))
         drawn, name = draw(data.train, images, 0), run.path.name
         numbers.append(len(drawn))
-        found[f"{name}, beside" if name in found else name] = measure_theory(
-            run.load_model(), drawn, layers, device=chosen
-        )
+        measured = measure_theory(run.load_model(), drawn, layers, device=chosen)
+        found[f"{name}, beside" if name in found else name] = measured
     if figure is not None:
         with replacing(figure) as file:
             file.write_bytes(png(theory_figure(found)))

@@ -8,7 +8,7 @@ from typer import Argument, Option
 from fedortho.cli import flags
 from fedortho.cli.console import bar, bars, federation_bar, print_run, say, training_bar, warn
 from fedortho.errors import FedOrthoError
-from fedortho.requests.federated_jobs import federate_run, sync_run
+from fedortho.requests.federated_jobs import app_config, federate_run, sync_run
 from fedortho.runs.continuing import continued_settings
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.settings import FederateSettings, ImportSettings, TrainSettings
@@ -26,11 +26,8 @@ def train_command(out_path: flags.OutPath, config: flags.Config = None, *, given
     start = changes.pop("start", "")
     settings = continued_settings(start, changes) if start else make_settings(TrainSettings, changes)
     with bars() as shown:
-        watch, observing, decoding = (
-            training_bar(shown),
-            bar(shown, "writing the ledger"),
-            bar(shown, "decoding images"),
-        )
+        watch, observing = training_bar(shown), bar(shown, "writing the ledger")
+        decoding = bar(shown, "decoding images")
         run = train_run(out_path, settings, watch=watch, progress=decoding, observing=observing)
     print_run(run)
 
@@ -106,7 +103,6 @@ def deploy_command(
 ) -> None:
     """Write scripts, certificates and keys for a federation on several machines; docs/deploy.md explains them."""
     from fedortho.federated.deploy import write_deployment
-    from fedortho.requests.federated_jobs import app_config
 
     if given.get("clients", nodes) != nodes:
         raise FedOrthoError(f"--clients is {given['clients']} and --nodes {nodes}; expected one node per client")
