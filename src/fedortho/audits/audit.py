@@ -16,8 +16,7 @@ logger = logging.getLogger(__name__)
 class Audit:
     """One audit, as the table has it: id, title, limits, budget and the function that runs it.
 
-    `run(case, cache, budget)` returns the result; `budget` is "quick" or "full", and `cache` keeps measurements that
-    several audits need.
+    `run(case, cache, budget)` returns the result; `budget` is "quick" or "full", `cache` keeps shared measurements.
     """
 
     name: str  # C1

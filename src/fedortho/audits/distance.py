@@ -56,10 +56,7 @@ def _mean_over_pairs(values: Mapping[str, Tensor], measure: Callable[[Tensor, Te
 
 
 def cka(first: Tensor, second: Tensor) -> float:
-    """Linear CKA of two representations (n, d) of the same images: ‖YᵀX‖² / (‖XᵀX‖ ‖YᵀY‖), columns centred.
-
-    0 if one of them is constant over the images.
-    """
+    """Linear CKA of representations (n, d): ‖YᵀX‖² / (‖XᵀX‖ ‖YᵀY‖), columns centred; 0 if one of them is constant."""
     x, y = (part.double() - part.double().mean(0) for part in (first, second))
     norms = float((x.T @ x).norm() * (y.T @ y).norm())
     return float((y.T @ x).norm() ** 2) / norms if norms > 0 else 0.0

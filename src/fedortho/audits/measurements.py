@@ -33,10 +33,7 @@ class MeasurementCache:
 def measure_model(
     case: Case, cache: MeasurementCache, role: str, name: str, measure: Callable[[nn.Module, str], T]
 ) -> T:
-    """A measurement of one of the case's models, from the cache if it was made before.
-
-    `measure` receives a copy, which it may change, and the role.
-    """
+    """A measurement of one of the case's models, cached; `measure` receives a copy to change and the role."""
     model = case.models[role]
     key = name, id(model)
     if key not in cache.measured:  # the model is kept, so that no other gets its id

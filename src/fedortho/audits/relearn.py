@@ -44,8 +44,7 @@ def relearning(case: Case, cache: MeasurementCache, budget: str) -> AuditResult:
     """The prototype, and in `full` reset tails and the speed-ups of relearning; the attack furthest beyond its limit.
 
     If none fails and one is undecided, the audit is INCONCLUSIVE, and so it is if the original model would pass every
-    attack. Where one class is retained, its images alone teach a constant answer, so some of the forget set are always
-    among them.
+    attack. Where one class is retained, its images alone teach a constant answer, so forget images are always added.
     """
     case = case.treated_alike
     is_class, attacks = case.request.kind == "class", list[Attack]()
@@ -135,9 +134,8 @@ def prototype(shots: Tensor, retain: Tensor, weight: Tensor, bias: Tensor) -> tu
     """A classifier row and its bias, from features of a few images of the class and of the retain set.
 
     The row points from the retain images' mean to the shots' mean and is as long as the other rows, from their centre;
-    beside a single row any length gives the same answers, because the bias follows. Features are seldom
-    negative, so the plain mean would win everywhere; the bias is such that the row takes FALSE_ALARMS of the retain
-    images, which makes models comparable.
+    beside a single row any length gives the same answers, because the bias follows. Features are seldom negative, so
+    the plain mean would win everywhere; the bias lets the row take FALSE_ALARMS of the retain images, in every model.
     """
     centre = weight.mean(0)
     length = (weight - centre).norm(dim=1).mean() if len(weight) > 1 else 1.0

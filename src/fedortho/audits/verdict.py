@@ -89,10 +89,7 @@ class Verdict:
 
     @property
     def is_qualified(self) -> bool:
-        """Every drawn class passed by this method on this model, and here every number with a limit keeps it.
-
-        It is no PASS: no reference model of this request was measured.
-        """
+        """No PASS, but every drawn class passed by this method on this model, and every number here keeps its limit."""
         results = [result for result in self.results if result.value is not None and result.limit is not None]
         kept = all((result.value or 0.0) <= (result.limit or 0.0) + ROUNDING for result in results)
         is_known = self.qualification is not None and self.qualification.is_qualified and bool(results)

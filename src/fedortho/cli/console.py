@@ -141,10 +141,7 @@ def frontier_table(frontier: Sequence[Trial]) -> Table:
 
 
 def words_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
-    """A narrow table of words: the first column left-aligned, the others right-aligned.
-
-    A narrow terminal folds long names; numbers and dates stay whole, and nothing is cut.
-    """
+    """A narrow table, its first column left-aligned; long names fold, numbers and dates stay whole, nothing is cut."""
     table = _filled(Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False), header, lines)
     for column, cells in zip(table.columns, zip(*lines, strict=True), strict=False):
         longest, is_date = max(map(len, cells)), all(cell[:1].isdigit() for cell in cells)

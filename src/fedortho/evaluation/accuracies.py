@@ -12,10 +12,7 @@ from fedortho.runs.record import Accuracies
 
 
 def forget_eval_images(data: Dataset, request: ForgetRequest, clients: Clients | None = None) -> Images:
-    """The images on which forget accuracy is measured.
-
-    For classes their test images. Clients and samples have no test images of their own: their training images.
-    """
+    """The test images of forgotten classes; of clients and samples, which have no test images, the training images."""
     if request.kind == "class":
         return data.test.subset(request.mask(data.test))
     return data.train.subset(request.mask(data.train, clients))

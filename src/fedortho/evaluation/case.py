@@ -35,10 +35,7 @@ class Case:
 
     @property
     def treated_alike(self) -> "Case":
-        """The case with counterfactuals as reference models, where there are any.
-
-        Both models of a comparison then have had the same treatment, so what it leaves does not count as memory.
-        """
+        """The case with counterfactuals, if any, as reference models: what the treatment itself leaves is no memory."""
         return replace(self, references=self.counterfactuals, counterfactuals=()) if self.counterfactuals else self
 
     @property

@@ -48,8 +48,7 @@ def make_bundle(
 ) -> Bundle:
     """Write the evidence of a request that a run has served; the same run gives the same bytes on the same machine.
 
-    `sign` is the file of a private key. `journal` is the directory of the journal that has the request; default: the
-    run's parent directory.
+    `sign` is the file of a private key, `journal` the directory of the request's journal (default: the run's parent).
     """
     run, out = open_run(run), Path(out)
     request = run.request(request)

@@ -163,8 +163,7 @@ def _measure_again(found: Findings, bundle: Bundle, run: Run, audits: str, given
 def reapply_patch(bundle: Bundle, model: Path) -> None:
     """Apply the patch to the model before; refused if that is another model or the result has another digest.
 
-    A network of the table is built and must fit the weights. Any other network is not imported, since a bundle must not
-    be able to run code; its weights suffice.
+    A network of the table must fit the weights. Any other is not imported, as no bundle may run code: weights suffice.
     """
     weights = read_tensors(model)[0]
     digest, wanted = tensors_digest(weights), bundle.patch.before

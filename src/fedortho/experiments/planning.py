@@ -46,8 +46,7 @@ class NetworkPlan:
 def plan_experiment(experiment: Experiment, *, data_dir: str = "", device: str = "auto") -> list[NetworkPlan]:
     """What each network takes on this machine; nothing is trained, and data of the paper's names is not read.
 
-    Hours are those of training on an idle machine, from a float32 step of a few images; edits, baselines and
-    measurements are not in them.
+    Hours are of training on an idle machine, by a float32 step of a few images; edits and baselines come on top.
     """
     plans, seeds, requests = [], len(experiment.seeds), len(experiment.requests)
     is_retrained = any(variant.method == "retrain" for variant in experiment.variants)

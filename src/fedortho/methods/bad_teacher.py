@@ -16,10 +16,9 @@ from fedortho.training.objectives import FitOptions, Target
 class BadTeacher(Schedule):
     """Distillation from two teachers in evaluation mode (arXiv:2205.08096; BTF in the FedOrtho paper).
 
-    On the forget set the student imitates a randomly initialised network, on a share of the retain set the original
-    model. The loss is KL(teacher ‖ student) at temperature T, averaged over images, without the factor T². The
-    published code also divides by the number of classes (`per_element`), which hardly matters to Adam. The student is
-    in training mode.
+    On the forget set the student, in training mode, imitates a randomly initialised network, on a share of the retain
+    set the original model. The loss is KL(teacher ‖ student) at temperature T, averaged over images, without the factor
+    T². The published code also divides by the number of classes (`per_element`), which hardly matters to Adam.
     """
 
     name: ClassVar[str] = "bad-teacher"

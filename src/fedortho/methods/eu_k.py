@@ -52,10 +52,7 @@ class EUk(Schedule):
 
 @dataclass(frozen=True)
 class CFk(EUk):
-    """Catastrophic forgetting of the last k layers: fine-tune only them on the retain set (arXiv:2201.06640).
-
-    The same as `eu-k` without the reset.
-    """
+    """Catastrophic forgetting of the last k layers: as `eu-k`, without the reset (arXiv:2201.06640)."""
 
     name: ClassVar[str] = "cf-k"
     norms: ClassVar[str] = "updated by training in the last k layers, frozen in the others"

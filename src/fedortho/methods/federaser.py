@@ -44,8 +44,7 @@ class FedEraser(Recipe):
     averages before it normalises (`average_first`: one exchange a round instead of one a client). Batch-norm
     statistics are those of the calibrating training. It needs a federation that stored its updates.
 
-    `compare` passes the recipe of the run (penalties, schedule by rounds); otherwise lr is the published one and there
-    is no penalty.
+    `compare` passes the run's recipe (penalties, schedule by rounds); else lr is the published one, without penalty.
     """
 
     name: ClassVar[str] = "federaser"

@@ -28,8 +28,7 @@ SHORT: Mapping[str, Mapping[str, Any]] = {
 def read_settings(data: str, model: str, source: str = "published") -> dict[str, dict[str, Any]]:
     """Hyper-parameters by method, as far as they differ from the published ones.
 
-    `source` is `published`, `short` (few steps), `tuned` (for this data and this network), or a JSON file that
-    `fedortho tune` wrote.
+    `source` is `published`, `short` (few steps), `tuned` (for this data and network), or a file of `fedortho tune`.
     """
     path, tuned = Path(source), TUNED / f"{data}-{model}.json"
     if source == "short":

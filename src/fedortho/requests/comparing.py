@@ -235,10 +235,7 @@ def best(rows: Sequence[Row]) -> str | None:
 
 
 def comparison_table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """Header and one line per row; `*` marks the nearest to retraining, a refused method has its reason instead.
-
-    Megabytes are shown if anything was sent.
-    """
+    """Header and rows; `*` marks the nearest to retraining, a refused method has its reason, megabytes only if sent."""
     nearest, distance = best(rows), gaps(rows)
     columns = len(HEADER) if any(row.cost is not None and row.cost.exchanges for row in rows) else len(HEADER) - 2
     lines: list[tuple[str, ...]] = [HEADER[:columns]]

@@ -301,8 +301,7 @@ def forget_federated_run(
     """Serve a request in a federation: unlearn with its clients, write the new run, send the patch.
 
     Without a grid the clients of the run are simulated here, on a copy of their directories. `store` are those of the
-    clients that a given grid simulates; they become part of the new run. With `out` None nothing is written and no
-    patch is sent.
+    clients that a given grid simulates; they become part of the new run. Without `out` nothing is written or sent.
     """
     settings, step = run.settings, step or Step()
     assert isinstance(settings, FederateSettings), "the caller looked"

@@ -38,10 +38,7 @@ def level_for_run(run: Run, request: ForgetRequest, level: str = "", method: Met
 
 
 def ways(run: Run, request: ForgetRequest) -> list[str]:
-    """The ways to serve clients or samples where there is no rewind: approximate ones by cost, then retraining.
-
-    What costs as much as retraining is not among them.
-    """
+    """Ways to serve clients or samples without a rewind, by cost: those cheaper than retraining, then retraining."""
     steps = [_planned(run, "hide", level_method(run, "hide"), run.path)] if serves(find_method("hide"), request) else []
     for name in METHODS:
         if serves(METHODS[name], request) and not level_of_method(name) and has_kept(run, name):
@@ -83,10 +80,7 @@ def level_method(run: Run, level: str) -> Method:
 
 
 def erasing_methods(run: Run, shape: tuple[int, int, int]) -> list[Method]:
-    """The method of the level erase, then the same with one stage more each, up to all stages.
-
-    What is reset knows nothing of the forget set, what is kept may. All cost about the same.
-    """
+    """The method of the level erase, then the same with one stage more each, up to all; all cost about the same."""
     method, entries = level_method(run, "erase"), stage_entries(run.load_model(), shape)
     own = int(as_mapping(method)["stages"])
     more = range(own + 1, len(entries) + 2)
@@ -96,8 +90,7 @@ def erasing_methods(run: Run, shape: tuple[int, int, int]) -> list[Method]:
 def chosen_method(run: Run, name: str, settings: str = "published", changes: Mapping[str, Any] | None = None) -> Method:
     """A method with its hyper-parameters for a run: those of `settings`, overridden by `changes`.
 
-    `settings` is `published`, `short`, `tuned` or a JSON file. Methods that train use the run's augmentation and seed,
-    and retraining its recipe.
+    `settings` is `published`, `short`, `tuned` or a JSON file; augmentation, seed and recipe to retrain are the run's.
     """
     known = read_settings(run.settings.data, run.settings.model, settings).get(name, {})
     is_planning = hasattr(find_method(name), "plan")  # a method of ours, whose seed is not the run's

@@ -43,8 +43,7 @@ UNKNOWN = (*(kebab(field.name) for field in fields(Recipe)), "valid", "valid-dir
 def reference_settings(run: Run, request: ForgetRequest, *, seed: int | None = None) -> TrainSettings:
     """Settings that train a reference model: without the request and without what the run has forgotten before.
 
-    The recipe and the validation split are those of the run. Another `seed` gives a second reference: the distance
-    between two references shows how large a difference is by chance.
+    Recipe and validation split are the run's; another `seed` gives a second reference, which shows what chance does.
     """
     settings = run.settings
     if isinstance(settings, FederateSettings):
@@ -249,8 +248,7 @@ def case_of(
 def find_original(run: Run) -> Run | None:
     """The run that this one was derived from, if it is in the same directory; None: it is not.
 
-    Of several runs with the same weights it is the one with the same settings. A run that continues the training of
-    another has the original of that run.
+    Of several with the same weights it is the one with the same settings; a continued run has that of its start.
     """
     parent = run.record.parent
     start = run.settings.start if isinstance(run.settings, FederateSettings) else ""
@@ -276,10 +274,7 @@ def runs_beside(run: Run) -> list[Run]:
 
 
 def find_references(original: Run, request: ForgetRequest, place: Path | None = None) -> list[Run]:
-    """Reference models in a directory, one of each seed, that of the original's seed first.
-
-    The default directories are that of the original, and `references` in it.
-    """
+    """One reference model per seed, the original's first, of a directory (default: beside it, and `references`)."""
     found = list(finished_runs(place)) if place else runs_beside(original)
     try:
         wanted, seed = reference_settings(original, request), original.settings.seed

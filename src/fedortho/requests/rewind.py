@@ -1,7 +1,6 @@
 """Forget exactly: go back to a round, or a run that was continued, from before the data, and go on without it.
 
-The result has the digest of `federate --without` or `train --without` all requests so far: it is the same training,
-begun later.
+The result has the digest of `federate` or `train --without` all requests so far: it is that training, begun later.
 """
 
 import logging

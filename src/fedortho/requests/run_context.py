@@ -41,10 +41,7 @@ class RunContext:
 
     @contextmanager
     def engine(self) -> Iterator[Engine]:
-        """A new engine, so that no method profits from what another has computed or sent.
-
-        A federation works on a copy of its clients' directories.
-        """
+        """A new engine, so that no method profits from another; a federation works on a copy of its directories."""
         settings, model = self.run.settings, self.run.load_model()
         if not isinstance(settings, FederateSettings):
             ledger, known = load_ledger(self.run.path / "ledger.safetensors", model), Selection(exclude=self.forgotten)

@@ -13,10 +13,7 @@ from fedortho.storage.journal import append_entry
 
 
 def undo_run(run: Run | Path | str, undo: Path | str, out: Path | str) -> Run:
-    """Restore the model that a run had before its last request, bit for bit, and write the run to `out`.
-
-    `undo` is the file that `forget_run(undo=…)` wrote.
-    """
+    """Write to `out` a run as before its last request, bit for bit; `undo` is what `forget_run(undo=…)` wrote."""
     run, undo, out = open_run(run), Path(undo), Path(out)
     last_request(run)  # refuses a run that has none
     restored = undo_patch(undo, run.load_model())

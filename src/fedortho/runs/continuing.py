@@ -34,8 +34,7 @@ def continued_settings(run: Run | Path | str, changes: Mapping[str, Any]) -> Tra
 def start_of(settings: TrainSettings, data: Dataset | None = None) -> Run | None:
     """The run that a training on one machine goes on from; None: it begins with new weights.
 
-    A run is refused whose images, classes or preprocessing the settings do not have. `data` is the training's data if
-    it was recorded by a run before, and need not be compared.
+    A run of other images, classes or preprocessing is refused; `data` that a run has recorded need not be compared.
     """
     if not settings.start or isinstance(settings, FederateSettings):
         return None

@@ -49,10 +49,7 @@ class RoundLog:
 
 
 def keep_round(run: Path, settings: TrainSettings, number: int, state: Mapping[str, Tensor]) -> None:
-    """Keep the model after `number` rounds or epochs if the settings say so.
-
-    The last one is the run's model, and kept only if statistics are pooled later.
-    """
+    """Keep the model after `number` rounds or epochs if settings say so; the last only if norms are pooled later."""
     unit, planned, keep = settings.passes
     is_pooled = getattr(settings, "norms", "fedavg") != "fedavg"
     if keep and (is_pooled if number == planned else is_kept(keep, number)):

@@ -232,8 +232,7 @@ def import_run(
     """Make a run of weights that were trained elsewhere; unless given, preprocessing that matters is asked for.
 
     They have probably seen all training images, so validation images of their own are needed (`settings.valid`, a
-    directory, or `settings.valid_from_test`). With the `recipe` that they were trained by, reference models can be
-    trained.
+    directory, or `settings.valid_from_test`). Reference models can be trained with the `recipe` of the weights.
     """
     path, weights = Path(path), Path(weights)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):

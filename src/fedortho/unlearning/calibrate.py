@@ -196,10 +196,7 @@ def _prune_and_scrub(trials: _Trials, ratios: Sequence[float], start: int, least
 
 
 def first_place(number: int, start: int, holds: Callable[[int], bool]) -> int:
-    """The first of so many places for which a monotone condition holds; `number` if none does.
-
-    It is searched from `start` in steps that double, then by bisection.
-    """
+    """The first place where a monotone condition holds, else `number`; doubling steps from `start`, then bisection."""
     low, high, at, step = 0, number, min(start, number - 1), 1
     while low < high:
         if holds(at):

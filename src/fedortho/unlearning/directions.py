@@ -51,8 +51,7 @@ def moments_of(group: Observation, name: str, kernels: int) -> Moments:
 def projection(forget: Sequence[Moments], retain: Moments, means: Tensor, number: int) -> tuple[Tensor, Tensor]:
     """The projector that removes `number` directions, and the energy in each direction that may be removed, falling.
 
-    `means` are those of retained classes, (kernels, classes); their differences are spared. An energy of 1 is that of
-    retained images.
+    `means` of retained classes are (kernels, classes); their differences are spared. Retained images have energy 1.
     """
     covariance = retain.around(retain.mean)
     unit = torch.eye(len(covariance), dtype=covariance.dtype)

@@ -81,10 +81,9 @@ def kernel_patch(
 ) -> Patch:
     """The patch that weakens the chosen kernels (site → kernels, strengths) by 1 − S; not yet bound to digests.
 
-    `conv` scales the kernel's weight and bias, as printed. `channel` scales what leaves the layer: scale and
-    shift of the norm that follows, or weight and bias where none does. A kernel that the channel edit silences
-    altogether is set to 0 itself, and its running statistics to those of nothing, so that turning the scale up
-    again brings nothing back.
+    `conv` scales the kernel's weight and bias, as printed. `channel` scales what leaves the layer: scale and shift of
+    the norm that follows, or weight and bias where none does. A kernel that the channel edit silences altogether is set
+    to 0 itself, and its running statistics to those of nothing: turning the scale up again brings nothing back.
     """
     scaled: dict[str, tuple[Tensor, Tensor]] = {}
     put: dict[str, tuple[Tensor, Tensor]] = {}

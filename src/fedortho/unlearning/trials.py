@@ -296,8 +296,7 @@ class TrialRunner:
     def _held(self) -> dict[str, Tensor]:
         """The classifier with the rows of classes that earlier requests removed set to the mean of the other rows.
 
-        Such a logit is never the largest, and its row tells nothing of the class; an edit for another class or its
-        repair cannot bring the class back.
+        Such a logit is never the largest, its row tells nothing of the class, and no later edit brings the class back.
         """
         task, names = self.task, self.task.engine.info.class_names
         gone = [] if task.forgotten is None else task.forgotten.labels(names)

@@ -104,10 +104,7 @@ def _signs(font: str) -> frozenset[str]:
 
 
 def legible(text: str) -> tuple[str, list[str]]:
-    """A text that can be drawn, and installed fonts for what the usual one lacks.
-
-    `<U+732B>` stands for a sign that no font has; captions keep the text as it is.
-    """
+    """A text that can be drawn (`<U+732B>` for a sign that no font has), and fonts for what the usual one lacks."""
     from matplotlib.font_manager import FontProperties, findfont, fontManager
 
     weights = ("normal", "bold")
