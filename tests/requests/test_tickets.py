@@ -70,7 +70,7 @@ def test_a_ticket_that_was_refused_or_interrupted_is_served_now(
         with pytest.raises(KeyboardInterrupt):
             forget_run(run, "class:3", "paper", out=tmp_path / "new", ticket="T-1")
     assert not forget_run(run, "class:3", "paper", out=tmp_path / "new", ticket="T-1").was_finished
-    told = ["received", "refused", "received", "refused", "received", "executed"]
+    told = ["received", "refused", "received", "interrupted", "received", "executed"]
     assert [event for event, _ in events(tmp_path)] == told
     assert {ticket for _, ticket in events(tmp_path)} == {"T-1"}
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import told
 from once import made_once
 from PIL import Image
 from small import SETTINGS
@@ -26,6 +27,7 @@ from fedortho.requests.references import check_reference, find_references
 from fedortho.runs.run import open_run
 from fedortho.runs.settings import ImportSettings, TrainSettings
 from fedortho.runs.training import _measure_scales, import_run, train_run
+from fedortho.storage.journal import read_journal
 from fedortho.storage.settings import as_mapping
 
 HOW = {"data": "digits", "model": "small:SmallNet", "device": "cpu"}
@@ -61,9 +63,9 @@ def test_a_preprocessing_that_matters_is_asked_for_and_kept(weights: Path, impor
     settings = ImportSettings(**HOW, valid_from_test=0.5)
     with pytest.raises(
         BadSetting, match=r"by preprocessing: 0-1 \d\d\.\d%, .*data .*trained with: --scale 0-1 \(else"
-    ) as told:
+    ) as refusal:
         import_run(tmp_path / "run", weights, settings)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(refusal.value)
     assert not (tmp_path / "run").exists()
     run = open_run(imported)
     data, model = run.load_data(), run.load_model()
@@ -257,3 +259,49 @@ def test_a_name_that_the_user_trains_with_is_trusted(stranger: Path, tmp_path: P
     run = train_run(tmp_path / "own", replace(TRAINED, model="strangers_net:SmallNet", epochs=1))
     assert open_run(tmp_path / "own").record.model.digest == run.record.model.digest
     open_run(stranger)
+
+
+@pytest.mark.parametrize(
+    "words", [("--retrain",), ("--retrain", "--dry-run"), ("--level", "exact"), ("--until", "passed", "--dry-run")]
+)
+def test_what_needs_the_recipe_of_an_imported_model_is_refused_before_anything_is_done(
+    imported: Path, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    run = shutil.copytree(imported, tmp_path / "runs" / "original")
+    with pytest.raises(CannotServe, match=r"untrained network, no reference; .*--recipe FILE.toml"):
+        told("forget", run, "class:3", *words)
+    assert [path.name for path in run.parent.iterdir()] == ["original"]
+    (tmp_path / "recipe.toml").write_text("epochs = 1\n")
+    plan = told("forget", run, "class:3", *words, "--recipe", tmp_path / "recipe.toml", "--dry-run")
+    assert "--level" in words or "(2 epochs; the level exact costs no more" in plan
+
+
+def test_ways_to_forget_samples_of_an_imported_model_are_in_the_order_of_passes(imported: Path) -> None:
+    listed = told("forget", imported, "samples:0", "--dry-run").splitlines()
+    passes = [float(line.split(" (")[1].split()[0]) for line in listed if "passes over" in line]
+    assert len(passes) > 5
+    assert passes == sorted(passes)
+    with pytest.raises(CannotServe, match=r"; \d+ more that --dry-run lists; --level exact"):
+        told("forget", imported, "samples:0")
+    plan = told("forget", imported, "class:3", "--dry-run")
+    assert "(10 passes): 10 passes over the training images" in plan
+    assert "--retrain trains one by the training that --recipe FILE names" in plan
+
+
+@pytest.mark.parametrize(
+    ("request_", "why"),
+    [("client:1", "needs a federation; this model was trained without clients"), ("samples:99999", "the id 99999")],
+)
+def test_what_a_run_does_not_have_is_refused_before_ways_are_listed(imported: Path, request_: str, why: str) -> None:
+    for words in (("--dry-run",), ()):
+        with pytest.raises(FedOrthoError, match=why):
+            told("forget", imported, request_, *words)
+
+
+def test_a_request_that_cannot_be_hidden_first_for_another_reason_has_an_end_in_the_journal(
+    imported: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(imported, tmp_path / "runs" / "original")
+    with pytest.raises(FedOrthoError, match="the retain set is empty"):
+        told("forget", run, "class:0,1,2,3,4,5,6,7,8,9", "--out", tmp_path / "runs" / "none")
+    assert [entry.event for entry in read_journal(run.parent).entries] == ["received", "refused"]

@@ -47,10 +47,12 @@ def test_records_of_before_keep_the_draw_that_they_had() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"draw": 3}, {"keep_rounds": "some"}, {"keep_rounds": "0"}, {"without": "client:4"}]
+    "changes", [{"draw": 3}, {"keep_rounds": "some"}, {"keep_rounds": "0"}, {"without": "client:4"}, {"epochs": -1}]
 )
 def test_settings_that_say_nothing_are_refused(changes: dict[str, object]) -> None:
-    with pytest.raises(FedOrthoError, match=r"draw|keep-rounds|no client 4; clients run 0 to 3"):
+    with pytest.raises(
+        FedOrthoError, match=r"draw|keep-rounds|no client 4; clients run 0 to 3|epochs must be at least 0"
+    ):
         replace(SETTINGS, **changes)  # type: ignore[arg-type]
 
 

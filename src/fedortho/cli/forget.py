@@ -38,7 +38,7 @@ from fedortho.methods.paper import Paper
 from fedortho.requests.climbing import forget_until_passed
 from fedortho.requests.federated_jobs import check_backend, forget_elsewhere, rewind_elsewhere
 from fedortho.requests.forgetting import ServedRequest, forget_run
-from fedortho.requests.judging import JudgeOptions, check_judge_options, judge_run
+from fedortho.requests.judging import JudgeOptions, check_judge_options, check_trainable, judge_run
 from fedortho.requests.levels import (
     chosen_method,
     hidden_path,
@@ -142,7 +142,7 @@ def forget_command(
         return _print_ways(asked, ways(run, asked), as_json)
     if until:
         _refuse_with("--until passed, which chooses level and method", level=level, method=method_name, **chosen)
-        steps = [(each, level_method(run, each), out) for each in levels_for(asked)]
+        steps = [(each, level_method(run, each), out) for each in levels_for(run, asked)]
     else:
         level, method = _chosen(run, asked, level, method_name, settings, wishes, given, assignments or ())
         is_hidden = level == "erase" and hide_first and is_here
@@ -273,6 +273,7 @@ def _serve(
 ) -> ServedRequest:
     """Serve a request as planned; a refusal prints its trials, an interruption what can be used."""
     *first, (level, method, _) = steps
+    check_trainable(run, request, options, how["data"])
     try:
         if until_passed:
             on_attempt = None if as_json else lambda attempt: say(f"  {attempt}")

@@ -80,7 +80,7 @@ def forget_until_passed(
     asked = run.request(request, hashed=bool(how.get("hash_ids")))
     data = (data or run.load_data()).with_key(hash_key(run.path))  # which the request may have made
     how = {**how, "out": out, "data": data, "device": options.device, "hide_first": False}
-    ways, ticket = [_Way(level) for level in levels_for(asked)], how.get("ticket") or None
+    ways, ticket = [_Way(level) for level in levels_for(run, asked)], how.get("ticket") or None
     deeper = erasing_methods(run, data.train.shape)[1:] if asked.kind == "class" else []
     known = [*ways, *(_Way("erase", method) for method in deeper)]
     done = [way for way in known if holds_result(run, asked, way.method_on(run), out, ticket=ticket)]

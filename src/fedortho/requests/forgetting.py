@@ -175,14 +175,16 @@ def _hide_first(
     run: Run, request: ForgetRequest, data: Dataset, out: Path, details: dict[str, str], device: str
 ) -> bool:
     """Write the hidden run, if it is not there; whether the journal was told that the request was received."""
-    step, hidden, method = Step("hidden", details=details), hidden_path(out), level_method(run, "hide")
+    no_edit = (Refused, BadSetting, BadData)  # or a network or data that have none
+    step, hidden = Step("hidden", details=details, optional=no_edit), hidden_path(out)
+    method = level_method(run, "hide")
     if find_served(run, request, method, hidden, None, step):
         logger.info("%s has hidden %s before; erasing goes on", hidden, request)
         return False
     try:
         _serve_run(run, data, request, method, device, out=hidden, step=step)
         logger.info("%s no longer predicts %s and can be used until the erased model is written", hidden, request)
-    except (Refused, BadSetting, BadData) as refusal:  # no edit, or a network or data that have none
+    except no_edit as refusal:
         logger.warning("not hidden first, erasing goes on: %s", refusal)
     return True
 

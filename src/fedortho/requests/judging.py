@@ -19,7 +19,16 @@ from fedortho.evaluation.shadows import ShadowSettings
 from fedortho.federated.server import train_on
 from fedortho.methods import make_method
 from fedortho.requests.counterfactuals import counterfactuals
-from fedortho.requests.references import case_of, check_reference, find_references, original_of, train_references
+from fedortho.requests.references import (
+    case_of,
+    check_reference,
+    check_reference_settings,
+    find_references,
+    original_of,
+    reference_name,
+    reference_settings,
+    train_references,
+)
 from fedortho.requests.run_context import open_context
 from fedortho.requests.shadowing import shadow_plan, shadow_settings
 from fedortho.runs.purge import known_copies
@@ -161,6 +170,14 @@ def check_judge_options(original: Run, request: ForgetRequest, options: JudgeOpt
         raise BadSetting(f"{len(options.given)} reference models are given; expected at most {len(REFERENCES)}")
     for reference in options.given:
         check_reference(original, reference, request)
+
+
+def check_trainable(original: Run, request: ForgetRequest, options: JudgeOptions, data: Dataset | None = None) -> None:
+    """Refuse to train reference models, where they are missing, that have no recipe or lack purged images of `data`."""
+    found = options.given or find_references(original, request, options.references)
+    if len(found) < options.trained_references:
+        settings = reference_settings(original, request)
+        check_reference_settings(reference_name(original, request, settings), settings, data)
 
 
 def _parsed(run: Run, request: ForgetRequest | str | None, options: JudgeOptions) -> ForgetRequest:

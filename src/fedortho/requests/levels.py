@@ -7,50 +7,74 @@ from pathlib import Path
 from typing import Any
 
 from fedortho.audits.verdict import spoken_time
-from fedortho.data.request import ForgetRequest
+from fedortho.data.request import ForgetRequest, as_request
+from fedortho.engines.query import Selection
+from fedortho.errors import FedOrthoError
 from fedortho.methods import LEVELS, MEANINGS, METHODS, find_method, level_of, level_of_method, make_method
 from fedortho.methods.federaser import FedEraser
 from fedortho.methods.hyperparameters import read_settings
 from fedortho.methods.method import CannotServe, Method, serves
 from fedortho.methods.r2d import R2D
+from fedortho.methods.regrow import Regrow
+from fedortho.methods.retrain import NO_RECIPE
 from fedortho.models.graph import stage_entries
-from fedortho.requests.judging import JudgeOptions
+from fedortho.requests.judging import JudgeOptions, check_trainable
 from fedortho.requests.references import find_references
 from fedortho.requests.rewind import find_rewind
 from fedortho.requests.run_context import method_for_run
+from fedortho.runs.rows import hash_key
 from fedortho.runs.run import Run
+from fedortho.runs.settings import FederateSettings
 from fedortho.storage.records import Scalar
 from fedortho.storage.settings import as_mapping
 
 # passes over the training images, in FLOPs of training steps, of methods that do not train; a forward pass is a third
 PASSES = {"hide": 0.03, "paper": 1 / 3, "directions": 1 / 3}
 DEEPER = "if it fails, once more with all stages in which a probe of the original finds the class"
+SHOWN = 4  # ways that a refusal tells
 NOT_EXACT = "approximate: what the data taught may still be found"
 
 
 def level_for_run(run: Run, request: ForgetRequest, level: str = "", method: Method | str = "") -> str:
     """As `level_of`; clients and samples are served exactly where that saves rounds, else the refusal has all ways."""
+    if level == "exact" and not method and not run.settings.epochs:
+        raise CannotServe(f"level exact: {NO_RECIPE}")
     if level or method or request.kind == "class":
         return level_of(request, level, method, ("", f"; {training_cost_words(run)}"))
     if (rewind := find_rewind(run, request)) is not None and rewind.begin:
         return "exact"
-    raise CannotServe(f"{request} has no level by default; choose, in order of cost: {'; '.join(ways(run, request))}")
+    *told, exact = ways(run, request)
+    more = [f"{len(told) - SHOWN} more that --dry-run lists"] if len(told) > SHOWN else []
+    all_ways = "; ".join([*told[:SHOWN], *more, exact])
+    raise CannotServe(f"{request} has no level by default; choose, in order of cost: {all_ways}")
 
 
 def ways(run: Run, request: ForgetRequest) -> list[str]:
     """Ways to serve clients or samples without a rewind, by cost: those cheaper than retraining, then retraining."""
+    check_selects(run, request)
     steps = [_planned(run, "hide", level_method(run, "hide"), run.path)] if serves(find_method("hide"), request) else []
     for name in METHODS:
         if serves(METHODS[name], request) and not level_of_method(name) and has_kept(run, name):
             steps.append(_planned(run, "", chosen_method(run, name), run.path))
     steps = [step for step in steps if step.share_of_training is None or step.share_of_training < 1]
-    steps.sort(key=lambda step: math.inf if step.share_of_training is None else step.share_of_training)
+    steps.sort(key=lambda step: next((cost for cost in step.costs if cost is not None), math.inf))
     told = [
         f"{f'--level {step.level}' if step.level else f'--method {step.method}'} ({step.cost}; "
         f"{MEANINGS[step.level] if step.level else NOT_EXACT})"
         for step in steps
     ]
     return [*told, f"--level exact ({MEANINGS['exact']}; {training_cost_words(run)})"]
+
+
+def check_selects(run: Run, request: ForgetRequest) -> None:
+    """Refuse a request that names a client or images that the run does not have; of a federation, clients alone."""
+    if isinstance(run.settings, FederateSettings):
+        if unknown_clients := [client for client in request.clients if client >= run.settings.clients]:
+            raise FedOrthoError(f"no client {unknown_clients[0]}; clients run 0 to {run.settings.clients - 1}")
+        return
+    data = run.load_data().with_key(hash_key(run.path))
+    known = Selection(exclude=run.excluded).select(data.train)
+    as_request(request, data).split(known, gone=data.gone)
 
 
 def has_kept(run: Run, name: str) -> bool:
@@ -69,8 +93,10 @@ def _begin_of(method: R2D) -> int | None:
         return None
 
 
-def levels_for(request: ForgetRequest) -> list[str]:
-    """The levels that serve a request, from the cheapest to retraining."""
+def levels_for(run: Run, request: ForgetRequest) -> list[str]:
+    """The levels that serve a request on a run, from the cheapest to retraining, which must be possible."""
+    if not run.settings.epochs:
+        raise CannotServe(f"--until passed ends with retraining: {NO_RECIPE}")
     return [level for level in LEVELS if level != "erase" or request.kind == "class"]
 
 
@@ -126,6 +152,11 @@ class PlannedStep:
     note: str = ""  # what must be known of it
     passes: float | None = None  # over the training images
 
+    @property
+    def costs(self) -> tuple[float | None, ...]:
+        """What it costs, by which steps of one run are compared: the first that is known."""
+        return self.share_of_training, self.passes
+
     def __str__(self) -> str:
         what = f"{self.level}, by {self.method} ({MEANINGS[self.level]})" if self.level else f"by {self.method}"
         return f"{what}{f' ({self.note})' if self.note else ''}: {self.cost}; writes {self.out}"
@@ -153,6 +184,7 @@ class ForgettingPlan:
     trains_references: int  # so many more
     treats_references: bool  # the method is applied to them, too
     training_seconds: float  # of one; 0: not known
+    has_recipe: bool = True  # False: the run was trained elsewhere, nobody knows how
 
     def lines(self) -> list[str]:
         """The plan in words."""
@@ -170,7 +202,8 @@ class ForgettingPlan:
             trained = "two reference models that are" if self.trains_references > 1 else "a reference model that is"
             models.append(f"{trained} trained for it{f', about {spoken_time(seconds)}' if seconds else ''}")
         if not models:
-            return "without a reference model, so they cannot pass; --retrain trains one"
+            how = "" if self.has_recipe else " by the training that --recipe FILE names"
+            return f"without a reference model, so they cannot pass; --retrain trains one{how}"
         alike = ", and what the method makes of them" if self.treats_references else ""
         return f"against {', '.join(models)}{alike}"
 
@@ -185,11 +218,12 @@ def plan_request(
     until_passed: bool = False,
 ) -> ForgettingPlan:
     """The plan of a request that is served by these steps, each a level, a method and the run that it writes."""
+    check_trainable(run, request, options)
     found = options.given or find_references(run, request, options.references)
     planned = [_planned(run, *step) for step in steps]
     is_alike = not options.given and (options.retrain or until_passed)
     if until_passed:
-        planned = [replace(step, note=DEEPER) if step.level == "erase" else step for step in planned]
+        planned = [replace(step, note=f"{step.note}; {DEEPER}") if step.level == "erase" else step for step in planned]
     return ForgettingPlan(
         str(run.path),
         str(request),
@@ -201,6 +235,7 @@ def plan_request(
         max(options.trained_references - len(found), 0),
         is_alike and any(getattr(method, "has_counterfactual", False) for _, method, _ in steps),
         _training_seconds(run),
+        bool(run.settings.epochs),
     )
 
 
@@ -215,5 +250,8 @@ def _planned(run: Run, level: str, method: Method, out: Path) -> PlannedStep:
             note = f"back to {unit[:-1]} {begin} of {passes}, which has met the data; {NOT_EXACT}"
     whole = run.settings.image_passes if method.name in PASSES else passes
     share = epochs / whole if whole and epochs is not None else None
+    if isinstance(method, Regrow):
+        note = f"{epochs:g} {unit if whole else 'passes'}"
+        note += "; the level exact costs no more" if share is not None and share >= 1 else ""
     time = share * seconds if share is not None and seconds else None
     return PlannedStep(level, method.name, as_mapping(method), str(out), share, time, note, epochs)

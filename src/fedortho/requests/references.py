@@ -116,24 +116,30 @@ def train_reference(
     `data` are the run's, whose rows keep their numbers where images were deleted. If images of it that the reference
     would need were purged for another request, there can be none: they are never trained on again.
     """
-    if not settings.epochs:
-        raise CannotServe(f"{name}: {NO_RECIPE}")
+    check_reference_settings(name, settings, data)
     known = read_run_record(directory / name)
     if isinstance(known, RunRecord) and not _is_trained_as(open_run(directory / name), settings):
         raise FedOrthoError(
             f"{directory / name} was trained with other settings, for another recipe or an earlier run of that name; "
             "move it away, or give another directory (--references DIR)"
         )
-    if data is not None:
-        clients = held_rows(data, settings, settings.partition_seed) if isinstance(settings, FederateSettings) else None
-        if lost := purged_images(data, ForgetRequest.parse(settings.without), clients):
-            raise FedOrthoError(
-                f"{name} would lack {lost} images that were forgotten and purged for another request; give a reference "
-                "that was trained before (--reference RUN)"
-            )
     if isinstance(settings, FederateSettings):
         return train_federation(directory / name, settings, data=data)
     return train_run(directory / name, settings, watch=watch, data=data)
+
+
+def check_reference_settings(name: str, settings: TrainSettings, data: Dataset | None = None) -> None:
+    """Refuse a reference model without a recipe, or one that would lack images of `data` which were purged."""
+    if not settings.epochs:
+        raise CannotServe(f"{name}: {NO_RECIPE}")
+    if data is None:
+        return
+    clients = held_rows(data, settings, settings.partition_seed) if isinstance(settings, FederateSettings) else None
+    if lost := purged_images(data, ForgetRequest.parse(settings.without), clients):
+        raise FedOrthoError(
+            f"{name} would lack {lost} images that were forgotten and purged for another request; give a reference "
+            "that was trained before (--reference RUN)"
+        )
 
 
 def purged_images(data: Dataset, without: ForgetRequest, clients: Clients | None) -> int:

@@ -40,6 +40,7 @@ class Step:
     is_first: bool = True  # the request is received with it
     details: Mapping[str, str] = field(default_factory=dict)  # a ticket's, or the `out` of the whole request
     accept: Callable[[ForgetResult], None] | None = None  # raises an error where the result is not good enough
+    optional: tuple[type[Exception], ...] = ()  # errors without which the request goes on
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,9 @@ def transaction(
         try:
             yield Transaction(run, request, place, step.event, details)
         except (Exception, KeyboardInterrupt) as error:  # a defect too: what was received has an end
-            event = getattr(error, "event", "refused")
+            event = "interrupted" if isinstance(error, KeyboardInterrupt) else getattr(error, "event", "refused")
             is_placed = place.out.exists() and not place.run.exists()
-            if step.event == "executed" and is_placed == (event == "unconfirmed"):
+            if not isinstance(error, step.optional) and is_placed == (event == "unconfirmed"):
                 told = {**details, "reason": _reason(error)}
                 with suppress(OSError):  # the disk may be full, and the error itself says so
                     append_entry(directory, event, *about, before=before, details=told)

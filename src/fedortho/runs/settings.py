@@ -200,7 +200,7 @@ class Federation:
 class FederateSettings(TrainSettings, Federation):
     """A recipe, the data, the network and the federation."""
 
-    epochs: Annotated[int, "local epochs of a client in a round"] = 1
+    epochs: Annotated[Count, "local epochs of a client in a round"] = 1
     keep_updates: Annotated[bool, "keep the update of every client in every round, which FedEraser needs"] = False
     keep_rounds: Annotated[
         str, "models of rounds to keep, for exact forgetting: all, powers (1, 2, 4, …) or every N-th"

@@ -44,6 +44,7 @@ EVENTS = {
     "judged": "the run was judged; details have the outcome of the audits",
     "verified": "the run was judged, and every audit was run against a reference model and passed",
     "refused": "nothing was done; details have the reason",
+    "interrupted": "the user stopped it (Ctrl-C); what was hidden before stays, and the same request goes on",
     "unmeasured": "nothing that only the forget set taught could be measured, so nothing was done; as details say",
     "undone": "the forgotten weights were restored from an undo file",
     "begun": "a journal begins although runs beside it have served requests; details name the runs",
