@@ -91,6 +91,8 @@ def test_a_factory_of_ones_own_gets_the_sizes_that_it_asks_for(own_module: str) 
     ("name", "message"),
     [
         ("own_models:nothing", "has no function 'nothing'"),
+        ("small:TinyNett", "has no function 'TinyNett'; did you mean 'TinyNet'"),
+        ("small.py:TinyNet", "'small.py' is a file; name its module: small:TinyNet"),
         ("own_models:greedy", "needs width"),
         ("own_models:wrong", "must be a torch.nn.Module, not int"),
         ("own_models:lazy", "has lazy layers"),

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small import SETTINGS
 
-from fedortho.errors import FedOrthoError
+from fedortho.errors import BadCheckpoint, FedOrthoError
 from fedortho.runs.record import DataRecord, TrainingRecord
-from fedortho.runs.run import settings_of
+from fedortho.runs.run import open_run, settings_of
 from fedortho.runs.settings import FederateSettings, Federation, is_kept, sample_clients
 from fedortho.storage.provenance import environment
 from fedortho.storage.settings import as_mapping
@@ -60,3 +60,16 @@ def test_no_round_is_kept_unless_asked_for() -> None:
     assert not FederateSettings().keep_rounds
     assert not any(is_kept("", number) for number in range(9))
     assert all(is_kept("all", number) for number in range(1, 9))
+
+
+def test_a_path_that_is_no_run_is_refused_with_what_it_may_be(tmp_path: Path) -> None:
+    (tmp_path / "plain.pt").write_bytes(b"weights")
+    (tmp_path / "clothes").mkdir()
+    (tmp_path / "clothes" / "run.json").write_text("{}")
+    for name, advice in {
+        "plain.pt": "fedortho import .*plain.pt --model MODEL",
+        "cloths": r"did you mean .*clothes\?",
+        "zzz": "fedortho train --out .*zzz",
+    }.items():
+        with pytest.raises(BadCheckpoint, match=advice):
+            open_run(tmp_path / name)

@@ -15,9 +15,10 @@ def lost_accuracy(case: Case, cache: MeasurementCache, budget: str) -> AuditResu
     shares = compared(kept)
     reference = shares.get("reference")
     lost = min(shares["original"], 1.0 if reference is None else reference) - shares["unlearned"]
-    change = f"{100 * abs(lost):.1f} points {'lost' if lost >= 0 else 'more than the lower of them'}"
-    finding = f"retain accuracy is {shares_text(shares, len(case.references))}: {change}, "
-    finding += f"limit {100 * LIMIT.value:.1f} lost"
+    change = f"{100 * abs(lost):.1f} points {'lost' if lost >= 0 else 'gained'}"
+    beside = "" if reference is None else " against the lower of them"
+    finding = f"retain accuracy is {shares_text(shares, len(case.references))}: {change}{beside}; "
+    finding += f"a loss of {100 * LIMIT.value:.1f} is the limit"
     finding += "; one class is retained, so a constant answer keeps it all" if case.retains_one_class else ""
     outcome: Outcome = "PASS" if lost <= LIMIT.value else "FAIL"
     return AuditResult(outcome, finding, lost, LIMIT.value, shares["unlearned"], shares["original"], reference)

@@ -271,7 +271,8 @@ def _classifier_inputs(context: QueryContext, images: Images) -> Observation:
     width = context.model.get_parameter(f"{context.statistic.classifier}.weight").shape[1]
     sums: dict[str, Tensor] = {}
     for number, patch in enumerate(context.statistic.patches):
-        given = _features(context, images, patch).double() if len(images) else torch.zeros(0, width).double()
+        given = _features(context, images, patch) if len(images) else torch.zeros(0, width)
+        given = given.double()  # on the CPU
         sums |= {f"{number}:sum": given.sum(0, keepdim=True), f"{number}:square": given.square().sum(0, keepdim=True)}
     return Observation(sums, torch.tensor([len(images)]))
 

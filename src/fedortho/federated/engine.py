@@ -175,7 +175,8 @@ class FederatedEngine(Roster):
             if self._strategy is not None:
                 seed = step_seed(job.recipe.seed, number, self.federation.clients + 1)  # of no client's training
                 chosen = StrategyRound(self._strategy, number, seed)
-                state = {n: v for n, v in current.state_dict().items() if n not in job.frozen_tensors(current)}
+                frozen = job.frozen_tensors(current)
+                state = {name: value for name, value in current.state_dict().items() if name not in frozen}
                 sampled = chosen.sampled(state, {client: self.transport.nodes[client] for client in sampled})
             results |= self._average(current, job, number, sampled, progress, chosen)
             asked = set(sampled)

@@ -69,7 +69,8 @@ def _score_pictures(models: Mapping[str, nn.Module], case: Case) -> list[Picture
         return pictures
     images, device = case.forget_eval, case.device
     confidence = {role: results.own_confidence(model, images, device=device) for role, model in models.items()}
-    about = "Probability of the true class on the forget set; the retrained model shows the ideal."
+    ideal = "; the retrained model shows the ideal" if "reference" in models else ""
+    about = f"Probability of the true class on the forget set{ideal}."
     return [*pictures, picture_of("confidence", results.confidence_figure(confidence, subject), about)]
 
 

@@ -1,5 +1,6 @@
 """A finished run: its settings, its record, its model and its data."""
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -150,6 +151,16 @@ def load_recorded_data(
     return replace(restored.without_rows(known.left_out), digest=about.digest, valid_digest=about.valid_digest)
 
 
+def _way_to_a_run(path: Path) -> str:
+    """What to do about a path that is no run: weights are imported, a misspelt name has one that is near."""
+    if path.is_file():
+        return f"make one of weights with fedortho import {path} --model MODEL --data DATA --out RUN"
+    runs = [beside.parent.name for beside in path.parent.glob("*/run.json")]
+    if near := difflib.get_close_matches(path.name, runs, n=1):
+        return f"did you mean {path.with_name(near[0])}?"
+    return f"make one with fedortho train --out {path}"
+
+
 def open_run(path: "Run | Path | str", *, trust_code: bool = False) -> Run:
     """The finished run in a directory; a `Run` is returned as it is.
 
@@ -161,9 +172,7 @@ def open_run(path: "Run | Path | str", *, trust_code: bool = False) -> Run:
     path = Path(path)
     record = read_run_record(path)
     if record is None:
-        raise BadCheckpoint(
-            f"{path} is not a run directory: it has no run.json; make one with fedortho train --out {path}"
-        )
+        raise BadCheckpoint(f"{path} is not a run directory: it has no run.json; {_way_to_a_run(path)}")
     if not isinstance(record, RunRecord):
         raise BadCheckpoint(f"the training in {path} has not finished; run the same fedortho train again to go on")
     settings = settings_of(record, path)

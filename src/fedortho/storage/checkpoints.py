@@ -35,7 +35,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     except BadCheckpoint:
         raise
     except Exception as error:  # torch raises many types here, with one meaning for the user
-        why = "files that could run code are never loaded"
+        why = "files that could run code are never loaded" if path.stat().st_size else "it is empty"
         advice = "save it with safetensors, or torch.save(model.state_dict(), FILE)"
         raise BadCheckpoint(f"{path} is not a plain state dict; {why}; {advice}") from error
     while isinstance(value, dict) and (inner := [key for key in NESTED if isinstance(value.get(key), dict)]):

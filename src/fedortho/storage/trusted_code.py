@@ -1,5 +1,6 @@
 """Functions that a file names as `package.module:function`, and the user's list of those that may run."""
 
+import difflib
 import importlib
 import importlib.util
 import logging
@@ -22,11 +23,15 @@ def load_function(name: str, what: str) -> Callable[..., Any]:
     place, _, function = name.partition(":")
     if not place or not function:  # before anything runs: only whole names are looked up in the list
         raise UnknownName(f"{name!r} names no {what}; write it as package.module:function")
+    if place.endswith(".py"):
+        raise UnknownName(f"{place!r} is a file; name its module: {Path(place).stem}:{function}, from its directory")
     with code_of_others(f"cannot import {place!r} for the {what} {name!r}"):
         module = importlib.import_module(place)
     found = getattr(module, function, None)
     if not callable(found):
-        raise UnknownName(f"{place!r} has no function {function!r}; write the {what} as package.module:function")
+        near = difflib.get_close_matches(function, dir(module), n=1)
+        hint = f" did you mean {near[0]!r}?" if near else ""
+        raise UnknownName(f"{place!r} has no function {function!r};{hint} write the {what} as package.module:function")
     return found  # type: ignore[no-any-return]  # code of others
 
 
