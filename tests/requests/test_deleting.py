@@ -104,6 +104,7 @@ def test_two_photos_deleted_for_good_leave_every_command_usable(home: Path, capl
         open_run("runs/first").load_data()
     again = judge_run("runs/second", options=JudgeOptions(device="cpu", retrain=True))
     assert {audit.outcome for audit in again.audits} == {"NOT RUN"}
+    assert not [metric for metric in again.metrics if metric.error], "what cannot be measured is no error"
     assert "were deleted" in again.audits[0].finding
     assert again.sentence.startswith("2 samples: its accuracy could not be measured.")
     assert again.has_reference, "a reference model can still be trained"

@@ -192,4 +192,6 @@ class MetricSuite:
                 continue
             usual = None if second is None else partial(gap, second, reference)
             metrics.append(measure_metric(name, partial(gap, unlearned, reference), usual))
+        if not len(self.sets.forget):  # the images were deleted: what needs them cannot be measured
+            metrics = [Metric(metric.name, None) if metric.error else metric for metric in metrics]
         return metrics
