@@ -11,7 +11,7 @@ benchmarks/manifest.py says how the classes were drawn.
    the one pass over all images at which they are reported;
 2. vgg-mini, seed 0: each method, as soon as it is tuned, on automobile (seen during development), airplane and truck;
    methods whose papers have two passes also with two;
-3. vgg-mini, seeds 1 and 2, class by class;
+3. vgg-mini, seeds 1 and 2, class by class, then with two passes;
 4. and 5. resnet-mini: as 1. and 2., with one pass;
 6. vgg-mini, seed 0: as many passes as the papers use, with the settings that one pass was tuned for;
 7. vgg-mini, seed 0: the samples of benchmarks/samples.txt, tuned on other samples of the same labels.
@@ -24,7 +24,7 @@ runs/comparison; finished settings for classes are copied to src/fedortho/method
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -127,15 +127,17 @@ class Bench:
     def jobs(self) -> Iterator[Job]:
         """Everything, in the order of value; what is compared waits for its search and goes before the next one."""
         vgg, resnet, requests = self.network("vgg-mini"), self.network("resnet-mini"), (*DRAWN, REPORTED)
-        published = [job for request in requests for job in self._comparing(vgg, request, "published")]
-        published = sorted((job for job in published if job.epochs > 1), key=lambda job: job.epochs)
+        published = self._published(vgg, requests)
         for request in requests:
             yield from self._comparing(vgg, request)
         yield from (job for job in published if job.epochs == FEW)
         yield from self._tuning(vgg, REPORTED)
+        others = [self.network("vgg-mini", seed) for seed in SEEDS["vgg-mini"][1:]]
         for request in requests:
-            for seed in SEEDS["vgg-mini"][1:]:
-                yield from self._comparing(self.network("vgg-mini", seed), request)
+            for run in others:
+                yield from self._comparing(run, request)
+        few = [job for run in others for job in self._published(run, requests) if job.epochs == FEW]
+        yield from sorted(few, key=lambda job: list(METHODS).index(job.method))
         for request in requests:
             yield from self._comparing(resnet, request)
         yield from self._tuning(resnet, REPORTED)
@@ -163,6 +165,11 @@ class Bench:
         request = ForgetRequest.parse(text)
         for name in self._methods(run, request):
             yield Job("compare", run, request, name, passes, tuned_name(run, request))
+
+    def _published(self, run: Run, requests: Sequence[str]) -> list[Job]:
+        """Methods with as many passes as their papers, if that is more than one, those with few passes first."""
+        jobs = [job for request in requests for job in self._comparing(run, request, "published")]
+        return sorted((job for job in jobs if job.epochs > 1), key=lambda job: job.epochs)
 
     def work(self, jobs: list[Job]) -> None:
         """Do the first job that is left, ready and not with another process, until none is left."""
