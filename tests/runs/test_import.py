@@ -23,6 +23,7 @@ from fedortho.errors import BadData, BadSetting, FedOrthoError
 from fedortho.federated.client import client_reply, find_client
 from fedortho.methods.method import CannotServe
 from fedortho.models.predictions import accuracy
+from fedortho.requests import climbing
 from fedortho.requests.references import check_reference, find_references
 from fedortho.runs.run import open_run
 from fedortho.runs.settings import ImportSettings, TrainSettings
@@ -261,9 +262,7 @@ def test_a_name_that_the_user_trains_with_is_trusted(stranger: Path, tmp_path: P
     open_run(stranger)
 
 
-@pytest.mark.parametrize(
-    "words", [("--retrain",), ("--retrain", "--dry-run"), ("--level", "exact"), ("--until", "passed", "--dry-run")]
-)
+@pytest.mark.parametrize("words", [("--retrain",), ("--retrain", "--dry-run"), ("--level", "exact")])
 def test_what_needs_the_recipe_of_an_imported_model_is_refused_before_anything_is_done(
     imported: Path, tmp_path: Path, words: tuple[str, ...]
 ) -> None:
@@ -274,6 +273,34 @@ def test_what_needs_the_recipe_of_an_imported_model_is_refused_before_anything_i
     (tmp_path / "recipe.toml").write_text("epochs = 1\n")
     plan = told("forget", run, "class:3", *words, "--recipe", tmp_path / "recipe.toml", "--dry-run")
     assert "--level" in words or "(2 epochs; the level exact costs no more" in plan
+
+
+def test_an_imported_model_climbs_without_retraining_where_a_reference_is_given(
+    imported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = open_run(shutil.copytree(imported, tmp_path / "runs" / "original"))
+    torch.save(fo.build_model("small:SmallNet", num_classes=10, channels=1).state_dict(), tmp_path / "other.pt")
+    without = replace(HELD_OUT, without="class:3")
+    reference = import_run(tmp_path / "runs" / "brought", tmp_path / "other.pt", without)
+    plan = told("forget", run.path, "class:3", "--until", "passed", "--dry-run")
+    assert "hide, by" in plan
+    assert "exact, by" not in plan
+    monkeypatch.setattr(climbing._Validation, "check", fail)
+    tried: list[str] = []
+    with pytest.raises(climbing.NotPassed, match=r"C1 FAIL; the last level is retraining, which needs --recipe"):
+        climbing.forget_until_passed(
+            run,
+            "class:3",
+            fo.JudgeOptions(reference=reference.path, device="cpu"),
+            out=tmp_path / "runs" / "new",
+            on_attempt=lambda attempt: tried.append(attempt.level),
+        )
+    assert tried == ["hide"], "erase was the last, and a network of one stage has no deeper one"
+    assert not (tmp_path / "runs" / "new").exists()
+
+
+def fail(*_: object) -> None:
+    raise climbing.NotPassed("C1 FAIL")
 
 
 def test_ways_to_forget_samples_of_an_imported_model_are_in_the_order_of_passes(imported: Path) -> None:

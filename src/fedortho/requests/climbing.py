@@ -93,15 +93,17 @@ def forget_until_passed(
     while not attempts or attempts[-1].reason:
         way, reason = ways.pop(0), ""
         try:
-            accept = validation.check if ways else None
+            accept = validation.check if way.level != "exact" else None
             served = forget_run(run, request, way.method or "", level=way.level, accept=accept, **how)
         except (NotPassed, Refused, BadSetting) as error:  # the latter: a network in which nothing can be edited
-            if not ways:
-                raise
             reason = str(error)
             if way == _Way("erase") and deeper and isinstance(error, NotPassed) and not error.is_erased:
                 needed = validation.stages_with_the_class()
                 ways.insert(0, next(each for each in known if each.stages >= needed))
+            if not ways and isinstance(error, NotPassed):
+                raise NotPassed(f"{error}; the last level is retraining, which needs --recipe FILE.toml") from error
+            if not ways:
+                raise
         attempts.append(LevelAttempt(way.level, reason, way.stages))
         if on_attempt is not None:
             on_attempt(attempts[-1])

@@ -94,10 +94,9 @@ def _begin_of(method: R2D) -> int | None:
 
 
 def levels_for(run: Run, request: ForgetRequest) -> list[str]:
-    """The levels that serve a request on a run, from the cheapest to retraining, which must be possible."""
-    if not run.settings.epochs:
-        raise CannotServe(f"--until passed ends with retraining: {NO_RECIPE}")
-    return [level for level in LEVELS if level != "erase" or request.kind == "class"]
+    """The levels that serve a request on a run, from the cheapest to retraining, which needs the run's recipe."""
+    left_out = ["erase"] * (request.kind != "class") + ["exact"] * (not run.settings.epochs)
+    return [level for level in LEVELS if level not in left_out]
 
 
 def level_method(run: Run, level: str) -> Method:
