@@ -66,11 +66,15 @@ def cells(rows: Rows) -> list[str]:
     of_some = f"{', '.join(classes)} " if len(alike) < len(rows) else ""
     gap += f" ({of_some}{100 * mean(alike):+.1f})".replace("-", "−") if alike else ""
     costs = [row["share"] for row in rows if row["share"] is not None]
-    cost = f"{100 * mean(costs):.3g}" if costs else "–"
+    cost = _percent(mean(costs)) if costs else "–"
     judged = [row["audits"] for row in rows if row["audits"]]
     failing, undecided = (counted(judged, outcomes) for outcomes in (("FAIL", "ERROR"), ("INCONCLUSIVE",)))
     told = (failing or f"none, {len(judged)}/{len(judged)}") + (f"; undecided {undecided}" if undecided else "")
     return [forget, f"{retain} ({exact})", gap, cost, told if judged else "–"]
+
+
+def _percent(share: float) -> str:
+    return "below 0.01" if 0 < share < 1e-4 else f"{100 * share:.3g}"
 
 
 def counted(judged: list[dict[str, Any]], outcomes: tuple[str, ...]) -> str:
