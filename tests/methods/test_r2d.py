@@ -115,7 +115,7 @@ def test_where_the_kept_round_never_met_the_client_it_is_the_rewind(tmp_path: Pa
 
 
 def test_the_order_of_service_has_it_with_its_cost_where_epochs_were_kept(run: Run) -> None:
-    told = ways(run, ForgetRequest.parse("samples:1"))
+    told = ways(run, ForgetRequest.parse("samples:0"))
     mine = next(way for way in told if way.startswith("--method r2d"))
     assert "about 50% of the training's computation" in mine
     assert "approximate" in mine
