@@ -192,7 +192,12 @@ def test_arrays_and_lists_are_as_good_as_tensors_and_words_are_refused() -> None
     of_arrays = images_from_tensors(pixels.numpy(), [1, 0])
     assert torch.equal(of_arrays.pixels, pixels)
     assert of_arrays.labels.tolist() == [1, 0]
-    with pytest.raises(BadData, match="labels must be numbers in a tensor, an array or a list"):
-        images_from_tensors(pixels, ["1", "0"])
+    assert images_from_tensors(pixels, np.array([1, 0], np.uint16)).labels.tolist() == [1, 0]
+    for labels in (["1", "0"], [None, 1], [[0], [1, 2]], [1j, 0], None):
+        with pytest.raises(BadData, match="labels must be a tensor, an array or a list of numbers"):
+            images_from_tensors(pixels, labels)
+    for labels in (3, torch.tensor([1j, 0])):
+        with pytest.raises(BadData, match="labels"):
+            images_from_tensors(pixels, labels)
     with pytest.raises(BadData, match=r"a DataLoader of .* may give floats"):
         images_from_tensors(pixels.float(), [1, 0])

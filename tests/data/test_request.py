@@ -183,3 +183,5 @@ def test_a_request_that_is_no_text_is_refused_by_value(toy: Images) -> None:
 def test_classes_that_are_called_by_their_numbers_are_listed_once(toy: Images) -> None:
     with pytest.raises(UnknownName, match=r"choose from 0, 1, 2, 3$"):
         ForgetRequest.parse("class:Dress").mask(toy)
+    with pytest.raises(UnknownName, match=r"choose from 0 to 3, 3, 5, 7, 9$"):
+        ForgetRequest.parse("class:Dress").mask(replace(toy, names=("3", "5", "7", "9")))

@@ -292,6 +292,10 @@ def test_what_another_run_forgot_makes_no_crippled_reference_and_is_not_called_r
     forget_run("runs/first", f"samples:{','.join(names)}", "neggrad", out="runs/third", device="cpu")
     with pytest.raises(FedOrthoError, match="would lack 2 images that were forgotten and purged"):
         judge_run("runs/second", options=JudgeOptions(device="cpu", retrain=True, references=home / "others"))
+    words = ("--method", "neggrad", "--out", "runs/fourth", "--retrain", "--references", home / "others")
+    with pytest.raises(FedOrthoError, match="would lack 2 images that were forgotten and purged"):
+        told("forget", "runs/first", "class:dog", *words)
+    assert not Path("runs/fourth").exists(), "refused before the edit"
     crippled = train_run("runs/crippled", replace(settings(Path("photos")), without="class:dog"))
     request = ForgetRequest.parse("class:dog")
     check_reference(open_run("runs/second"), before, request)

@@ -34,7 +34,10 @@ NO_DEFAULT = ("", -1e30)  # defaults that mean "none" and are not shown
 
 
 def takes_settings(*kinds: type[Any], **flags: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command one flag per field of the dataclasses, passed as `given`; `flags` are those of another name."""
+    """Give a command one flag per field of the dataclasses; it receives the flags in use as the mapping `given`.
+
+    `flags` are fields whose flag has another name.
+    """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         types: dict[str, type[Any]] = {}

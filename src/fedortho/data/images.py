@@ -191,12 +191,13 @@ def images_from_tensors(
         expected = "images must be uint8 of shape (n, channels, height, width)"
         floats = "; a DataLoader of (images, labels) may give floats" if pixels.is_floating_point() else ""
         raise BadData(f"{where}: {expected}, not {pixels.dtype} of shape {tuple(pixels.shape)}{floats}")
-    if len(labels) != len(pixels) or labels.dim() != 1:
+    if labels.dim() != 1 or len(labels) != len(pixels):
         raise BadData(f"{where}: {len(pixels)} images but labels of shape {tuple(labels.shape)}")
     if not len(labels):
         raise BadData(f"{where}: there are no images")
-    if labels.is_floating_point():
+    if labels.is_floating_point() or labels.is_complex():
         raise BadData(f"{where}: labels must be whole numbers, not {labels.dtype}")
+    labels = labels.to(torch.int64)  # torch compares no unsigned numbers of more bits
     high = int(labels.max())
     if names is None and high >= max(len(labels), 2):
         raise BadData(f"{where}: label {high} of only {len(labels)} images; number the classes from 0")
@@ -205,15 +206,22 @@ def images_from_tensors(
         known = f"{len(names)} classes are known, so labels run 0 to {len(names) - 1}"
         raise BadData(f"{where}: row {bad[0]} has label {int(labels[bad[0]])}; {known}")
     how = Preprocessing(mean, std, scale, transform)
-    whole = Images(pixels, labels.to(torch.int64), torch.arange(len(pixels)), names, *channel_statistics(pixels))
+    whole = Images(pixels, labels, torch.arange(len(pixels)), names, *channel_statistics(pixels))
     return whole.preprocessed(how)
 
 
 def _as_tensor(values: ArrayLike, what: str) -> Tensor:
+    """A tensor of real numbers, of whatever has them."""
+    if isinstance(values, Tensor):
+        return values
+    expected = f"{what} must be a tensor, an array or a list of numbers"
     try:
-        return values if isinstance(values, Tensor) else torch.from_numpy(np.array(values))
-    except (TypeError, ValueError) as error:
-        raise BadData(f"{what} must be numbers in a tensor, an array or a list, not {first_line(error)}") from error
+        array = np.array(values)
+    except ValueError as error:
+        raise BadData(f"{expected} of one shape: {first_line(error)}") from error
+    if array.dtype.kind not in "uifb":
+        raise BadData(f"{expected}, not {type(values).__name__} of {array.dtype.name}")
+    return torch.from_numpy(array)
 
 
 def made_images(pixels: Tensor, labels: Tensor, names: Sequence[str]) -> Images:

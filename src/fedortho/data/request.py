@@ -258,7 +258,7 @@ def _label(word: str, names: Sequence[str]) -> int:
     if len(same) > 1:
         raise FedOrthoError(f"{len(same)} classes are called {word!r}: {', '.join(map(str, same))}; name one by number")
     if not same:
-        numbers = [] if all(map(str.isdecimal, names)) else [f"0 to {len(names) - 1}"]
+        numbers = [] if [*names] == [*map(str, range(len(names)))] else [f"0 to {len(names) - 1}"]
         raise unknown("class", word, [*numbers, *map(_quoted, names)])
     return same[0]
 

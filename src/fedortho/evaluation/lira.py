@@ -46,7 +46,8 @@ def _log_density(value: Tensor, centre: Tensor, spread: Tensor) -> Tensor:
 def offline_scores(target: Tensor, shadows: Tensor, members: Tensor) -> Tensor:
     """Offline LiRA: how far φ lies above that of models not trained on the image, in deviations, (n,).
 
-    `target` is φ under the attacked model, (n,), `shadows` under shadow models, (models, n), `members` who has which.
+    `target` is φ under the attacked model, (n,); `shadows` under each shadow model, (models, n); `members` says which
+    model was trained on which image.
     """
     centre, spread = _centre(shadows, ~members)
     return (target - centre) / spread

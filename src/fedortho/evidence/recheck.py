@@ -192,8 +192,7 @@ def rerun_decision(bundle: Bundle, run: Run, data_dir: str = "", data: Dataset |
         raise BadBundle(
             f"{bundle.source}: decided again with {run.path}, patch.safetensors is another one (it gives the model "
             f"{patch.after[:16]}, not {bundle.patch.after[:16]}); is it the same processor, are the versions those in "
-            "environment.json, and was nothing purged from its ledger since, as a request for samples does? If so, "
-            "import or train the run again"
+            "environment.json? A later request for samples purges the ledger, too: then train or import the run again"
         )
     return served
 

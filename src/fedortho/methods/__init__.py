@@ -50,7 +50,7 @@ from fedortho.storage.settings import as_mapping, make_settings
 from fedortho.unlearning.plan import ForgetPlan
 
 logger = logging.getLogger(__name__)
-MUCH_LOST = 0.03  # retain accuracy
+MUCH_LOST = 0.03  # retain accuracy, by one request or several; above it the user is told
 ENTRY_POINTS = "fedortho.methods"  # the group in which other packages name their methods
 METHODS: Mapping[str, type[Method]] = {
     method.name: method

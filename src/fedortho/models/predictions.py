@@ -73,6 +73,8 @@ def _answered(
             raise BadData(f"images must be floats, normalised as in training, not {inputs.dtype}")
         try:
             outputs = answers_of(model, inputs.to(dtype), classes)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise cannot_read(inputs.shape[1:], error) from error
         yield outputs.float(), labels

@@ -30,7 +30,7 @@ from fedortho.federated.server import (
     patches_of,
 )
 from fedortho.federated.transport import append_wire_log
-from fedortho.methods import unlearn
+from fedortho.methods import MUCH_LOST, unlearn
 from fedortho.methods.method import CannotServe, ForgetResult, Method
 from fedortho.methods.regrow import Regrow
 from fedortho.methods.retrain import Retrain
@@ -67,7 +67,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 APART = 4.0  # times as far from the median client as the clients in the middle are
-RETRAIN_AFTER = 0.03  # retain accuracy lost over all requests, above which retraining is advised
 
 
 @dataclass(frozen=True)
@@ -85,9 +84,9 @@ class ServedRequest:
     @property
     def advice(self) -> str:
         """What to do where much retain accuracy was lost; empty if it was not."""
-        if self.retain_paid <= RETRAIN_AFTER:
+        if self.retain_paid <= MUCH_LOST:
             return ""
-        if self.record.method == Regrow.name and self.record.retain_paid > RETRAIN_AFTER:
+        if self.record.method == Regrow.name and self.record.retain_paid > MUCH_LOST:
             more = 3 * int(self.record.settings["epochs"])
             return (
                 f"erasing lost {self.record.retain_paid:.1%} of retain accuracy; more passes keep more: --set "

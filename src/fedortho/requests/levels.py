@@ -57,7 +57,7 @@ def ways(run: Run, request: ForgetRequest) -> list[str]:
         if serves(METHODS[name], request) and not level_of_method(name) and has_kept(run, name):
             steps.append(_planned(run, "", chosen_method(run, name), run.path))
     steps = [step for step in steps if step.share_of_training is None or step.share_of_training < 1]
-    steps.sort(key=lambda step: next((cost for cost in step.costs if cost is not None), math.inf))
+    steps.sort(key=lambda step: step.effort)
     told = [
         f"{f'--level {step.level}' if step.level else f'--method {step.method}'} ({step.cost}; "
         f"{MEANINGS[step.level] if step.level else NOT_EXACT})"
@@ -152,9 +152,10 @@ class PlannedStep:
     passes: float | None = None  # over the training images
 
     @property
-    def costs(self) -> tuple[float | None, ...]:
-        """What it costs, by which steps of one run are compared: the first that is known."""
-        return self.share_of_training, self.passes
+    def effort(self) -> float:
+        """What orders the steps of a run: the share of its training or, where that is not known, passes."""
+        known = self.passes if self.share_of_training is None else self.share_of_training
+        return math.inf if known is None else known
 
     def __str__(self) -> str:
         what = f"{self.level}, by {self.method} ({MEANINGS[self.level]})" if self.level else f"by {self.method}"

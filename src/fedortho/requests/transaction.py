@@ -178,7 +178,10 @@ def ticket_details(
 
 
 def find_ticket(ticket: str, run: Run, request: ForgetRequest, out: Path | None) -> Run | None:
-    """The run that a ticket led to, None if unserved or gone; a ticket of another run, request or `out` is refused."""
+    """The run that a ticket led to; None if it was not served, or its run is gone.
+
+    A ticket that was served for another run, request or `out` is refused.
+    """
     details, before = ticket_details(ticket, run, request, out), run.record.model.digest
     known = (details, ticket_details(ticket, run, request, out, b""))  # the key may be younger than the entry
     entries = read_journal(run.path.absolute().parent).entries
