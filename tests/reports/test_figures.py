@@ -142,6 +142,12 @@ def test_training_is_told_in_epochs_or_in_rounds() -> None:
     assert "epoch" in finding_of(results.training_figure({"ours": [epoch(0, 0.4)]}))
 
 
+def test_close_ticks_have_different_labels() -> None:
+    figure = results.training_figure({"ours": [epoch(number, 0.831 + number / 2000) for number in range(5)]})
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert len(labels) == len(set(labels)), labels
+
+
 def test_a_picture_is_a_small_png_and_shows_the_data() -> None:
     points = [results.Point(0.1, 0.9, 0.9), results.Point(0.2, 0.1, 0.8)]
     one, same, other = (

@@ -12,6 +12,7 @@ from fedortho.training.loop import fit
 from fedortho.training.muon import Muon, orthogonal
 from fedortho.training.objectives import FitOptions
 from fedortho.training.recipe import Recipe
+from fedortho.training.sgd import SGD
 
 LR = 0.1
 
@@ -30,7 +31,7 @@ def test_all_singular_values_become_alike_and_their_directions_stay(shape: tuple
     assert found.diagonal().max() < 1.3
 
 
-def stepped(model: nn.Module, optimiser: type[torch.optim.SGD], number: int) -> nn.Module:
+def stepped(model: nn.Module, optimiser: type[SGD] | type[torch.optim.SGD], number: int) -> nn.Module:
     """The model after some steps down the same loss."""
     moved = copy.deepcopy(model)
     weights = [weight for weight in moved.parameters() if weight.requires_grad]

@@ -15,7 +15,7 @@ from fedortho.data.request import Clients, EmptyGroup, ForgetRequest, union_of
 from fedortho.engines.query import Selection
 from fedortho.errors import FedOrthoError
 from fedortho.federated import messages
-from fedortho.federated.transport import Transport
+from fedortho.federated.transport import Transport, is_quorum
 from fedortho.federated.wire import pack
 from fedortho.models.patch import Patch
 from fedortho.runs.settings import Federation
@@ -88,7 +88,7 @@ class Roster:
     def check_quorum(self) -> None:
         """Refuse to begin with fewer clients than the quorum of all that have not left."""
         expected, present = set(range(self.federation.clients)).difference(self.left), self.present()
-        if len(present) < max(self.federation.quorum * len(expected), 1):
+        if not is_quorum(self.federation.quorum, len(present), len(expected)):
             missing = ranges(sorted(expected.difference(present)), 5)
             raise FedOrthoError(
                 f"only {len(present)} of {len(expected)} clients are connected and answer (not {missing}); start their "

@@ -22,7 +22,7 @@ from fedortho.federated.engine import FederatedEngine, Watch
 from fedortho.federated.launch import need_flower
 from fedortho.federated.messages import TaskInfo
 from fedortho.federated.roster import NODES, NodesRecord, ranges, read_bindings
-from fedortho.federated.transport import append_wire_log
+from fedortho.federated.transport import append_wire_log, is_quorum
 from fedortho.models.patch import Patch, load_patch
 from fedortho.models.predictions import accuracy
 from fedortho.models.zoo import build_model
@@ -228,7 +228,7 @@ def confirmed_by(engine: FederatedEngine, digest: str) -> Confirmed:
     expected = set(range(engine.federation.clients)).difference(engine.left)
     done = engine.having(digest)
     missing = tuple(sorted(expected - set(done) - {c for c, info in engine.clients.items() if info.has_left}))
-    enough = len(done) >= max(engine.federation.quorum * len(expected), 1)
+    enough = is_quorum(engine.federation.quorum, len(done), len(expected))
     return Confirmed(engine.answered(), done, missing, enough)
 
 

@@ -71,6 +71,15 @@ def total_bytes(exchanges: Sequence[Exchange]) -> tuple[int, int]:
     return sum(sum(e.bytes_up.values()) for e in exchanges), sum(sum(e.bytes_down.values()) for e in exchanges)
 
 
+def is_quorum(share: float, answered: int, asked: int) -> bool:
+    """Whether enough clients answered: a share of those asked, and always one.
+
+    >>> is_quorum(0.5, 2, 4), is_quorum(0.5, 2, 5), is_quorum(0.0, 0, 4)
+    (True, False, False)
+    """
+    return answered >= max(share * asked, 1)
+
+
 @dataclass(frozen=True)
 class ClientReply(Generic[R]):
     """The valid reply of one client."""
@@ -150,7 +159,7 @@ class Transport:
             if progress is not None:
                 progress(number, len(contents))
         valid, asked = len(contents) - len(exchange.failed), len(contents)
-        if valid < max(self.quorum * asked, 1):
+        if not is_quorum(self.quorum, valid, asked):
             why = "; ".join(f"client {c}: {reason}" for c, reason in sorted(exchange.failed.items())[:3])
             raise FedOrthoError(f"only {valid} of {asked} clients answered {order.action} ({why}); see --quorum")
 

@@ -1,9 +1,9 @@
 """Muon: SGD whose steps on convolution kernels are orthogonal matrices (Jordan et al., 2024)."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
+
+from fedortho.training.sgd import SGD
 
 MOMENTUM = 0.8  # of kernels
 STEPS = 4  # of the iteration: singular values above a hundredth of the norm end between 0.68 and 1.21
@@ -11,7 +11,7 @@ QUINTIC = (3.4445, -4.7750, 2.0315)  # its coefficients
 LEAST = 1e-3  # norm below which kernels count as zero, and a relative step would not move them
 
 
-class Muon(torch.optim.SGD):
+class Muon(SGD):
     """SGD with its momentum for norms, biases and linear layers; for kernels `W ← W − lr · ‖W‖ · U / ‖U‖`.
 
     U is the nearest matrix with orthonormal rows to Nesterov's momentum, kernels as rows. So every direction of a
@@ -20,18 +20,17 @@ class Muon(torch.optim.SGD):
     """
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if (gradient := weight.grad) is not None and weight.dim() == 4 and weight.shape[1] > 1:
-                    momentum = self.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight))
-                    momentum.lerp_(gradient, 1 - MOMENTUM)
-                    step = orthogonal(gradient.lerp(momentum, MOMENTUM))
-                    length = group["lr"] * weight.norm().clamp_min(LEAST) / step.norm().clamp_min(LEAST)
-                    weight.sub_(step * length)
-                    weight.grad = None  # it is not for SGD
-        loss: float | None = super().step(closure)
-        return loss
+    def step(self) -> None:
+        lr: float = self.param_groups[0]["lr"]
+        for weight in self.weights:
+            if (gradient := weight.grad) is not None and weight.dim() == 4 and weight.shape[1] > 1:
+                momentum = self.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight))
+                momentum.lerp_(gradient, 1 - MOMENTUM)
+                step = orthogonal(gradient.lerp(momentum, MOMENTUM))
+                length = lr * weight.norm().clamp_min(LEAST) / step.norm().clamp_min(LEAST)
+                weight.sub_(step * length)
+                weight.grad = None  # it is not for SGD
+        super().step()
 
 
 def orthogonal(kernels: Tensor) -> Tensor:

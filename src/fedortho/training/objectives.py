@@ -15,13 +15,14 @@ from fedortho.models.zoo import count_answers
 from fedortho.storage.settings import Positive, check_settings
 from fedortho.training.muon import Muon
 from fedortho.training.recipe import Recipe
+from fedortho.training.sgd import SGD
 
 LABELS = ("true", "other", "any")
 ORDERS = ("mixed", "paired", "turns")  # of batches from several training sets; see training/batches.py
 BATCH_NORM = ("train", "trainable", "frozen")
 Weights = Iterable[nn.Parameter]
-OPTIMISERS: Mapping[str, Callable[[Weights, Recipe, bool], torch.optim.Optimizer]] = {  # weights, recipe, fused
-    "sgd": lambda w, r, fused: torch.optim.SGD(w, r.lr, r.momentum, weight_decay=r.weight_decay, fused=fused),
+OPTIMISERS: Mapping[str, Callable[[Weights, Recipe, bool], SGD | torch.optim.Adam]] = {  # weights, recipe, fused
+    "sgd": lambda w, r, fused: SGD(w, r.lr, r.momentum, weight_decay=r.weight_decay, fused=fused),
     "adam": lambda w, r, fused: torch.optim.Adam(w, lr=r.lr, weight_decay=r.weight_decay, fused=fused),
     "muon": lambda w, r, fused: Muon(
         w, r.lr, r.momentum, weight_decay=r.weight_decay, nesterov=r.momentum > 0, fused=fused

@@ -174,6 +174,5 @@ def name_axes(ax: "Axes", across: str, up: str, *, grid: str = "y") -> None:
 
 def percent_axis(ax: "Axes", axis: str = "y") -> None:
     """Shares, 0 to 1, written as percentages."""
-    from matplotlib.ticker import PercentFormatter
-
-    (ax.yaxis if axis == "y" else ax.xaxis).set_major_formatter(PercentFormatter(1.0, decimals=0, symbol=" %"))
+    shown = (ax.yaxis if axis == "y" else ax.xaxis).set_major_formatter
+    shown(lambda share, _: f"{round(100 * share, 2):g} %")  # with the digits that keep close ticks apart
