@@ -77,7 +77,7 @@ def digits() -> Dataset:
 @pytest.fixture(scope="session")
 def digit_nets(digits: Dataset, tmp_path_factory: pytest.TempPathFactory) -> dict[str, nn.Module]:
     """Both small networks, trained on digits with orthogonal kernels to over 95 %."""
-    recipe = Recipe(epochs=8, batch_size=64, lr=0.05, flip=0.0, crop=1)
+    recipe = Recipe(epochs=5, batch_size=64, lr=0.05, flip=0.0, crop=1)
 
     def trained(name: str) -> nn.Module:
         model = build_model(name, num_classes=10, channels=1)

@@ -42,7 +42,7 @@ CALLS = {  # a name of fedortho, or, for what operates a deployment or lists fil
     "journal head": "evidence.published_head.publish_head",
 }
 QUICK = fo.TrainSettings(
-    data="digits", model="small:SmallNet", epochs=3, valid=0.2, crop=0, flip=0.0, threads=1, device="cpu"
+    data="digits", model="small:QuickNet", epochs=3, valid=0.2, crop=0, flip=0.0, threads=1, device="cpu"
 )
 
 

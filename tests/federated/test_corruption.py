@@ -165,7 +165,7 @@ def expected(honest: FederatedEngine, tiny_digits: nn.Module) -> dict[str, tuple
 
 @pytest.mark.parametrize("action", ACTIONS)
 @settings(
-    max_examples=5,
+    max_examples=3,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     derandomize=True,

@@ -32,7 +32,7 @@ from fedortho.storage.records import from_json
 from fedortho.training.recipe import Recipe, learning_rate
 
 LEAVING = ForgetRequest.parse("client:2")
-FEDERATION = replace(SETTINGS, model="small:SmallNet", clients=3, split="dirichlet:0.3", least_images=100)
+FEDERATION = replace(SETTINGS, model="small:QuickNet", clients=3, split="dirichlet:0.3", least_images=100)
 RECIPE = Recipe(epochs=4, lr=0.1, batch_size=32, schedule="constant", crop=0, flip=0.0, ortho=0.0, align=0.0)
 ERASER = FedEraser(lr=0.05, batch_size=32, crop=0, flip=0.0)
 
@@ -47,7 +47,7 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Module]
     """Four rounds: what clients and server stored, and the model."""
     place = tmp_path_factory.mktemp("training")
     engine = engine_in(place)
-    net = build_model("small:SmallNet", num_classes=10, channels=1)
+    net = build_model("small:QuickNet", num_classes=10, channels=1)
     model = engine.fit(net, Selection(), RECIPE, updates=place / "kept")
     engine.send_model(model, ledger=False)
     return place, model
@@ -101,7 +101,7 @@ def test_statistics_that_no_client_sent_are_pooled_in_the_end(digits: Dataset, t
     local = replace(FEDERATION, norms="local")
     with local_grid(local, tmp_path / "clients") as grid:
         engine = federated_engine(grid, local, digits)
-    net = build_model("small:SmallNet", num_classes=10, channels=1)
+    net = build_model("small:QuickNet", num_classes=10, channels=1)
     recipe = replace(RECIPE, epochs=rounds)
     trained = engine.fit(net, Selection(), recipe, updates=tmp_path / "kept")
     forgot = unlearn(trained, engine, LEAVING, replace(ERASER, updates=str(tmp_path / "kept"))).model

@@ -76,7 +76,7 @@ def few_digits() -> Dataset:
 
 @pytest.fixture
 def federation(
-    tmp_path: Path, few_digits: Dataset, small_net: nn.Module, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, few_digits: Dataset, quick_net: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Federation]:
     """A federation in this process whose images lie as a function says; its clients have the trained model."""
 
@@ -84,10 +84,10 @@ def federation(
         client_state._shares.cache_clear()
         monkeypatch.setattr("fedortho.runs.settings.partition", lambda labels, *_, **__: parts(labels))
         clients = len(parts(few_digits.train.store_labels))
-        settings = replace(SETTINGS, model="small:SmallNet", clients=clients, valid=FEW, **changes)
+        settings = replace(SETTINGS, model="small:QuickNet", clients=clients, valid=FEW, **changes)
         with local_grid(settings, tmp_path / "clients") as grid:
             engine = federated_engine(grid, settings, few_digits)
-        engine.send_model(small_net, ledger=False)
+        engine.send_model(quick_net, ledger=False)
         return engine
 
     yield make
@@ -115,7 +115,7 @@ class NoTraining:
 
 
 def build(seed: int) -> nn.Module:
-    return build_model("small:SmallNet", num_classes=10, channels=1, seed=seed)
+    return build_model("small:QuickNet", num_classes=10, channels=1, seed=seed)
 
 
 def assert_alike(found: dict[str, Tensor], wanted: dict[str, Tensor], share: float = 0.0) -> None:
@@ -133,17 +133,17 @@ def described(plan: TrainingPlan) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("name", sorted(SUMS))
 def test_what_a_method_computes_of_sums_is_the_same_however_the_images_lie(
-    few_digits: Dataset, small_net: nn.Module, federation: Federation, monkeypatch: pytest.MonkeyPatch, name: str
+    few_digits: Dataset, quick_net: nn.Module, federation: Federation, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """The weights, masks, adapters and plans that a method starts its training from, and the edits of the others."""
     method, results = make_method(name, SUMS[name]), []
     for engine in (CentralEngine(few_digits, build=build), federation(uneven)):
         recorder = NoTraining()
         monkeypatch.setattr(engine, "fit", recorder.fit)
-        results.append((method(small_net, engine, REQUEST).state_dict(), recorder.asked))
+        results.append((method(quick_net, engine, REQUEST).state_dict(), recorder.asked))
     (alone, plans), (together, plans_together) = results
     assert_alike(dict(together), dict(alone))
-    assert plans or any(not torch.equal(alone[key], value) for key, value in small_net.state_dict().items())
+    assert plans or any(not torch.equal(alone[key], value) for key, value in quick_net.state_dict().items())
     for (state, plan, mask), (other_state, other_plan, other_mask) in zip(plans, plans_together, strict=True):
         assert_alike(other_state, state)
         assert_alike(dict(other_mask), dict(mask))
@@ -191,22 +191,22 @@ QUICK = ("bad-teacher", "finetune", "fused", "salun", "unsir")  # the plans of t
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in sorted(TRAINED)]
 )
 def test_clients_without_images_change_nothing_of_what_is_trained(
-    few_digits: Dataset, small_net: nn.Module, federation: Federation, name: str
+    few_digits: Dataset, quick_net: nn.Module, federation: Federation, name: str
 ) -> None:
     method = make_method(name, ONE_EPOCH, TRAINED[name])
-    alone = method(small_net, InRounds(few_digits, build=build), REQUEST).state_dict()
-    together = method(small_net, federation(all_on_the_first), REQUEST).state_dict()
+    alone = method(quick_net, InRounds(few_digits, build=build), REQUEST).state_dict()
+    together = method(quick_net, federation(all_on_the_first), REQUEST).state_dict()
     assert_alike(dict(together), dict(alone))
 
 
 @pytest.mark.parametrize("kind", ["fisher", "fisher-abs", "gradient"])
 def test_an_empty_selection_counts_no_batch(
-    few_digits: Dataset, small_net: nn.Module, federation: Federation, kind: str
+    few_digits: Dataset, quick_net: nn.Module, federation: Federation, kind: str
 ) -> None:
     """SSD divides by the number of batches: one for each client without forget images would dilute its importances."""
     engine = federation(uneven)
     query = Query((Selection("train", REQUEST),), Statistic(kind, batch_size=8))
-    ((found,),) = engine.measure(small_net, [query])
+    ((found,),) = engine.measure(quick_net, [query])
     forget = few_digits.train.rows[few_digits.train.labels == 3]
     held = [int(torch.isin(forget, rows).sum()) for rows in shares_of(engine, few_digits).values()]
     assert held.count(0) == 3
@@ -219,21 +219,21 @@ def train_exchanges(engine: FederatedEngine) -> list[set[int]]:
 
 @pytest.mark.parametrize(("name", "text"), [("salun", "client:4"), ("neggrad", "samples"), ("bad-teacher", "client:4")])
 def test_whoever_holds_the_forget_set_trains_in_every_round(
-    few_digits: Dataset, small_net: nn.Module, federation: Federation, name: str, text: str
+    few_digits: Dataset, quick_net: nn.Module, federation: Federation, name: str, text: str
 ) -> None:
     engine = federation(lambda labels: list(torch.arange(len(labels)).tensor_split(6)), fraction=0.34)
     if text == "samples":
         own = shares_of(engine, few_digits)[4]
         rows = own[torch.isin(own, few_digits.train.rows)][:5].tolist()
         text = f"samples:{','.join(map(str, rows))}"
-    make_method(name, ONE_EPOCH, {"epochs": 3, "batch_size": 64})(small_net, engine, ForgetRequest.parse(text))
+    make_method(name, ONE_EPOCH, {"epochs": 3, "batch_size": 64})(quick_net, engine, ForgetRequest.parse(text))
     rounds = train_exchanges(engine)
     assert all(4 in clients for clients in rounds)
     assert [len(clients) for clients in rounds] == [2] * 3, "the share of the clients stays what it is"
     assert len({client for clients in rounds for client in clients}) > 2
 
 
-def test_the_noise_of_unsir_is_shared_out(small_net: nn.Module, few_digits: Dataset, federation: Federation) -> None:
+def test_the_noise_of_unsir_is_shared_out(quick_net: nn.Module, few_digits: Dataset, federation: Federation) -> None:
     """Over the clients of a round there are as many noise images per own image as on one machine, none twice."""
     engine = federation(uneven)
     sent: dict[int, Sequence[int]] = {}
@@ -251,7 +251,7 @@ def test_the_noise_of_unsir_is_shared_out(small_net: nn.Module, few_digits: Data
 
     engine._train_contents = spied  # type: ignore[method-assign]
     method = make_method("unsir", ONE_EPOCH, {"noise_images": 50, "noise_copies": 2, "noise_steps": 1})
-    method(small_net, engine, REQUEST)
+    method(quick_net, engine, REQUEST)
     images = {client: info.images for client, info in engine.clients.items()}
     assert sum(map(len, sent.values())) == 100
     for client, noise in sent.items():
@@ -262,7 +262,7 @@ def test_the_noise_of_unsir_is_shared_out(small_net: nn.Module, few_digits: Data
     assert shared <= len(sent) - 1, "copies of one image lie together"
 
 
-def test_a_draw_of_fewer_clients_gets_less_of_the_noise(federation: Federation, small_net: nn.Module) -> None:
+def test_a_draw_of_fewer_clients_gets_less_of_the_noise(federation: Federation, quick_net: nn.Module) -> None:
     engine = federation(lambda labels: list(torch.arange(len(labels)).tensor_split(6)), fraction=0.34)
     plan = TrainingPlan(as_training_plan(Selection()).parts)
     shares = engine._given_shares(plan, [1, 4])
@@ -273,18 +273,18 @@ def test_a_draw_of_fewer_clients_gets_less_of_the_noise(federation: Federation, 
     assert shares[4][1] == pytest.approx(both / total)
 
 
-def test_clients_without_forget_images_send_no_tensors(small_net: nn.Module, federation: Federation) -> None:
+def test_clients_without_forget_images_send_no_tensors(quick_net: nn.Module, federation: Federation) -> None:
     engine = federation(uneven)
-    make_method("salun", ONE_EPOCH)(small_net, engine, REQUEST)
+    make_method("salun", ONE_EPOCH)(quick_net, engine, REQUEST)
     (asked,) = [exchange for exchange in engine.transport.log if exchange.kind == "query.observe"]
-    whole = 4 * sum(weight.numel() for weight in small_net.parameters())
+    whole = 4 * sum(weight.numel() for weight in quick_net.parameters())
     assert {client for client, size in asked.bytes_up.items() if size > whole} == {3, 4, 5}
     assert all(asked.bytes_up[client] < 500 for client in (0, 1, 2))
 
 
-def test_a_teacher_travels_once_and_the_clients_own_model_never(small_net: nn.Module, federation: Federation) -> None:
+def test_a_teacher_travels_once_and_the_clients_own_model_never(quick_net: nn.Module, federation: Federation) -> None:
     engine = federation(uneven)
-    make_method("bad-teacher", ONE_EPOCH, {"epochs": 2})(small_net, engine, REQUEST)
+    make_method("bad-teacher", ONE_EPOCH, {"epochs": 2})(quick_net, engine, REQUEST)
     kept = next(exchange for exchange in engine.transport.log if exchange.kind == "train.keep")
     rounds = [exchange for exchange in engine.transport.log if exchange.kind == "train.local"]
     for client in range(6):
@@ -295,7 +295,7 @@ def test_a_teacher_travels_once_and_the_clients_own_model_never(small_net: nn.Mo
 
 
 def test_a_client_that_lost_its_teachers_is_sent_them_again(
-    small_net: nn.Module, federation: Federation, tmp_path: Path
+    quick_net: nn.Module, federation: Federation, tmp_path: Path
 ) -> None:
     engine, average = federation(uneven, quorum=0.1), FederatedEngine._average
 
@@ -308,7 +308,7 @@ def test_a_client_that_lost_its_teachers_is_sent_them_again(
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(FederatedEngine, "_average", robbed)
-        make_method("bad-teacher", ONE_EPOCH, {"epochs": 3})(small_net, engine, REQUEST)
+        make_method("bad-teacher", ONE_EPOCH, {"epochs": 3})(quick_net, engine, REQUEST)
     rounds = [exchange for exchange in engine.transport.log if exchange.kind == "train.local"]
     assert [3 in exchange.failed for exchange in rounds] == [False, True, False]
     assert rounds[2].bytes_down[3] == pytest.approx(rounds[0].bytes_down[3], rel=0.01)
@@ -319,7 +319,7 @@ def test_a_client_that_lost_its_teachers_is_sent_them_again(
 
 @pytest.mark.parametrize("text", ["samples:{valid},{train}", "samples:999999", "samples:4/9999", "client:6"])
 def test_a_federation_refuses_the_samples_and_clients_that_one_machine_refuses(
-    few_digits: Dataset, small_net: nn.Module, federation: Federation, text: str
+    few_digits: Dataset, quick_net: nn.Module, federation: Federation, text: str
 ) -> None:
     engine = federation(uneven)
     request = ForgetRequest.parse(text.format(valid=int(few_digits.valid.rows[0]), train=int(few_digits.train.rows[0])))
@@ -327,7 +327,7 @@ def test_a_federation_refuses_the_samples_and_clients_that_one_machine_refuses(
     errors = []
     for each in (central, engine):
         with pytest.raises(FedOrthoError) as told:
-            make_method("ssd")(small_net, each, request)
+            make_method("ssd")(quick_net, each, request)
         errors.append((told.type, str(told.value)))
     assert errors[0] == errors[1]
     if "samples" in text and "/" not in text:

@@ -35,7 +35,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    settings = TrainSettings(data="digits", model="small:SmallNet", epochs=3, crop=0, flip=0.0, threads=1, device="cpu")
+    settings = TrainSettings(data="digits", model="small:QuickNet", epochs=3, crop=0, flip=0.0, threads=1, device="cpu")
     return run_once(tmp_path_factory, tmp_path_factory.mktemp("tune") / "run", settings)
 
 

@@ -1,8 +1,6 @@
-"""SGD: the bytes of torch.optim.SGD, without what it imports."""
+"""SGD: the bytes of torch.optim.SGD; that nothing of torch's compiler is imported is in cli/test_app.py."""
 
 import copy
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -38,14 +36,3 @@ def test_the_weights_are_those_of_torch(settings: dict[str, float | bool]) -> No
         assert torch.equal(one, other), name
     kept = [list(state) for state in mine.state.values() if state]
     assert kept == ([["momentum_buffer"]] * 5 if settings["momentum"] else [])
-
-
-def test_training_imports_no_compiler() -> None:
-    work = """
-import sys, torch, fedortho
-images = fedortho.images_from_tensors(torch.zeros(8, 1, 8, 8, dtype=torch.uint8), torch.arange(8) % 2)
-model = fedortho.build_model("vgg-mini", num_classes=2, channels=1)
-fedortho.fit(model, images, fedortho.Recipe(epochs=1, batch_size=4))
-assert "torch._dynamo" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", work], check=True, timeout=120)
