@@ -286,6 +286,18 @@ def test_a_client_that_lost_its_disk_is_told_what_was_forgotten(
     assert not gone.images
 
 
+def test_a_client_that_outweighs_all_others_is_named(make_engine, caplog: pytest.LogCaptureFixture) -> None:
+    make_engine(clients=4)
+    assert "mostly its model" not in caplog.text
+    engine = make_engine(clients=4)
+    greet = engine.transport.greet
+    engine.transport.greet = lambda *args: {
+        c: replace(r, images=10**9 if c == 2 else 5) for c, r in greet(*args).items()
+    }
+    engine.hello()
+    assert "client 2 says that it holds 1000000000 of all 1000000015 images" in caplog.text
+
+
 def test_two_nodes_with_one_name_are_refused_and_no_node_at_all_is_an_error(make_engine, monkeypatch) -> None:
     engine = make_engine()
     grid = grid_of(engine)

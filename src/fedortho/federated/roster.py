@@ -83,6 +83,11 @@ class Roster:
         self.clients = self.transport.greet(messages.Hello(self.task), len(expected), self._stranger)
         if missing := sorted(expected - self.clients.keys()):
             logger.warning("%d of %d clients are not connected: %s", len(missing), number, ranges(missing, 5))
+        total = sum(reply.images for reply in self.clients.values())
+        for client, reply in self.clients.items() if len(self.clients) > 2 else ():
+            if 2 * reply.images > total:  # nobody can count them from here
+                told = "client %d says that it holds %d of all %d images: a weighted mean is mostly its model"
+                logger.warning(told, client, reply.images, total)
         return self.clients
 
     def check_quorum(self) -> None:
