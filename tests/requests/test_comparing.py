@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from fedortho.engines.engine import Engine
 from fedortho.errors import FedOrthoError, UnknownName
 from fedortho.evaluation.accuracies import accuracies_of
 from fedortho.federated.server import patches_of, train_federation
-from fedortho.methods.method import CannotServe, Method
+from fedortho.methods.method import CannotServe, ForgetResult, Method
 from fedortho.methods.retrain import Retrain
 from fedortho.requests.comparing import Row, best, chosen_methods, compare, comparison_table, gaps
 from fedortho.requests.run_context import method_for_run, open_context
@@ -203,6 +204,27 @@ def test_what_a_method_cannot_serve_is_a_line_and_not_the_end(run: Run, tmp_path
     refused, served = compare(run, ForgetRequest(samples=rows), ["unsir", "logit-mask"], out=tmp_path, data=data)
     assert "unsir serves class requests only" in refused.refused
     assert comparison_table([refused, served])[1][0] == "unsir"
+
+
+def test_a_method_that_fails_is_a_line_and_is_tried_again(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, really = load_run_data(run.settings), compare_module.unlearn
+
+    def broken(model: nn.Module, engine: Engine, request: ForgetRequest, method: Method) -> ForgetResult:
+        if method.name == "finetune":
+            raise FedOrthoError("the loss became nan")
+        return really(model, engine, request, method)
+
+    how: dict[str, Any] = {"out": tmp_path, "data": data, "settings": QUICK}
+    with monkeypatch.context() as patched:
+        patched.setattr(compare_module, "unlearn", broken)
+        failed, masked = compare(run, REQUEST, ["finetune", "logit-mask"], **how)
+    assert failed.refused == "the loss became nan"
+    assert masked.accuracies is not None, "the comparison went on"
+    assert compare(run, REQUEST, ["finetune"], **how)[0].accuracies is not None, "what failed is not kept"
+    with pytest.raises(FedOrthoError, match="client:0 needs a federation"):
+        compare(run, "client:0", ["finetune", "logit-mask"], **how)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest, as_request
 from fedortho.devices import using_threads
 from fedortho.engines.cost import Cost
+from fedortho.engines.query import Selection
 from fedortho.errors import BadRecord, FedOrthoError, unknown
 from fedortho.methods import find_method, known_methods, unlearn
 from fedortho.methods.hyperparameters import read_settings
@@ -45,9 +46,13 @@ Settings = str | Path | Mapping[str, Mapping[str, Any]]
 Outcome = tuple[nn.Module, Cost | None]  # the edited model and the cost of making it; None: it was trained elsewhere
 
 
+class Failed(FedOrthoError):
+    """A method that could not end: its loss is not finite, or the network or the images do not suit it."""
+
+
 @dataclass(frozen=True)
 class Row:
-    """The outcome of one method; `refused` says why it was not run."""
+    """The outcome of one method; `refused` says why it has none."""
 
     schema: ClassVar[int] = 2
     original: str  # digest of the model that it starts from
@@ -88,7 +93,8 @@ def compare(
     """Run methods from the same model and measure accuracies, cost and the gap to retraining of each.
 
     Every method writes a JSON file and a run with its model into `out` (default: RUN-compared-REQUEST), and is not run
-    again while the file exists. `settings` are hyper-parameters: `published`, `short`, `tuned`, a JSON file, or a
+    again while the file exists. One that refuses or fails has its reason in place of numbers; what failed is tried
+    again by the next call. `settings` are hyper-parameters: `published`, `short`, `tuned`, a JSON file, or a
     mapping by method. `passes` say how often methods that train see the images (in a federation: rounds): as `settings`
     say, `one`, as many as `published`, or several with commas between, each a row of its own. Reference models come
     from the directory `references` (default: beside the run); missing ones are trained into it, which `on_training`
@@ -103,6 +109,8 @@ def compare(
     request = as_request(request, data)
     directory = compared_path(run, request) if out is None else Path(out)
     context, rows = open_context(run, data), []
+    known = Selection(exclude=context.forgotten).select(data.train, context.clients)
+    request.split(known, context.clients, gone=data.gone)  # refuses what no method could serve
     unlearned = partial(_outcome, context, request, references, on_training)
     with using_threads(run.settings.threads):
         for number, name in enumerate(names):
@@ -171,6 +179,8 @@ def _row(
     planned = replace(planned, environment=environment(context.device))
     try:
         model, cost = unlearned()
+    except Failed as error:
+        return replace(planned, refused=str(error))  # not written: it may be mended
     except (CannotServe, Refused) as error:
         row = replace(planned, refused=str(error))
     else:
@@ -195,7 +205,12 @@ def _outcome(
     run, data = context.run, context.data
     if not isinstance(method, Retrain):
         with context.engine() as engine:
-            result = unlearn(run.load_model(), engine, request, method)
+            try:
+                result = unlearn(run.load_model(), engine, request, method)
+            except (CannotServe, Refused):
+                raise
+            except FedOrthoError as error:
+                raise Failed(str(error)) from error
         return result.model, result.cost
     settings, beside = reference_settings(run, request), run.path.resolve().parent
     places = [references] if references else [beside / "references", beside]
