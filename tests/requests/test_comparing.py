@@ -21,6 +21,7 @@ from fedortho.engines.engine import Engine
 from fedortho.errors import FedOrthoError, UnknownName
 from fedortho.evaluation.accuracies import accuracies_of
 from fedortho.federated.server import patches_of, train_federation
+from fedortho.methods import hyperparameters
 from fedortho.methods.method import CannotServe, ForgetResult, Method
 from fedortho.methods.retrain import Retrain
 from fedortho.requests.comparing import Row, best, chosen_methods, compare, comparison_table, gaps
@@ -225,6 +226,25 @@ def test_a_method_that_fails_is_a_line_and_is_tried_again(
     assert compare(run, REQUEST, ["finetune"], **how)[0].accuracies is not None, "what failed is not kept"
     with pytest.raises(FedOrthoError, match="client:0 needs a federation"):
         compare(run, "client:0", ["finetune", "logit-mask"], **how)
+
+
+def test_what_a_file_of_tuned_settings_lacks_is_named(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / f"digits-{run.settings.model}.json"
+    write_json(file, {"finetune": {"epochs": 1}})
+    monkeypatch.setattr(hyperparameters, "TUNED", tmp_path)
+    masked: dict[str, Any] = {"out": tmp_path / "out", "data": load_run_data(run.settings)}
+    monkeypatch.setattr(compare_module, "_row", lambda *_: None)
+    compare(run, REQUEST, ["retrain", "hide", "finetune", "logit-mask"], settings=file, **masked)
+    compare(run, REQUEST, ["finetune", "ct", "msg"], settings="short", **masked)
+    assert not caplog.messages, "nothing of these is tuned, or it is in the file"
+    compare(run, REQUEST, ["finetune", "ct", "msg"], settings=file, **masked)
+    assert f"{file} has no settings of ct, msg, which keep the published ones" in caplog.messages[0]
+    compare(run, "samples:0,3", ["finetune"], settings=file, **masked)
+    assert len(caplog.messages) == 1, "whom it was tuned for is known to who tuned it"
+    compare(run, "samples:0,3", ["finetune"], settings="tuned", **masked)
+    assert "found for a class and all images in one place" in caplog.messages[1]
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Compare methods on one run: each starts from the same model; its gap to retraining and its cost are measured."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,9 +21,11 @@ from fedortho.methods.method import CannotServe, Method, Schedule
 from fedortho.methods.retrain import Retrain
 from fedortho.requests.references import find_reference, reference_cost, reference_settings, train_references
 from fedortho.requests.run_context import RunContext, method_for_run, open_context
+from fedortho.requests.search import is_tunable
 from fedortho.runs.derived import build_derived, building
 from fedortho.runs.record import Accuracies, ResultRecord, ServedRecord
 from fedortho.runs.run import Run, open_run
+from fedortho.runs.settings import FederateSettings
 from fedortho.storage.files import tensors_digest
 from fedortho.storage.provenance import Environment, environment
 from fedortho.storage.records import Scalar, read_record, write_record
@@ -30,6 +33,7 @@ from fedortho.storage.settings import as_mapping
 from fedortho.training.loop import Watch
 from fedortho.unlearning.calibrate import Refused
 
+logger = logging.getLogger(__name__)
 CONTROLS = ("retrain", "logit-mask")  # measured, never marked as best
 PASSES = ("settings", "one", "published")  # how often methods that train see the images
 HEADER = ("method", "forget", "retain", "test", "gap", "seconds", "GFLOPs", "if kept", "MB up", "MB down")
@@ -111,6 +115,7 @@ def compare(
     context, rows = open_context(run, data), []
     known = Selection(exclude=context.forgotten).select(data.train, context.clients)
     request.split(known, context.clients, gone=data.gone)  # refuses what no method could serve
+    _tell_untuned(run, request, settings, [name for name in names if is_tunable(name) and name not in chosen])
     unlearned = partial(_outcome, context, request, references, on_training)
     with using_threads(run.settings.threads):
         for number, name in enumerate(names):
@@ -163,6 +168,20 @@ def settings_by_method(run: Run, settings: Settings) -> Mapping[str, Mapping[str
     if isinstance(settings, Mapping):
         return settings
     return read_settings(run.settings.data, run.settings.model, str(settings))
+
+
+def _tell_untuned(run: Run, request: ForgetRequest, settings: Settings, missing: Sequence[str]) -> None:
+    """Warn where settings that were tuned lack methods, or were tuned for another kind of request or engine."""
+    if isinstance(settings, Mapping) or settings in ("published", "short"):
+        return
+    if missing:
+        advice = f"tune them: fedortho tune {','.join(missing)} RUN REQUEST --out FILE.json"
+        logger.warning(
+            "%s has no settings of %s, which keep the published ones; %s", settings, ", ".join(missing), advice
+        )
+    if settings == "tuned" and (request.kind != "class" or isinstance(run.settings, FederateSettings)):
+        advice = "for this request: fedortho tune all RUN REQUEST --out FILE.json"
+        logger.warning("the tuned settings were found for a class and all images in one place; %s", advice)
 
 
 def _row(
