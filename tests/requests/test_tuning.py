@@ -177,6 +177,15 @@ def test_samples_are_forgotten_completely_on_fewer_images_and_wanted_as_unseen_o
     assert 0.5 < wanted < 1
 
 
+def test_images_of_a_class_are_wanted_at_0_beside_samples_too(context: RunContext) -> None:
+    train = context.data.train
+    samples = tuple(map(str, train.rows[train.labels == 5][:20].tolist()))
+    _, unseen = tune_module._baseline(context, ForgetRequest(samples=samples))
+    number = int((train.labels == 3).sum())
+    _, wanted = tune_module._baseline(context, ForgetRequest(("3",), samples=samples))
+    assert wanted == pytest.approx(20 * unseen / (20 + number))
+
+
 def test_all_that_can_be_tuned_is_and_what_was_is_not_tuned_again(run: Run, tmp_path: Path) -> None:
     data, file, budget, seen = load_run_data(run.settings), tmp_path / "tuned.json", Budget(2, 300, 1), []
 

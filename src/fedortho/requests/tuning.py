@@ -194,7 +194,7 @@ def _on_fewer_images(context: RunContext, request: ForgetRequest, images: int, s
 
 
 def _baseline(context: RunContext, request: ForgetRequest) -> tuple[float, float]:
-    """Retain accuracy before, and the wanted forget accuracy: 0 for a class, else that of unseen images."""
+    """Retain accuracy before, and the wanted forget accuracy: 0 on images of a class, else that of unseen images."""
     model = context.run.load_model().to(context.device)
     _, retain = _measured(context, model, request)
     if request.kind == "class":
@@ -203,6 +203,7 @@ def _baseline(context: RunContext, request: ForgetRequest) -> tuple[float, float
     unseen = Selection(exclude=context.forgotten).select(context.data.valid, context.clients)
     shares = evaluate(model, unseen, device=context.device).per_class
     right = torch.tensor([retain if share is None else share for share in shares])
+    right[request.labels(forget.names)] = 0.0
     return retain, float(right[forget.labels].mean())
 
 
