@@ -19,6 +19,7 @@ from fedortho.cli import app as cli
 from fedortho.cli.console import words_table
 from fedortho.errors import FedOrthoError
 from fedortho.models.zoo import build_model
+from fedortho.requests.comparing import HEADER
 from fedortho.runs.run import open_run
 from fedortho.runs.settings import TrainSettings
 from fedortho.storage.settings import field_types, kebab
@@ -387,3 +388,15 @@ def test_a_table_fits_eighty_columns_and_cuts_nothing() -> None:
     assert "…" not in text
     letters = "".join(text.split())
     assert all(letters.count(letter) >= "".join(line).count(letter) for letter in set("".join(line)) - {" "})
+
+
+def test_names_of_methods_stay_whole_beside_many_numbers() -> None:
+    numbers = ("97.3%", "88.2%", "89.1%", "51.0% *", "1296.4", "969.5", "969.5", "0.6", "0.6")
+    labels = ("class-pruning ×2", "bad-teacher", "ssd (model unchanged)")
+    console = Console(width=80, file=io.StringIO())
+    console.print(words_table(HEADER, [(label, *numbers) for label in labels]))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert max(map(len, text.splitlines())) <= 80
+    assert all(word in text for label in labels for word in label.split())
+    assert all(text.count(number) >= 3 for number in numbers)

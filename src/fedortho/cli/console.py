@@ -30,6 +30,7 @@ from fedortho.unlearning.trials import Trial
 out = Console(emoji=False)  # class:Dress: is not an emoji
 err = Console(stderr=True, emoji=False)
 SHORT = 10  # characters that stay on one line
+NAME = 16  # characters of a word that stay on one line in the first column
 LONGEST = 20_000  # characters of a line
 
 
@@ -146,6 +147,9 @@ def words_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
     for column, cells in zip(table.columns, zip(*lines, strict=True), strict=False):
         longest, is_date = max(map(len, cells)), all(cell[:1].isdigit() for cell in cells)
         column.overflow, column.min_width = "fold", longest if longest <= SHORT or is_date else None
+    words = max((len(word) for line in lines for word in line[0].split()), default=0)
+    if SHORT < words <= NAME:
+        table.columns[0].min_width = words
     return table
 
 
