@@ -269,6 +269,8 @@ def test_the_nearest_to_retraining_is_best_and_less_than_retraining_is_no_win() 
     assert lines[3][4] == "3.5% *"
     assert lines[1][4] == "", "retraining is not compared with itself"
     assert best(rows[1:]) is None, "without retraining nobody knows"
+    idle = replace(row("ssd", 0.4, 0.9), original="as it was", weights="as it was")
+    assert best([rows[0], idle, rows[2]]) == "salun", "a model that was not changed forgot nothing"
 
 
 @pytest.mark.slow

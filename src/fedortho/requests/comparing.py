@@ -38,7 +38,8 @@ CONTROLS = ("retrain", "logit-mask")  # measured, never marked as best
 PASSES = ("settings", "one", "published")  # how often methods that train see the images
 HEADER = ("method", "forget", "retain", "test", "gap", "seconds", "GFLOPs", "if kept", "MB up", "MB down")
 NOTES = (
-    "gap: mean distance of forget and retain accuracy to retrain, above or below it; * the smallest, without controls",
+    "gap: mean distance of forget and retain accuracy to retrain, above or below it; * the smallest, without controls "
+    "and unchanged models",
     "GFLOPs: everything counted; if kept: without what any method could have kept since training (statistics over all "
     "images)",
     "×N: passes over the images, where there is more than one",
@@ -262,9 +263,10 @@ def gaps(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def best(rows: Sequence[Row]) -> str | None:
-    """The label that is nearest to retraining, controls aside; None without a retrained model."""
+    """The label that is nearest to retraining, controls and unchanged models aside; None without a retrained model."""
     distance = gaps(rows)
-    competing = [row.label for row in rows if row.label in distance and row.method not in CONTROLS]
+    changed = [row for row in rows if row.method not in CONTROLS and not row.is_unchanged]
+    competing = [row.label for row in changed if row.label in distance]
     return min(competing, key=distance.__getitem__, default=None)
 
 
