@@ -212,3 +212,16 @@ def test_the_app_of_the_repository_runs_with_flowers_defaults(
     with pytest.raises(FedOrthoError, match="dance"):
         server_app()(grid, Context(1, 1, {}, RecordDict(), wrong))
     assert "no job 'dance'; choose from" in caplog.text
+
+
+def test_all_clients_train_in_a_round_unless_a_fraction_is_given(
+    parts: list[Sets], trained: nn.Module, tmp_path: Path
+) -> None:
+    method = fo.make_method("finetune", {"epochs": 1, "crop": 0, "flip": 0.0})
+    retained = sorted(int((train.tensors[1] != 3).sum()) for train, _ in parts)
+    result = fo.Unlearner(grid_of(parts, tmp_path / "all"), trained).forget("class:3", method)
+    assert result.cost.images_trained == sum(retained)
+    result = fo.Unlearner(grid_of(parts, tmp_path / "one"), trained, fraction=0.3).forget("class:3", method)
+    assert result.cost.images_trained in retained
+    with pytest.raises(BadSetting, match="fraction"):
+        fo.Unlearner(grid_of(parts, tmp_path / "none"), trained, fraction=0.0)

@@ -109,7 +109,8 @@ class Unlearner:
     those of the model's outputs if the clients cannot know them. `forgotten` are requests that the model has served.
     It waits up to `timeout` seconds for `clients` nodes (0: those that are connected) and for the replies of each
     exchange, of which the share `quorum` must come. Clients withhold sums over fewer than `least_group` images.
-    With a `ledger` they keep sums over their images on their own disk, which make later requests cheaper.
+    With a `ledger` they keep sums over their images on their own disk, which make later requests cheaper. Where a
+    method trains, the share `fraction` of the clients trains in a round.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class Unlearner:
         quorum: float = 0.5,
         least_group: int = 5,
         ledger: bool = True,
+        fraction: float = 1.0,
     ) -> None:
         switch_off(os.environ)
         self.model = model
@@ -131,7 +133,7 @@ class Unlearner:
         self.exchanges: list[Exchange] = []  # of the last request: bytes by client, and who failed why
         self.metrics: MetricRecord | None = None  # of the last request: its cost, its trial and who confirmed
         self._grid, self._names, self._clients, self._ledger = grid, tuple(names), clients, ledger
-        self._federation = Federation(timeout=timeout, quorum=quorum, least_group=least_group)
+        self._federation = Federation(timeout=timeout, quorum=quorum, least_group=least_group, fraction=fraction)
         requests = [ForgetRequest.parse(each) if isinstance(each, str) else each for each in forgotten]
         self._served: list[tuple[Patch | None, ForgetRequest]] = [(None, request) for request in requests]
 
