@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fedortho as fo
 from fedortho.errors import BadData, BadSetting, FedOrthoError
+from fedortho.federated import own_app
 from fedortho.federated.local_grid import LocalGrid
 from fedortho.federated.messages import HelloReply, TaskInfo
 from fedortho.federated.own_app import agreed_task
@@ -225,3 +226,20 @@ def test_all_clients_train_in_a_round_unless_a_fraction_is_given(
     assert result.cost.images_trained in retained
     with pytest.raises(BadSetting, match="fraction"):
         fo.Unlearner(grid_of(parts, tmp_path / "none"), trained, fraction=0.0)
+
+
+def test_erase_takes_ten_rounds_or_5_percent_of_those_of_the_training(
+    parts: list[Sets], trained: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds = []
+
+    def note(_model: nn.Module, _engine: Any, _request: Any, method: Any, **_: Any) -> None:
+        rounds.append(method.epochs)
+        raise FedOrthoError("enough")
+
+    monkeypatch.setattr(own_app, "unlearn", note)
+    unlearner = fo.Unlearner(grid_of(parts, tmp_path), trained)
+    for how in ({}, {"level": "erase", "trained_rounds": 120}, {"trained_rounds": 3}):
+        with pytest.raises(FedOrthoError, match="enough"):
+            unlearner.forget("class:3", **how)
+    assert rounds == [10, 6, 2]

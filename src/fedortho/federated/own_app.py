@@ -21,8 +21,7 @@ from fedortho.federated.engine import FederatedEngine
 from fedortho.federated.messages import Hello, HelloReply, TaskInfo
 from fedortho.federated.node_policy import read_policy
 from fedortho.federated.transport import Exchange, Transport
-from fedortho.methods import LEVELS as METHOD_OF_LEVEL
-from fedortho.methods import as_dataset, level_of, unlearn
+from fedortho.methods import as_dataset, level_of, method_of_level, unlearn
 from fedortho.methods.method import ForgetResult, Method
 from fedortho.models.patch import Patch
 from fedortho.models.prepare import prepare_model, released
@@ -148,11 +147,13 @@ class Unlearner:
         method: Method | str = "",
         *,
         level: str = "",
+        trained_rounds: int = 0,
         accept: Callable[[ForgetResult], None] | None = None,
     ) -> ForgetResult:
         """Have the clients measure what the request names, edit the model, and send them the patch.
 
-        `request`, `method` and `level` are as in `forget`; samples are named as client/row. `accept` receives the
+        `request`, `method` and `level` are as in `forget`; samples are named as client/row. `erase` takes 5 % of
+        `trained_rounds`, those of the training, and at least two; ten if they are not known. `accept` receives the
         result before any client changes: save it there, or raise an error to refuse it. Afterwards `model` is the
         edited one and `confirmed` are the clients that have it; the others get it with the next request.
         """
@@ -165,7 +166,9 @@ class Unlearner:
         engine, known = self._engine()
         engine.check_quorum()
         engine.check(request, self.forgotten)
-        result = unlearn(known, engine, request, method or METHOD_OF_LEVEL[level], forgotten=self.forgotten)
+        result = unlearn(
+            known, engine, request, method or method_of_level(level, trained_rounds), forgotten=self.forgotten
+        )
         if accept is not None:
             accept(result)
         self._served.append((result.patch, request))

@@ -198,16 +198,16 @@ def forget(
         raise BadSetting('the recipe of a model in memory is not known; give method=make_method("retrain", {…})')
     known = as_model(model, dataset)
     engine = central_engine(known, dataset, ledger, clients, device)
-    result = unlearn(known, engine, request, method or _method_of(level, trained_epochs))
+    result = unlearn(known, engine, request, method or method_of_level(level, trained_epochs))
     if level == "erase":
         _tell_loss(known, result.model, Selection(exclude=request).select(dataset.valid), device)
     return replace(result, model=released(result.model))
 
 
-def _method_of(level: str, trained_epochs: int) -> Method:
-    """The method of a level, for a model that was trained for so many epochs; 0: not known."""
+def method_of_level(level: str, trained: int) -> Method:
+    """The method of a level, for a model that was trained for so many epochs or rounds; 0: not known."""
     name = LEVELS[level]
-    return make_method(name, {"epochs": passes_after(trained_epochs)} if name == Regrow.name else {})
+    return make_method(name, {"epochs": passes_after(trained)} if name == Regrow.name else {})
 
 
 def _tell_loss(before: nn.Module, after: nn.Module, retained: Images, device: torch.device | str) -> None:
