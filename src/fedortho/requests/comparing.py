@@ -42,7 +42,7 @@ NOTES = (
     "and unchanged models",
     "GFLOPs: everything counted; if kept: without what any method could have kept since training (statistics over all "
     "images)",
-    "×N: passes over the images, where there is more than one",
+    "×N: passes over the images, in a federation rounds, where there is more than one",
     "hide and directions choose their ratio on validation images of this very request; the settings of the others "
     "come from elsewhere (tuned: another request)",
 )
