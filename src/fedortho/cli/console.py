@@ -58,6 +58,11 @@ def warn(*parts: str | tuple[str, str]) -> None:
     err.print(line_of(*parts), soft_wrap=True)
 
 
+def say_table(table: Table) -> None:
+    """Print a table; one that is wider than the terminal is not cut."""
+    out.print(table, crop=False)
+
+
 def say_json(value: object) -> None:
     typer.echo(json.dumps(value, indent=2))
 
@@ -148,8 +153,8 @@ def words_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
         longest, is_date = max(map(len, cells)), all(cell[:1].isdigit() for cell in cells)
         column.overflow, column.min_width = "fold", longest if longest <= SHORT or is_date else None
     words = max((len(word) for line in lines for word in line[0].split()), default=0)
-    if SHORT < words <= NAME:
-        table.columns[0].min_width = words
+    if words <= NAME:
+        table.columns[0].min_width = max(table.columns[0].min_width or 0, words)
     return table
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
-from fedortho.cli.console import out, say, say_json, words_table
+from fedortho.cli.console import say, say_json, say_table, words_table
 from fedortho.cli.flags import AsJson, DataDir
 from fedortho.errors import FedOrthoError
 from fedortho.evidence.bundle import make_bundle
@@ -86,7 +86,7 @@ def journal_show(place: Place = Path("runs"), as_json: AsJson = False) -> None:
     lines = [
         (str(e.number), e.time[:19].replace("T", " "), e.event, e.run, e.request, (e.after or "–")[:8]) for e in entries
     ]
-    out.print(words_table(header, lines))
+    say_table(words_table(header, lines))
 
 
 def _journal_place(place: Path) -> Path:

@@ -13,7 +13,7 @@ import typer
 from rich.progress import Progress as Bars
 from typer import Argument, Option
 
-from fedortho.cli.console import bar, bars, federation_bar, out, say, say_json, training_bar, words_table
+from fedortho.cli.console import bar, bars, federation_bar, say, say_json, say_table, training_bar, words_table
 from fedortho.cli.flags import AsJson, DataDir, Device, RecipeFile, Request, RunPath, Settings, read_recipe
 from fedortho.experiments.experiment import EXPERIMENTS, Experiment, ExperimentResults, load_experiment
 from fedortho.experiments.planning import NetworkPlan, plan_experiment
@@ -60,7 +60,7 @@ def compare_command(
         say_json([to_json(row) for row in rows])
         return
     header, *lines = comparison_table(rows)
-    out.print(words_table(header, [line for line in lines if len(line) == len(header)]))
+    say_table(words_table(header, [line for line in lines if len(line) == len(header)]))
     for name, *why in (line for line in lines if len(line) != len(header)):
         say(f"{name}: {' '.join(why)}")
     for note in NOTES:

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from typer import Argument, Option
 
-from fedortho.cli.console import bar, bars, class_table, out, print_check, say, say_json, words_table
+from fedortho.cli.console import bar, bars, class_table, out, print_check, say, say_json, say_table, words_table
 from fedortho.cli.flags import AsJson, DataDir, Device, RunPath
 from fedortho.data.images import Dataset
 from fedortho.data.listing import ImageRow, list_images
@@ -97,7 +97,7 @@ def theory_command(
         return
     for (name, measured), number in zip(found.items(), numbers, strict=True):
         say(f"{name}: {number} training images")
-        out.print(words_table(HEADER, [layer.cells for layer in measured]))
+        say_table(words_table(HEADER, [layer.cells for layer in measured]))
     for sentence in theory_sentences(found):
         say(sentence)
 
@@ -224,4 +224,4 @@ def _show(rows: Sequence[ImageRow], as_json: bool) -> None:
         say_json([asdict(row) for row in rows])
         return
     lines = [(row.split, str(row.row), row.label, row.file or "–", row.digest[:16]) for row in rows]
-    out.print(words_table(("set", "row", "class", "file", "sha256"), lines))
+    say_table(words_table(("set", "row", "class", "file", "sha256"), lines))

@@ -13,7 +13,7 @@ from typer import Argument, Option
 from fedortho.audits import AUDITS
 from fedortho.audits.qualification import Qualification
 from fedortho.audits.verdict import Verdict
-from fedortho.cli.console import bars, out, say, say_json, training_bar, words_table
+from fedortho.cli.console import bars, say, say_json, say_table, training_bar, words_table
 from fedortho.cli.flags import AsJson, DataDir, Device, RecipeFile, RunPath, read_recipe
 from fedortho.errors import BadSetting
 from fedortho.evaluation.metrics import Metric
@@ -135,7 +135,7 @@ def print_verdict(verdict: Verdict, *, whole: bool = True) -> None:
         return
     if verdict.effect is not None:
         say(str(verdict.effect))
-    out.print(metric_table(verdict.metrics))
+    say_table(metric_table(verdict.metrics))
     say("retrain: the value of one reference model, for a gap to it that of a second one; sources: judge --json")
     print_audits(verdict)
     if (cost := verdict.cost) is not None:
@@ -214,7 +214,7 @@ def _print_qualification(found: Qualification) -> None:
             shares = [f"{share:.1%}" for share in (trial.forget, trial.retain, trial.reference_retain)]
             cost = "–" if trial.share_of_training is None else f"{trial.share_of_training:.0%}"
             lines.append((tried.method, trial.request, trial.split, *shares, cost, outcome))
-    out.print(words_table(("method", "class", "images", "forget", "retain", "retrained", "cost", "outcome"), lines))
+    say_table(words_table(("method", "class", "images", "forget", "retain", "retrained", "cost", "outcome"), lines))
     if found.chosen is None:
         say("no method passed on the classes of the choice: this model is not qualified; retrain, or try --level exact")
     else:
