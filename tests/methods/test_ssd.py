@@ -1,5 +1,6 @@
 """SSD against an oracle that does everything by hand in float64."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +13,12 @@ from torch.nn import functional
 from fedortho.data.images import Dataset, Images
 from fedortho.data.request import ForgetRequest
 from fedortho.engines.central import CentralEngine
-from fedortho.errors import BadCheckpoint
+from fedortho.engines.query import Query
+from fedortho.errors import BadCheckpoint, FedOrthoError
 from fedortho.federated.server import federated_engine, local_grid
+from fedortho.methods import make_method
 from fedortho.methods.ssd import SSD
+from fedortho.statistics.observe import Observation
 from fedortho.storage.files import tensors_digest
 
 REQUEST = ForgetRequest.parse("class:3")
@@ -113,3 +117,17 @@ def test_a_federation_that_lost_a_client_does_not_reuse_what_it_kept(
 def test_running_statistics_stay(small_net: nn.Module, engine: CentralEngine) -> None:
     forgot = SSD(alpha=2.0)(small_net, engine, REQUEST)
     assert all(torch.equal(forgot.get_buffer(name), buffer) for name, buffer in small_net.named_buffers())
+
+
+@pytest.mark.parametrize("name", ["ssd", "salun", "msg"])
+def test_a_forget_set_that_clients_withhold_is_refused_by_name(
+    name: str, small_net: nn.Module, engine: CentralEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def withheld(model: nn.Module, queries: Sequence[Query]) -> list[list[Observation]]:
+        nothing = {name: torch.zeros(1, weight.numel()).double() for name, weight in model.named_parameters()}
+        return [[Observation(nothing, torch.tensor([0])) for _ in query.selections] for query in queries]
+
+    monkeypatch.setattr(engine, "measure", withheld)
+    engine.info = replace(engine.info, is_federated=True)
+    with pytest.raises(FedOrthoError, match=f"class:3 selects no image, or no client has --least-group .*; {name}"):
+        make_method(name)(small_net, engine, REQUEST)

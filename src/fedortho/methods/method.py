@@ -8,10 +8,11 @@ from torch import nn
 
 from fedortho.data.request import KINDS, ForgetRequest
 from fedortho.engines.cost import Cost
-from fedortho.engines.engine import Engine
+from fedortho.engines.engine import Engine, withheld_hint
 from fedortho.engines.query import Selection
-from fedortho.errors import FedOrthoError
+from fedortho.errors import BadData, FedOrthoError
 from fedortho.models.patch import Patch
+from fedortho.statistics.observe import Observation
 from fedortho.storage.settings import check_settings
 from fedortho.training.recipe import Recipe
 from fedortho.unlearning.plan import ForgetPlan
@@ -116,3 +117,9 @@ def forget_and_retain(method: Method, engine: Engine, request: ForgetRequest) ->
     engine.check(request, None)
     seed = int(getattr(method, "seed", 0))
     return Selection("train", request, seed=seed), Selection("train", None, request, seed=seed)
+
+
+def check_gradient(method: Method, engine: Engine, request: ForgetRequest, forget: Observation) -> None:
+    """Refuse a forget set whose gradient nobody sent: weights chosen by it would mean nothing."""
+    if not forget.images:
+        raise BadData(f"{request} selects no image{withheld_hint(engine)}; {method.name} needs its gradient")

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from fedortho.data.request import ForgetRequest
-from fedortho.engines.engine import Engine, PlanPart, TrainingPlan, withheld_hint
+from fedortho.engines.engine import Engine, PlanPart, TrainingPlan
 from fedortho.engines.query import Query, Statistic
-from fedortho.errors import FedOrthoError
-from fedortho.methods.method import Schedule, forget_and_retain
+from fedortho.methods.method import Schedule, check_gradient, forget_and_retain
 from fedortho.storage.settings import SomeShare
 from fedortho.training.objectives import FitOptions
 
@@ -45,8 +44,7 @@ class MaskedSmallGradients(Schedule):
         forget, retain = forget_and_retain(self, engine, request)
         gradient, before = Statistic("gradient", batch_size=self.batch_size), replace(engine.tally)
         ((forgotten,),) = engine.measure(model, [Query((forget,), gradient)])
-        if not forgotten.images:
-            raise FedOrthoError(f"{request} selects no image{withheld_hint(engine)}; msg needs its gradient")
+        check_gradient(self, engine, request, forgotten)
         number = engine.tally.since(before).images_trained  # the observation counts batches
         some = replace(retain, limit=self.images or number)
         ((retained,),) = engine.measure(model, [Query((some,), gradient)])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fedortho.data.request import ForgetRequest
 from fedortho.engines.engine import Engine, PlanPart, TrainingPlan
 from fedortho.engines.query import Query, Statistic
-from fedortho.methods.method import Schedule, forget_and_retain
+from fedortho.methods.method import Schedule, check_gradient, forget_and_retain
 from fedortho.storage.settings import SomeShare
 from fedortho.training.objectives import ORDERS, FitOptions, Target
 
@@ -37,6 +37,7 @@ class SalUn(Schedule):
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
         forget, retain = forget_and_retain(self, engine, request)
         ((gradient,),) = engine.measure(model, [Query((forget,), Statistic("gradient", batch_size=self.batch_size))])
+        check_gradient(self, engine, request, gradient)
         mask = salient(dict(model.named_parameters()), gradient.sums, self.ratio)
         relabelled = PlanPart(forget, Target("other" if self.exclude_true else "any"))
         plan = TrainingPlan((relabelled, PlanPart(retain)), FitOptions(self.order))

@@ -13,7 +13,7 @@ from fedortho.data.request import KINDS, ForgetRequest
 from fedortho.engines.engine import Engine
 from fedortho.engines.query import Query, Selection, Statistic
 from fedortho.errors import BadCheckpoint
-from fedortho.methods.method import forget_and_retain
+from fedortho.methods.method import check_gradient, forget_and_retain
 from fedortho.storage.files import read_tensors, tensors_digest, write_tensors
 from fedortho.storage.settings import Number, Positive, Weight, check_settings
 
@@ -52,6 +52,7 @@ class SSD:
         importance, before = self._read_cache(note, engine), engine.tally.kept_flops
         selections = (forget, Selection()) if importance is None else (forget,)
         (observed,) = engine.measure(model, [Query(selections, statistic)])
+        check_gradient(self, engine, request, observed[0])
         of_forget, *of_all = [{name: one.mean(name) for name in one.sums} for one in observed]
         if importance is None:
             importance = of_all[0]
