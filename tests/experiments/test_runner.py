@@ -112,6 +112,14 @@ def test_the_same_seed_gives_the_same_bytes_elsewhere_and_nothing_is_done_twice(
     monkeypatch.setattr(measuring, "ModelOutputs", None)
     assert reproduce(both, tmp_path / "one") == results
     assert first.read_bytes() == before
+
+    def stop(text: str, *_: int) -> None:
+        if "paper" in text:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        reproduce(both, tmp_path / "one", hooks=ProgressHooks(step=stop))
+    assert first.read_bytes() == before, "a table that is complete is not replaced by a part of it"
     monkeypatch.setattr(measuring, "ModelOutputs", ModelOutputs)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "one").rglob("*.safetensors")} == outcomes
     other = reproduce(replace(both, seeds=(1,), variants=RATIOS[:1]), tmp_path / "one")

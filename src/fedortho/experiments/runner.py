@@ -12,7 +12,7 @@ from fedortho.data.request import ForgetRequest, union_of
 from fedortho.data.sources import DATASETS
 from fedortho.devices import using_threads
 from fedortho.engines.cost import Cost
-from fedortho.errors import FedOrthoError
+from fedortho.errors import BadCheckpoint, FedOrthoError
 from fedortho.experiments.experiment import (
     DataSummary,
     Experiment,
@@ -39,7 +39,7 @@ from fedortho.runs.settings import FREE, FederateSettings, TrainSettings
 from fedortho.runs.training import train_run
 from fedortho.storage.files import canonical_json, locked
 from fedortho.storage.provenance import environment
-from fedortho.storage.records import Scalar, write_record
+from fedortho.storage.records import Scalar, read_record, write_record
 from fedortho.storage.settings import as_mapping
 from fedortho.unlearning.calibrate import Refused
 
@@ -73,7 +73,8 @@ def reproduce(
 
     Networks, reference models and outcomes are kept in the directory `out`, and all experiments there share them. Runs
     in the directory `networks` that were trained by the same settings on the same images are copied, not trained again.
-    OUT/NAME-SCALE.json holds the results, that of a narrowed table also names its limits; written after each row.
+    OUT/NAME-SCALE.json holds the results, that of a narrowed table also names its limits; written after each row,
+    once there are as many as in the file of an earlier call.
     """
     experiment = load_experiment(experiment) if isinstance(experiment, str) else experiment
     out, rows, before = Path(out), list[SeedRow](), None if networks is None else Path(networks)
@@ -81,7 +82,8 @@ def reproduce(
         raise FedOrthoError(f"{networks} is no directory of trained networks; give another one, or none")
     located = located_networks(experiment, data_dir, device)
     used = dict[str, DataSummary]()  # missing data, and other data than the paper's, are refused before any training
-    digests = dict[str, str]()
+    digests, path = dict[str, str](), out / experiment.file_name
+    known = _number_of_rows(path)
     for settings in {network.data: network for network in located}.values():
         data = load_run_data(settings, progress=hooks.decoding)
         used[settings.data], digests[settings.data] = summarise_data(experiment, settings.data, data), data.digest
@@ -105,8 +107,19 @@ def reproduce(
         serve = _sequence if experiment.is_sequence else _requests
         for row in serve(experiment, run, data, out, replace(hooks, step=on_step)):
             rows.append(replace(row, key={**network_key(settings), **row.key}))
-            write_record(out / experiment.file_name, _results(experiment, rows, used))
-    return _results(experiment, rows, used)
+            if len(rows) >= known:
+                write_record(path, _results(experiment, rows, used))
+    results = _results(experiment, rows, used)
+    write_record(path, results)
+    return results
+
+
+def _number_of_rows(path: Path) -> int:
+    """Of a result file; 0 if there is none that can be read."""
+    try:
+        return len(read_record(ExperimentResults, path).rows) if path.is_file() else 0
+    except BadCheckpoint:
+        return 0
 
 
 def located_networks(experiment: Experiment, data_dir: str, device: str) -> list[TrainSettings]:
