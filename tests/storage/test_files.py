@@ -17,6 +17,7 @@ from fedortho.storage.files import (
     copy_file,
     file_digest,
     locked,
+    parse_json,
     read_json,
     read_tensors,
     replacing,
@@ -240,3 +241,9 @@ def test_a_lock_whose_file_is_removed_at_its_end_still_excludes_all_others(tmp_p
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(count, range(100)))
     assert path.read_text() == "100"
+
+
+@pytest.mark.parametrize("text", ['{"passes": true, "passes": false}', '[{"a": {"b": 1, "c": 2, "b": 1}}]'])
+def test_a_key_that_stands_twice_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"has '(passes|b)' twice"):  # readers differ in which of them they take
+        parse_json(text)

@@ -170,7 +170,7 @@ def _regular_file(path: Path, kind: type[FedOrthoError] = BadCheckpoint) -> Iter
 
 
 def parse_json(text: bytes | str) -> Any:
-    """The value of a JSON text; ValueError for NaN, infinite numbers, halves of characters and deep nesting too.
+    """The value of a JSON text; ValueError for NaN, infinite numbers, keys twice, half characters and deep nesting too.
 
     >>> parse_json('{"accuracy": NaN}')
     Traceback (most recent call last):
@@ -179,11 +179,20 @@ def parse_json(text: bytes | str) -> Any:
     """
     text = text if isinstance(text, str) else text.decode()
     try:
-        value = json.loads(text, parse_constant=_finite, parse_float=_finite)
+        value = json.loads(text, parse_constant=_finite, parse_float=_finite, object_pairs_hook=_unique)
         if "\\ud" in text.lower():  # half of a pair cannot be written again
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The mapping; of a key that stands twice readers take the first or the last, so it tells two things."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"it has {max(keys, key=keys.count)!r:.80} twice")
     return value
 
 
