@@ -18,6 +18,11 @@ from fedortho.storage.files import write_json
 NAMES = ("C1", "C2", "C3", "C4", "C5", "C6")
 
 
+def probed(**details: object) -> list[dict[str, object]]:
+    """A failed probe in JSON, with details that somebody has edited."""
+    return [{"outcome": "FAIL", "finding": "", "name": "C1", "unlearned": 0.9, "details": details}]
+
+
 def test_a_verdict_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read_verdict(tmp_path) is None
     write_verdict(tmp_path, RECORD)
@@ -37,6 +42,8 @@ def test_a_verdict_is_read_as_it_was_written(tmp_path: Path) -> None:
         ({"audits": [{"outcome": "MAYBE", "finding": ""}]}, "outcome"),
         ({"metrics": [{"name": "test-accuracy", "value": 2.0}]}, "outside 0 to 1"),
         ({"metrics": 3}, "metrics"),
+        *(({"audits": probed(references=number)}, "details of its audits") for number in (7, "x", None, 1e300)),
+        ({"audits": probed(depths=3, erased_behind="x")}, "details of its audits"),
     ],
 )
 def test_a_file_that_is_no_verdict_is_refused_by_name(tmp_path: Path, change: dict[str, object], token: str) -> None:

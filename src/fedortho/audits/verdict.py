@@ -175,9 +175,14 @@ class Verdict:
             if isinstance(metrics, list) and all(isinstance(metric, dict) for metric in metrics):
                 value["metrics"] = [{key: metric[key] for key in metric if key in stored} for metric in metrics]
         try:
-            return from_json(cls, value, source)
+            verdict = from_json(cls, value, source)
         except ValueError as error:  # a metric outside its range
             raise BadRecord(f"{source}: {error}") from error
+        try:
+            _audit_sentence(verdict)  # it reads details, which may be anything
+        except (LookupError, TypeError, ValueError) as error:
+            raise BadRecord(f"{source}: details of its audits are not what audits write ({error})") from error
+        return verdict
 
     def __str__(self) -> str:
         return f"{self.sentence} [{self.label}]"
