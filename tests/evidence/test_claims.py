@@ -9,6 +9,7 @@ import pytest
 from bundles import all_passed, better, edited, forge, wholly_forged
 from forging import campaign
 
+from fedortho.audits.verdict import Verdict
 from fedortho.evidence import claims
 from fedortho.evidence.bundle import BadBundle, open_bundle, read_bundle
 from fedortho.evidence.published_head import publish_head
@@ -164,6 +165,22 @@ def test_a_verdict_that_contradicts_itself_is_refused_without_data(judged: Path)
     ):
         with pytest.raises(BadBundle, match=lie):
             read_bundle(forge(made, {"verdict.json": edited(made, "verdict.json", change)}), "x.zip")
+
+
+def test_membership_passes_without_a_reference_model(judged: Path) -> None:
+    """It compares shadow models, so that such a verdict is honest."""
+
+    def alone(value: dict[str, Any]) -> dict[str, Any]:
+        none = {"outcome": "NOT RUN"} | dict.fromkeys(("value", "limit", "unlearned", "original", "reference"))
+        value["audits"] = [audit | none for audit in value["audits"]]
+        value["audits"][3] |= {"outcome": "PASS", "value": 0.01, "limit": 0.1}
+        value |= {"has-reference": False, "digests": {role: value["digests"][role] for role in ("before", "after")}}
+        return Verdict.from_json(value, "verdict.json").to_json()
+
+    made = judged / "evidence.zip"
+    files = {"verdict.json": edited(made, "verdict.json", alone)}
+    files["digests.json"] = edited(made, "digests.json", lambda value: value | {"journal": None})
+    assert read_bundle(forge(made, files, without=["journal.jsonl"]), "x.zip").verdict
 
 
 def test_other_entries_of_the_journal_are_proved_and_not_shown(judged: Path) -> None:
