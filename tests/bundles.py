@@ -6,6 +6,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from fedortho.audits import AUDITS
+from fedortho.audits.result import AuditResult
 from fedortho.audits.verdict import Verdict
 from fedortho.data.request import ForgetRequest
 from fedortho.evidence.bundle import _spelled, open_bundle
@@ -21,8 +23,10 @@ Runs = dict[str, Run]
 
 
 def no_audits(request: str, after: str) -> Verdict:
-    """A verdict without metrics and audits on a model, about a class whose name has to be escaped in HTML."""
-    return Verdict(request, 'class "3"', "hide", (), (), None, has_reference=False, digests={"after": after})
+    """A verdict without metrics and results on a model, about a class whose name has to be escaped in HTML."""
+    reason = "no audits requested (--audit none)"
+    audits = tuple(AuditResult("NOT RUN", reason, name=name, title=audit.title) for name, audit in AUDITS.items())
+    return Verdict(request, 'class "3"', "hide", (), audits, None, has_reference=False, digests={"after": after})
 
 
 def forge(made: Path, files: Mapping[str, bytes], without: Sequence[str] = ()) -> bytes:
@@ -46,8 +50,9 @@ def edited(made: Path, name: str, change: Callable[[Any], Any]) -> bytes:
 def all_passed(value: dict[str, Any]) -> dict[str, Any]:
     """A verdict in which every audit passes, with fitting numbers, words and label."""
     audits = [
-        audit | {"outcome": "PASS", "finding": "nothing is found", "value": 0.0, "limit": audit["limit"] or 0.05}
+        audit | {"outcome": "PASS", "finding": "nothing is found", "value": 0.0, "limit": audit["limit"] or limit}
         for audit in value["audits"]
+        for limit in [AUDITS[audit["name"]].limits[0].value]
     ]
     return Verdict.from_json(value | {"audits": audits}, "verdict.json").to_json()
 

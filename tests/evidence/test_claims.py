@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,30 @@ def test_a_verdict_that_contradicts_itself_is_refused_without_data(judged: Path)
         (lambda v: v | {"has-reference": False}, "disagree about a reference model"),
         (all_passed, r"verdict\.json says 'passed 6 of 6'; journal\.jsonl tells of 'FAILED"),
         (lambda v: v | {"cost": v["cost"] | {"seconds": 0.0}}, "disagree about the verdict's cost"),
+    ):
+        with pytest.raises(BadBundle, match=lie):
+            read_bundle(forge(made, {"verdict.json": edited(made, "verdict.json", change)}), "x.zip")
+
+
+def test_a_verdict_lacks_no_audit_has_none_twice_and_keeps_their_limits(judged: Path) -> None:
+    def anew(**change: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+        return lambda value: Verdict.from_json(value | change, "verdict.json").to_json()
+
+    made = judged / "evidence.zip"
+    told = json.loads(open_bundle(made).files["verdict.json"])
+    audits, metrics = told["audits"], told["metrics"]
+    passed = [audit for audit in audits if audit["outcome"] == "PASS"]
+    lenient = [audit | ({"outcome": "PASS", "limit": 0.9} if audit["outcome"] == "FAIL" else {}) for audit in audits]
+    silent = [audit | ({"outcome": "NO REFERENCE"} if audit["outcome"] == "FAIL" else {}) for audit in audits]
+    empty = [audit | ({"value": None} if audit["outcome"] == "PASS" else {}) for audit in audits]
+    for change, lie in (
+        (anew(audits=passed), r"C[1345] is there 0 times"),
+        (anew(audits=passed[:1] * 6), r"C\d is there (0|6) times"),
+        (anew(audits=lenient), r"C1 has the limit 0\.9; expected 0\.082 or 0\.05 or 0\.083"),
+        (anew(audits=silent), "C1 is NO REFERENCE, but a reference model was measured"),
+        (anew(audits=empty), r"C\d is PASS, but has no value"),
+        (anew(retention=None), "retention is missing, though audits were run"),
+        (anew(metrics=[*metrics, metrics[0]]), "the metric forget-accuracy is there 2 times"),
     ):
         with pytest.raises(BadBundle, match=lie):
             read_bundle(forge(made, {"verdict.json": edited(made, "verdict.json", change)}), "x.zip")

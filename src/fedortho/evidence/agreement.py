@@ -3,8 +3,11 @@
 Files that agree can still be invented together: only `claims.py`, with the data at hand, finds that.
 """
 
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
+from fedortho.audits import AUDITS, known_audits
 from fedortho.audits.membership import MEMBERSHIP
 from fedortho.audits.result import ROUNDING
 from fedortho.audits.retention import RETENTION
@@ -92,11 +95,36 @@ def _check_verdict(bundle: Bundle, verdict: Verdict, file: dict[str, Any]) -> No
         is_alone = result.name in (RETENTION.name, MEMBERSHIP.name)  # they compare with other models
         if not is_alone and not verdict.has_reference:
             raise BadBundle(f"{source}: verdict.json: {result.name} is PASS, but no reference model was measured")
+    is_ours = bundle.manifest.made_by == made_here()  # other versions have other audits, limits and words
+    for lie in _incomplete(verdict) if is_ours else ():
+        raise BadBundle(f"{source}: verdict.json: {lie}")
     derived = verdict.to_json()
-    for key in DERIVED if bundle.manifest.made_by == made_here() else ("passes",):  # other versions word it otherwise
+    for key in DERIVED if is_ours else ("passes",):
         if key in file and file[key] != derived[key]:
             told = f"{key} is {file[key]!r:.100}; its numbers give {derived[key]!r:.100}"
             raise BadBundle(f"{source}: verdict.json: {told}")
+
+
+def _incomplete(verdict: Verdict) -> Iterator[str]:
+    """What no verdict of this version lacks or has: each audit once, each metric once, and the audits' own limits."""
+    named = Counter(audit.name for audit in verdict.audits)
+    yield from (
+        f"{name} is there {named[name]} times; expected once" for name in {*AUDITS} | {*named} if named[name] != 1
+    )
+    metrics = Counter(metric.name for metric in verdict.metrics)
+    yield from (f"the metric {name} is there {number} times" for name, number in metrics.items() if number > 1)
+    has_run = any(audit.outcome != "NOT RUN" for audit in verdict.audits)
+    if has_run and verdict.retention is None:
+        yield "retention is missing, though audits were run"
+    for result in verdict.results:
+        audit = RETENTION if result is verdict.retention else known_audits().get(result.name)
+        own = [] if audit is None else [limit.value for limit in audit.limits]
+        if own and result.limit is not None and result.limit not in own:
+            yield f"{result.name} has the limit {result.limit:g}; expected {' or '.join(f'{each:g}' for each in own)}"
+        if result.outcome == "PASS" and (result.value is None or result.limit is None):
+            yield f"{result.name} is PASS, but has no value or no limit"
+        if result.outcome == "NO REFERENCE" and verdict.has_reference:
+            yield f"{result.name} is NO REFERENCE, but a reference model was measured"
 
 
 def _check_journal(bundle: Bundle, label: str | None) -> None:
