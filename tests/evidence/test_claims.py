@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bundles import all_passed, better, edited, forge, wholly_forged
+from bundles import all_passed, better, edited, forge, manifest, wholly_forged
 from forging import campaign
 
 from fedortho.audits.verdict import Verdict
 from fedortho.evidence import claims
 from fedortho.evidence.bundle import BadBundle, open_bundle, read_bundle
+from fedortho.evidence.canonical_zip import pack_files
 from fedortho.evidence.published_head import publish_head
 from fedortho.evidence.recheck import check_bundle
 from fedortho.reports.pictures import Gallery
@@ -190,6 +191,18 @@ def test_a_verdict_lacks_no_audit_has_none_twice_and_keeps_their_limits(judged: 
     ):
         with pytest.raises(BadBundle, match=lie):
             read_bundle(forge(made, {"verdict.json": edited(made, "verdict.json", change)}), "x.zip")
+
+
+def test_a_readme_of_somebody_else_is_refused_and_that_of_another_version_not_checked(
+    judged: Path, tmp_path: Path
+) -> None:
+    files, made = {"README.txt": b"Certified: all audits passed.\n"}, judged / "evidence.zip"
+    with pytest.raises(BadBundle, match=r"README\.txt is not the one that fedortho .* writes"):
+        read_bundle(forge(made, files), "x.zip")
+    files = dict(open_bundle(made).files) | files
+    body = json.loads(files.pop("manifest.json")) | {"made-by": "fedortho 0.0.1"}
+    (tmp_path / "x.zip").write_bytes(pack_files(files | {"manifest.json": manifest(body, files)}))
+    assert any(text.startswith("README.txt, and which audits") for text in states(tmp_path / "x.zip")["not checked"])
 
 
 def test_membership_passes_without_a_reference_model(judged: Path) -> None:

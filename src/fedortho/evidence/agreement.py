@@ -13,7 +13,7 @@ from fedortho.audits.result import ROUNDING
 from fedortho.audits.retention import RETENTION
 from fedortho.audits.verdict import DERIVED, Verdict
 from fedortho.evaluation.case import REFERENCES
-from fedortho.evidence.contents import BadBundle, Bundle, made_here
+from fedortho.evidence.contents import BadBundle, Bundle, made_here, readme_text
 from fedortho.requests.judging import edited_parts
 from fedortho.storage.records import is_digest
 
@@ -40,6 +40,9 @@ def check_agreement(bundle: Bundle, verdict_file: dict[str, Any] | None) -> None
     for what, values in claims.items():
         if any(value != values[0] for value in values) or (what in ("before", "after", "request") and not values[0]):
             raise BadBundle(f"{bundle.source}: its files disagree about {what}: {', '.join(map(str, values))}"[:300])
+    is_ours = bundle.manifest.made_by == made_here()
+    if is_ours and bundle.files["README.txt"] != readme_text(bundle.request, bundle.digests):
+        raise BadBundle(f"{bundle.source}: README.txt is not the one that {made_here()} writes")
     if bundle.verdict is not None and verdict_file is not None:
         _check_verdict(bundle, bundle.verdict, verdict_file)
     told = None if bundle.verdict is None else str((verdict_file or {}).get("label", bundle.verdict.label))

@@ -13,7 +13,6 @@ from functools import partial
 from hashlib import sha256
 from html import unescape
 from importlib import metadata
-from importlib.resources import files as package_files
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -161,11 +160,10 @@ def _collect(run: Run, number: int, beside: Path) -> dict[str, bytes]:
     digests = contents.DigestsFile(*models, file_digest(patch), record.data.digest, entry.ledger, journal=end)
     earlier = tuple(other.request for other in record.requests[:number])
     network = contents.NetworkRecord(run.settings.model, record.model.num_classes, record.model.channels)
-    readme = package_files("fedortho.evidence").joinpath("README.txt").read_text("utf-8")
-    words = {"request": entry.request, "run": name, "before": digests.before, "after": digests.after}
+    asked = contents.RequestFile(entry.request, name, number, earlier)
     files = {
-        "README.txt": readme.format(**words).encode(),
-        "request.json": _text(contents.RequestFile(entry.request, name, number, earlier)),
+        "README.txt": contents.readme_text(asked, digests),
+        "request.json": _text(asked),
         "entry.json": _text(entry),
         "settings.json": _text(contents.SettingsFile(network, record.settings, entry.settings)),
         "digests.json": _text(digests),

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.resources import files
 from pathlib import Path
 from typing import ClassVar
 
@@ -113,6 +114,12 @@ ALLOWED = (*NEEDED, "verdict.json", "report.html", "journal.jsonl")
 def made_here() -> str:
     """This version, as a manifest names it."""
     return f"fedortho {environment().versions['fedortho']}"
+
+
+def readme_text(request: RequestFile, digests: DigestsFile) -> bytes:
+    """README.txt, which this version writes into a bundle of these."""
+    words = {"request": request.request, "run": request.run, "before": digests.before, "after": digests.after}
+    return files("fedortho.evidence").joinpath("README.txt").read_text("utf-8").format(**words).encode()
 
 
 class BadBundle(FedOrthoError):

@@ -15,7 +15,7 @@ from fedortho.evaluation.case import COUNTERFACTUALS, REFERENCES
 from fedortho.evidence import claims
 from fedortho.evidence.bundle import open_bundle
 from fedortho.evidence.claims import BundleCheck, Findings
-from fedortho.evidence.contents import BadBundle, Bundle
+from fedortho.evidence.contents import BadBundle, Bundle, made_here
 from fedortho.evidence.published_head import PublishedHead, read_head
 from fedortho.methods import make_method
 from fedortho.models.patch import Patch
@@ -94,7 +94,9 @@ def check_bundle(
 
 
 def _tell_maker(found: Findings, bundle: Bundle, digest: str, public: Path | None) -> None:
-    mine, signer = bundle.manifest.digest, bundle.manifest.signer
+    mine, signer, maker = bundle.manifest.digest, bundle.manifest.signer, bundle.manifest.made_by
+    if maker != made_here():
+        found.unchecked(f"README.txt, and which audits, limits and words {maker} has: this is {made_here()}")
     unknown = f"whether it is the bundle that was made: compare {mine} with what its maker says (--digest)"
     found.either(bool(digest), "its digest is the given one", unknown)
     if signer is None:
