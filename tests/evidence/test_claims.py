@@ -149,6 +149,9 @@ def test_a_verdict_that_contradicts_itself_is_refused_without_data(judged: Path)
         next(audit for audit in value["audits"] if audit["outcome"] == "NOT RUN")["value"] = 0.0
         return value
 
+    def same(role: str, other: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+        return lambda value: value | {"digests": value["digests"] | {role: value["digests"][other]}}
+
     def unnamed(value: dict[str, Any]) -> dict[str, Any]:
         del value["digests"]["before"]
         return value
@@ -164,6 +167,11 @@ def test_a_verdict_that_contradicts_itself_is_refused_without_data(judged: Path)
         (lambda v: v | {"has-reference": False}, "disagree about a reference model"),
         (all_passed, r"verdict\.json says 'passed 6 of 6'; journal\.jsonl tells of 'FAILED"),
         (lambda v: v | {"cost": v["cost"] | {"seconds": 0.0}}, "disagree about the verdict's cost"),
+        (lambda v: v | {"settings": {}}, "disagree about the verdict's settings"),
+        (lambda v: v | {"origin": {"data": {"digest": "0" * 64}}}, "disagree about the verdict's data"),
+        (same("reference", "after"), "disagree about reference models that are no other model: 0, 1"),
+        (same("reference", "before"), "disagree about reference models that are no other model: 0, 1"),
+        (same("second_reference", "reference"), "disagree about reference models that are no other model: 1, 2"),
     ):
         with pytest.raises(BadBundle, match=lie):
             read_bundle(forge(made, {"verdict.json": edited(made, "verdict.json", change)}), "x.zip")
@@ -239,6 +247,7 @@ def test_lines_that_do_not_lead_to_the_end_or_to_the_published_head_are_refused(
         ([second, first, other, last], "is entry 1, and the line before is entry 2"),
         ([first, last.replace(b"FAILED", b"PASSED")], "its hash does not match its text"),
         ([first, other.replace(b'"number":3', b'"number":true')], "has the number True"),
+        ([first, second, other.replace(b"{", b'{"body":"x",'), last], "not in the form that is written"),
     ):
         with pytest.raises(BadBundle, match=lie):
             read_bundle(forge(made, {"journal.jsonl": b"".join(lines)}), "x.zip")
@@ -265,6 +274,8 @@ def test_digests_are_hex_and_true_is_no_schema(judged: Path) -> None:
         ("verdict.json", lambda v: v | {"digests": v["digests"] | {"reference": "x"}}, r"digests\.reference is 'x'"),
         ("request.json", lambda v: v | {"run": "../../evil"}, "expected the plain name"),
         ("verdict.json", lambda v: v | {"schema": True}, "schema True"),
+        ("entry.json", lambda v: v | {"after": v["after"] | {"retain": 5.0}}, r"after\.retain is 5; expected a share"),
+        ("entry.json", lambda v: v | {"before": v["before"] | {"forget": -0.1}}, r"before\.forget is -0\.1; expected"),
     ):
         with pytest.raises(BadBundle, match=lie):
             read_bundle(forge(made, {name: edited(made, name, change)}), "x.zip")

@@ -5,6 +5,7 @@ Files that agree can still be invented together: only `claims.py`, with the data
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from fedortho.audits import AUDITS, known_audits
@@ -40,6 +41,10 @@ def check_agreement(bundle: Bundle, verdict_file: dict[str, Any] | None) -> None
     for what, values in claims.items():
         if any(value != values[0] for value in values) or (what in ("before", "after", "request") and not values[0]):
             raise BadBundle(f"{bundle.source}: its files disagree about {what}: {', '.join(map(str, values))}"[:300])
+    for when, shares in (("before", entry.before), ("after", entry.after)):
+        for name, share in asdict(shares).items():
+            if not 0 <= share <= 1:
+                raise BadBundle(f"{bundle.source}: entry.json: {when}.{name} is {share:g}; expected a share, 0 to 1")
     is_ours = bundle.manifest.made_by == made_here()
     if is_ours and bundle.files["README.txt"] != readme_text(bundle.request, bundle.digests):
         raise BadBundle(f"{bundle.source}: README.txt is not the one that {made_here()} writes")
@@ -63,21 +68,25 @@ def _digests(bundle: Bundle) -> dict[str, Any]:
 
 
 def _verdict_claims(bundle: Bundle, verdict: Verdict) -> dict[str, tuple[Any, ...]]:
-    """What the verdict tells of the request; one that was made without a run tells less."""
-    entry, digests = bundle.entry, bundle.digests
+    """What the verdict tells of the request; one without any result may tell less."""
+    entry, digests, known = bundle.entry, bundle.digests, verdict.digests
+    models = [known[role] for role in REFERENCES if role in known]
+    others = {known[role] for role in ("before", "after") if role in known}
     claims: dict[str, tuple[Any, ...]] = {
         "the verdict's request": (entry.request, verdict.request),
         "the verdict's method": (entry.method, verdict.method),
-        "the verdict's model": (digests.after, verdict.digests.get("after")),
+        "the verdict's model": (digests.after, known.get("after")),
     }
-    if verdict.settings:
-        claims["the verdict's model before"] = (digests.before, verdict.digests.get("before"))
+    claims["a reference model"] = (verdict.has_reference, bool(models))
+    claims["reference models that are no other model"] = (len({*models} - others), len(models))
+    data = verdict.origin.get("data", {})
+    claims["the verdict's data"] = (digests.data, data.get("digest", digests.data) if isinstance(data, dict) else data)
+    if verdict.metrics or any(result.outcome != "NOT RUN" for result in verdict.results):
+        claims["the verdict's model before"] = (digests.before, known.get("before"))
         claims["the verdict's settings"] = (dict(entry.settings), dict(verdict.settings))
         claims["the verdict's cost"] = (entry.cost, verdict.cost)
         claims["the verdict's effect"] = (entry.effect, verdict.effect)
         claims["what was edited"] = (edited_parts(entry), dict(verdict.edited))
-        named = any(role in verdict.digests for role in REFERENCES)
-        claims["a reference model"] = (verdict.has_reference, named)
     return claims
 
 
