@@ -72,4 +72,6 @@ def _parse(line: bytes) -> tuple[int, JournalEntry | None, str]:
     number, digest = value["number"], value["body"]
     if type(number) is not int or not is_digest(digest):
         raise ValueError(f"it has the number {number!r:.40} and the digest {digest!r:.80}")
+    if canonical_json(value).encode() != line:
+        raise ValueError("it is not in the form that is written")
     return number, None, digest
