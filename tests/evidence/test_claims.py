@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from bundles import all_passed, better, edited, forge, manifest, wholly_forged
 from forging import campaign
 
+from fedortho.audits.relearn import RELEARNED
 from fedortho.audits.verdict import Verdict
 from fedortho.evidence import claims
 from fedortho.evidence.bundle import BadBundle, open_bundle, read_bundle
@@ -211,6 +213,17 @@ def test_a_readme_of_somebody_else_is_refused_and_that_of_another_version_not_ch
     body = json.loads(files.pop("manifest.json")) | {"made-by": "fedortho 0.0.1"}
     (tmp_path / "x.zip").write_bytes(pack_files(files | {"manifest.json": manifest(body, files)}))
     assert any(text.startswith("README.txt, and which audits") for text in states(tmp_path / "x.zip")["not checked"])
+
+
+def test_a_full_verdict_against_one_reference_is_repeated_in_full(judged: Path) -> None:
+    """Its C4 and C5 were not run, but its C3 was trained."""
+    quick = open_bundle(judged / "evidence.zip").verdict
+    assert quick is not None
+    assert claims.budget_of(quick) == "quick"
+    audits = [
+        replace(each, details={**each.details, RELEARNED: {}}) if each.name == "C3" else each for each in quick.audits
+    ]
+    assert claims.budget_of(replace(quick, audits=tuple(audits))) == "full"
 
 
 def test_membership_passes_without_a_reference_model(judged: Path) -> None:

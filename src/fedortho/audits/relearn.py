@@ -38,6 +38,7 @@ TARGET = 0.8  # share of the original's forget accuracy that counts as relearned
 EVALUATED = 500  # images at every evaluation
 SHOTS, DRAWS = 10, 20  # images of a prototype, and prototypes that are averaged
 FALSE_ALARMS = 0.05  # share of retain images that the prototype may take
+RELEARNED = "relearning"  # steps by k, in the details of the full budget
 
 
 def relearning(case: Case, cache: MeasurementCache, budget: str) -> AuditResult:
@@ -57,8 +58,8 @@ def relearning(case: Case, cache: MeasurementCache, budget: str) -> AuditResult:
         details["reset tail"] = attacks[1].details
     if budget == "full":
         numbers = [k for k in SAMPLES if k or not case.retains_one_class]
-        details["relearning"] = {str(k): _relearning_steps(case, cache, k) for k in numbers}
-        attacks += [_relearning_attack(k, steps) for k, steps in details["relearning"].items()]
+        details[RELEARNED] = {str(k): _relearning_steps(case, cache, k) for k in numbers}
+        attacks += [_relearning_attack(k, steps) for k, steps in details[RELEARNED].items()]
     if not attacks:
         reason = "the prototype applies to class requests only; relearning is part of --audit full"
         return AuditResult("NOT RUN", reason)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from fedortho.audits import find_audit, run_audits
 from fedortho.audits.measurements import MeasurementCache
 from fedortho.audits.qualification import read_qualification
+from fedortho.audits.relearn import RELEARNED
 from fedortho.audits.result import ROUNDING
 from fedortho.audits.retention import RETENTION
 from fedortho.audits.verdict import Verdict, subject_of
@@ -179,13 +180,19 @@ def chosen_audits(verdict: Verdict, audits: str) -> list[str]:
     return [name for name in claimed if name in wanted]
 
 
+def budget_of(verdict: Verdict) -> str:
+    """The budget of a verdict's audits; with one reference model the full one may have no audit that quick has not."""
+    claimed = [result for result in verdict.audits if result.outcome != "NOT RUN"]
+    is_full = any(not find_audit(each.name).is_quick or RELEARNED in each.details for each in claimed)
+    return "full" if is_full else "quick"
+
+
 def _repeat_audits(
     found: Findings, verdict: Verdict, case: Any, cache: MeasurementCache, audits: str, is_complete: bool
 ) -> None:
     names = chosen_audits(verdict, audits) if is_complete else []
-    claimed = [result for result in verdict.audits if result.outcome != "NOT RUN"]
-    budget = "full" if any(not find_audit(result.name).is_quick for result in claimed) else "quick"
-    repeated = {each.name: each for each in run_audits(case, budget, only=names, cache=cache)} if names else {}
+    again = run_audits(case, budget_of(verdict), only=names, cache=cache) if names else []
+    repeated = {each.name: each for each in again}
     for told in verdict.audits:
         result, claim = repeated.get(told.name), f"audit {told.name}, said to be {told.outcome}"
         if told.outcome == "NOT RUN":
