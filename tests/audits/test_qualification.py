@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 
 from fedortho.audits.qualification import ClassTrial, MethodTrial, Qualification, least_share
+from fedortho.errors import BadRecord
 
 PASSED = ClassTrial(
     "class:1", "test", {"C1": "PASS", "C2": "PASS", "C5": "NOT RUN"}, "a", ("r", "s"), 0.0, 0.8, 0.81, 30.0, 100.0
@@ -39,12 +40,26 @@ def test_the_cost_counts_every_reference_once_and_every_trial() -> None:
 
 
 def test_reference_models_from_elsewhere_leave_the_cost_open() -> None:
-    found = finished(replace(PASSED, reference_flops=0.0), PASSED)
+    found = finished(replace(PASSED, reference_flops=0.0), replace(PASSED, request="class:2"))
     assert found.confirmed is not None
     assert [trial.share_of_training for trial in found.confirmed.classes] == [None, 0.3]
     assert (found.retrainings, found.break_even) == (None, None)
     assert found.sentence.endswith("confidence. What it cost is not known: reference models were trained elsewhere.")
     assert found.is_qualified
+
+
+def test_a_class_counts_once_and_only_if_it_was_drawn_and_confirmed_on_test_images() -> None:
+    found = finished(PASSED, FAILED)
+    assert found.confirmed is not None
+    for change in (
+        {"confirming": ("class:1", "class:1")},
+        {"choosing": ("class:1",)},
+        {"confirmed": MethodTrial("regrow", {}, (PASSED, PASSED))},
+        {"confirmed": MethodTrial("regrow", {}, (PASSED, replace(PASSED, request="class:7")))},
+        {"confirmed": MethodTrial("regrow", {}, (replace(PASSED, split="valid"), FAILED))},
+    ):
+        with pytest.raises(BadRecord, match=r"has a class twice|other classes than those drawn"):
+            replace(found, **change)  # type: ignore[arg-type]  # names of fields
 
 
 def test_what_is_not_finished_claims_nothing() -> None:

@@ -76,6 +76,14 @@ class Qualification:
     tried: tuple[MethodTrial, ...] = ()
     confirmed: MethodTrial | None = None
 
+    def __post_init__(self) -> None:
+        drawn, confirmed = (*self.choosing, *self.confirming), self.confirmed.classes if self.confirmed else ()
+        tried = [trial.request for trial in confirmed]
+        if len({*drawn}) < len(drawn) or len({*tried}) < len(tried):
+            raise BadRecord(f"a qualification has a class twice: {', '.join(drawn)[:80]}; expected each once")
+        if {*tried} - {*self.confirming} or any(trial.split != "test" for trial in confirmed):
+            raise BadRecord("a qualification was confirmed on other classes than those drawn, or not on test images")
+
     @property
     def is_finished(self) -> bool:
         return self.confirmed is not None and len(self.confirmed.classes) == len(self.confirming)
