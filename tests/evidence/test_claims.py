@@ -19,7 +19,8 @@ from fedortho.evidence.canonical_zip import pack_files
 from fedortho.evidence.published_head import publish_head
 from fedortho.evidence.recheck import check_bundle
 from fedortho.reports.pictures import Gallery
-from fedortho.storage.journal import append_entry
+from fedortho.storage.files import canonical_json
+from fedortho.storage.journal import append_entry, parse_entry
 
 
 def states(path: Path, **given: Any) -> dict[str, list[str]]:
@@ -68,6 +69,7 @@ def test_an_honest_bundle_is_measured_again_and_agrees(judged: Path, tmp_path: P
     ):
         assert text in checked
     assert "audit C3, said to be FAIL: not repeated; --audits C3" in unchecked
+    assert "whether its reference models never saw the forget set: that is their maker's word" in unchecked
     assert "audit C6, said to be PASS: not repeated" in unchecked
     assert [text[:8] for text in found["absent"]] == ["signatur", "audit C4", "audit C5"]
 
@@ -102,9 +104,18 @@ def changed(judged: Path, tmp_path: Path, files: dict[str, bytes], without: tupl
     return tmp_path / "x.zip"
 
 
+def test_a_verdict_of_which_no_line_tells_is_named(judged: Path, tmp_path: Path) -> None:
+    *lines, last = open_bundle(judged / "evidence.zip").files["journal.jsonl"].splitlines(keepends=True)
+    entry = parse_entry(last.rstrip(b"\n"))
+    hidden = canonical_json({"body": entry.body, "number": entry.number}).encode() + b"\n"
+    path = changed(judged, tmp_path, {"journal.jsonl": b"".join([*lines, hidden])})
+    assert "a line of journal.jsonl that tells of the verdict" in states(path)["absent"]
+
+
 def test_each_lie_is_named(judged: Path, tmp_path: Path) -> None:
     def prettier(value: dict[str, Any]) -> dict[str, Any]:
         value["metrics"][1]["value"] = 0.999
+        value["metrics"].append(value["metrics"][1] | {"name": "client-change-min", "value": 0.0})
         attack = next(metric for metric in value["metrics"] if "attack accuracy" in metric["details"])
         attack["details"]["attack accuracy"] = 0.123
         return value
@@ -123,6 +134,7 @@ def test_each_lie_is_named(judged: Path, tmp_path: Path) -> None:
         "entry.json: after.retain is 0.999",
         "settings.json: training.epochs is 90; here it is 2",
         "verdict.json: retain-accuracy value is 0.999",
+        "metrics of other requests is ['client-change-min']",
         "details.attack accuracy is 0.123",
         "report.html: line",
     ):

@@ -16,6 +16,7 @@ from fedortho.audits.verdict import DERIVED, Verdict
 from fedortho.evaluation.case import REFERENCES
 from fedortho.evidence.contents import BadBundle, Bundle, made_here, readme_text
 from fedortho.requests.judging import edited_parts
+from fedortho.storage.journal import JournalEntry
 from fedortho.storage.records import is_digest
 
 NUMBERS = ("value", "limit", "unlearned", "original", "reference")  # of an audit that was run
@@ -139,6 +140,12 @@ def _incomplete(verdict: Verdict) -> Iterator[str]:
             yield f"{result.name} is NO REFERENCE, but a reference model was measured"
 
 
+def judged_lines(bundle: Bundle) -> list[JournalEntry]:
+    """The lines of its journal that tell of a verdict on the model after."""
+    entries = bundle.chain.entries
+    return [each for each in entries if each.event in ("judged", "verified") and each.after == bundle.digests.after]
+
+
 def _check_journal(bundle: Bundle, label: str | None) -> None:
     """Refuse lines that do not end where digests.json says, or that tell of a verdict with another label."""
     source, chain, end, verdict = bundle.source, bundle.chain, bundle.digests.journal, bundle.verdict
@@ -146,7 +153,7 @@ def _check_journal(bundle: Bundle, label: str | None) -> None:
         raise BadBundle(f"{source}: journal.jsonl has {len(chain.entries)} entries; digests.json tells of {end}")
     if end is not None and (chain.last > end.number or chain.hashes.get(end.number, end.hash) != end.hash):
         raise BadBundle(f"{source}: journal.jsonl does not lead to entry {end.number} with the hash {end.hash[:16]}")
-    judged = [e for e in chain.entries if e.event in ("judged", "verified") and e.after == bundle.digests.after]
+    judged = judged_lines(bundle)
     outcomes = [(e.details.get("label"), e.details.get("passes", verdict and verdict.passes)) for e in judged]
     if verdict is not None and judged and (label, verdict.passes) not in outcomes:
         raise BadBundle(f"{source}: verdict.json says {label!r:.100}; journal.jsonl tells of {outcomes[-1][0]!r:.100}")

@@ -32,6 +32,7 @@ from fedortho.reports.gallery import NO_ORIGINAL, NO_REFERENCE, audit_pictures, 
 from fedortho.reports.page import LEFT_OUT, render, without_images
 from fedortho.reports.summary import Report
 from fedortho.requests.forgetting import ServedRequest
+from fedortho.requests.qualifying import QualifyOptions, draw_classes
 from fedortho.requests.references import case_of, find_references, runs_beside
 from fedortho.runs.derived import build_derived
 from fedortho.runs.record import ResultRecord
@@ -138,6 +139,8 @@ def check_verdict(
     cache = MeasurementCache()
     metrics = MetricSuite(case).measure(case.unlearned)
     same = found.compare("verdict.json: subject", verdict.subject, subject_of(request, data.test.names))
+    other = {metric.name for metric in verdict.metrics} - {metric.name for metric in metrics}
+    same &= found.compare("verdict.json: metrics of other requests", sorted(other), [])
     keys = ("value", "images", "details", *(["reference"] if is_complete else []))
     for metric in metrics if verdict.metrics else ():
         if metric.value is not None or is_complete:
@@ -145,9 +148,14 @@ def check_verdict(
             values = ({key: getattr(each, key, None) for key in keys} for each in (told, metric))
             same &= found.compare(f"verdict.json: {metric.name} ", *values)
     same &= _origin(found, verdict, run)
-    if same:
+    if not verdict.metrics:
+        found.absent("verdict.json: no metric")
+    elif same:
         without = "" if is_complete else ", without the reference model"
         found.checked(f"the verdict's metrics, measured again{without}")
+    if names and is_complete:
+        own = f"train one of your own (--without {request}) and judge against it"
+        found.unchecked(f"whether its reference models never saw the forget set: that is their maker's word; {own}")
     if verdict.retention is not None and is_complete:
         _compare_audit(found, verdict.retention, RETENTION(case, cache))
     _repeat_audits(found, verdict, case, cache, audits, is_complete)
@@ -158,7 +166,12 @@ def _origin(found: Findings, verdict: Verdict, run: Run) -> bool:
     mine = {"data": to_json(run.record.data), "settings": dict(run.record.settings)}
     told = {key: verdict.origin[key] for key in mine if key in verdict.origin}
     same = found.compare("verdict.json: origin.", told, {key: mine[key] for key in told})
-    if verdict.qualification is not None:
+    if (qualified := verdict.qualification) is not None:
+        numbers = (len(qualified.confirming), len(qualified.choosing), qualified.seed)
+        drawn = draw_classes(run, QualifyOptions(*numbers))
+        pairs = ([each.choosing, each.confirming] for each in (qualified, drawn))
+        same &= found.compare("verdict.json: qualification: what its seed draws", *pairs)
+        found.unchecked("what the qualification in verdict.json tells of the drawn classes: none was audited again")
         known = read_qualification(run.path)
         if known is None:
             found.unchecked(f"the qualification in verdict.json: {run.path} has none to compare with")

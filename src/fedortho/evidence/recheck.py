@@ -13,6 +13,7 @@ from fedortho.devices import using_threads
 from fedortho.errors import FedOrthoError
 from fedortho.evaluation.case import COUNTERFACTUALS, REFERENCES
 from fedortho.evidence import claims
+from fedortho.evidence.agreement import judged_lines
 from fedortho.evidence.bundle import open_bundle
 from fedortho.evidence.claims import BundleCheck, Findings
 from fedortho.evidence.contents import BadBundle, Bundle, made_here
@@ -117,6 +118,8 @@ def _follow_chain(found: Findings, bundle: Bundle, head: PublishedHead | None) -
         return
     if not any(entry.after == bundle.digests.after for entry in bundle.chain.entries):
         found.absent("a line of journal.jsonl that tells of the model after")
+    elif bundle.verdict is not None and not judged_lines(bundle):
+        found.absent("a line of journal.jsonl that tells of the verdict")
     follows = f"journal.jsonl: its lines from entry {min(hashes, default=0)} on lead to entry {end.number}, {end.hash}"
     gap = f"journal.jsonl: whether its lines belong to a chain to entry {end.number}: some are not here"
     found.either(end.number in hashes, follows, gap)
