@@ -96,7 +96,7 @@ def decide(
 
 def original_exceeds(measured: Mapping[str, float], limit: Limit) -> bool:
     """Whether the original model exceeds the reference by more than the limit; if not, forgetting nothing passes."""
-    return measured["original"] - measured["reference"] > limit.value
+    return measured["original"] - measured["reference"] > limit.value + ROUNDING
 
 
 def doubts(case: Case, value: float | None, limit: Limit) -> str:

@@ -2,7 +2,7 @@
 
 from fedortho.audits.audit import Audit
 from fedortho.audits.measurements import MeasurementCache, accuracy_on, measure_models
-from fedortho.audits.result import AuditResult, Limit, Outcome, compared, shares_text
+from fedortho.audits.result import ROUNDING, AuditResult, Limit, Outcome, compared, shares_text
 from fedortho.evaluation.case import Case
 
 LIMIT = Limit("retention", 0.05)  # loss of retain accuracy on test images
@@ -20,7 +20,7 @@ def lost_accuracy(case: Case, cache: MeasurementCache, budget: str) -> AuditResu
     finding = f"retain accuracy is {shares_text(shares, len(case.references))}: {change}{beside}; "
     finding += f"a loss of {100 * LIMIT.value:.1f} is the limit"
     finding += "; one class is retained, so a constant answer keeps it all" if case.retains_one_class else ""
-    outcome: Outcome = "PASS" if lost <= LIMIT.value else "FAIL"
+    outcome: Outcome = "PASS" if lost <= LIMIT.value + ROUNDING else "FAIL"
     return AuditResult(outcome, finding, lost, LIMIT.value, shares["unlearned"], shares["original"], reference)
 
 
