@@ -133,6 +133,12 @@ def test_a_claim_on_one_image_is_called_that() -> None:
     assert "100.0% of its one test image (one retrained model" in replace(verdict(), metrics=one).sentence
 
 
+def test_a_reference_model_that_predicts_the_class_is_doubted() -> None:
+    doubted = "the reference model predicts it (one retrained model: 85.0%)"
+    for share, words in ((0.0, "images are). A linear"), (0.85, doubted)):
+        assert words in replace(verdict(), metrics=(Metric("forget-accuracy", 0.0, share, 100),)).sentence
+
+
 def test_only_a_verdict_with_everything_run_and_passed_passes() -> None:
     assert verdict().passes
     for outcome in ("FAIL", "ERROR", "INCONCLUSIVE", "NOT RUN", "NO REFERENCE"):

@@ -224,7 +224,11 @@ def _accuracy_sentence(verdict: Verdict) -> str:
         return f"{named}: {metric.value:.1%} of {images} still classified correctly{reference}."
     images = "one test image" if is_one else "test images"
     if metric.value <= HIDDEN:
-        return f"{named} is no longer predicted ({metric.value:.1%} of its {images} {'is' if is_one else 'are'})."
+        share = f"{metric.value:.1%} of its {images} {'is' if is_one else 'are'}"
+        if (metric.reference or 0.0) <= HIDDEN:
+            return f"{named} is no longer predicted ({share})."
+        doubt = f"but the reference model predicts it{reference}: was it trained without it?"
+        return f"{named} is no longer predicted ({share}), {doubt}"
     return f"{named} is still predicted for {metric.value:.1%} of its {images}{reference}."
 
 
