@@ -121,6 +121,8 @@ def audit_pictures(audits: Sequence[AuditResult]) -> list[Picture]:
             depths = details.get("depths", list(next(iter(stages.values()))))  # JSON sorts layers by name
             in_order = {role: {name: found[name] for name in depths if name in found} for role, found in stages.items()}
             about = "Recall of a linear probe on what enters each layer, from the first stage to the classifier."
+            if details.get("as_retrained"):
+                about += " The retrained model was treated alike."
             pictures.append(picture_of("probe", results.probe_figure(in_order), about))
         if steps := details.get("relearning"):
             by_samples = {samples: _by_role(value) for samples, value in steps.items()}

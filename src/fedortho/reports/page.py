@@ -148,7 +148,7 @@ def render(report: Report) -> str:
         pictures=sorted((*report.audit_pictures, *report.gallery.pictures), key=lambda each: ORDER.index(each.name)),
         gallery=report.gallery,
         is_class=report.request.kind == "class",
-        audits=[(audit, summary.audit_scale(audit)) for audit in (verdict.results if verdict is not None else ())],
+        audits=summary.audit_scales(verdict),
         signs=tables.SIGNS,
         costs=tables.costs_table(summary.cost_of(report)),
         copies=[str(copy) for copy in verdict.copies] if verdict is not None else [],

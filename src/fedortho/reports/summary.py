@@ -7,6 +7,7 @@ from fedortho.audits.result import AuditResult
 from fedortho.audits.verdict import HIDDEN, Verdict, subject_of
 from fedortho.data.request import ForgetRequest
 from fedortho.engines.cost import Cost
+from fedortho.evaluation.case import COUNTERFACTUALS
 from fedortho.methods import MEANINGS, level_of_method
 from fedortho.reports.pictures import Gallery, Picture
 from fedortho.reports.tables import amount, number
@@ -18,6 +19,7 @@ FORGOTTEN, JUDGED = "forgotten", "judged"
 EVENTS = {"executed": FORGOTTEN, "unconfirmed": FORGOTTEN, "judged": JUDGED, "verified": JUDGED}
 EVENTS |= {"refused": "refused", "unmeasured": "refused"}
 OWN_UNITS = ("C4", "C5")  # audits that measure no shares: an area under a curve, a similarity
+TREATED = ("C1", "C3", "C5")  # audits that compare with counterfactuals, where there are any
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ def tiles_of(report: Report) -> list[Tile]:
         tiles.append(_compared(f"{name.capitalize()} accuracy", measured, *others))
     probe = verdict.audit("C1") if verdict is not None else None
     found = (probe.unlearned, probe.original, probe.reference) if probe is not None else (None, None, None)
-    tiles.append(_compared("Found by a linear probe", *found))
+    tiles.append(_compared("Found by a linear probe", *found, never=_never(verdict, "C1", "retrained")))
     spent = "–" if cost is None else amount(cost.seconds, "s")
     beside = [] if cost is None else [("computation", amount(cost.flops, "FLOPs"))]
     if cost is not None and cost.exchanges:
@@ -154,9 +156,21 @@ def tiles_of(report: Report) -> list[Tile]:
     return [*tiles, Tile("Cost", spent, tuple(beside))]
 
 
-def _compared(title: str, *shares: float | None) -> Tile:
+def _compared(title: str, *shares: float | None, never: str = "retrained") -> Tile:
     after, before, reference = (number(share, 0, 1) for share in shares)
-    return Tile(title, after, (("before", before), ("retrained", reference)))
+    return Tile(title, after, (("before", before), (never, reference)))
+
+
+def _never(verdict: Verdict | None, audit: str, retrained: str) -> str:
+    """What an audit calls the models that never saw the forget set; their number is of what the method made of them."""
+    is_treated = verdict is not None and COUNTERFACTUALS[0] in verdict.digests and audit in TREATED
+    return "retrained and treated alike" if is_treated else retrained
+
+
+def audit_scales(verdict: Verdict | None) -> list[tuple[AuditResult, Scale | None]]:
+    """Every audit of a verdict, and retention, with its scale."""
+    results = () if verdict is None else verdict.results
+    return [(each, audit_scale(each, _never(verdict, each.name, "retrained without it"))) for each in results]
 
 
 def cost_of(report: Report) -> Cost | None:
@@ -164,7 +178,7 @@ def cost_of(report: Report) -> Cost | None:
     return measured or (report.served.cost if report.served is not None else None)
 
 
-def audit_scale(audit: AuditResult) -> Scale | None:
+def audit_scale(audit: AuditResult, retrained: str = "retrained without it") -> Scale | None:
     """Where the audit places the model; None without a reference model, or where that is as the original."""
     mine, before, never = audit.unlearned, audit.original, audit.reference
     if mine is None or before is None or never is None or abs(before - never) < 0.01:
@@ -174,7 +188,7 @@ def audit_scale(audit: AuditResult) -> Scale | None:
     model, mark = (None if at is None else 10 + 80 * (before - at) / (before - never) for at in (mine, limit))
     is_share = audit.name not in OWN_UNITS and max(mine, before, never) <= 1
     shown = [number(each, 0, 1) if is_share else f"{each:.3g}" for each in (before, mine, never)]
-    names = (("original", "original"), ("model", "this model"), ("retrained", "retrained without it"))
+    names = (("original", "original"), ("model", "this model"), ("retrained", retrained))
     numbers = tuple((css, name, text) for (css, name), text in zip(names, shown, strict=True))
     assert model is not None, "it was measured"
     return Scale(min(max(model, 2), 98), None if mark is None else min(max(mark, 2), 98), numbers)
