@@ -89,7 +89,7 @@ def test_without_the_data_every_claim_is_named_as_not_checked(judged: Path) -> N
     unchecked = " | ".join(found["not checked"])
     assert "the verdict, said to be 'FAILED C1, C3; passed 2 of 6, 2 not run': no audit was repeated here" in unchecked
     assert "report.html" in unchecked
-    assert "times, costs, copies" in unchecked
+    assert "times, costs, ticket, clients that took part, copies" in unchecked
 
 
 def test_what_a_run_has_done_since_is_named_as_not_checked(judged: Path, tmp_path: Path) -> None:

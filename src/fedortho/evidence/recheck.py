@@ -87,7 +87,8 @@ def check_bundle(
     if bundle.digests.run_now != bundle.digests.after:
         found.unchecked(f"what the run has done since, which made it the model {bundle.digests.run_now[:16]}")
     found.unchecked(
-        "times, costs, copies of the images, name of the run, environment of its maker: nobody else can measure them"
+        "times, costs, ticket, clients that took part, copies of the images, name of the run, environment of its "
+        "maker: nobody else can measure them"
     )
     if found.lies:
         raise BadBundle(f"{bundle.source}: {'; '.join(found.lies)}")
