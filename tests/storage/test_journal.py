@@ -374,6 +374,7 @@ def test_a_journal_without_schema_numbers_is_whole_keeps_its_lines_and_goes_on(t
         ({"colour": "blue"}, ValueError, "colour"),
         ({"schema": 4}, BadJournal, "schema 4"),
         ({"schema": True}, BadJournal, "schema True"),
+        ({"schema": 0}, BadJournal, "schema 0"),
     ],
 )
 def test_an_entry_with_a_fitting_hash_and_other_keys_or_types_is_no_entry(

@@ -233,7 +233,7 @@ def parse_entry(line: bytes) -> JournalEntry:
     if canonical_json(value).encode() != line or value.get("hash") != _hash(value):
         raise ValueError("its hash does not match its text")
     schema = value.setdefault("schema", 1)
-    if type(schema) is not int or schema > SCHEMA:
+    if type(schema) is not int or not 1 <= schema <= SCHEMA:
         expected = f"expected 1 to {SCHEMA}; read it with a newer fedortho"
         raise BadJournal(f"a journal entry has schema {schema!r}; {expected}")
     try:
