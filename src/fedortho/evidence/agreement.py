@@ -122,7 +122,9 @@ def _incomplete(verdict: Verdict) -> Iterator[str]:
     """What no verdict of this version lacks or has: each audit once, each metric once, and the audits' own limits."""
     named = Counter(audit.name for audit in verdict.audits)
     yield from (
-        f"{name} is there {named[name]} times; expected once" for name in {*AUDITS} | {*named} if named[name] != 1
+        f"{name} is there {named[name]} times; expected once"
+        for name in sorted({*AUDITS} | {*named})
+        if named[name] != 1
     )
     metrics = Counter(metric.name for metric in verdict.metrics)
     yield from (f"the metric {name} is there {number} times" for name, number in metrics.items() if number > 1)
