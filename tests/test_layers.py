@@ -52,6 +52,7 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@cache
 def imports(tree: ast.AST) -> list[str]:
     found = []
     for node in ast.walk(tree):

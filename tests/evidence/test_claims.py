@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bundles import all_passed, better, edited, forge, manifest, wholly_forged
+from bundles import Runs, all_passed, better, edited, forge, manifest, wholly_forged
 from forging import campaign
 
 from fedortho.audits.relearn import RELEARNED
@@ -19,6 +19,7 @@ from fedortho.evidence.canonical_zip import pack_files
 from fedortho.evidence.published_head import publish_head
 from fedortho.evidence.recheck import check_bundle
 from fedortho.reports.pictures import Gallery
+from fedortho.requests.qualifying import QualifyOptions, draw_classes
 from fedortho.storage.files import canonical_json
 from fedortho.storage.journal import append_entry, parse_entry
 
@@ -110,6 +111,21 @@ def test_a_verdict_of_which_no_line_tells_is_named(judged: Path, tmp_path: Path)
     hidden = canonical_json({"body": entry.body, "number": entry.number}).encode() + b"\n"
     path = changed(judged, tmp_path, {"journal.jsonl": b"".join([*lines, hidden])})
     assert "a line of journal.jsonl that tells of the verdict" in states(path)["absent"]
+
+
+def test_a_qualification_has_the_classes_that_its_seed_draws(runs: Runs) -> None:
+    honest = draw_classes(runs["first"], QualifyOptions(classes=3, choosing=2, seed=5))
+    others = [f"class:{label}" for label in range(10) if f"class:{label}" not in honest.choosing + honest.confirming]
+    for told, run, lie in (
+        (honest, "first", ""),
+        (replace(honest, seed=6), "first", "drawn by its seed"),
+        (replace(honest, confirming=(*honest.confirming[:2], others[0])), "first", "confirming"),
+        (honest, "second", "has forgotten before"),
+        (replace(honest, confirming=()), "first", "at least 1"),
+    ):
+        found = claims.Findings()
+        assert claims.check_drawn(found, told, runs[run]) is (not lie)
+        assert lie in " ".join(found.lies)
 
 
 def test_each_lie_is_named(judged: Path, tmp_path: Path) -> None:

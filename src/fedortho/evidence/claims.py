@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from fedortho.audits import find_audit, run_audits
 from fedortho.audits.measurements import MeasurementCache
-from fedortho.audits.qualification import read_qualification
+from fedortho.audits.qualification import Qualification, read_qualification
 from fedortho.audits.relearn import RELEARNED
 from fedortho.audits.result import ROUNDING
 from fedortho.audits.retention import RETENTION
@@ -24,6 +24,7 @@ from fedortho.audits.verdict import Verdict, subject_of
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.devices import choose_device
+from fedortho.errors import FedOrthoError
 from fedortho.evaluation.case import COUNTERFACTUALS, REFERENCES
 from fedortho.evaluation.metric_suite import MetricSuite
 from fedortho.evidence.bundle import lines_about
@@ -167,10 +168,7 @@ def _origin(found: Findings, verdict: Verdict, run: Run) -> bool:
     told = {key: verdict.origin[key] for key in mine if key in verdict.origin}
     same = found.compare("verdict.json: origin.", told, {key: mine[key] for key in told})
     if (qualified := verdict.qualification) is not None:
-        numbers = (len(qualified.confirming), len(qualified.choosing), qualified.seed)
-        drawn = draw_classes(run, QualifyOptions(*numbers))
-        pairs = ([each.choosing, each.confirming] for each in (qualified, drawn))
-        same &= found.compare("verdict.json: qualification: what its seed draws", *pairs)
+        same &= check_drawn(found, qualified, run)
         found.unchecked("what the qualification in verdict.json tells of the drawn classes: none was audited again")
         known = read_qualification(run.path)
         if known is None:
@@ -178,6 +176,18 @@ def _origin(found: Findings, verdict: Verdict, run: Run) -> bool:
         else:
             same &= found.compare("verdict.json: qualification.", to_json(verdict.qualification), to_json(known))
     return same
+
+
+def check_drawn(found: Findings, qualified: Qualification, run: Run) -> bool:
+    """Compare the classes of a qualification with those that its seed draws for this model."""
+    wanted = QualifyOptions(len(qualified.confirming), len(qualified.choosing), qualified.seed)
+    try:
+        drawn = draw_classes(run, wanted)
+    except FedOrthoError as error:
+        found.lies.append(f"verdict.json: qualification, which no run like this one has: {error}")
+        return False
+    pairs = ({"choosing": each.choosing, "confirming": each.confirming} for each in (qualified, drawn))
+    return found.compare("verdict.json: qualification: drawn by its seed: ", *pairs)
 
 
 def chosen_audits(verdict: Verdict, audits: str) -> list[str]:
