@@ -18,13 +18,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return (place / "world").rename(place / "base")
 
 
-@pytest.mark.parametrize(
-    ("name", "every"),
-    [
-        ("bundle", 2),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("key", 2), ("undo", 6), ("compare again", 4))),
-    ],
-)
+@pytest.mark.slow  # kills of `forget` at every file operation are in requests/test_transaction.py
+@pytest.mark.parametrize(("name", "every"), [("bundle", 2), ("key", 2), ("undo", 6), ("compare again", 4)])
 def test_a_command_that_is_killed_is_completed_by_the_same_command(
     base: Path, monkeypatch: pytest.MonkeyPatch, name: str, every: int
 ) -> None:

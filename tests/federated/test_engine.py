@@ -305,6 +305,7 @@ def test_one_client_and_no_federation_plan_the_same_patch(
         assert torch.allclose(federated.replaced[name], value, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_request_for_resnet50s_last_stage_sends_few_bytes(make_engine) -> None:
     """The sums of both groups as they travel, for 3,072 inner kernels and 2,048 stream channels: at most 64 KB."""
     sites = find_sites(build_model("resnet50", num_classes=10), (3, 32, 32), "deep", "channel", "stream")

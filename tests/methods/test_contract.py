@@ -171,8 +171,8 @@ def test_it_forgets_the_class_keeps_the_rest_and_leaves_its_input(
     assert original[1] - 0.18 < kept <= 1.0
 
 
-# these draw nothing but batches, by the loop that finetune shares
-ALIKE = ("cf-k", "eu-k", "neggrad", "not", "ct", "logit-mask", "class-pruning")
+# these draw nothing, or nothing but batches, by the loop that finetune shares
+ALIKE = ("cf-k", "eu-k", "neggrad", "not", "ct", "logit-mask", "class-pruning", "fused", "scrub", "subspace", "r2d")
 
 
 def drawing() -> list[object]:

@@ -238,6 +238,7 @@ def test_all_text_has_enough_contrast(browser: Any, page: Path, scheme: str) -> 
     assert (ground == "rgb(255, 255, 255)") == (scheme == "light")
 
 
+@pytest.mark.slow
 def test_it_prints(opened: Any) -> None:
     opened.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
     heights = opened.execute_script("return [...document.querySelectorAll('figure img')].map((i) => i.clientHeight)")

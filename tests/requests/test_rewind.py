@@ -100,7 +100,7 @@ def check_equal(place: Path, settings: FederateSettings, kind: str) -> None:
 @pytest.mark.parametrize(
     ("seed", "split", "fraction", "kind"),
     [
-        (0, "iid", 0.1, "client"),
+        pytest.param(0, "iid", 0.1, "client", marks=pytest.mark.slow),
         pytest.param(1, "dirichlet:0.5", 0.1, "clients", marks=pytest.mark.slow),
         pytest.param(2, "dirichlet:0.5", 0.1, "samples", marks=pytest.mark.slow),
         pytest.param(3, "dirichlet:0.1", 0.5, "class", marks=pytest.mark.slow),
