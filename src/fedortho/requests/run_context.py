@@ -81,6 +81,8 @@ def method_for_run(run: Run, name: str, *settings: Mapping[str, Any]) -> Method:
         own["epochs"] = run.settings.passes.planned
     if issubclass(kind, Regrow):
         own["epochs"] = passes_after(run.settings.passes.planned if run.settings.epochs else 0)
+        if isinstance(run.settings, FederateSettings):  # a client has few images, and takes few steps in a round
+            own["batch_size"] = min(kind().batch_size, run.settings.batch_size)
     if "updates" in field_types(kind):
         own["updates"] = str(run.path / "updates")
     if "kept" in field_types(kind):
