@@ -10,7 +10,7 @@ from fedortho.storage.files import read_json
 from fedortho.storage.settings import make_settings
 
 SOURCES = ("published", "short", "tuned")
-TUNED = Path(__file__).parent / "tuned"  # DATA-MODEL.json; trials, but for resnet-mini: benchmarks/results/tuning
+TUNED = Path(__file__).parent / "tuned"  # DATA-MODEL.json; trials: benchmarks/results/tuning
 # few steps, small batches: minutes on two cores for small data; rates set beforehand and not tuned
 SHORT: Mapping[str, Mapping[str, Any]] = {
     **{name: {"epochs": 2} for name in ("class-pruning", "eu-k", "cf-k", "ct", "msg")},
