@@ -22,7 +22,7 @@ from fedortho.methods import METHODS
 from fedortho.methods.hyperparameters import read_settings
 from fedortho.methods.method import Method
 from fedortho.requests.run_context import RunContext, open_context
-from fedortho.requests.search import FIXED, GRIDS, Attempt, Budget, Search, grid_of
+from fedortho.requests.search import FIXED, GRIDS, Attempt, Budget, GridSearch, Search, grid_of
 from fedortho.requests.tuning import TuningTrials, stand_in, tune, tune_method
 from fedortho.runs.run import Run, load_run_data
 from fedortho.runs.settings import TrainSettings
@@ -105,6 +105,21 @@ def test_the_chosen_value_was_measured_at_the_reported_size_beside_its_neighbour
     assert (found.best.settings["lr"], found.best.images) == (0.003, reported)
     assert found.settled
     assert {settings["lr"] for settings, images in tried if images == reported} >= {0.001, 0.003, 0.01}
+
+
+def test_of_equal_settings_the_one_that_was_better_on_fewer_images_is_chosen_not_the_weakest() -> None:
+    search = GridSearch("ssd", Budget(), 100, 1000)
+    for alpha, images, score, retain in (
+        (50.0, 100, 0.0, 0.80),
+        (100.0, 100, 0.003, 0.82),
+        (50.0, 1000, 0.0, 0.80),
+        (100.0, 1000, 0.0, 0.82),  # retains more, and is nearer to what forgets nothing
+        (200.0, 1000, 0.4, 0.83),
+    ):
+        search.made.append(Attempt({"alpha": alpha, "lam": 1.0}, images, 2 * score, retain, score))
+    best = search.result().best
+    assert best is not None
+    assert best.settings["alpha"] == 50.0
 
 
 def test_a_value_at_the_limit_of_a_setting_is_no_edge_of_the_search(

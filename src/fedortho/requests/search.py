@@ -5,6 +5,7 @@ a comparison reports (all training images, as many passes), and after them the n
 or a step beyond its edge, until it has been compared with all of them or the budget is spent.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -152,7 +153,17 @@ class GridSearch:
         return sorted(places, key=lambda place: screened.get(place, (False, 0.0, 0.0)))
 
     def _best(self) -> Attempt:
-        return min((attempt for attempt in self.made if attempt.images == self.reported), key=_rank)
+        """The best at the reported size; of several with the same score the one that was best on fewer images.
+
+        Only then counts what is retained: alone it would choose the weakest that still forgets, at the edge.
+        """
+        fewer = {self.place(one.settings): one.score for one in self.made if one.images != self.reported}
+
+        def rank(attempt: Attempt) -> tuple[bool, float, float, float]:
+            is_bad, score, lost = _rank(attempt)
+            return is_bad, score, fewer.get(self.place(attempt.settings), math.inf), lost
+
+        return min((attempt for attempt in self.made if attempt.images == self.reported), key=rank)
 
     def _neighbours(self) -> list[tuple[Any, ...]]:
         """The next lower and the next higher value of each setting of the best, as far as the method allows them."""
