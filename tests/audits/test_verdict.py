@@ -98,6 +98,24 @@ def test_the_sentence_says_hidden_and_how_far_erased() -> None:
     assert "6 audits find no more of it than in one retrained model. " in verdict().sentence
 
 
+def test_the_kind_of_a_request_is_not_read_from_the_name_of_a_class() -> None:
+    one = replace(verdict(C1="FAIL"), subject="class salt and pepper")
+    assert one.sentence.startswith("Class salt and pepper is no longer predicted (0.0% of its test images are).")
+    assert one.answer == "Class salt and pepper is hidden, not erased: 1 of 6 audits failed"
+    two = replace(one, request="class:1,2", subject="classes cat, dog")
+    assert two.sentence.startswith("Classes cat, dog are no longer predicted (0.0% of their test images are). A linear")
+    assert two.answer == "Classes cat, dog are hidden, not erased: 1 of 6 audits failed"
+    assert "finds them in 90.0%" in two.sentence
+    client = replace(one, request="client:1,2", subject="clients 1, 2")
+    assert client.answer == "Clients 1, 2 are not erased: 1 of 6 audits failed"
+    assert "--level erase" not in client.advice
+
+
+def test_a_verdict_about_no_request_is_refused() -> None:
+    with pytest.raises(BadRecord, match="colour"):
+        Verdict.from_json(RECORD.to_json() | {"request": "colour:red"}, "verdict.json")
+
+
 def test_what_is_clean_behind_a_stage_only_is_called_that_and_never_passes() -> None:
     one = verdict(C3="FAIL")
     behind = {"C1": {"depths": ["conv2", "conv3", "fc"], "references": 3}, "C3": {"erased_behind": "conv2"}}
@@ -126,7 +144,7 @@ def test_an_audit_that_cannot_tell_is_never_counted_as_passed() -> None:
 
 def test_a_claim_on_one_image_is_called_that() -> None:
     one = (Metric("forget-accuracy", 1.0, 1.0, 1),)
-    sample = replace(verdict(), subject="1 sample", metrics=one).sentence
+    sample = replace(verdict(), request="samples:7", subject="1 sample", metrics=one).sentence
     assert sample.startswith(
         "1 sample: 100.0% of one image is still classified correctly (one retrained model: 100.0%)."
     )
@@ -182,5 +200,5 @@ def test_the_answer_says_erased_hidden_or_open_and_how_many_audits_say_so() -> N
     unaudited = verdict(**dict.fromkeys(NAMES, "NOT RUN"))
     assert unaudited.answer.endswith("is open: no audit was run")
     assert verdict(retention="FAIL").answer.startswith("Class cat is forgotten at a price")
-    client = replace(verdict(C3="FAIL"), subject="client 3")
+    client = replace(verdict(C3="FAIL"), request="client:3", subject="client 3")
     assert client.answer == "Client 3 is not erased: 1 of 6 audits failed"

@@ -11,7 +11,7 @@ from fedortho.audits.result import ROUNDING, AuditResult, label
 from fedortho.data.cache import DataCopy
 from fedortho.data.request import ForgetRequest
 from fedortho.engines.cost import Cost
-from fedortho.errors import BadRecord
+from fedortho.errors import BadRecord, FedOrthoError
 from fedortho.evaluation.case import COUNTERFACTUALS, REFERENCES
 from fedortho.evaluation.metrics import Metric
 from fedortho.storage.files import read_json, write_json
@@ -105,19 +105,22 @@ class Verdict:
         """The verdict in a title: erased, hidden and not erased, or open, with the number of audits that say so."""
         named, number = self.subject[:1].upper() + self.subject[1:], len(self.audits)
         outcomes = Counter(audit.outcome for audit in self.audits)
+        is_class, many = _is_class(self), _names_many(self)
+        verb, they_are = ("are", "they are") if many else ("is", "it is")
         if self.passes:
-            return f"{named} is erased: {number} of {number} audits passed"
-        state = f"{named} is {'hidden' if _is_hidden(self) else 'still predicted'}" if _is_one_class(self) else named
+            return f"{named} {verb} erased: {number} of {number} audits passed"
+        state = f"{named} {verb} {'hidden' if _is_hidden(self) else 'still predicted'}" if is_class else named
         if outcomes["FAIL"]:
-            joined = f"{state}, not erased" if _is_one_class(self) else f"{named} is not erased"
+            joined = f"{state}, not erased" if is_class else f"{named} {verb} not erased"
             return f"{joined}: {outcomes['FAIL']} of {number} audits failed"
         if self.failed == ["retention"]:
-            return f"{named} is forgotten at a price: accuracy on the retain set has suffered"
+            return f"{named} {verb} forgotten at a price: accuracy on the retain set has suffered"
         if self.is_qualified:
-            return f"{state}; the method is qualified on other classes, this one has no retrained model to compare with"
+            missing = "these have" if many else "this one has"
+            return f"{state}; the method is qualified on other classes, {missing} no retrained model to compare with"
         known = f"{outcomes['PASS']} of {number} audits passed" if self.has_reference else "there is no retrained model"
         known = "no audit was run" if outcomes["NOT RUN"] == number else known
-        return f"{state}; whether it is erased is open: {known}"
+        return f"{state}; whether {they_are} erased is open: {known}"
 
     @property
     def sentence(self) -> str:
@@ -132,7 +135,7 @@ class Verdict:
         """What to do next; empty if the verdict passes."""
         if self.passes:
             return ""
-        is_class = self.subject.startswith("class")
+        is_class = _is_class(self)
         cost = "" if self.retrain_seconds is None else f", about {spoken_time(self.retrain_seconds)} here"
         retrain = f"retrain without the forget set (--level exact{cost})"
         if "retention" in self.failed and (self.failed == ["retention"] or not is_class):
@@ -176,7 +179,10 @@ class Verdict:
                 value["metrics"] = [{key: metric[key] for key in metric if key in stored} for metric in metrics]
         try:
             verdict = from_json(cls, value, source)
-        except ValueError as error:  # a metric outside its range
+            ForgetRequest.parse(verdict.request)
+        except BadRecord:
+            raise
+        except (ValueError, FedOrthoError) as error:  # a metric outside its range, or no request
             raise BadRecord(f"{source}: {error}") from error
         try:
             _audit_sentence(verdict)  # it reads details, which may be anything
@@ -204,8 +210,14 @@ def write_verdict(directory: Path, verdict: Verdict) -> None:
     write_json(directory / FILE, verdict.to_json())
 
 
-def _is_one_class(verdict: Verdict) -> bool:
-    return verdict.subject.startswith("class") and " and " not in verdict.subject
+def _is_class(verdict: Verdict) -> bool:
+    return ForgetRequest.parse(verdict.request).kind == "class"
+
+
+def _names_many(verdict: Verdict) -> bool:
+    """Whether the request names several classes, clients or samples."""
+    request = ForgetRequest.parse(verdict.request)
+    return len(request.classes) + len(request.clients) + len(request.samples) > 1
 
 
 def _is_hidden(verdict: Verdict) -> bool:
@@ -219,17 +231,18 @@ def _accuracy_sentence(verdict: Verdict) -> str:
         return f"{named}: its accuracy could not be measured."
     reference = "" if metric.reference is None else f" (one retrained model: {metric.reference:.1%})"
     is_one = metric.images == 1  # a claim on one image is called that
-    if not _is_one_class(verdict):
+    if not _is_class(verdict):
         images = "one image is" if is_one else "the images are"
         return f"{named}: {metric.value:.1%} of {images} still classified correctly{reference}."
-    images = "one test image" if is_one else "test images"
+    verb, their, them = ("are", "their", "them") if _names_many(verdict) else ("is", "its", "it")
+    images = f"{their} {'one test image' if is_one else 'test images'}"
     if metric.value <= HIDDEN:
-        share = f"{metric.value:.1%} of its {images} {'is' if is_one else 'are'}"
+        share = f"{metric.value:.1%} of {images} {'is' if is_one else 'are'}"
         if (metric.reference or 0.0) <= HIDDEN:
-            return f"{named} is no longer predicted ({share})."
-        doubt = f"but the reference model predicts it{reference}: was it trained without it?"
-        return f"{named} is no longer predicted ({share}), {doubt}"
-    return f"{named} is still predicted for {metric.value:.1%} of its {images}{reference}."
+            return f"{named} {verb} no longer predicted ({share})."
+        doubt = f"but the reference model predicts {them}{reference}: was it trained without {them}?"
+        return f"{named} {verb} no longer predicted ({share}), {doubt}"
+    return f"{named} {verb} still predicted for {metric.value:.1%} of {images}{reference}."
 
 
 def _audit_sentence(verdict: Verdict) -> str:
@@ -239,7 +252,8 @@ def _audit_sentence(verdict: Verdict) -> str:
     models = f"{_retrained(verdict)} on average" if _references(verdict) > 1 else _retrained(verdict)
     reference = "" if probe.reference is None else f", in {models} in {probe.reference:.1%}"
     depth = f" at {entry}" if (entry := probe.details.get("depth")) else ""
-    return f"A linear probe{depth} still finds it in {probe.unlearned:.1%} of images{reference}: {conclusion}."
+    them = "them" if _names_many(verdict) else "it"
+    return f"A linear probe{depth} still finds {them} in {probe.unlearned:.1%} of images{reference}: {conclusion}."
 
 
 def _conclusion(verdict: Verdict) -> str:
@@ -285,7 +299,7 @@ def _depth(verdict: Verdict) -> str:
     """How far the probe's recall has moved from the original model's to a retrained model's."""
     if not any(audit.outcome == "FAIL" for audit in verdict.audits):
         return "audits ended in errors, so nothing is known"
-    if not _is_one_class(verdict):
+    if not _is_class(verdict):
         return "it differs from a model that was never trained on it"
     probe, hidden = verdict.audit("C1"), "hidden" if _is_hidden(verdict) else "not hidden"
     if verdict.failed == ["C5"] and probe is not None and probe.outcome == "PASS":
