@@ -104,6 +104,23 @@ def test_one_reference_is_too_few_near_the_limit(world: World, monkeypatch: pyte
     assert probed(mean_gap + 0.02, second=True).outcome == "PASS"
 
 
+def test_one_reference_is_too_few_for_a_prototype_near_its_limit(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relearn, "original_exceeds", lambda *_: True)
+
+    def recovered(limit: float, *, second: bool = False) -> AuditResult:
+        monkeypatch.setattr(relearn, "PROTOTYPE_LIMIT", Limit("prototype", limit))
+        return AUDITS["C3"](world.case(world.references[2], second=second), world.cache)
+
+    gap = recovered(0.5).value
+    assert gap is not None
+    found = [recovered(gap + shift) for shift in (-0.04, -0.02, 0.02, 0.04)]
+    assert [audit.outcome for audit in found] == ["FAIL", "INCONCLUSIVE", "INCONCLUSIVE", "PASS"]
+    assert "one reference model is too few to decide: give three" in found[1].finding
+    mean_gap = recovered(0.5, second=True).value
+    assert mean_gap is not None
+    assert recovered(mean_gap + 0.02, second=True).outcome == "PASS"
+
+
 def test_the_papers_edit_before_batch_norm_fails_the_norm_attacks(world: World) -> None:
     edited = unlearn(world.original, CentralEngine(world.data), "class:Coat", Paper(ratio=0.3)).model
     audit = by_name(run_audits(world.case(edited), only=("C2",), cache=world.cache))["C2"]

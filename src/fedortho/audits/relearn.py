@@ -21,7 +21,17 @@ from fedortho.audits.measurements import (
 )
 from fedortho.audits.reset_tail import LIMIT as RESET_TAIL_LIMIT
 from fedortho.audits.reset_tail import reset_tail
-from fedortho.audits.result import NO_POWER, Attack, AuditResult, Limit, compared, decide, original_exceeds, shares_text
+from fedortho.audits.result import (
+    NO_POWER,
+    Attack,
+    AuditResult,
+    Limit,
+    compared,
+    decide,
+    doubts,
+    original_exceeds,
+    shares_text,
+)
 from fedortho.engines.query import draw
 from fedortho.evaluation.case import Case
 from fedortho.training.loop import fit
@@ -86,7 +96,9 @@ def _prototype_attack(case: Case, cache: MeasurementCache) -> Attack:
     if "reference" not in shares:
         return Attack("prototype", found, shares, PROTOTYPE_LIMIT)
     value, has_power = shares["unlearned"] - shares["reference"], original_exceeds(shares, PROTOTYPE_LIMIT)
-    return Attack("prototype", found, shares, PROTOTYPE_LIMIT, value, has_power)
+    doubt = doubts(case, value, PROTOTYPE_LIMIT) if has_power else ""
+    found = f"{found}; {doubt}" if doubt else found
+    return Attack("prototype", found, shares, PROTOTYPE_LIMIT, value, has_power, bool(doubt))
 
 
 def _relearning_attack(k: str, steps: Mapping[str, int | None]) -> Attack:
