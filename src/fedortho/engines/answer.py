@@ -12,7 +12,7 @@ from fedortho.data.images import Images, evaluation_batches
 from fedortho.devices import FlopCounter, sum_dtype
 from fedortho.engines.cost import flops_per_image
 from fedortho.engines.engine import Tally
-from fedortho.engines.query import Statistic
+from fedortho.engines.query import STATISTICS, Statistic
 from fedortho.models.capture import capture
 from fedortho.models.norms import estimate_norms, norm_sums
 from fedortho.models.patch import Patch, edit_in_place
@@ -93,16 +93,14 @@ def answer(
 
 
 def _kept_share(context: QueryContext, images: Images) -> float:
-    """The share of these images that a statistic kept since training would make unnecessary to read.
-
-    What can be kept: sums of whole labels, gradients and drift over all training images. `_peaks` tells its own.
-    """
+    """The share of these images that precomputed statistics cover; `_peaks` counts its own."""
+    covers = STATISTICS[context.statistic.kind].precomputable
     if not len(images) or not bool(torch.isin(images.rows, context.train.rows).all()):
         return 0.0
-    if context.statistic.kind in ("averages", "gram"):
+    if covers == "labels":
         whole = torch.bincount(images.labels) == torch.bincount(context.train.labels)[: int(images.labels.max()) + 1]
         return float(whole[images.labels].float().mean())
-    return float(context.statistic.kind in GRADIENTS and len(images) == len(context.train))
+    return float(covers == "all" and len(images) == len(context.train))
 
 
 def _peaks(context: QueryContext, images: Images) -> Observation:
@@ -345,4 +343,3 @@ ANSWERS: Mapping[str, AnswerFunction] = {
     "gradient": _gradient_sums(lambda gradient: gradient),
 }
 SUMS = ("averages", "responses", "gram")  # one forward pass over the images
-GRADIENTS = ("fisher", "fisher-abs", "gradient", "drift")  # statistics of one pass over all images

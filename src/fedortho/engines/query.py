@@ -1,5 +1,6 @@
 """What may be asked of images: a statistic over selections of them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -55,8 +56,31 @@ def draw(images: Images, most: int, seed: int) -> Images:
     return images.subset(order[:most].sort().values)
 
 
-STATISTICS: tuple[str, ...] = ("peaks", "difference", "right", "moments", "layer", "inputs", "averages", "responses")
-STATISTICS += ("drift", "gram", "fisher", "fisher-abs", "gradient")
+@dataclass(frozen=True)
+class StatisticKind:
+    """What whoever sends, pools, limits or pays for a statistic has to know of it."""
+
+    compared: str  # pooling compares clients by all keys (`means`), by `squares` (a mean near 0 has no scale) or `none`
+    bits: int | None = 16  # of a sum's fraction on the wire; None: float32, for gradients of very different magnitudes
+    family: str = ""  # another statistic whose sums can be subtracted from these
+    precomputable: str = ""  # since training, for whole `labels` or for `all` training images; empty: not at all
+
+
+STATISTICS: Mapping[str, StatisticKind] = {
+    "peaks": StatisticKind("means"),
+    "difference": StatisticKind("none", family="peaks"),
+    "right": StatisticKind("none", bits=0),
+    "moments": StatisticKind("squares", bits=18),  # moments are subtracted from one another
+    "layer": StatisticKind("squares", bits=18, family="moments"),
+    "inputs": StatisticKind("squares", bits=18),
+    "averages": StatisticKind("means", precomputable="labels"),
+    "responses": StatisticKind("means"),
+    "drift": StatisticKind("none", bits=None, precomputable="all"),
+    "gram": StatisticKind("means", precomputable="labels"),
+    "fisher": StatisticKind("none", bits=None, precomputable="all"),
+    "fisher-abs": StatisticKind("none", bits=None, precomputable="all"),
+    "gradient": StatisticKind("none", bits=None, precomputable="all"),
+}
 
 
 @dataclass(frozen=True)

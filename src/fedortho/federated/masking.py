@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedortho.engines.query import Query
+from fedortho.engines.query import STATISTICS, Query
 from fedortho.errors import FedOrthoError
 from fedortho.federated.messages import NO_SUMS, KeyReply, Observe, ObserveReply, ShareKey
 from fedortho.federated.transport import Transport
-from fedortho.federated.wire import FLOAT32, Observations, Tensors, from_integers, pack, to_integers
+from fedortho.federated.wire import Observations, Tensors, from_integers, pack, to_integers
 from fedortho.statistics.observe import Observation
 
 LEAST_CLIENTS = 3  # of two, each knows the other's sums from the total
@@ -64,7 +64,7 @@ def flatten(observed: Observations, queries: Sequence[Query], cost: ObserveReply
     """All sums, counts and costs of a client as one row of integers; those of empty groups are 0."""
     parts = []
     for row, query in zip(observed, queries, strict=True):
-        if query.statistic.kind in FLOAT32:
+        if STATISTICS[query.statistic.kind].bits is None:
             raise FedOrthoError(f"sums of {query.statistic.kind} are float32 and cannot be masked; give --sums open")
         for each in row:
             parts += [to_integers(each.sums[key], query.statistic.kind).flatten() for key in sorted(each.sums)]

@@ -20,7 +20,6 @@ from fedortho.storage.records import read_record, write_record
 
 LEAST_GROUP, QUERY_BUDGET = 5, 1000  # of a real node that says nothing else
 TRAIN = "train"  # beside the statistics: a round of training
-FAMILY = {"difference": "peaks", "layer": "moments"}  # statistics whose sums can be subtracted from one another
 
 
 @dataclass(frozen=True)
@@ -85,17 +84,18 @@ class QueryGuard:
         groups = [group]
         if statistic.sample and statistic.sample < len(group):  # where no ledger has its sums, only so many are read
             groups.append(group.subset(steady_order(group.rows, 0)[: statistic.sample]))
-        return all(len(each) >= self.least for each in groups) and self._remember(groups, statistic.kind)
+        return all(len(each) >= self.least for each in groups) and self._remember(
+            groups, STATISTICS[statistic.kind].family or statistic.kind
+        )
 
     def admitted_labels(self, group: Images) -> list[int]:
         """The labels of which counts over a group may be sent, each being a group of its own."""
         labels = torch.bincount(group.labels).ge(self.least).nonzero().flatten().tolist()
         return [label for label in labels if self._remember([group.subset(group.labels == label)], f"label {label}")]
 
-    def _remember(self, groups: "list[Images]", kind: str) -> bool:
+    def _remember(self, groups: "list[Images]", family: str) -> bool:
         if not self.policy.remembers:
             return True
-        family = FAMILY.get(kind, kind)
         known = [int(text, 16) for text in self._record.groups.get(family, ())]
         new = [self._bits(group) for group in groups]
         if any(0 < (bits ^ other).bit_count() < self.least for bits in new for other in known):

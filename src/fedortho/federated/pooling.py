@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fedortho.data.images import made_images
 from fedortho.engines.answer import answer
-from fedortho.engines.query import Query
+from fedortho.engines.query import STATISTICS, Query
 from fedortho.federated.messages import TaskInfo
 from fedortho.federated.wire import BadReply, Observations, places_of
 from fedortho.statistics.observe import Observation
@@ -27,8 +27,6 @@ FACTOR = 4.0  # of the median client's mean
 SPREAD = 3.0  # of the mean of one image around that of many; it falls with the root of their number
 SAMPLE = 256  # clients whose median is taken; those with higher numbers are held against it one by one
 TRIM, HEAVIEST = 0.25, 3.0
-MEANS = ("peaks", "averages", "gram", "responses")  # statistics with means of one sign or products: all their keys
-SQUARES = ("moments", "layer", "inputs")  # of these the squares: a mean near 0 has no scale
 PLAIN = (nn.Conv2d, nn.Linear, nn.BatchNorm2d, nn.ReLU, nn.ReLU6, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d)
 HARMLESS = (nn.Dropout, nn.Dropout2d, nn.Flatten, nn.Identity, nn.Sequential, nn.ModuleList)
 
@@ -127,7 +125,7 @@ class Pool:
             ratios: dict[int, list[float]] = {}
             for place in range(len(self._blank[number])):
                 given = {client: found[number][place] for client, found in self._held.items()}
-                means = {c: _means(each, query.statistic.kind, every=True) for c, each in given.items()}
+                means = {c: _means(each) for c, each in given.items()}
                 means = {client: each for client, each in means.items() if each}
                 for key in next(iter(means.values()), {}) if len(means) >= 3 else ():
                     stacked = torch.stack([each[key].flatten() for each in means.values()])
@@ -182,16 +180,18 @@ def _trimmed_means(means: Tensor, counts: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-def _means(observed: Observation | None, kind: str, *, every: bool = False) -> dict[str, Tensor]:
-    """The means that are compared between clients; `every`: of all statistics and keys."""
+def _means(observed: Observation | None, kind: str = "") -> dict[str, Tensor]:
+    """The means that are compared between clients for a statistic of this kind; without one, all of them."""
     if observed is None or not observed.images:
         return {}
-    chosen = [key for key in observed.sums if every or kind in MEANS or (kind in SQUARES and key.endswith(":square"))]
+    compared = STATISTICS[kind].compared if kind else "means"
+    endings = {"means": "", "squares": ":square"}
+    chosen = [key for key in observed.sums if compared in endings and key.endswith(endings[compared])]
     return {key: observed.sums[key].sum(0) / observed.images for key in chosen}
 
 
 def _check_limits(observed: Observation | None, limits: dict[str, Tensor], at: str) -> None:
-    for key, value in _means(observed, "", every=True).items():
+    for key, value in _means(observed).items():
         if key in limits and bool((value.abs() > limits[key]).any()):
             raise BadReply(f"{at}.sums.{key} is beyond what the model can produce")
 
@@ -199,8 +199,9 @@ def _check_limits(observed: Observation | None, limits: dict[str, Tensor], at: s
 def _check_squares(found: Found, queries: Sequence[Query]) -> None:
     """Refuse moments that no values have: the square of a mean is at most the mean of the squares."""
     for number, query in enumerate(queries):
-        for place, observed in enumerate(found[number] if query.statistic.kind in SQUARES else ()):
-            means = _means(observed, "", every=True)
+        is_checked = STATISTICS[query.statistic.kind].compared == "squares"
+        for place, observed in enumerate(found[number] if is_checked else ()):
+            means = _means(observed)
             for key, square in means.items():
                 first = key.removesuffix("square") + ("sum" if query.statistic.kind == "inputs" else "mean")
                 rounding = 1e-3 * square.abs() + 1e-3

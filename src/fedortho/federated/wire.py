@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedortho.data.images import made_images
 from fedortho.engines.engine import TrainingPlan
-from fedortho.engines.query import Query, Selection
+from fedortho.engines.query import STATISTICS, Query, Selection
 from fedortho.errors import FedOrthoError
 from fedortho.federated.messages import PatchInfo, WireMessage
 from fedortho.models.patch import Patch, unpack_patch
@@ -28,11 +28,6 @@ Json = Mapping[str, Any]
 Tensors = Mapping[str, Tensor]
 Observations = Sequence[Sequence[Observation]]  # by query and selection
 Places = Sequence[tuple[int, int]]  # query and selection
-# Sums are whole multiples of 2^-bits, so that their total does not depend on the order of clients, and travel packed.
-# Gradients range over too many magnitudes and stay float32.
-FLOAT32 = ("fisher", "fisher-abs", "gradient", "drift")
-BITS = 16  # of a sum's fraction, unless BITS_OF says otherwise
-BITS_OF = {"right": 0, "moments": 18, "layer": 18, "inputs": 18}  # moments are subtracted from one another
 LARGEST = 2**53  # integers below it are exact as float64
 HEADER = struct.Struct("<qIB")  # of packed integers: the lowest, how many in a row, bits of each
 LEAST_BITS, MOST_BITS = 8, 54  # at least a byte, so that a message unpacks to a few times its size
@@ -146,7 +141,7 @@ def to_integers(sums: Tensor, kind: str) -> Tensor:
     >>> to_integers(torch.tensor([0.5, -2.0]), "peaks")
     tensor([  32768, -131072])
     """
-    whole = (sums.double() * 2.0 ** BITS_OF.get(kind, BITS)).round()
+    whole = (sums.double() * _scale(kind)).round()
     if not bool((whole.abs() < LARGEST).all()):
         raise FedOrthoError(f"a sum of {kind} is not finite or beyond the range of the wire")
     return whole.long()
@@ -154,7 +149,14 @@ def to_integers(sums: Tensor, kind: str) -> Tensor:
 
 def from_integers(whole: Tensor, kind: str) -> Tensor:
     """The sums that `to_integers` has made integers of, float64."""
-    return whole.double() / 2.0 ** BITS_OF.get(kind, BITS)
+    return whole.double() / _scale(kind)
+
+
+def _scale(kind: str) -> float:
+    """Sums are whole multiples of its inverse, so that their total does not depend on the order of clients."""
+    bits = STATISTICS[kind].bits
+    assert bits is not None, f"{kind} travels as float32"
+    return 2.0**bits
 
 
 def pack_integers(whole: Tensor) -> Tensor:
@@ -193,12 +195,12 @@ def unpack_integers(packed: Tensor, rows: int) -> Tensor:
 
 def to_wire(sums: Tensor, kind: str) -> Tensor:
     """Sums of a statistic, (labels, values), as they travel."""
-    return sums.float() if kind in FLOAT32 else pack_integers(to_integers(sums, kind))
+    return sums.float() if STATISTICS[kind].bits is None else pack_integers(to_integers(sums, kind))
 
 
 def from_wire(sent: Tensor, kind: str, rows: int) -> Tensor:
     """The sums that `to_wire` was given, (rows, values), float64."""
-    if kind not in FLOAT32:
+    if STATISTICS[kind].bits is not None:
         return from_integers(unpack_integers(sent, rows), kind)
     if sent.dtype != torch.float32:
         raise BadReply(f"{str(sent.dtype)[6:]}; expected float32")
