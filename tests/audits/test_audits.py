@@ -104,6 +104,30 @@ def test_one_reference_is_too_few_near_the_limit(world: World, monkeypatch: pyte
     assert probed(mean_gap + 0.02, second=True).outcome == "PASS"
 
 
+def test_the_original_is_held_against_models_that_were_not_treated_either(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the treatment itself takes from a reference model is no trace of the class in the original."""
+    recalls = {"unlearned": 0.58, "original": 0.58}
+    case = replace(world.case(world.original, second=True), counterfactuals=(world.references[2],) * 2)
+
+    def measured(each: Case, cache: object, role: str) -> float:
+        return recalls.get(role, 0.565 if each.counterfactuals else 0.445)
+
+    monkeypatch.setattr(relearn, "prototype_recall", measured)
+    monkeypatch.setattr(
+        probe,
+        "depth_recalls",
+        lambda each, cache: {role: {"entry": 0.5, "fc": measured(each, cache, role)} for role in each.models},
+    )
+    for name in ("C1", "C3"):
+        found = AUDITS[name](case, world.cache)
+        assert found.outcome == "INCONCLUSIVE"
+        assert "the original model passes too" in found.finding
+    recalls["original"] = 0.7
+    assert [AUDITS[name](case, world.cache).outcome for name in ("C1", "C3")] == ["FAIL", "FAIL"]
+
+
 def test_one_reference_is_too_few_for_a_prototype_near_its_limit(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relearn, "original_exceeds", lambda *_: True)
 

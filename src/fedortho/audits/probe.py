@@ -1,6 +1,6 @@
 """C1, linear probe: does a ridge probe read the class, at any depth, better than in a retrained model?"""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -24,20 +24,22 @@ def linear_probe(case: Case, cache: MeasurementCache, budget: str) -> AuditResul
 
     Features separate classes that they were not trained on, so a reference model's recall is above 0 and only the gap
     to it counts, or to the mean of several. The largest gap beyond its limit decides, of the depths at which the
-    original model would fail. Where counterfactuals decide, the recall in the models as retrained stands beside it.
+    original model would fail. Where counterfactuals decide, the recall in the models as retrained stands beside it, and
+    the original, which nobody treated, is held against those: where it shows no more, there is nothing to find.
     """
     if case.request.kind != "class":
         return AuditResult("NOT RUN", "applies to class requests only: a probe reads classes from features")
     retrained, case = case, case.treated_alike
     single = depth_recalls(case, cache)
-    depths = {depth: compared({role: single[role][depth] for role in single}) for depth in single["unlearned"]}
-    limits = depth_limits(list(depths))
+    as_retrained = depth_recalls(retrained, cache) if retrained.counterfactuals else {}
+    depths, untreated = _by_depth(single), _by_depth(as_retrained or single)
+    limits, excess = depth_limits(list(depths)), dict[str, float]()
     worst, behind = (last := list(depths)[-1]), ""
     if case.references:
         excess = {
             depth: shares["unlearned"] - shares["reference"] - limits[depth].value
             for depth, shares in depths.items()
-            if original_exceeds(shares, limits[depth])
+            if original_exceeds(untreated[depth], limits[depth])
         }
         worst = max(excess, key=lambda depth: excess[depth], default=last)
         left = [depth for depth in excess if excess[depth] > ROUNDING]
@@ -45,9 +47,8 @@ def linear_probe(case: Case, cache: MeasurementCache, budget: str) -> AuditResul
     finding = f"a linear probe recalls {shares_text(depths[worst], len(case.references))} of the class"
     finding += f" at {worst}, the worst depth that can tell" if worst != last else " before the classifier"
     finding += f"; erased behind {behind} only" if behind else ""
-    as_retrained = depth_recalls(retrained, cache) if retrained.counterfactuals else {}
     if as_retrained:
-        shown = compared({role: recalls[worst] for role, recalls in as_retrained.items()})["reference"]
+        shown = untreated[worst]["reference"]
         finding += f"; reference models were treated alike, as retrained they show {100 * shown:.1f} %"
     details = {
         "images": len(balanced_sample(case)),
@@ -57,10 +58,15 @@ def linear_probe(case: Case, cache: MeasurementCache, budget: str) -> AuditResul
         "depths": list(depths),
     }
     details |= {"references": len(case.references), "depth": "" if worst == last else worst, "erased_behind": behind}
-    result = decide(finding, depths[worst], limits[worst], details)
+    result = decide(finding, depths[worst], limits[worst], details, has_power=worst in excess)
     if result.outcome in ("PASS", "FAIL") and (doubt := doubts(case, result.value, limits[worst])):
         return replace(result, outcome="INCONCLUSIVE", finding=f"{finding}; {doubt}")
     return result
+
+
+def _by_depth(recalls: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """The recall at each depth: of the unlearned model, the original, and the mean of the reference models."""
+    return {depth: compared({role: recalls[role][depth] for role in recalls}) for depth in recalls["unlearned"]}
 
 
 def depth_recalls(case: Case, cache: MeasurementCache) -> dict[str, dict[str, float]]:

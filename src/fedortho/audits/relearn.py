@@ -57,11 +57,11 @@ def relearning(case: Case, cache: MeasurementCache, budget: str) -> AuditResult:
     If none fails and one is undecided, the audit is INCONCLUSIVE, and so it is if the original model would pass every
     attack. Where one class is retained, its images alone teach a constant answer, so forget images are always added.
     """
-    case = case.treated_alike
+    retrained, case = case, case.treated_alike
     is_class, attacks = case.request.kind == "class", list[Attack]()
     details: dict[str, Any] = {"steps": STEPS, "batch": BATCH, "shots": SHOTS}
     if is_class:
-        attacks.append(_prototype_attack(case, cache))
+        attacks.append(_prototype_attack(case, retrained, cache))
         details["prototype"] = attacks[0].measured
     if is_class and budget == "full":
         attacks.append(reset_tail(case, cache))
@@ -90,12 +90,16 @@ def relearning(case: Case, cache: MeasurementCache, budget: str) -> AuditResult:
     return replace(result, outcome="INCONCLUSIVE") if undecided and result.outcome == "PASS" else result
 
 
-def _prototype_attack(case: Case, cache: MeasurementCache) -> Attack:
+def _prototype_attack(case: Case, retrained: Case, cache: MeasurementCache) -> Attack:
+    """The prototype; the original, which nobody treated, is held against the models as they were retrained."""
     shares = compared({role: prototype_recall(case, cache, role) for role in case.models})
     found = f"a prototype of {SHOTS} images recovers {shares_text(shares, len(case.references))} of the class"
     if "reference" not in shares:
         return Attack("prototype", found, shares, PROTOTYPE_LIMIT)
-    value, has_power = shares["unlearned"] - shares["reference"], original_exceeds(shares, PROTOTYPE_LIMIT)
+    untreated = shares
+    if retrained.counterfactuals:
+        untreated = compared({role: prototype_recall(retrained, cache, role) for role in retrained.models})
+    value, has_power = shares["unlearned"] - shares["reference"], original_exceeds(untreated, PROTOTYPE_LIMIT)
     doubt = doubts(case, value, PROTOTYPE_LIMIT) if has_power else ""
     found = f"{found}; {doubt}" if doubt else found
     return Attack("prototype", found, shares, PROTOTYPE_LIMIT, value, has_power, bool(doubt))

@@ -74,19 +74,22 @@ def decide(
     value: float | None = None,
     *,
     expected: float | None = None,
+    has_power: bool | None = None,
 ) -> AuditResult:
     """PASS or FAIL by the limit; without a reference model NO REFERENCE.
 
     `measured` has one number for each model. The value is the gap to the reference model unless another is given; if
-    that gap is within the limit for the original model as well, passing shows nothing: INCONCLUSIVE. Where every
-    reference model is `expected` to have the same number, the result without one has a value and a limit too.
+    that gap is within the limit for the original model as well, passing shows nothing: INCONCLUSIVE (`has_power` says
+    it where the original is held against other models). Where every reference model is `expected` to have the same
+    number, the result without one has a value and a limit too.
     """
     shown = (measured.get("unlearned"), measured.get("original"), measured.get("reference"))
     if "reference" not in measured:
         finding = f"{finding}; no reference model to compare with"
         value = measured["unlearned"] - expected if value is None and expected is not None else value
         return AuditResult("NO REFERENCE", finding, value, None if value is None else limit.value, *shown, details)
-    has_power = value is not None or original_exceeds(measured, limit)
+    if has_power is None:
+        has_power = value is not None or original_exceeds(measured, limit)
     value = measured["unlearned"] - measured["reference"] if value is None else value
     outcome: Outcome = "PASS" if value <= limit.value + ROUNDING else "FAIL"
     if not has_power:
