@@ -16,7 +16,7 @@ from fedortho.errors import BadSetting, FedOrthoError, UnknownName
 from fedortho.evaluation.metrics import METRICS
 from fedortho.federated.server import train_federation
 from fedortho.reports.run_table import list_runs
-from fedortho.requests.judging import JudgeOptions, audit_run, judge_run
+from fedortho.requests.judging import JudgeOptions, audit_run, check_judge_options, judge_run
 from fedortho.requests.references import find_original
 from fedortho.runs.run import open_run
 from fedortho.runs.settings import TrainSettings
@@ -115,6 +115,17 @@ def test_a_wrong_audit_is_refused_before_a_reference_is_trained(runs: Path, tmp_
     with pytest.raises(UnknownName, match="C9"):
         audit_run(open_run(runs / "forgot"), options=options)
     assert not list(tmp_path.iterdir())
+
+
+def test_so_many_reference_models_are_trained(runs: Path) -> None:
+    run, found = open_run(runs / "original"), JudgeOptions(retrain=True, reference_models=3).trained_references
+    assert (found, JudgeOptions(reference_models=0, retrain=True).trained_references) == (3, 1)
+    for wrong, word in (
+        (JudgeOptions(reference_models=4, retrain=True), "1 to 3"),
+        (JudgeOptions(reference_models=2), "--retrain"),
+    ):
+        with pytest.raises(BadSetting, match=word):
+            check_judge_options(run, fo.ForgetRequest.parse("class:3"), wrong)
 
 
 def test_without_a_reference_nothing_passes(runs: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ Outcome = Literal["PASS", "FAIL", "INCONCLUSIVE", "NOT RUN", "NO REFERENCE", "ER
 ROUNDING = 1e-9  # 0.55 − 0.5 does not exceed 0.05
 ONE_REFERENCE = 0.03  # deviation of a recall between reference models: nearer to its limit one model cannot decide
 TOO_FEW = f"within {100 * ONE_REFERENCE:.0f} points of the limit one reference model is too few to decide: give three"
+TOO_FEW += " (--retrain --reference-models 3)"
 NO_POWER = "the original model passes too, so this audit shows nothing here"
 
 

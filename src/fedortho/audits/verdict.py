@@ -148,7 +148,8 @@ class Verdict:
             return f"Give a reference model (--reference RUN), or have one trained (--retrain{cost})."
         if any(audit.outcome == "NOT RUN" for audit in self.audits):
             return "Run the remaining audits (fedortho judge RUN --audit full --retrain; --shadows 16 for membership)."
-        return "An inconclusive audit is not passed: judge against up to three reference models, each of another seed."
+        more = "judge against three reference models, each of another seed (--retrain --reference-models 3)"
+        return f"An inconclusive audit is not passed: {more}."
 
     @property
     def not_tested(self) -> list[str]:

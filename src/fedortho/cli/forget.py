@@ -26,7 +26,7 @@ from fedortho.cli.console import (
     warn,
 )
 from fedortho.cli.train import print_elsewhere
-from fedortho.cli.verdict import Budget, Reference, References, Retrain, judging_bars, print_verdict
+from fedortho.cli.verdict import Budget, Reference, ReferenceModels, References, Retrain, judging_bars, print_verdict
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadSetting, FedOrthoError
@@ -92,6 +92,7 @@ def forget_command(
     reference: Reference = None,
     references: References = None,
     retrain: Retrain = False,
+    reference_models: ReferenceModels = 0,
     recipe: flags.RecipeFile = None,
     dry_run: Annotated[bool, Option("--dry-run", help="show the plan with its estimated costs and do nothing")] = False,
     keep_undo: Annotated[Path | None, Option(help="a file for the tensors that are changed, for fedortho undo")] = None,
@@ -120,7 +121,9 @@ def forget_command(
     check_unserved(run, asked)
     wishes = read_toml(config) if config else {}
     level, method_name = level or str(wishes.pop("level", "")), method_name or str(wishes.pop("method", ""))
-    options = JudgeOptions(audit, (), reference, references, retrain, data_dir=data_dir, device=device)
+    options = JudgeOptions(
+        audit, (), reference, references, retrain, reference_models, data_dir=data_dir, device=device
+    )
     check_judge_options(run, asked, options)
     check_backend(backend, deployment)
     judging, is_here = {"reference": reference, "references": references, "retrain": retrain}, backend == "inprocess"

@@ -32,6 +32,9 @@ Reference = Annotated[
 ]
 References = Annotated[Path | None, Option(help="directory of such runs (default: references beside RUN)")]
 Retrain = Annotated[bool, Option("--retrain", help="train a missing reference model and keep it")]
+ReferenceModels = Annotated[
+    int, Option(help="reference models that there are after --retrain, 1 to 3; 0: one, with --audit full two")
+]
 Original = Annotated[Path | None, Option(help="the run before forgetting (default: the run that RUN is made from)")]
 Shadows = Annotated[int, Option(help="shadow models of the membership audit, 8 to 64; 0: do not run it")]
 ShadowImages = Annotated[int, Option(help="images of which each shadow model is trained on a half; 0: all")]
@@ -53,6 +56,7 @@ def judge_command(
     reference: Reference = None,
     references: References = None,
     retrain: Retrain = False,
+    reference_models: ReferenceModels = 0,
     original: Original = None,
     shadows: Shadows = 0,
     shadow_images: ShadowImages = ShadowSettings.images,
@@ -64,8 +68,8 @@ def judge_command(
 ) -> None:
     """Judge a run that has forgotten: metrics and audits against a reference model; writes verdict.json."""
     run = open_run(run_path)
-    options = JudgeOptions(audit, (), reference, references, retrain, shadows, data_dir, device, read_recipe(recipe))
-    options = replace(options, shadow_images=shadow_images)
+    models, where = (reference, references, retrain, reference_models), (data_dir, device)
+    options = JudgeOptions(audit, (), *models, shadows, *where, read_recipe(recipe), shadow_images)
     with judging_bars() as progress:
         verdict = judge_run(run, request or None, options, original=original, **progress)
     if as_json:
@@ -84,6 +88,7 @@ def audit_command(
     reference: Reference = None,
     references: References = None,
     retrain: Retrain = False,
+    reference_models: ReferenceModels = 0,
     original: Original = None,
     after_rounds: Annotated[str, Option(help="federations: audit again after so many more rounds: 1,5,20")] = "",
     shadows: Shadows = 0,
@@ -95,8 +100,8 @@ def audit_command(
 ) -> None:
     """Try to undo a run's forgetting: all audits at their full budget, or those named."""
     run, only = open_run(run_path), tuple(word.strip() for word in attack.split(",") if word.strip())
-    options = JudgeOptions("full", only, reference, references, retrain, shadows, data_dir, device, read_recipe(recipe))
-    options = replace(options, shadow_images=shadow_images)
+    models, where = (reference, references, retrain, reference_models), (data_dir, device)
+    options = JudgeOptions("full", only, *models, shadows, *where, read_recipe(recipe), shadow_images)
     verdicts: dict[int, Verdict] = {}
     for rounds in [0, *_rounds(run, after_rounds)]:
         with judging_bars() as progress:

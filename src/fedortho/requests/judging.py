@@ -54,6 +54,7 @@ class JudgeOptions:
     reference: Path | Sequence[Path] | None = None  # run of a reference model, or of up to three
     references: Path | None = None  # directory of such runs; default: `references` beside the judged run
     retrain: bool = False  # train a missing reference model and keep it
+    reference_models: int = 0  # there are so many after `retrain`, at most three; 0: one, two in the full budget
     shadows: int = 0  # shadow models of the membership audit; 0: the audit is not run
     data_dir: str = ""
     device: str = "auto"
@@ -63,7 +64,7 @@ class JudgeOptions:
     @property
     def trained_references(self) -> int:
         """How many reference models there are after training: the distance, an audit of the full budget, needs two."""
-        return (2 if self.audit == "full" else 1) if self.retrain else 0
+        return (self.reference_models or (2 if self.audit == "full" else 1)) if self.retrain else 0
 
     @property
     def given(self) -> list[Run]:
@@ -166,6 +167,10 @@ def check_judge_options(original: Run, request: ForgetRequest, options: JudgeOpt
     check_audits(options.audit, options.only)
     if options.shadows and options.audit != "full":
         raise BadSetting(f"--shadows {options.shadows} belongs to --audit full, not to --audit {options.audit}")
+    if not 0 <= options.reference_models <= len(REFERENCES):
+        raise BadSetting(f"--reference-models is {options.reference_models}; expected 1 to {len(REFERENCES)}, or 0")
+    if options.reference_models and not options.retrain:
+        raise BadSetting(f"--reference-models {options.reference_models} says how many --retrain trains; give it too")
     if len(options.given) > len(REFERENCES):
         raise BadSetting(f"{len(options.given)} reference models are given; expected at most {len(REFERENCES)}")
     for reference in options.given:
@@ -188,7 +193,7 @@ def _parsed(run: Run, request: ForgetRequest | str | None, options: JudgeOptions
 def references_for(
     run: Run, original: Run, request: ForgetRequest, options: JudgeOptions, data: Dataset, on_training: Watch | None
 ) -> list[Run]:
-    """Reference models that are given, found (at most three) or trained: one; two in the full budget, which needs them.
+    """Reference models that are given, found (at most three) or trained, as many as the options say.
 
     One with the weights of the judged model, which may be retrained itself, is left out.
     """

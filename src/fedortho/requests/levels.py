@@ -199,7 +199,8 @@ class ForgettingPlan:
     def _against(self) -> str:
         seconds, models = self.trains_references * self.training_seconds, list(self.references)
         if self.trains_references:
-            trained = "two reference models that are" if self.trains_references > 1 else "a reference model that is"
+            number = {1: "a reference model that is", 2: "two reference models that are"}
+            trained = number.get(self.trains_references, "three reference models that are")
             models.append(f"{trained} trained for it{f', about {spoken_time(seconds)}' if seconds else ''}")
         if not models:
             how = "" if self.has_recipe else " by the training that --recipe FILE names"
