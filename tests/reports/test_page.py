@@ -29,7 +29,7 @@ from fedortho.reports.pictures import Example, Gallery, Picture, as_pictures, th
 from fedortho.reports.summary import Report
 from fedortho.reports.tables import plain
 from fedortho.requests.forgetting import serve_request
-from fedortho.requests.references import find_original, find_references, reference_settings
+from fedortho.requests.references import find_original, find_references, original_of, reference_settings
 from fedortho.runs.record import Accuracies, TrialRecord
 from fedortho.runs.run import Run, last_request
 from fedortho.runs.settings import TrainSettings
@@ -255,6 +255,30 @@ def test_the_runs_to_compare_with_are_found_beside_or_named(forgot: Run, tmp_pat
         assert before.path.name == name, "the run that still knew what this request names"
     with pytest.raises(FedOrthoError, match="was trained with class:3"):
         write_report(forgot.path, reference=original.path, out=tmp_path / "r.html")
+
+
+def test_figures_show_the_reference_of_the_verdict_and_never_the_model_itself(
+    fresh: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def drawn(verdict: dict[str, Any]) -> str | None:
+        write_json(fresh.path / "verdict.json", VERDICT | {"digests": verdict})
+        write_report(fresh.path, out=tmp_path / "r.html")
+        return None if shown[-1] is None else shown[-1].record.model.digest
+
+    def draw(*_: Any, reference: Run | None, **__: Any) -> Gallery:
+        shown.append(reference)
+        return Gallery()
+
+    shown: list[Run | None] = []
+    monkeypatch.setattr(f"{write_report.__module__}.draw_gallery", draw)
+    same, (retrained,) = fresh.record.model.digest, find_references(original_of(fresh), last_request(fresh))
+    digests = [same, "5" * 64, "6" * 64]  # one was retrained with the seed of the judged model
+    models = [replace(retrained.record.model, digest=digest) for digest in digests]
+    others = [replace(retrained, record=replace(retrained.record, model=model)) for model in models]
+    monkeypatch.setattr(f"{write_report.__module__}.find_references", lambda *_: others)
+    assert drawn({"after": same, "reference": "6" * 64}) == "6" * 64
+    assert drawn({"after": same}) == "5" * 64
+    assert drawn({"after": same, "reference": "7" * 64}) is None, "numbers of one model beside figures of another"
 
 
 def test_without_its_parent_a_run_is_reported_alone(forgot: Run, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from fedortho.evaluation.metric_suite import MetricSuite
 from fedortho.evidence.bundle import lines_about
 from fedortho.evidence.contents import Bundle, NetworkRecord, made_here
 from fedortho.reports.gallery import NO_ORIGINAL, NO_REFERENCE, audit_pictures, draw_gallery
-from fedortho.reports.page import LEFT_OUT, render, without_images
+from fedortho.reports.page import LEFT_OUT, drawn_reference, render, without_images
 from fedortho.reports.summary import Report
 from fedortho.requests.forgetting import ServedRequest
 from fedortho.requests.qualifying import QualifyOptions, draw_classes
@@ -257,7 +257,8 @@ def check_report(found: Findings, bundle: Bundle, derived: Run, again: Repeated)
     words, request = unescape(page), ForgetRequest.parse(bundle.entry.request)
     original = None if NO_ORIGINAL in words else again.run
     beside = [] if NO_REFERENCE in words else [*again.references, *find_references(again.run, request)]
-    others: dict[str, Any] = {"original": original, "reference": next(iter(beside), None)}
+    reference = drawn_reference(beside, bundle.verdict, bundle.digests.after)
+    others: dict[str, Any] = {"original": original, "reference": reference}
     gallery = draw_gallery(derived, again.data, request, **others, images=f'<p class="soft">{LEFT_OUT}</p>' in page)
     try:
         pictures = tuple(audit_pictures(bundle.verdict.audits)) if bundle.verdict is not None else ()
@@ -267,7 +268,7 @@ def check_report(found: Findings, bundle: Bundle, derived: Run, again: Repeated)
     report = Report(derived, request, bundle.verdict, gallery, pictures, bundle.chain.entries)
     rendered = without_images(render(report))
     told, mine = _lines(page), _lines(rendered)
-    if not beside and NO_REFERENCE not in words:
+    if reference is None and NO_REFERENCE not in words:
         told, mine = _without_figures(told), _without_figures(mine)
         found.unchecked("figures of report.html: they show a reference model that is not here; --reference RUN")
     if told == mine:

@@ -3,7 +3,7 @@
 import base64
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +12,7 @@ from fedortho.audits.verdict import Verdict, read_verdict
 from fedortho.data.request import ForgetRequest
 from fedortho.devices import choose_device
 from fedortho.errors import BadCheckpoint, BadData, FedOrthoError
+from fedortho.evaluation.case import REFERENCES
 from fedortho.reports import summary, tables
 from fedortho.reports.gallery import audit_pictures, draw_gallery
 from fedortho.reports.pictures import Gallery
@@ -73,7 +74,7 @@ def write_report(
     request, verdict = _subject(run, asked)
     before = original_for(run, request) if original is None else open_run(original)
     found = find_references(before, request) if before is not None and reference is None else []
-    never = next(iter(found), None) if reference is None else open_run(reference)
+    never = drawn_reference(found, verdict, run.record.model.digest) if reference is None else open_run(reference)
     if never is not None:
         check_reference(run, never, request)
     try:
@@ -99,6 +100,16 @@ def _subject(run: Run, request: ForgetRequest | None) -> tuple[ForgetRequest, Ve
     request = request or judged or last_request(run)
     is_judged = judged is not None and judged.settled(names) == request.settled(names)
     return request, verdict if is_judged else None
+
+
+def drawn_reference(found: Iterable[Run], verdict: Verdict | None, judged: str) -> Run | None:
+    """The reference model that figures show: the verdict's own, or without one the first that is not the judged model.
+
+    A model that was retrained itself has the digest `judged` of the reference with its seed.
+    """
+    told = verdict.digests.get(REFERENCES[0]) if verdict is not None else None
+    others = [each for each in found if each.record.model.digest != judged]
+    return next((each for each in others if told in (None, each.record.model.digest)), None)
 
 
 def _journal(run: Run) -> tuple[JournalEntry, ...]:
