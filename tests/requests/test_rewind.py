@@ -264,6 +264,20 @@ def test_a_killed_rewind_goes_on_to_the_same_bytes(run: Run, tmp_path: Path) -> 
     ]
 
 
+def test_a_killed_rewind_of_until_passed_goes_on_and_a_finished_one_is_told_once(run: Run, tmp_path: Path) -> None:
+    def kill(news: RoundProgress) -> None:
+        raise KeyboardInterrupt
+
+    request, out = f"client:{order_of(run)[3]}", tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        rewind_run(run, request, out, watch=kill)
+    for _ in range(2):
+        assert [attempt.level for attempt in forget_until_passed(run, request, out=out)[1]] == ["exact"]
+    entries = [(e.event, e.details["out"]) for e in read_journal(run.path.parent).entries if e.request == request]
+    place = os.path.relpath(out, run.path.parent)
+    assert entries[-3:] == [("received", place), ("received", place), ("executed", place)]
+
+
 def test_a_rewind_that_fails_has_an_end_in_the_journal(run: Run, tmp_path: Path) -> None:
     def fail(news: RoundProgress) -> None:
         raise FedOrthoError("too few clients are there")
@@ -271,7 +285,7 @@ def test_a_rewind_that_fails_has_an_end_in_the_journal(run: Run, tmp_path: Path)
     with pytest.raises(FedOrthoError, match="too few"):
         rewind_run(run, f"client:{order_of(run)[1]}", tmp_path / "out", watch=fail)
     last = read_journal(run.path.parent).entries[-1]
-    assert (last.event, last.details) == ("refused", {"reason": "too few clients are there"})
+    assert (last.event, last.details["reason"]) == ("refused", "too few clients are there")
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import comb
@@ -22,10 +23,11 @@ from fedortho.errors import FedOrthoError
 from fedortho.federated.server import train_federation
 from fedortho.federated.strategies import is_repeatable
 from fedortho.requests.references import find_original, original_of, purged_images
-from fedortho.requests.transaction import journalled, tell_once
+from fedortho.requests.transaction import journalled, relative_out, tell_once
 from fedortho.runs.continuing import first_row, stages_of
+from fedortho.runs.record import RunRecord, TrainingRecord, read_run_record
 from fedortho.runs.rounds import LOG_FILE, RoundLog, kept_rounds, read_log, read_start, round_file
-from fedortho.runs.run import Run, open_run, served_requests
+from fedortho.runs.run import Run, open_run, served_requests, settings_of
 from fedortho.runs.settings import FederateSettings, Federation, TrainSettings, held_rows, is_kept
 from fedortho.runs.training import train_run
 from fedortho.storage.provenance import environment
@@ -173,9 +175,17 @@ def find_rewind(run: Run, request: ForgetRequest) -> RewindPlan | None:
 
 
 def holds_rewind(run: Run, request: ForgetRequest, out: Path) -> bool:
-    """Whether `out` is the finished run of a rewind for this request."""
+    """Whether `out` is the run of a rewind for this request, finished or not."""
     plan = find_rewind(run, request) if (out / "run.json").exists() else None
-    return plan is not None and replace(open_run(out).settings, start="") == replace(plan.settings, start="")
+    return plan is not None and _begun(plan, out) is not None
+
+
+def _begun(plan: RewindPlan, out: Path) -> TrainingRecord | None:
+    """The record at `out` if the plan's training wrote it."""
+    record = read_run_record(out)
+    start = plan.settings.start  # of the run that was continued; one that is repeated has a new path
+    is_same = record is not None and replace(settings_of(record, out), start=start) == plan.settings
+    return record if is_same else None
 
 
 def rewind_run(
@@ -202,7 +212,8 @@ def rewind_run(
     if out is None:
         return Rewound(plan)
     out, run, asked = Path(out), plan.run, str(plan.request)
-    with journalled(run, plan.request):
+    told = {"out": relative_out(run, out)}
+    with nullcontext() if isinstance(_begun(plan, out), RunRecord) else journalled(run, plan.request, told):
         if isinstance(plan.settings, FederateSettings):
             begin = read_start(plan.source, plan.begin) if plan.begin else None
             how: dict[str, Any] = {"watch": watch, "workers": workers, "data": run.load_data(), "begin": begin}
@@ -210,7 +221,7 @@ def rewind_run(
         else:
             new = _train_stages(plan, out, watch)
     saved = f"{plan.settings.passes.unit}-saved"
-    details = {"method": "rewind", "without": plan.settings.without, saved: plan.begin}
+    details = {**told, "method": "rewind", "without": plan.settings.without, saved: plan.begin}
     tell_once(run, "executed", out.name, asked, new.record.model.digest, details)
     return Rewound(plan, new, tuple(_delete_traces(plan)) if purge else ())
 

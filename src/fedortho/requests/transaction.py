@@ -92,15 +92,15 @@ def transaction(
 
 
 @contextmanager
-def journalled(run: Run, request: ForgetRequest) -> Iterator[None]:
+def journalled(run: Run, request: ForgetRequest, details: Mapping[str, str]) -> Iterator[None]:
     """Tell the journal that a request was received, and of an error in the block; killed, the request is repeated."""
     directory, about, before = run.path.absolute().parent, (run.path.name, str(request)), run.record.model.digest
-    append_entry(directory, "received", *about, before=before)
+    append_entry(directory, "received", *about, before=before, details=details)
     try:
         yield
     except Exception as error:
         with suppress(OSError):
-            append_entry(directory, "refused", *about, before=before, details={"reason": _reason(error)})
+            append_entry(directory, "refused", *about, before=before, details={**details, "reason": _reason(error)})
         raise
 
 
