@@ -253,6 +253,18 @@ def test_a_ticket_for_hashed_ids_tells_no_rows_and_is_served_once_after_its_file
     assert not [digest for digest in asked if digest.encode() in journal]
 
 
+@pytest.mark.parametrize("flags", [(), ("--hash-ids",)])
+def test_a_sample_by_its_file_name_has_a_reference_trained(
+    home: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+) -> None:
+    def begin(*_: object, **__: object) -> None:
+        raise FedOrthoError("begun")
+
+    monkeypatch.setattr("fedortho.cli.forget.forget_run", begin)
+    with pytest.raises(FedOrthoError, match="begun"):
+        told("forget", "runs/first", f"samples:{two_names()[0]}", "--level", "exact", "--retrain", *flags)
+
+
 def test_hashed_ids_are_in_all_records_and_the_key_in_none(home: Path) -> None:
     names = two_names()
     rows = [row.row for row in list_images(open_run("runs/first").load_data(), names)]

@@ -28,7 +28,7 @@ from fedortho.cli.console import (
 from fedortho.cli.train import print_elsewhere
 from fedortho.cli.verdict import Budget, Reference, ReferenceModels, References, Retrain, judging_bars, print_verdict
 from fedortho.data.images import Dataset
-from fedortho.data.request import ForgetRequest
+from fedortho.data.request import ForgetRequest, as_request
 from fedortho.errors import BadSetting, FedOrthoError
 from fedortho.methods import LEVELS, find_method
 from fedortho.methods.directions import Directions
@@ -276,7 +276,8 @@ def _serve(
 ) -> ServedRequest:
     """Serve a request as planned; a refusal prints its trials, an interruption what can be used."""
     *first, (level, method, _) = steps
-    check_trainable(run, request, options, how["data"])
+    asked = run.hashed(as_request(request, how["data"]), how["hash_ids"])
+    check_trainable(run, asked, options, how["data"])
     try:
         if until_passed:
             on_attempt = None if as_json else lambda attempt: say(f"  {attempt}")
