@@ -164,11 +164,15 @@ def test_a_deleted_class_keeps_the_runs_classes(home: Path) -> None:
     ledger = Path("runs/first/ledger.safetensors")
     before, note = read_tensors(ledger)
     assert 0 in before["kept.labels"].tolist()
+    shutil.copytree("runs/first", "runs/references/another")  # one that a request for others was compared with
     copies = purge_run("runs/second")
     assert blob not in cache_bytes()
     assert copies[0].images == copies[1].removed == SIZES["cat"]
     after, same = read_tensors(ledger)
     assert set(after["kept.labels"].tolist()) == {1, 2}, "activations of forgotten images go from the run before too"
+    assert torch.equal(
+        read_tensors(Path("runs/references/another/ledger.safetensors"))[0]["kept.rows"], after["kept.rows"]
+    )
     assert len({len(tensor) for name, tensor in after.items() if name.startswith("kept.")}) == 1
     assert (copies[-1].what, copies[-1].removed) == ("activations", int((before["kept.labels"] == 0).sum()))
     assert same == note, "the run before stays usable"

@@ -19,9 +19,9 @@ from fedortho.statistics.ledger import drop_activations
 def purge_run(run: Run | Path | str, *, data: Dataset | None = None, data_dir: str = "") -> list[DataCopy]:
     """Remove what a run has forgotten from the decoded images on this machine, and keep later trainings from using it.
 
-    The ledgers of runs beside it on the same data lose the activations of these images. Returns the copies that were
-    found. The files of the images are their owner's to delete; the run stays usable. While they are there, runs that
-    were trained on them can still read them; new trainings leave them out.
+    The ledgers of runs beside it and of references on the same data lose the activations of these images. Returns the
+    copies that were found. The files of the images are their owner's to delete; the run stays usable. While they are
+    there, runs that were trained on them can still read them; new trainings leave them out.
     """
     run = open_run(run)
     if run.excluded is None:
@@ -35,8 +35,8 @@ def _purge_ledgers(run: Run, request: ForgetRequest, data: Dataset) -> list[Data
     """Remove activations of the forget set from the ledgers of runs, and of their simulated clients, on this data."""
     known = replace(data.train, rows=data.known_rows)
     rows, labels = known.rows[request.mask(known, run.clients(data))], request.labels(data.train.names)
-    copies = []
-    for path in sorted(run.path.resolve().parent.glob("*/run.json")):
+    copies, beside = [], run.path.resolve().parent
+    for path in sorted([*beside.glob("*/run.json"), *beside.glob("*/*/run.json")]):  # references and comparisons, too
         record = read_run_record(path.parent)
         if not isinstance(record, RunRecord) or record.data.digest != run.record.data.digest:
             continue
