@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedortho.data.images import Dataset, Images, make_dataset
+from fedortho.data.images import Dataset, Images, RowIds, make_dataset
 from fedortho.data.request import EmptyGroup, ForgetRequest, as_request
 from fedortho.errors import BadSetting, FedOrthoError, UnknownName
 
@@ -166,6 +166,9 @@ def test_hashed_samples_need_no_key_where_no_image_can_be_named(toy: Images) -> 
     assert torch.equal(request.mask(apart), apart.labels == 1)
     with pytest.raises(FedOrthoError, match="its key is not here"):
         request.mask(toy)
+    known = replace(toy, ids=RowIds(torch.zeros(len(toy), 32, dtype=torch.uint8), key=b"key"))
+    with pytest.raises(FedOrthoError, match="none of the 240 rows has it: there is no such row, or the key is another"):
+        request.mask(known)
 
 
 @pytest.mark.parametrize("word", ["client:", "class:", "samples:", "samples:1/"])

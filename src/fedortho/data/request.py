@@ -275,6 +275,8 @@ def _row(word: str, clients: Clients | None, ids: RowIds | None) -> int:
     if word.startswith("hmac:"):
         if ids is None or word not in ids.by_hash:
             advice = "its key is not here; put hash-ids.key beside the run"
+            if ids is not None and ids.key:
+                advice = f"none of the {len(ids.digests)} rows has it: there is no such row, or the key is another one"
             raise FedOrthoError(f"samples:{word} is a hashed id, and {advice}")
         return ids.by_hash[word]
     if (match := SAMPLE.fullmatch(word)) is None:
