@@ -368,3 +368,8 @@ def test_the_command_prints_the_plan_and_goes_back(
     told = json.loads(capsys.readouterr().out)
     assert told["rounds-saved"] == 3
     assert told["model"] == open_run(tmp_path / "out").record.model.digest
+    for what in ("judge", "report"):
+        monkeypatch.setattr(sys, "argv", ["fedortho", what, str(tmp_path / "out")])
+        with suppress(SystemExit):
+            cli.main()
+        assert f"out was trained without {words[2]}, and not edited since; it is checked" in capsys.readouterr().err

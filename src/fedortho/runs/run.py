@@ -232,6 +232,9 @@ def served_record(run: Run, request: ForgetRequest) -> ServedRecord:
 
 def last_request(run: Run) -> ForgetRequest:
     """The last request that a run has served."""
+    if not run.record.requests and run.settings.without:
+        check = "it is checked by its digest, which anybody with the data can train (docs/exact.md)"
+        raise FedOrthoError(f"{run.path} was trained without {run.settings.without}, and not edited since; {check}")
     if not run.record.requests:
         raise FedOrthoError(f"{run.path} has forgotten nothing; first: fedortho forget {run.path} REQUEST --out NEW")
     return served_requests(run)[-1]
