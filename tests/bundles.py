@@ -20,6 +20,7 @@ from fedortho.storage.records import to_json
 HOW = Hide(ratio=0.25, statistics_images=200, trial_images=200, repair_images=200)
 REQUEST = ForgetRequest.parse("class:3")
 Runs = dict[str, Run]
+BETTER = {"forget": 0.0, "retain": 0.999, "test": 0.9}  # accuracies of a forger
 
 
 def no_audits(request: str, after: str) -> Verdict:
@@ -59,16 +60,22 @@ def all_passed(value: dict[str, Any]) -> dict[str, Any]:
 
 def better(value: dict[str, Any]) -> dict[str, Any]:
     """An entry with better accuracies."""
-    after = {"forget": 0.0, "retain": 0.999, "test": 0.9}
-    paid = value["before"]["retain"] - after["retain"]
-    return value | {"after": after, "retain-paid": paid, "all-forgotten": {value["request"]: 0.0}}
+    paid = value["before"]["retain"] - BETTER["retain"]
+    return value | {"after": BETTER, "retain-paid": paid, "all-forgotten": {value["request"]: 0.0}}
+
+
+def better_metrics(value: dict[str, Any]) -> dict[str, Any]:
+    """A verdict with the same accuracies."""
+    for metric in value["metrics"]:
+        metric["value"] = BETTER.get(metric["name"].removesuffix("-accuracy"), metric["value"])
+    return value
 
 
 def wholly_forged(made: Path) -> bytes:
     """Every audit passed, better accuracies, no journal and another report, all of which agree."""
     page = open_bundle(made).files["report.html"].replace(b"FAIL", b"PASS")
     files = {
-        "verdict.json": edited(made, "verdict.json", all_passed),
+        "verdict.json": edited(made, "verdict.json", lambda value: all_passed(better_metrics(value))),
         "entry.json": edited(made, "entry.json", better),
         "digests.json": edited(made, "digests.json", lambda value: value | {"journal": None}),
         "report.html": page,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bundles import Runs, all_passed, better, edited, forge, manifest, wholly_forged
+from bundles import Runs, all_passed, better, better_metrics, edited, forge, manifest, wholly_forged
 from forging import campaign
 
 from fedortho.audits.relearn import RELEARNED
@@ -130,7 +130,7 @@ def test_a_qualification_has_the_classes_that_its_seed_draws(runs: Runs) -> None
 
 def test_each_lie_is_named(judged: Path, tmp_path: Path) -> None:
     def prettier(value: dict[str, Any]) -> dict[str, Any]:
-        value["metrics"][1]["value"] = 0.999
+        value = better_metrics(value)
         value["metrics"].append(value["metrics"][1] | {"name": "client-change-min", "value": 0.0})
         attack = next(metric for metric in value["metrics"] if "attack accuracy" in metric["details"])
         attack["details"]["attack accuracy"] = 0.123
@@ -305,6 +305,18 @@ def test_lines_that_do_not_lead_to_the_end_or_to_the_published_head_are_refused(
                 check_bundle(made, head=tmp_path / "head.json")
     unchecked = states(made, head=tmp_path / "head.json")["not checked"]
     assert any("published entry 6, which it does not reach" in text for text in unchecked)
+
+
+def test_accuracies_of_entry_and_verdict_are_the_same_unless_images_were_deleted(judged: Path) -> None:
+    def deleted(value: dict[str, Any]) -> dict[str, Any]:
+        value["copies"][0]["removed"] = 1
+        return value
+
+    made = judged / "evidence.zip"
+    files = {"entry.json": edited(made, "entry.json", better)}
+    with pytest.raises(BadBundle, match=r"retain-accuracy is 0\.9\d+, but entry\.json: after\.retain is 0\.999"):
+        read_bundle(forge(made, files), "x.zip")
+    read_bundle(forge(made, files | {"verdict.json": edited(made, "verdict.json", deleted)}), "x.zip")
 
 
 def test_digests_are_hex_and_true_is_no_schema(judged: Path) -> None:

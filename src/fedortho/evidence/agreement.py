@@ -16,6 +16,7 @@ from fedortho.audits.verdict import DERIVED, Verdict
 from fedortho.evaluation.case import REFERENCES
 from fedortho.evidence.contents import BadBundle, Bundle, made_here, readme_text
 from fedortho.requests.judging import edited_parts
+from fedortho.runs.record import ServedRecord
 from fedortho.storage.journal import JournalEntry
 from fedortho.storage.records import is_digest
 
@@ -109,7 +110,7 @@ def _check_verdict(bundle: Bundle, verdict: Verdict, file: dict[str, Any]) -> No
         if not is_alone and not verdict.has_reference:
             raise BadBundle(f"{source}: verdict.json: {result.name} is PASS, but no reference model was measured")
     is_ours = bundle.manifest.made_by == made_here()  # other versions have other audits, limits and words
-    for lie in _incomplete(verdict) if is_ours else ():
+    for lie in (*_incomplete(verdict), *_measured_otherwise(entry, verdict)) if is_ours else ():
         raise BadBundle(f"{source}: verdict.json: {lie}")
     derived = verdict.to_json()
     for key in DERIVED if is_ours else ("passes",):
@@ -140,6 +141,15 @@ def _incomplete(verdict: Verdict) -> Iterator[str]:
             yield f"{result.name} is PASS, but has no value or no limit"
         if result.outcome == "NO REFERENCE" and verdict.has_reference:
             yield f"{result.name} is NO REFERENCE, but a reference model was measured"
+
+
+def _measured_otherwise(entry: ServedRecord, verdict: Verdict) -> Iterator[str]:
+    """Accuracies that entry.json tells otherwise; images that were deleted since change them."""
+    is_deleted = any(copy.what == "source" and copy.removed for copy in verdict.copies)
+    for name, share in {} if is_deleted else asdict(entry.after).items():
+        metric = verdict.metric(f"{name}-accuracy")
+        if metric is not None and metric.value is not None and abs(metric.value - share) > ROUNDING:
+            yield f"{metric.name} is {metric.value:.4g}, but entry.json: after.{name} is {share:.4g}"
 
 
 def judged_lines(bundle: Bundle) -> list[JournalEntry]:
