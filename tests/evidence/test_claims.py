@@ -307,6 +307,16 @@ def test_lines_that_do_not_lead_to_the_end_or_to_the_published_head_are_refused(
     assert any("published entry 6, which it does not reach" in text for text in unchecked)
 
 
+def test_an_event_that_this_version_does_not_write_is_refused(judged: Path) -> None:
+    *lines, last = open_bundle(judged / "evidence.zip").files["journal.jsonl"].splitlines(keepends=True)
+    sealed = replace(parse_entry(last.rstrip(b"\n")), event="certified").sealed()
+    files = {"journal.jsonl": b"".join([*lines, f"{sealed.line}\n".encode()])}
+    end = {"journal": {"number": sealed.number, "hash": sealed.hash}}
+    files["digests.json"] = edited(judged / "evidence.zip", "digests.json", lambda value: value | end)
+    with pytest.raises(BadBundle, match="has the event 'certified'; expected one of received, hidden, executed"):
+        read_bundle(forge(judged / "evidence.zip", files), "x.zip")
+
+
 def test_accuracies_of_entry_and_verdict_are_the_same_unless_images_were_deleted(judged: Path) -> None:
     def deleted(value: dict[str, Any]) -> dict[str, Any]:
         value["copies"][0]["removed"] = 1

@@ -17,9 +17,10 @@ from fedortho.evaluation.case import REFERENCES
 from fedortho.evidence.contents import BadBundle, Bundle, made_here, readme_text
 from fedortho.requests.judging import edited_parts
 from fedortho.runs.record import ServedRecord
-from fedortho.storage.journal import JournalEntry
+from fedortho.storage.journal import EVENTS, JournalEntry
 from fedortho.storage.records import is_digest
 
+KNOWN = f"expected one of {', '.join(EVENTS)}"
 NUMBERS = ("value", "limit", "unlearned", "original", "reference")  # of an audit that was run
 
 
@@ -165,6 +166,9 @@ def _check_journal(bundle: Bundle, label: str | None) -> None:
         raise BadBundle(f"{source}: journal.jsonl has {len(chain.entries)} entries; digests.json tells of {end}")
     if end is not None and (chain.last > end.number or chain.hashes.get(end.number, end.hash) != end.hash):
         raise BadBundle(f"{source}: journal.jsonl does not lead to entry {end.number} with the hash {end.hash[:16]}")
+    for entry in chain.entries if bundle.manifest.made_by == made_here() else ():  # later versions may have others
+        if entry.event not in EVENTS:
+            raise BadBundle(f"{source}: journal.jsonl: entry {entry.number} has the event {entry.event!r:.40}; {KNOWN}")
     judged = judged_lines(bundle)
     outcomes = [(e.details.get("label"), e.details.get("passes", verdict and verdict.passes)) for e in judged]
     if verdict is not None and judged and (label, verdict.passes) not in outcomes:
