@@ -19,6 +19,7 @@ from fedortho.models.patch import load_patch
 from fedortho.requests.forgetting import forget_federated_run
 from fedortho.runs.run import open_run
 from fedortho.storage.files import tensors_digest, write_tensors
+from fedortho.storage.journal import BadJournal
 
 
 def test_the_patch_gives_the_model_after_bit_for_bit(made: Path, runs: Runs, tmp_path: Path) -> None:
@@ -112,3 +113,15 @@ def test_another_ledger_or_a_federation_is_told(made: Path, runs: Runs, tmp_path
     with pytest.raises(FedOrthoError, match="trained by a federation: its clients decided"):
         rerun_decision(open_bundle(made), open_run(copy))
     assert tensors_digest(runs["first"].load_model().state_dict()) == open_bundle(made).digests.before
+
+
+def test_flags_without_effect_and_a_journal_that_is_not_there_are_refused(
+    made: Path, runs: Runs, tmp_path: Path
+) -> None:
+    with pytest.raises(FedOrthoError, match="--audits is given without --run; expected the run before"):
+        check_bundle(made, audits="C9")
+    with pytest.raises(BadJournal, match=r"there is no journal in .*none; give the directory that holds the runs"):
+        check_bundle(made, journal=tmp_path / "none")
+    with pytest.raises(BadJournal, match=r"there is no journal in .*none; give the directory that holds the runs"):
+        make_bundle(runs["second"], REQUEST, tmp_path / "x.zip", journal=tmp_path / "none")
+    assert not (tmp_path / "x.zip").exists()

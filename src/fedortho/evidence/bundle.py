@@ -30,7 +30,7 @@ from fedortho.reports.page import without_images
 from fedortho.runs.record import ServedRecord
 from fedortho.runs.run import Run, index_of_request, open_run
 from fedortho.storage.files import canonical_json, file_digest, parse_json, read_limited, replacing
-from fedortho.storage.journal import JournalEntry, read_journal
+from fedortho.storage.journal import JournalEntry, check_journal, read_journal
 from fedortho.storage.provenance import environment
 from fedortho.storage.records import from_json, to_json
 
@@ -53,6 +53,8 @@ def make_bundle(
     request = run.request(request)
     if out.exists():
         raise FedOrthoError(f"{out} exists already; evidence is never overwritten: choose another -o")
+    if journal is not None:
+        check_journal(journal)  # refuses a directory that has none
     files = _collect(run, index_of_request(run, request), journal or run.path.resolve().parent)
     key = None if sign is None else load_key(sign)
     manifest = Manifest(

@@ -27,6 +27,7 @@ from fedortho.runs.settings import FederateSettings
 from fedortho.statistics.ledger import load_ledger
 from fedortho.storage.checkpoints import load_weights
 from fedortho.storage.files import read_tensors, tensors_digest
+from fedortho.storage.journal import check_journal
 
 APPLIED = "applying the patch to the model before gives the model after, bit for bit"
 
@@ -64,9 +65,11 @@ def check_bundle(
     `head` is a published head that the lines must lead to, `public` the key that must have signed bundle and head,
     `digest` the digest that its maker gives. A claim that is not true raises an error that names it.
     """
-    for given, flag in ((data_dir, "--data-dir"), (references, "--reference")):
+    for given, flag in ((data_dir, "--data-dir"), (references, "--reference"), (audits != "quick", "--audits")):
         if given and run is None:
             raise FedOrthoError(f"{flag} is given without --run; expected the run before the request")
+    if journal is not None:
+        check_journal(Path(journal))  # refuses a directory that has none
     public = None if public is None else Path(public)
     bundle, found = open_bundle(Path(path), digest=digest.strip().lower(), public=public), Findings()
     found.checked(f"every digest of {len(bundle.files)} files, every byte of the archive, and that the files agree")
