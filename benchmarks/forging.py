@@ -179,7 +179,7 @@ def measured_once() -> Iterator[None]:
     with ExitStack() as patched:
         patched.enter_context(patch.object(Run, "load_data", lambda run, *_: once(run.path, lambda: load(run))))
         patched.enter_context(
-            patch.object(claims, "audit_pictures", lambda told: once(str(told), lambda: audit_pictures(told)))
+            patch.object(claims, "audit_pictures", lambda *told: once(str(told), lambda: audit_pictures(*told)))
         )
         patched.enter_context(patch.object(recheck, "forget_run", decided))
         patched.enter_context(patch.object(claims, "run_audits", audited))

@@ -11,6 +11,9 @@ def test_audits_without_details_give_no_picture_and_foreign_ones_are_left_alone(
     first, second = audit_pictures(RECORD.audits)
     assert (first.name, second.name) == ("probe", "relearning")
     assert second.finding.endswith("after forgetting 12, retrained without it over 60")
+    assert not any("treated alike" in picture.about for picture in (first, second))
+    digests = {"reference": "a" * 64, "counterfactual": "b" * 64}
+    assert all(picture.about.endswith("was treated alike.") for picture in audit_pictures(RECORD.audits, digests))
 
 
 def test_the_layers_of_the_probe_stand_in_the_order_of_the_network() -> None:

@@ -261,7 +261,8 @@ def check_report(found: Findings, bundle: Bundle, derived: Run, again: Repeated)
     others: dict[str, Any] = {"original": original, "reference": reference}
     gallery = draw_gallery(derived, again.data, request, **others, images=f'<p class="soft">{LEFT_OUT}</p>' in page)
     try:
-        pictures = tuple(audit_pictures(bundle.verdict.audits)) if bundle.verdict is not None else ()
+        verdict = bundle.verdict
+        pictures = tuple(audit_pictures(verdict.audits, verdict.digests)) if verdict is not None else ()
     except (AttributeError, LookupError, TypeError, ValueError):  # a stranger's values
         found.lies.append("verdict.json: details of its audits are not what audits write; they cannot be drawn")
         return

@@ -11,7 +11,7 @@ from fedortho.audits.result import AuditResult
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import FedOrthoError
-from fedortho.evaluation.case import Case
+from fedortho.evaluation.case import COUNTERFACTUALS, Case
 from fedortho.models.predictions import evaluate
 from fedortho.reports.figures import attention, results
 from fedortho.reports.figures.style import ROLES
@@ -112,23 +112,24 @@ def _cam_picture(models: Mapping[str, nn.Module], case: Case, name: str) -> Pict
     return replace(picture_of("grad-cam", figure, about), shows_images=True)
 
 
-def audit_pictures(audits: Sequence[AuditResult]) -> list[Picture]:
-    """Figures of audits whose details hold values by layer (probe) or by number of samples (relearning)."""
-    pictures = []
+def audit_pictures(audits: Sequence[AuditResult], digests: Mapping[str, str] | None = None) -> list[Picture]:
+    """Figures of audits whose details hold values by layer (probe) or by number of samples (relearning).
+
+    `digests` are those of the verdict: they tell whether the retrained model was treated alike.
+    """
+    pictures, alike = [], " The retrained model was treated alike." if COUNTERFACTUALS[0] in (digests or {}) else ""
     for audit in audits:
         details = audit.details
         if stages := _by_role(details.get("stages")):
             depths = details.get("depths", list(next(iter(stages.values()))))  # JSON sorts layers by name
             in_order = {role: {name: found[name] for name in depths if name in found} for role, found in stages.items()}
             about = "Recall of a linear probe on what enters each layer, from the first stage to the classifier."
-            if details.get("as_retrained"):
-                about += " The retrained model was treated alike."
-            pictures.append(picture_of("probe", results.probe_figure(in_order), about))
+            pictures.append(picture_of("probe", results.probe_figure(in_order), about + alike))
         if steps := details.get("relearning"):
             by_samples = {samples: _by_role(value) for samples, value in steps.items()}
             figure = results.relearn_steps_figure(by_samples, int(details.get("steps", 0)))
             about = "Fewer steps than the retrained model needs mean that the features of the forget set remain."
-            pictures.append(picture_of("relearning", figure, about))
+            pictures.append(picture_of("relearning", figure, about + alike))
     return pictures
 
 

@@ -87,7 +87,7 @@ def write_report(
     if on_remark is not None:
         for remark in gallery.remarks:
             on_remark(remark)
-    pictures = tuple(audit_pictures(verdict.audits)) if verdict is not None else ()
+    pictures = tuple(audit_pictures(verdict.audits, verdict.digests)) if verdict is not None else ()
     entries = entries if before is None else _journal(before) or entries  # a request is told beside the run before it
     write_text(path, render(Report(run, request, verdict, gallery, pictures, entries)))
     return path
