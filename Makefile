@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-FEDERATION := --data fashion-mini --clients 10 --split dirichlet:0.3 --fraction 1 --rounds 6 --batch-size 32 --threads 1 --workers 2
+FEDERATION := --data fashion-mini --clients 10 --split dirichlet:0.3 --fraction 1 --rounds 5 --batch-size 32 --threads 1 --workers 2
 SAMPLED := --data fashion-mini --clients 20 --split dirichlet:0.3 --fraction 0.1 --rounds 10 --threads 1 --workers 2
 
 .PHONY: help demo test types pytest test-slow docs benchmark fuzz chaos lock sbom clean
@@ -25,15 +25,15 @@ demo: $(STAMP)  ## forget a class and prove it, then a class and a client in a f
 	@rm -rf runs/demo runs/demo-* runs/references/demo-*
 	@echo "1. One network: train it with orthogonal kernels on 6,000 embedded images"
 	$(BIN)/fedortho train --data fashion-mini --model vgg-mini --epochs 2 --out runs/demo
-	@echo "2. Forget the class Dress: hide it at once, erase it, and audit that against a network that never saw one"
-	$(BIN)/fedortho forget runs/demo class:Dress --retrain --out runs/demo-forgot
+	@echo "2. Forget the class Coat: hide it at once, erase it, and audit that against two networks that never saw one"
+	$(BIN)/fedortho forget runs/demo class:Coat --retrain --reference-models 2 --out runs/demo-forgot
 	$(BIN)/fedortho report runs/demo-forgot
 	@echo "3. A federation: ten clients with different mixtures of classes train together"
 	$(BIN)/fedortho federate $(FEDERATION) --out runs/demo-federation
-	@echo "4. Forget the class Dress in it: sums travel, images and models do not"
-	$(BIN)/fedortho forget runs/demo-federation class:Dress --level hide --max-retain-drop 0.03 --audit none --out runs/demo-federation-forgot
-	@echo "5. Compare with a federation that never saw a Dress"
-	$(BIN)/fedortho federate $(FEDERATION) --without class:Dress --out runs/demo-federation-retrained
+	@echo "4. Forget the class Coat in it: sums travel, images and models do not"
+	$(BIN)/fedortho forget runs/demo-federation class:Coat --level hide --max-retain-drop 0.03 --audit none --out runs/demo-federation-forgot
+	@echo "5. Compare with a federation that never saw a Coat"
+	$(BIN)/fedortho federate $(FEDERATION) --without class:Coat --out runs/demo-federation-retrained
 	$(BIN)/fedortho judge runs/demo-federation-forgot --reference runs/demo-federation-retrained --audit none
 	@echo "6. A client leaves exactly: a federation that kept its rounds goes back to before it met the client"
 	$(BIN)/fedortho federate $(SAMPLED) --keep-rounds all --out runs/demo-rounds
