@@ -2,7 +2,7 @@
 
 from result_text import RESULTS, grid, origin, read
 
-from fedortho.experiments.experiment import EXPERIMENTS, ExperimentResults, load_experiment
+from fedortho.experiments.experiment import EXPERIMENTS, ExperimentResults, check_claims, load_experiment
 from fedortho.experiments.results_table import claim_words, results_table
 from fedortho.storage.records import read_record
 
@@ -19,7 +19,7 @@ def reproduced() -> str:
         networks = " and ".join(dict.fromkeys(f"{one.model} on {one.data}" for one in experiment.networks))
         printed = ", ".join(experiment.beside.values()) or "the same"
         title = f"**{name}** ({experiment.what}). Here: {networks}, seeds {seeds}; the paper's: {printed}."
-        claims = "\n".join(f"- {claim_words(claim)}" for claim in found.claims)
+        claims = "\n".join(f"- {claim_words(claim)}" for claim in check_claims(experiment, found.rows))
         about = origin(read(f"reproduce/{path.stem}"))
         parts.append(f"{title}\n\n{grid(header, rows)}\n\n{claims}{about}")
     return "\n\n".join(parts) or "None yet."

@@ -1,5 +1,7 @@
 """The paper's tables as files: each can be run, and states only what the paper's own numbers say."""
 
+import itertools
+import re
 from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
@@ -28,6 +30,7 @@ from fedortho.experiments.experiment import (
     select_rows,
 )
 from fedortho.experiments.relations import (
+    COLUMNS,
     HOLDS,
     SeedRow,
     TableRow,
@@ -47,6 +50,7 @@ from fedortho.runs.settings import FederateSettings
 from fedortho.storage.provenance import environment
 from fedortho.storage.settings import read_toml
 
+PARTS = [f" at request={kind}" for kind in ("class", "client", "samples")]
 CENTRAL = ("continuous_unlearning_comparison", "class_unlearning_performance")
 TABLES = [
     (name, scale)
@@ -80,6 +84,20 @@ def test_every_claim_is_one_that_the_printed_numbers_support(name: str) -> None:
     for claim in check_claims(load_experiment(name), []):
         assert claim.paper, f"{claim.relation} is about no printed row"
         assert set(claim.paper) == {HOLDS}, claim.relation
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_difference_to_another_method_that_the_printed_numbers_support_is_a_claim(name: str) -> None:
+    printed, claims = printed_rows(name), {re.sub(r"^\d+ ", "", one.text) for one in load_experiment(name).relations}
+    for method in {row.key["method"] for row in printed} - {"paper"}:
+        for metric, sign in itertools.product(COLUMNS, "<>"):
+            words = f"paper{'[step=min]' if name.startswith('cont') else ''} {metric} {sign} {method} {metric}"
+            for where in ("", *PARTS):
+                claim = parse_relation(words + where)
+                found = [value for pair in claim.pairs(printed) for value in differences(claim, pair)]
+                is_claimed = words in claims or words + where in claims
+                in_parts = {words + part for part in PARTS} <= claims
+                assert not found or min(found) <= 0 or is_claimed or in_parts, words + where
 
 
 def rows_of(experiment: Experiment) -> list[SeedRow]:
