@@ -281,6 +281,12 @@ def test_with_one_seed_the_noise_is_that_of_the_number_of_images() -> None:
     assert noise_of_images(relation, (line([1.0]), line([2.0]))) == 0.0, "printed rows do not tell how many images"
 
 
+def test_seeds_that_agree_by_chance_do_not_outweigh_the_number_of_images() -> None:
+    assert judge_differences([0.5, 0.5, 0.5]) == "holds"
+    assert judge_differences([0.5, 0.5, 0.5], error=1.0) == "within noise"
+    assert judge_differences([3.0, 3.0, 3.1], error=1.0) == "holds"
+
+
 def test_a_relation_may_multiply_one_side_and_allow_a_margin() -> None:
     slow, fast = TableRow({}, {0: {"seconds": 250.0}}), TableRow({}, {0: {"seconds": 2.0}})
     assert differences(parse_relation("100 a seconds < b seconds"), (fast, slow)) == [50.0]

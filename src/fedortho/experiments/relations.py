@@ -186,21 +186,20 @@ def _by_seed(relation: Relation, pair: tuple[TableRow, TableRow]) -> list[tuple[
 
 
 def judge_differences(values: Sequence[float], error: float = 0.0) -> str:
-    """Whether differences exceed 0 by more than their noise (95 %): of seeds by Student's t, of one seed by its error.
+    """Whether differences exceed 0 by more than their noise (95 %): that of seeds by Student's t, and their error.
 
     >>> judge_differences([3.0, 3.5, 4.0]), judge_differences([-1.0, 3.0, 4.0]), judge_differences([-3.0])
     ('holds', 'within noise', 'does not hold')
-    >>> judge_differences([3.0], error=2.0)
-    'within noise'
+    >>> judge_differences([3.0], error=2.0), judge_differences([0.5, 0.5], error=2.0)
+    ('within noise', 'within noise')
     """
     if not any(values):
         return EQUAL
     from scipy import stats
 
     mean, number = fmean(values), len(values)
-    bound = (
-        stats.t.ppf(0.975, number - 1) * stdev(values) / number**0.5 if number > 1 else stats.norm.ppf(0.975) * error
-    )
+    of_seeds = stats.t.ppf(0.975, number - 1) * stdev(values) / number**0.5 if number > 1 else 0.0
+    bound = max(of_seeds, stats.norm.ppf(0.975) * error)
     if bound and abs(mean) <= bound:
         return NOISE
     return HOLDS if mean > 0 else FAILS
