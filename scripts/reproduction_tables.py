@@ -3,7 +3,7 @@
 from result_text import RESULTS, grid, origin, read
 
 from fedortho.experiments.experiment import EXPERIMENTS, ExperimentResults, check_claims, load_experiment
-from fedortho.experiments.results_table import claim_words, results_table
+from fedortho.experiments.results_table import attack_words, claim_words, results_table
 from fedortho.storage.records import read_record
 
 
@@ -21,5 +21,6 @@ def reproduced() -> str:
         title = f"**{name}** ({experiment.what}). Here: {networks}, seeds {seeds}; the paper's: {printed}."
         claims = "\n".join(f"- {claim_words(claim)}" for claim in check_claims(experiment, found.rows))
         about = origin(read(f"reproduce/{path.stem}"))
-        parts.append(f"{title}\n\n{grid(header, rows)}\n\n{claims}{about}")
+        mia = f"MIA confidence: {attack_words(found)}."
+        parts.append(f"{title}\n\n{grid(header, rows)}\n\n{mia}\n\n{claims}{about}")
     return "\n\n".join(parts) or "None yet."

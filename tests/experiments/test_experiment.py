@@ -32,6 +32,7 @@ from fedortho.experiments.experiment import (
 from fedortho.experiments.relations import (
     COLUMNS,
     HOLDS,
+    Membership,
     SeedRow,
     TableRow,
     differences,
@@ -40,7 +41,7 @@ from fedortho.experiments.relations import (
     over_seeds,
     parse_relation,
 )
-from fedortho.experiments.results_table import results_table
+from fedortho.experiments.results_table import attack_words, results_table
 from fedortho.methods import make_method
 from fedortho.methods.finetune import FineTune
 from fedortho.models.zoo import MODELS
@@ -325,6 +326,20 @@ def test_seeds_become_one_line() -> None:
     (found,) = over_seeds([*rows, SeedRow(2, key, refused="why")])
     assert found.of("forget") == [0.0, 10.0]
     assert found.key == {"method": "ssd"}
+
+
+def test_an_attack_without_power_is_told() -> None:
+    def told(*accuracies: float) -> str:
+        known = [Membership("confidence", 0.0, accuracy, 0.5, 100) for accuracy in accuracies]
+        rows = [SeedRow(0, {}, membership=each) for each in known]
+        return attack_words(ExperimentResults("", "", "demo", (*rows, SeedRow(0, {})), (), environment()))
+
+    assert told(0.503, 0.514).startswith(
+        "on images of known membership it is right for 50.3% to 51.4% (a coin: 50 %): "
+    )
+    assert told(0.503, 0.514).endswith("MIA and claims about it say nothing of membership here")
+    assert told(0.52, 0.7).endswith("52.0% to 70.0% (a coin: 50 %)")
+    assert told() == "no model was attacked"
 
 
 def test_a_table_can_be_narrowed_to_methods_and_rows() -> None:

@@ -298,6 +298,7 @@ def test_the_command_lists_runs_and_explains(tmp_path: Path, monkeypatch: pytest
         "seeds 0, 1",
         "the paper has no hold-out",
         "MIA confidence",
+        "on images of known membership it is right for",
         "seconds",
     ):
         assert text in told

@@ -17,7 +17,7 @@ from fedortho.cli.console import bar, bars, federation_bar, say, say_json, say_t
 from fedortho.cli.flags import AsJson, DataDir, Device, RecipeFile, Request, RunPath, Settings, read_recipe
 from fedortho.experiments.experiment import EXPERIMENTS, Experiment, ExperimentResults, load_experiment
 from fedortho.experiments.planning import NetworkPlan, plan_experiment
-from fedortho.experiments.results_table import claim_words, results_table
+from fedortho.experiments.results_table import attack_words, claim_words, results_table
 from fedortho.experiments.runner import ProgressHooks, Watch, reproduce
 from fedortho.requests.comparing import NOTES, compare, compared_path, comparison_table
 from fedortho.requests.search import Attempt, Budget, Search
@@ -27,10 +27,6 @@ from fedortho.storage.records import to_json
 
 OTHER_SETTING = "other setting: smaller networks, other data, fewer epochs; only claims are compared, not numbers"
 OTHER_DATA = "the paper's settings on other data; only claims are compared, not numbers"
-MIA_NOTE = (
-    "MIA confidence: forgotten images called members by a threshold on the confidence (Song et al. 2019); the paper "
-    "does not say which attack it has: compare with retrain, not with its value; lower than retrain is not better"
-)
 PAPER_SETTING = "the paper's settings; docs/reproduction.md lists what the paper leaves open"
 
 
@@ -210,7 +206,11 @@ def _print_experiment(experiment: Experiment, results: ExperimentResults) -> Non
         say(f"forget accuracy in the end: {row.key['method']}, {row.key['split']}, seed {row.seed}: {shares}")
     for why in dict.fromkeys(f"{row.key['method']}: {row.refused}" for row in results.rows if row.refused):
         say(why)
-    say(MIA_NOTE)
+    say(
+        "MIA confidence: forgotten images called members by a threshold on the confidence (Song et al. 2019); the "
+        "paper does not say which attack it has: compare with retrain, not with its value; lower than retrain is not "
+        f"better; {attack_words(results)}"
+    )
     say("claims of the paper's table, and what was measured here:")
     for claim in results.claims:
         say(f"  {claim_words(claim)}")

@@ -5,6 +5,9 @@ from collections import Counter
 from fedortho.experiments.experiment import ClaimFinding, Experiment, ExperimentResults, printed_beside, row_verdict
 from fedortho.experiments.relations import COLUMNS, as_text, mean_and_sd, over_seeds
 
+LEAST_POWER = 0.55  # share of images of known membership that an attack is right for, in its best row
+NO_POWER = "hardly better than a coin, so MIA and claims about it say nothing of membership here"
+
 
 def results_table(experiment: Experiment, results: ExperimentResults) -> list[list[str]]:
     """Header and rows: the keys that vary, each metric beside the printed one, the row's verdict."""
@@ -23,6 +26,15 @@ def results_table(experiment: Experiment, results: ExperimentResults) -> list[li
             cells += [ours, f"{number}{spread}" if metric in beside else "–"]
         lines.append([*cells, row_verdict(experiment, row)])
     return lines
+
+
+def attack_words(results: ExperimentResults) -> str:
+    """How often the membership attack was right on images of known membership, and whether it shows anything."""
+    shares = [row.membership.accuracy for row in results.rows if row.membership is not None]
+    if not shares:
+        return "no model was attacked"
+    told = f"on images of known membership it is right for {min(shares):.1%} to {max(shares):.1%} (a coin: 50 %)"
+    return told if max(shares) >= LEAST_POWER else f"{told}: {NO_POWER}"
 
 
 def claim_words(claim: ClaimFinding) -> str:
