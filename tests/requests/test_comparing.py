@@ -66,13 +66,24 @@ def test_a_comparison_writes_each_method_as_it_goes_and_resumes(run: Run, tmp_pa
     assert first[0].cost.flops > 1e6
     assert read_record(Row, tmp_path / "retrain.json") == first[0]
 
-    path = tmp_path / "finetune.json"
-    write_json(path, read_json(path) | {"weights": "as it was"})
     again = compare(run, REQUEST, ["retrain", "finetune"], out=tmp_path, data=data, settings=QUICK)
-    assert again[0] == first[0]
-    assert again[1].weights == "as it was", "it was not run again"
+    assert again == first[:2], "seconds too: nothing was run again"
     other = compare(run, REQUEST, ["finetune"], out=tmp_path, data=data, settings={"finetune": {"epochs": 2}})
-    assert other[0].weights not in ("as it was", first[1].weights), "other settings are another result"
+    assert other[0].weights != first[1].weights, "other settings are another result"
+
+
+def test_a_result_file_with_other_numbers_than_its_run_is_not_shown_as_measured(
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    how: dict[str, Any] = {"out": tmp_path, "data": load_run_data(run.settings)}
+    (first,) = compare(run, REQUEST, "logit-mask", **how)
+    path = tmp_path / "logit-mask.json"
+    for key, edited in {"accuracies": {"forget": 0.0, "retain": 1.0, "test": 1.0}, "weights": "0" * 64}.items():
+        write_json(path, read_json(path) | {key: edited})
+        (again,) = compare(run, REQUEST, "logit-mask", **how)
+        assert (again.accuracies, again.weights) == (first.accuracies, first.weights), key
+        assert "logit-mask.json has other numbers than the run" in caplog.messages[-1]
+    assert read_record(Row, path) == again
 
 
 def test_a_method_gets_the_model_on_the_cpu_and_the_engine_the_device(

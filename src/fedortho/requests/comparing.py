@@ -23,7 +23,7 @@ from fedortho.requests.references import find_reference, reference_cost, referen
 from fedortho.requests.run_context import RunContext, method_for_run, open_context
 from fedortho.requests.search import is_tunable
 from fedortho.runs.derived import build_derived, building
-from fedortho.runs.record import Accuracies, ResultRecord, ServedRecord
+from fedortho.runs.record import Accuracies, ResultRecord, ServedRecord, read_run_record
 from fedortho.runs.run import Run, open_run
 from fedortho.runs.settings import FederateSettings
 from fedortho.storage.files import tensors_digest
@@ -189,11 +189,15 @@ def _row(
     context: RunContext, request: ForgetRequest, method: Method, path: Path, unlearned: Callable[[], Outcome]
 ) -> Row:
     planned = Row(context.run.record.model.digest, str(request), method.name, as_mapping(method))
+    place = path.with_suffix("")
     if path.exists():
         row = read_result(Row, path)
         if replace(row, accuracies=None, cost=None, weights="", refused="", environment=None) == planned:
-            return row
-    place = path.with_suffix("")
+            if row.refused or _is_told_by(place, row):
+                return row
+            logger.warning(
+                "%s has other numbers than the run %s, or that is gone; %s runs again", path, place, row.label
+            )
     if place.exists() and not ((place / "run.json").is_file() and open_run(place).record.parent):
         raise FedOrthoError(f"{place} exists and is no result of a comparison; choose another --out")
     planned = replace(planned, environment=environment(context.device))
@@ -209,6 +213,14 @@ def _row(
         _write_outcome(context, request, row, model, place)
     write_record(path, row)
     return row
+
+
+def _is_told_by(place: Path, row: Row) -> bool:
+    """Whether the run of an outcome has the numbers of its row; a file that was edited by hand has others."""
+    record = read_run_record(place)
+    served = record.requests[-1] if record is not None and record.requests else None
+    told = (row.accuracies, row.cost, row.weights)
+    return served is not None and (served.after, served.cost, served.model_after) == told
 
 
 def read_result(kind: type[R], path: Path) -> R:
