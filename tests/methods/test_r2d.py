@@ -85,9 +85,10 @@ def test_it_replays_the_last_epochs_on_the_retain_set_and_says_so(
 
 
 def test_a_run_that_kept_nothing_so_far_back_is_refused_by_name(run: Run, tmp_path: Path) -> None:
-    with pytest.raises(
-        CannotServe, match=r"a kept epoch or round up to 1, and .*epochs has 2; train with --keep-epochs"
-    ):
+    told = (
+        r"a kept epoch or round up to 1, and .*epochs has 2; choose a smaller back \(forget: --set back=N; compare: --s"
+    )
+    with pytest.raises(CannotServe, match=told):
         forget_run(run, "class:3", chosen_method(run, "r2d", changes={"back": 3}), out=tmp_path / "out")
     plain = train_run(tmp_path / "plain", replace(CENTRAL, keep_epochs="", epochs=1))
     (row,) = compare(plain, "class:3", "r2d", out=tmp_path / "compared")

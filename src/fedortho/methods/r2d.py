@@ -57,8 +57,12 @@ class R2D(Recipe):
         number = max((each for each in kept if each <= latest), default=0)
         if not number:
             found = f"{self.kept or 'no directory'} has {', '.join(map(str, sorted(kept))) or 'none'}"
+            advice = "train with --keep-epochs or federate with --keep-rounds"
+            if kept:
+                advice = (
+                    'choose a smaller back (forget: --set back=N; compare: --settings FILE.json, {"r2d": {"back": N}})'
+                )
             raise CannotServe(
-                f"r2d goes back to a kept epoch or round up to {latest}, and {found}; train with --keep-epochs or "
-                "federate with --keep-rounds, lower --set back, or retrain"
+                f"r2d goes back to a kept epoch or round up to {latest}, and {found}; {advice}, or retrain"
             )
         return number, kept[number]
