@@ -15,6 +15,7 @@ from torch import nn
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.engines.central import CentralEngine
+from fedortho.engines.cost import Meter
 from fedortho.engines.engine import PlanPart, TrainingPlan
 from fedortho.engines.query import Query, Selection, Statistic
 from fedortho.errors import BadCheckpoint
@@ -252,11 +253,12 @@ def test_small_groups_are_withheld_unless_allowed(make_engine, few_digits: Datas
     for least, images in ((5, 0), (1, 4)):
         engine = make_engine(least_group=least, valid=0.0)
         engine.send_model(tiny_digits)
-        ((gone, _),) = engine.measure(
+        meter = Meter(engine)
+        ((gone, _),) = meter.measure(
             tiny_digits, [Query((Selection("train", few), Selection("train", None, few)), PEAKS)]
         )
         assert gone.images == images
-        assert engine.tally.withheld == (1 if least == 5 else 0)
+        assert engine.tally.withheld == meter.cost().withheld == (1 if least == 5 else 0)
 
 
 def test_the_papers_weighting_is_the_weighted_mean_of_local_differences(

@@ -24,7 +24,7 @@ from fedortho.federated.server import patches_of, train_federation
 from fedortho.methods import hyperparameters
 from fedortho.methods.method import CannotServe, ForgetResult, Method
 from fedortho.methods.retrain import Retrain
-from fedortho.requests.comparing import Row, best, chosen_methods, compare, comparison_table, gaps
+from fedortho.requests.comparing import Row, best, chosen_methods, compare, comparison_notes, comparison_table, gaps
 from fedortho.requests.run_context import method_for_run, open_context
 from fedortho.requests.search import Budget
 from fedortho.requests.tuning import tune
@@ -278,6 +278,14 @@ def test_a_federation_is_compared_in_a_copy_of_what_its_clients_keep(tmp_path: P
     assert all(row.accuracies is not None and row.cost is not None and row.cost.bytes_up > 0 for row in rows)
     assert rows[0].settings["epochs"] == 2, "as many rounds as the run had"
     assert sorted(path.read_bytes() for path in (run.path / "clients").rglob("*.json")) == before
+
+
+def test_methods_that_did_without_sums_of_small_groups_are_named() -> None:
+    some = row("ssd", 0.0, 0.9)
+    assert some.cost is not None
+    rows = [row("retrain", 0.4, 0.9), replace(some, cost=replace(some.cost, withheld=3)), row("salun", 0.35, 0.88)]
+    assert comparison_notes(rows)[-1].endswith("clients withheld sums (--least-group of the federation): ssd 3")
+    assert not any("withheld" in note for note in comparison_notes(rows[:1]))
 
 
 def test_the_nearest_to_retraining_is_best_and_less_than_retraining_is_no_win() -> None:

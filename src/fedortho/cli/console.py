@@ -305,10 +305,9 @@ def _epoch_line(entry: Epoch, begin: str) -> str:
 
 def wire_line(served: ServedRequest) -> str:
     """What a request sent over the network, over all clients."""
-    cost, plan = served.result.cost, served.result.plan
-    withheld = 0 if plan is None else sum(tally.withheld for tally in plan.spent.values())
+    cost = served.result.cost
     up, down = cost.bytes_up / 1000, cost.bytes_down / 1000
     exchanges = f"{cost.exchanges} exchange{'s' * (cost.exchanges > 1)} with clients"
-    small = f"; {withheld} groups of few images were withheld" if withheld else ""
+    small = f"; {cost.withheld} groups of few images were withheld" if cost.withheld else ""
     told = clients_line(served.record)
     return f"{exchanges}, {down:,.0f} KB down and {up:,.0f} KB up in all, then the patch{small}{told and f'; {told}'}"

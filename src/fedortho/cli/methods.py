@@ -19,7 +19,7 @@ from fedortho.experiments.experiment import EXPERIMENTS, Experiment, ExperimentR
 from fedortho.experiments.planning import NetworkPlan, plan_experiment
 from fedortho.experiments.results_table import attack_words, claim_words, results_table
 from fedortho.experiments.runner import ProgressHooks, Watch, reproduce
-from fedortho.requests.comparing import NOTES, compare, compared_path, comparison_table
+from fedortho.requests.comparing import compare, compared_path, comparison_notes, comparison_table
 from fedortho.requests.search import Attempt, Budget, Search
 from fedortho.requests.tuning import tune
 from fedortho.runs.run import open_run
@@ -59,7 +59,7 @@ def compare_command(
     say_table(words_table(header, [line for line in lines if len(line) == len(header)]))
     for name, *why in (line for line in lines if len(line) != len(header)):
         say(f"{name}: {' '.join(why)}")
-    for note in NOTES:
+    for note in comparison_notes(rows):
         say(note)
     say(f"results of each method: {directory}")
 

@@ -36,6 +36,7 @@ class Cost:
     bytes_up: int
     bytes_down: int
     kept_flops: float = 0.0  # the part of `flops` that does not depend on the request; old records do not tell it
+    withheld: int = 0  # groups of few images that clients did not answer for; old records do not tell it
 
     @property
     def request_flops(self) -> float:

@@ -282,6 +282,13 @@ def best(rows: Sequence[Row]) -> str | None:
     return min(competing, key=distance.__getitem__, default=None)
 
 
+def comparison_notes(rows: Sequence[Row]) -> list[str]:
+    """What a reader of the table must know, and which methods did without sums that clients withheld."""
+    small = [f"{row.label} {row.cost.withheld}" for row in rows if row.cost is not None and row.cost.withheld]
+    told = f"groups of few images for which clients withheld sums (--least-group of the federation): {', '.join(small)}"
+    return [*NOTES, *([told] if small else [])]
+
+
 def comparison_table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """Header and rows; `*` marks the nearest to retraining, a refused method has its reason, megabytes only if sent."""
     nearest, distance = best(rows), gaps(rows)
