@@ -28,6 +28,7 @@ from fedortho.experiments.experiment import (
     row_verdict,
     select_rows,
 )
+from fedortho.experiments.planning import plan_experiment
 from fedortho.experiments.relations import Membership, SeedRow, over_seeds, parse_relation
 from fedortho.experiments.runner import ProgressHooks, reproduce
 from fedortho.requests import comparing
@@ -136,6 +137,9 @@ def test_networks_and_references_that_were_trained_elsewhere_are_copied(
     for folder in ("networks", "references"):
         for path in (tmp_path / "one" / folder).iterdir():
             path.rename(elsewhere / f"my-{folder}-{path.name}")
+    (plan,) = plan_experiment(replace(table, seeds=(0, 1)), tmp_path / "one", networks=elsewhere)
+    assert (plan.networks, plan.references, plan.trained) == (2, 2, 2), "those of seed 0"
+    assert "2 networks and 2 reference models (2 of them trained before), 6 cells" in plan.text
     monkeypatch.setattr(training, "fit", lambda *_, **__: pytest.fail("it was trained before"))
 
     def killed(run: Path, to: Path, **_: Any) -> None:
@@ -149,8 +153,11 @@ def test_networks_and_references_that_were_trained_elsewhere_are_copied(
             reproduce(table, tmp_path / "two", networks=elsewhere)
     assert not list((tmp_path / "two").glob("networks/*")), "half of a copy is no run"
     assert timeless(reproduce(table, tmp_path / "two", networks=elsewhere)) == timeless(results)
-    with pytest.raises(FedOrthoError, match="nowhere is no directory"):
-        reproduce(table, tmp_path / "two", networks=tmp_path / "nowhere")
+    (plan,) = plan_experiment(table, tmp_path / "two")
+    assert plan.trained == 2, "what is in --out is not repeated"
+    for start in (reproduce, plan_experiment):
+        with pytest.raises(FedOrthoError, match="nowhere is no directory"):
+            start(table, tmp_path / "two", networks=tmp_path / "nowhere")
 
 
 @pytest.fixture

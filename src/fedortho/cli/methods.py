@@ -147,7 +147,8 @@ def reproduce_command(
     limits: dict[str, Any] = {"seeds": seeds, "methods": methods, "rows": rows, "other_data": other_data}
     experiment = load_experiment(name, scale, **limits, early_stem=early_stem, accumulate=accumulate)
     if plan:
-        _print_plan(plan_experiment(experiment, data_dir=data_dir, device=device), as_json)
+        planned = plan_experiment(experiment, place, data_dir=data_dir, networks=networks, device=device)
+        _print_plan(planned, as_json)
         return
     with _each_message_once(), bars() as shown:
         where: dict[str, Any] = {"data_dir": data_dir, "networks": networks, "device": device}
@@ -166,9 +167,13 @@ def _print_plan(plans: list[NetworkPlan], as_json: bool) -> None:
     for plan in plans:
         say(plan.text)
     networks, cells = sum(plan.networks + plan.references for plan in plans), sum(plan.cells for plan in plans)
-    hours = sum((plan.networks + plan.references) * plan.hours for plan in plans)
-    say(f"together {networks} networks, {cells} cells, {hours:,.1f} hours of training here, if nothing else runs")
-    say("edits, baselines and measurements come on top; networks that are trained in --out already are not repeated")
+    hours = sum((plan.networks + plan.references - plan.trained) * plan.hours for plan in plans)
+    trained = sum(plan.trained for plan in plans)
+    known = f", {trained} of them trained before" if trained else ""
+    say(
+        f"together {networks} networks{known}, {cells} cells, {hours:,.1f} hours of training here, if nothing else runs"
+    )
+    say("edits, baselines and measurements come on top")
 
 
 def _hooks(shown: Bars, name: str) -> ProgressHooks:

@@ -2,18 +2,21 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from fedortho.devices import choose_device, using_threads
 from fedortho.engines.cost import flops_per_image
-from fedortho.experiments.experiment import PAPER_DATA, Experiment, network_key
-from fedortho.experiments.runner import located_networks
+from fedortho.experiments.experiment import PAPER_DATA, Experiment, network_key, request_for
+from fedortho.experiments.runner import known_networks, located_networks, network_path
 from fedortho.models.zoo import build_model
-from fedortho.runs.run import load_run_data
+from fedortho.requests.references import find_reference, reference_name, reference_settings
+from fedortho.runs.record import RunRecord, read_run_record
+from fedortho.runs.run import Run, load_run_data, open_run
 from fedortho.runs.settings import FederateSettings, TrainSettings
 from fedortho.training.penalties import ortho_flops
 
@@ -33,21 +36,32 @@ class NetworkPlan:
     batch_size: int
     gigabytes: float  # weights, gradients, momentum and activations of a batch, or of a part of it
     parts: int = 1  # of a batch, one after the other
+    trained: int = 0  # networks and reference models that need no training any more
 
     @property
     def text(self) -> str:
         """In words."""
         name = "{model} on {data}, {split}, orthogonal layers: {ortho}".format_map(dict(self.key))
-        number = f"{self.networks} networks and {self.references} reference models, {self.cells} cells"
+        known = f" ({self.trained} of them trained before)" if self.trained else ""
+        number = f"{self.networks} networks and {self.references} reference models{known}, {self.cells} cells"
         batch = f"{self.batch_size}{f' in {self.parts} parts' if self.parts > 1 else ''}"
         return f"{name}: {number}; {self.hours:,.1f} hours each, {self.gigabytes:.1f} GB at batch {batch}"
 
 
-def plan_experiment(experiment: Experiment, *, data_dir: str = "", device: str = "auto") -> list[NetworkPlan]:
-    """What each network takes on this machine; nothing is trained, and data of the paper's names is not read.
+def plan_experiment(
+    experiment: Experiment,
+    out: Path | str = "runs/reproduce",
+    *,
+    data_dir: str = "",
+    networks: Path | str | None = None,
+    device: str = "auto",
+) -> list[NetworkPlan]:
+    """What each network takes on this machine; nothing is trained.
 
-    Hours are of training on an idle machine, by a float32 step of a few images; edits and baselines come on top.
+    Hours are of training on an idle machine, by a float32 step of a few images; edits and baselines come on top. What
+    `reproduce` would find in `out` or copy from `networks` is counted; data of the paper's names is read only for that.
     """
+    before = known_networks(networks)
     plans, seeds, requests = [], len(experiment.seeds), len(experiment.requests)
     is_retrained = any(variant.method == "retrain" for variant in experiment.variants)
     methods = len(experiment.variants)
@@ -64,8 +78,33 @@ def plan_experiment(experiment: Experiment, *, data_dir: str = "", device: str =
         memory = probe.weight_bytes * 3 + probe.image_bytes * -(-settings.batch_size // settings.accumulate)
         references = seeds * requests * is_retrained
         effort = (seeds, references, cells, seconds / 3600, settings.batch_size, memory / 1e9, settings.accumulate)
-        plans.append(NetworkPlan(network_key(settings), *effort))
+        trained = _number_trained(experiment, settings, Path(out), before)
+        plans.append(NetworkPlan(network_key(settings), *effort, trained))
     return plans
+
+
+def _number_trained(experiment: Experiment, settings: TrainSettings, out: Path, networks: Path | None) -> int:
+    """Networks and reference models of these settings that are in `out` or in `networks`, over all seeds."""
+    digest = load_run_data(settings).digest if networks else ""
+    is_retrained, number = any(variant.method == "retrain" for variant in experiment.variants), 0
+
+    def found(place: Path, wanted: TrainSettings) -> Run | None:
+        if isinstance(read_run_record(place), RunRecord):
+            return open_run(place)
+        return find_reference(networks, wanted, digest) if networks else None
+
+    for seed in experiment.seeds:
+        wanted = replace(settings, seed=seed)
+        place = network_path(out / "networks", wanted)
+        if (run := found(place, wanted)) is None:
+            continue
+        number += 1
+        run = replace(run, settings=wanted)  # its data may lie elsewhere than during training
+        for request in [request_for(words, run.load_data()) for words in experiment.requests if is_retrained]:
+            again = reference_settings(run, request)
+            name = reference_name(replace(run, path=place), request, again)
+            number += found(out / "references" / name, again) is not None
+    return number
 
 
 def _data_of(settings: TrainSettings) -> tuple[int, int, tuple[int, int, int]]:

@@ -77,9 +77,7 @@ def reproduce(
     once there are as many as in the file of an earlier call.
     """
     experiment = load_experiment(experiment) if isinstance(experiment, str) else experiment
-    out, rows, before = Path(out), list[SeedRow](), None if networks is None else Path(networks)
-    if before is not None and not before.is_dir():
-        raise FedOrthoError(f"{networks} is no directory of trained networks; give another one, or none")
+    out, rows, before = Path(out), list[SeedRow](), known_networks(networks)
     located = located_networks(experiment, data_dir, device)
     used = dict[str, DataSummary]()  # missing data, and other data than the paper's, are refused before any training
     digests, path = dict[str, str](), out / experiment.file_name
@@ -120,6 +118,13 @@ def _number_of_rows(path: Path) -> int:
         return len(read_record(ExperimentResults, path).rows) if path.is_file() else 0
     except BadCheckpoint:
         return 0
+
+
+def known_networks(networks: Path | str | None) -> Path | None:
+    """The directory of networks that were trained before; what is none is refused."""
+    if networks is not None and not Path(networks).is_dir():
+        raise FedOrthoError(f"{networks} is no directory of trained networks; give another one, or none")
+    return None if networks is None else Path(networks)
 
 
 def located_networks(experiment: Experiment, data_dir: str, device: str) -> list[TrainSettings]:
