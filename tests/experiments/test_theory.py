@@ -12,7 +12,7 @@ from torch.nn import functional
 from fedortho.data.images import Images, evaluation_batches, made_images
 from fedortho.errors import BadSetting, FedOrthoError
 from fedortho.experiments.theory import LayerTheory, measure_theory, theory_figure, theory_sentences
-from fedortho.reports.figures.style import finding_of
+from fedortho.reports.figures.style import caption_of, finding_of
 from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
 
@@ -83,6 +83,7 @@ def test_the_command_compares_two_runs_and_draws(tmp_path: Path) -> None:
     words = ("theory", runs[0], "--images", "50", "--layers", "all", "--beside", runs[1])
     text = told(*words, "--figure", tmp_path / "theory.png")
     assert "The lemma holds in 6 of 6 layers" in text
+    assert "run, beside: small:SmallNet on digits, seed 0, 50 training images" in text
     assert (tmp_path / "theory.png").read_bytes().startswith(b"\x89PNG")
     found = json.loads(told(*words, "--json"))
     assert [layer["layer"] for layer in found["run"]] == ["features.0", "features.3", "features.6"]
@@ -99,4 +100,6 @@ def test_a_figure_says_what_holds() -> None:
         "holds in 1 of 2 layers and the covariance bound in 2, at least 3.25 times"
         in theory_sentences({"plain": [worse], "orthogonal": [layer]})[0]
     )
-    assert "grows" in finding_of(theory_figure({"plain": [worse], "orthogonal": [layer]}))
+    figure = theory_figure({"plain": [worse], "orthogonal": [layer]}, "tiny on digits, seed 0, 50 training images")
+    assert "grows" in finding_of(figure)
+    assert caption_of(figure) == "tiny on digits, seed 0, 50 training images; layers: conv"

@@ -81,22 +81,23 @@ def theory_command(
     """Measure the paper's theory on a run: orthogonality, covariances of responses and their bounds, by layer."""
     if images < 1:
         raise FedOrthoError(f"--images is {images}; expected at least 1")
-    chosen, found, numbers = choose_device(device), dict[str, list[LayerTheory]](), list[int]()
+    chosen, found, about = choose_device(device), dict[str, list[LayerTheory]](), dict[str, str]()
     for run in (open_run(path) for path in (run_path, beside) if path is not None):
         with bars() as shown:
             data = run.load_data(data_dir, bar(shown, "decoding images"))
         drawn, name = draw(data.train, images, 0), run.path.name
-        numbers.append(len(drawn))
-        measured = measure_theory(run.load_model(), drawn, layers, device=chosen)
-        found[f"{name}, beside" if name in found else name] = measured
+        name = f"{name}, beside" if name in found else name
+        found[name] = measure_theory(run.load_model(), drawn, layers, device=chosen)
+        settings = run.settings
+        about[name] = f"{settings.model} on {data.name}, seed {settings.seed}, {len(drawn)} training images"
     if figure is not None:
         with replacing(figure) as file:
-            file.write_bytes(png(theory_figure(found)))
+            file.write_bytes(png(theory_figure(found, "; ".join(f"{name}: {words}" for name, words in about.items()))))
     if as_json:
         say_json({name: [to_json(layer) for layer in measured] for name, measured in found.items()})
         return
-    for (name, measured), number in zip(found.items(), numbers, strict=True):
-        say(f"{name}: {number} training images")
+    for name, measured in found.items():
+        say(f"{name}: {about[name]}")
         say_table(words_table(HEADER, [layer.cells for layer in measured]))
     for sentence in theory_sentences(found):
         say(sentence)

@@ -21,7 +21,7 @@ from fedortho.data.images import Images, evaluation_batches
 from fedortho.errors import BadSetting
 from fedortho.models.capture import capture
 from fedortho.models.graph import select_layers, trace_layers
-from fedortho.reports.figures.style import MARKERS, SERIES, entitle, name_axes, new_figure
+from fedortho.reports.figures.style import MARKERS, SERIES, caption, entitle, name_axes, new_figure
 from fedortho.statistics.gram import layer_columns
 
 if TYPE_CHECKING:
@@ -168,8 +168,11 @@ def numbers_of_patches(positions: int) -> list[int]:
     return [*powers, positions]
 
 
-def theory_figure(networks: Mapping[str, Sequence[LayerTheory]]) -> "Figure":
-    """Covariances against their bound, and maxima against the printed bound, one colour for each network."""
+def theory_figure(networks: Mapping[str, Sequence[LayerTheory]], about: str) -> "Figure":
+    """Covariances against their bound, and maxima against the printed bound, one colour for each network.
+
+    `about` says what was measured: network, data, seed and images.
+    """
     figure, ((left, right),) = new_figure(9.6, 3.8, columns=2)
     for (name, layers), colour, marker in zip(networks.items(), SERIES, MARKERS, strict=False):
         across = range(1, len(layers) + 1)
@@ -195,6 +198,7 @@ def theory_figure(networks: Mapping[str, Sequence[LayerTheory]]) -> "Figure":
     left.legend(fontsize=7, frameon=False, ncols=2, loc="upper right")
     right.legend(fontsize=7, frameon=False, ncols=2, loc="upper left")
     entitle(figure, " ".join(theory_sentences(networks)))
+    caption(figure, f"{about}; layers: {', '.join(layer.layer for layer in max(networks.values(), key=len))}")
     return figure
 
 

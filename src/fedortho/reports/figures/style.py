@@ -66,8 +66,19 @@ def entitle(figure: "Figure", finding: str) -> None:
     figure.suptitle(title, x=0.01, ha="left", fontsize=10.5, fontweight="bold")
 
 
-def _wrapped(figure: "Figure", title: str) -> str:
-    return "\n".join(textwrap.wrap(title, int(figure.get_figwidth() * LETTERS_PER_INCH)))
+def caption(figure: "Figure", about: str) -> None:
+    """State below the figure what it was measured on."""
+    figure.supxlabel(_wrapped(figure, about, 1.5), x=0.01, ha="left", fontsize=7, color="#444444")
+
+
+def caption_of(figure: "Figure") -> str:
+    """What a figure was measured on, in one line."""
+    return " ".join(figure.get_supxlabel().split())
+
+
+def _wrapped(figure: "Figure", title: str, density: float = 1.0) -> str:
+    """Lines as wide as the figure; smaller letters have a higher density."""
+    return "\n".join(textwrap.wrap(title, int(figure.get_figwidth() * LETTERS_PER_INCH * density)))
 
 
 def finding_of(figure: "Figure") -> str:
