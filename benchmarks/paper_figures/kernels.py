@@ -101,6 +101,20 @@ def depths_of(model: nn.Module, shape: tuple[int, int, int]) -> dict[str, str]:
     return {layer.name: depth[layer.name] for layer in layers if layer.name in depth}
 
 
+def layers_by_depth(depths: Mapping[str, str], most: int = 3) -> dict[str, list[str]]:
+    """Up to `most` layers of each depth: the first, the last and those between at equal distances.
+
+    >>> layers_by_depth({"a": "shallow", **{f"m{n}": "mid" for n in range(5)}, "z": "deep"})
+    {'shallow': ['a'], 'mid': ['m0', 'm2', 'm4'], 'deep': ['z']}
+    """
+    found = {}
+    for depth in DEPTHS:
+        layers = [layer for layer, word in depths.items() if word == depth]
+        number = min(len(layers), most)
+        found[depth] = [layers[round(n * (len(layers) - 1) / max(number - 1, 1))] for n in range(number)]
+    return found
+
+
 def gram_figure(models: Mapping[str, Similarity], measure: str = "kernels") -> "Figure":
     """Heatmaps of similarity, a row for each model and a column for each layer (paper, Fig. 1 a, b and appendix).
 
@@ -109,7 +123,8 @@ def gram_figure(models: Mapping[str, Similarity], measure: str = "kernels") -> "
     layers = list(next(iter(models.values())))
     beside = len(layers) == 1  # a single layer: the models stand side by side
     rows, columns = (1, len(models)) if beside else (len(models), len(layers))
-    figure, axes = new_figure(2.5 * columns + 1.2, 2.35 * rows + 0.8, rows, columns)
+    side = 2.5 if columns <= 4 else 1.6
+    figure, axes = new_figure(side * columns + 1.2, (side - 0.15) * rows + 1.0, rows, columns)
     every = torch.cat([pairs(similarity[layer]) for similarity in models.values() for layer in layers])
     most = max(float(torch.quantile(every[:: max(len(every) // 1_000_000, 1)], 0.995)), 1e-6)
     shown = None

@@ -4,13 +4,17 @@ import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
 from fedortho.audits.judge import judge_case
+from fedortho.data.images import Images
 from fedortho.errors import BadCheckpoint, UnknownName
+from fedortho.models.zoo import build_model
+from fedortho.reports.figures.style import caption_of
 from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
 from fedortho.storage.files import locked
@@ -77,6 +81,46 @@ def test_a_network_that_is_missing_is_trained_and_one_with_other_weights_is_refu
     assert "abacus" in capsys.readouterr().err
     with pytest.raises(UnknownName, match="no network 'tinny'; did you mean 'tiny'"):
         manifest.open_network(elsewhere, "tinny", "")
+
+
+class FewImages:
+    """What figures read, from untrained networks: `FigureData` with a small network of any name, no run and no edit."""
+
+    def __init__(self, figures: ModuleType, images: Images, models: dict[str, nn.Module]) -> None:
+        self.data, self.test_sample, self.models = SimpleNamespace(test=images, name="toy"), images, tuple(models)
+        self.run = lambda name, *_: SimpleNamespace(load_model=lambda: next(iter(models.values())))
+        self.pair = lambda name, *_, **__: (models.get(name, next(iter(models.values()))),) * 2
+        self.forget_labels = lambda request=figures.REQUEST: request.labels(images.names)
+        self.named = lambda *words, **request: figures.FigureData.named(self, *words, **request)
+
+
+def test_figures_name_network_data_seed_class_and_layers(
+    tiny: nn.Module, toy: Images, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = script("figures", monkeypatch)
+    resnet = build_model("resnet18", num_classes=4, channels=1).eval()
+    shared = FewImages(figures, toy.subset(range(40)), {"tiny": tiny.eval(), "resnet18": resnet})
+    told = {name: caption_of(figures.FIGURES[name](shared)) for name in ("gram-layers", "answers")}
+    assert told["gram-layers"] == (
+        "vgg-mini on toy, seed 0; kernels of shallow: features.0; mid: features.3; deep: features.6"
+    )
+    about = "forgotten by hide: class 0 (0); layer features.6; 40 test images"
+    assert told["answers"] == f"resnet-mini on toy, seed 0; {about}", "the paper's class"
+    assert figures.PAPER_KERNELS == (2, 7), "the 3rd and the 8th"
+    pytest.importorskip("captum")
+    monkeypatch.setattr(figures.attention, "recognised_examples", lambda _, images: images.subset(range(4)))
+    drawn = figures.grad_cam(shared)
+    assert caption_of(drawn).endswith("layer features.6 of tiny; layer layer4.1.conv2 of resnet18")
+    assert len(drawn.axes) == 5 * 4, "an image, and two rows for each network"
+
+
+def test_a_figure_that_there_is_not_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        script("figures", monkeypatch).main(["--only", "gramm"])
+    assert ended.value.code == 2
+    assert "no figure 'gramm'; did you mean 'gram'" in capsys.readouterr().err
 
 
 def test_no_weights_and_no_verdicts_are_in_the_repository() -> None:
