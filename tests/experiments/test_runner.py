@@ -25,6 +25,7 @@ from fedortho.experiments.experiment import (
     ExperimentResults,
     MethodVariant,
     load_experiment,
+    printed_rows,
     row_verdict,
     select_rows,
 )
@@ -41,6 +42,7 @@ from fedortho.storage.files import read_json
 from fedortho.storage.records import read_record
 
 NETWORK = TrainSettings(data="digits", model="small:QuickNet", epochs=2, crop=0, flip=0.0, threads=1, device="cpu")
+SAME_MODEL = ("pruning", "continuous_unlearning_comparison")  # tables that print the untouched central network
 RATIOS = tuple(MethodVariant("paper", {"ratio": ratio}, {"ratio": ratio}) for ratio in (0.1, 0.4))
 
 
@@ -175,7 +177,7 @@ def places(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         seen.append(out)
         return [Row("", str(request), methods[0], {}, zero)]
 
-    run = SimpleNamespace(path=Path("network"), settings=NETWORK, load_data=lambda: None)
+    run = SimpleNamespace(path=Path("network"), settings=NETWORK, load_data=lambda: SimpleNamespace(test=range(9)))
     for name, stub in {"trained": lambda *_: run, "_served": served, "compare": compared}.items():
         monkeypatch.setattr(runner, name, stub)
     monkeypatch.setattr(runner, "_original_accuracies", lambda *_: zero)
@@ -230,6 +232,21 @@ def test_another_setting_of_a_variant_is_another_outcome(is_sequence: bool, tmp_
         reproduce(replace(base, variants=(variant,)), tmp_path)
     assert places[:2] == places[4:]
     assert not set(places[:2]) & set(places[2:4])
+
+
+@pytest.mark.usefixtures("places")
+def test_before_a_sequence_all_classes_are_retained_as_in_the_paper(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "_original_accuracies", lambda *_: Accuracies(0.9, 0.7, 0.8))
+    steps = experiment(is_sequence=True, requests=("class:0", "class:1"))
+    original, *_ = reproduce(steps, tmp_path).rows
+    assert original.values["retain"] == 80.0
+    assert original.images["retain"] == 9
+    monkeypatch.setattr("fedortho.cli.methods.load_experiment", lambda *_, **__: steps)
+    assert "retain: all classes at step 0, then those that are left" in invoke("reproduce", "x", "--out", str(tmp_path))
+    first, last = (printed_rows(name)[0 if name == "pruning" else 6].values[0] for name in SAME_MODEL)
+    assert round((99 * first["retain"] + first["forget"]) / 100, 2) == last["retain"], "the printed one has all classes"
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from fedortho.cli.console import bar, bars, federation_bar, say, say_json, say_t
 from fedortho.cli.flags import AsJson, DataDir, Device, RecipeFile, Request, RunPath, Settings, read_recipe
 from fedortho.experiments.experiment import EXPERIMENTS, Experiment, ExperimentResults, load_experiment
 from fedortho.experiments.planning import NetworkPlan, plan_experiment
+from fedortho.experiments.relations import as_text
 from fedortho.experiments.results_table import attack_words, claim_words, results_table
 from fedortho.experiments.runner import ProgressHooks, Watch, reproduce
 from fedortho.requests.comparing import compare, compared_path, comparison_notes, comparison_table
@@ -206,9 +207,12 @@ def _print_experiment(experiment: Experiment, results: ExperimentResults) -> Non
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for first, *rest in lines:  # a table of rich would cut numbers off in a narrow terminal
         say("  ".join([first.ljust(widths[0]), *map(str.rjust, rest, widths[1:])]))
+    if experiment.is_sequence:
+        say("retain: all classes at step 0, then those that are left; the fewer are left, the easier they are")
     for row in (row for row in results.rows if row.forgotten and row.key["step"] == len(experiment.requests)):
         shares = ", ".join(f"{request} {share:.1%}" for request, share in row.forgotten.items())
-        say(f"forget accuracy in the end: {row.key['method']}, {row.key['split']}, seed {row.seed}: {shares}")
+        which = ", ".join(f"{key} {as_text(value)}" for key, value in row.key.items() if key not in ("request", "step"))
+        say(f"forget accuracy in the end: {which}, seed {row.seed}: {shares}")
     for why in dict.fromkeys(f"{row.key['method']}: {row.refused}" for row in results.rows if row.refused):
         say(why)
     say(

@@ -237,7 +237,10 @@ def _sequence(experiment: Experiment, run: Run, data: Dataset, out: Path, hooks:
     seed, requests = run.settings.seed, [request_for(words, data) for words in experiment.requests]
     everything = sum(requests, ForgetRequest())
     folder = out / "outcomes" / run.path.name
-    yield _original(run, data, everything, {"request": everything.kind, "step": 0}, folder)
+    before = _original(run, data, everything, {"request": everything.kind, "step": 0}, folder)
+    assert before.accuracies is not None, "it was measured"
+    nothing_forgotten = replace(before.accuracies, retain=before.accuracies.test)  # as printed: all classes
+    yield replace(before, accuracies=nothing_forgotten, images={**before.images, "retain": len(data.test)})
     for variant in experiment.variants:
         current = run
         for step, request in enumerate(requests, 1):
