@@ -328,6 +328,13 @@ def test_seeds_become_one_line() -> None:
     assert found.key == {"method": "ssd"}
 
 
+def test_a_row_whose_model_is_as_it_was_is_called_so() -> None:
+    shares, known = Accuracies(0.8, 0.8, 0.8), load_experiment("class_unlearning_performance")
+    rows = [SeedRow(0, {"method": "ssd"}, shares, is_unchanged=True), SeedRow(0, {"method": "salun"}, shares)]
+    _, *lines = results_table(known, ExperimentResults("", "", "demo", tuple(rows), (), environment()))
+    assert [line[-1] for line in lines] == ["model unchanged", "other setting"]
+
+
 def test_an_attack_without_power_is_told() -> None:
     def told(*accuracies: float) -> str:
         known = [Membership("confidence", 0.0, accuracy, 0.5, 100) for accuracy in accuracies]

@@ -41,6 +41,7 @@ class SeedRow:
     membership: Membership | None = None
     seconds: float | None = None  # of the method; None: not measured
     images: Mapping[str, int] = field(default_factory=dict)  # that forget and retain accuracy are measured on
+    is_unchanged: bool = False  # the method ended with the model that it started from
 
     @property
     def values(self) -> dict[str, float]:

@@ -11,7 +11,7 @@ NO_POWER = "hardly better than a coin, so MIA and claims about it say nothing of
 
 def results_table(experiment: Experiment, results: ExperimentResults) -> list[list[str]]:
     """Header and rows: the keys that vary, each metric beside the printed one, the row's verdict."""
-    rows = over_seeds(results.rows)
+    rows, unchanged = over_seeds(results.rows), [row.key for row in results.rows if row.is_unchanged]
     values = {key: {as_text(row.key[key]) for row in rows if key in row.key} for row in rows for key in row.key}
     varied = ["method", *(key for key, known in values.items() if key != "method" and len(known) > 1)]
     titles = ["MIA confidence" if metric == "mia" else metric for metric in COLUMNS]
@@ -24,7 +24,7 @@ def results_table(experiment: Experiment, results: ExperimentResults) -> list[li
             number = f"{beside.get(metric, 0.0):{'.10g' if metric == 'seconds' else '.2f'}}"
             ours = mean_and_sd(row.of(metric), 2 if metric == "seconds" else 1)
             cells += [ours, f"{number}{spread}" if metric in beside else "–"]
-        lines.append([*cells, row_verdict(experiment, row)])
+        lines.append([*cells, "model unchanged" if row.key in unchanged else row_verdict(experiment, row)])
     return lines
 
 

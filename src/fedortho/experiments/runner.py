@@ -195,6 +195,7 @@ def _requests(experiment: Experiment, run: Run, data: Dataset, out: Path, hooks:
             (found,) = compare(_with_fraction(run, variant), request, [name], settings=settings, data=data, **where)
             key: dict[str, Scalar] = {"request": kind, "method": name, **variant.varied}
             row = SeedRow(seed, key, found.accuracies, found.refused, seconds=_seconds(found.cost))
+            row = replace(row, is_unchanged=found.is_unchanged and not found.refused)
             measured = (place / f"{name}-measures.json", place / name, run, data, request)
             yield row if found.refused else _measured(row, measure_outcome(*measured, None))
 
