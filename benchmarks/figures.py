@@ -227,7 +227,7 @@ def grad_cam(shared: FigureData) -> "Figure":
         maps[model] = tuple(attention.grad_cam(each, images, layers[model]) for each in (before, after))
     figure = attention.grad_cam_figure(images, maps, shared.forget_labels(PAPER_REQUEST))
     where = [f"layer {layer} of {model}" for model, layer in layers.items()]
-    return shared.named(figure, " and ".join(layers), *where, request=PAPER_REQUEST)
+    return shared.named(figure, " and ".join(layers), *where, "one test image of each class", request=PAPER_REQUEST)
 
 
 def frontier(shared: FigureData) -> "Figure":

@@ -110,7 +110,7 @@ def test_figures_name_network_data_seed_class_and_layers(
     pytest.importorskip("captum")
     monkeypatch.setattr(figures.attention, "recognised_examples", lambda _, images: images.subset(range(4)))
     drawn = figures.grad_cam(shared)
-    assert caption_of(drawn).endswith("layer features.6 of tiny; layer layer4.1.conv2 of resnet18")
+    assert caption_of(drawn).endswith("tiny; layer layer4.1.conv2 of resnet18; one test image of each class")
     assert len(drawn.axes) == 5 * 4, "an image, and two rows for each network"
 
 
