@@ -223,8 +223,9 @@ def grad_cam(shared: FigureData) -> "Figure":
     images = attention.recognised_examples([before for before, _ in pairs.values()], shared.test_sample)
     layers = {model: attention.last_layer(before, images.shape) for model, (before, _) in pairs.items()}
     maps = {}
-    for model, (before, after) in pairs.items():
-        maps[model] = tuple(attention.grad_cam(each, images, layers[model]) for each in (before, after))
+    for model, pair in pairs.items():
+        before, after = (attention.grad_cam(each, images, layers[model]) for each in pair)
+        maps[model] = (before, after)
     figure = attention.grad_cam_figure(images, maps, shared.forget_labels(PAPER_REQUEST))
     where = [f"layer {layer} of {model}" for model, layer in layers.items()]
     return shared.named(figure, " and ".join(layers), *where, "one test image of each class", request=PAPER_REQUEST)
