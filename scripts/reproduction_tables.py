@@ -17,8 +17,7 @@ def reproduced() -> str:
         experiment = load_experiment(name, found.scale, seeds=seeds)
         header, *rows = results_table(experiment, found)
         networks = " and ".join(dict.fromkeys(f"{one.model} on {one.data}" for one in experiment.networks))
-        printed = ", ".join(experiment.beside.values()) or "the same"
-        title = f"**{name}** ({experiment.what}). Here: {networks}, seeds {seeds}; the paper's: {printed}."
+        title = f"**{name}** ({experiment.what}). Here: {networks}, seeds {seeds}; {experiment.printed_words}."
         claims = "\n".join(f"- {claim_words(claim)}" for claim in check_claims(experiment, found.rows))
         about = origin(read(f"reproduce/{path.stem}"))
         mia = f"MIA confidence: {attack_words(found)}."

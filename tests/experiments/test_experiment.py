@@ -57,7 +57,7 @@ TABLES = [
     (name, scale)
     for name in EXPERIMENTS
     for scale in SCALES
-    if scale != "wide" or name in ("pruning", "strength", "layer_ortho", *CENTRAL)
+    if scale != "wide" or name in ("pruning", "strength", "layer_ortho", "lambda_search", *CENTRAL)
 ]
 
 
@@ -70,7 +70,7 @@ def test_every_table_can_be_loaded_at_every_scale(name: str, scale: str) -> None
     experiment = load_experiment(name, scale)
     assert experiment.seeds
     assert experiment.variants
-    assert experiment.relations
+    assert bool(experiment.relations) == bool(experiment.printed)
     for network in experiment.networks:
         assert network.model in MODELS
         assert network.data in DATASETS
@@ -142,6 +142,19 @@ def test_rows_of_the_paper_have_its_ratio_and_strength_whatever_was_tuned(name: 
     ]
     assert any(getattr(row, "ratio", 0) == 0.01 and getattr(row, "alpha", 0) == 0.5 for row in rows)
     assert name == "strength" or {getattr(row, "alpha", 0) for row in rows} == {0.5}
+
+
+def test_both_weights_of_the_papers_search_are_rows_of_a_table() -> None:
+    whole = [0.01, 0.05, 0.1, 0.2, 0.5]  # the appendix
+    for scale in SCALES:
+        networks = [network_key(one) for one in load_experiment("lambda_search", scale).networks]
+        assert [one["lambda"] for one in networks if one["split"] == "central"] == whole
+    federated = [one for one in networks if one["split"] != "central"]
+    assert sorted(one["lambda"] for one in federated if one["align"] == 0.1) == whole
+    assert sorted(one["align"] for one in federated if one["lambda"] == 0.1) == whole
+    some = load_experiment("lambda_search", rows="lambda=0.05,split=central")
+    assert [one.ortho for one in some.networks] == [0.05]
+    assert "the paper prints no numbers" in some.printed_words
 
 
 def test_layers_that_were_made_orthogonal_are_pruned_and_deep_layers_beside_them() -> None:
@@ -367,7 +380,10 @@ def test_a_table_can_be_narrowed_to_methods_and_rows() -> None:
     [
         ({"methods": "sdd"}, r"no method in unlearning_res50 'sdd'; did you mean 'ssd'\?"),
         ({"methods": ","}, "no method in unlearning_res50 ','; choose from"),
-        ({"rows": "colour=red"}, "no key of --rows 'colour'; choose from data, model, ortho, ratio, request, split"),
+        (
+            {"rows": "colour=red"},
+            "no key of --rows 'colour'; choose from data, lambda, model, ortho, ratio, request, split",
+        ),
         ({"rows": "model=vgg"}, "no model in unlearning_res50 at scale demo 'vgg'; choose from resnet-mini"),
         ({"rows": "iid"}, "'iid' is no key=value; write such as"),
     ],

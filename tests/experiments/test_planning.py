@@ -46,6 +46,7 @@ def test_the_command_plans_on_this_machine_without_training() -> None:
     told = CliRunner().invoke(app, ["reproduce", "pruning", "--plan", "--device", "cpu"])
     assert told.exit_code == 0, told.output
     assert (
-        "vgg-mini on fashion-mini, central, orthogonal layers: deep: 2 networks and 0 reference models" in told.stdout
+        "vgg-mini on fashion-mini, central, orthogonal layers: deep, lambda 0.1: 2 networks and 0 reference models"
+        in told.stdout
     )
     assert "together 4 networks, 24 cells" in told.stdout

@@ -198,9 +198,8 @@ def _hooks(shown: Bars, name: str) -> ProgressHooks:
 def _print_experiment(experiment: Experiment, results: ExperimentResults) -> None:
     say(f"{experiment.name}: {experiment.what}")
     networks = " and ".join(dict.fromkeys(f"{one.model} on {one.data}" for one in experiment.networks))
-    printed = ", ".join(experiment.beside.values()) or "the same"
     seeds = ", ".join(map(str, experiment.seeds))
-    say(f"scale {experiment.scale}: {networks}, seeds {seeds}; in brackets the paper's: {printed}; percent, seconds")
+    say(f"scale {experiment.scale}: {networks}, seeds {seeds}; {experiment.printed_words}; percent, seconds")
     for data, found in results.data.items():
         say(f"{data}: {found.text}")
     lines = results_table(experiment, results)
@@ -220,7 +219,8 @@ def _print_experiment(experiment: Experiment, results: ExperimentResults) -> Non
         "paper does not say which attack it has: compare with retrain, not with its value; lower than retrain is not "
         f"better; {attack_words(results)}"
     )
-    say("claims of the paper's table, and what was measured here:")
+    if results.claims:
+        say("claims of the paper's table, and what was measured here:")
     for claim in results.claims:
         say(f"  {claim_words(claim)}")
     at_scale = OTHER_DATA if "other-data" in experiment.limits else PAPER_SETTING

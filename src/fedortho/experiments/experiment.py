@@ -31,6 +31,7 @@ from fedortho.models.zoo import MODELS
 from fedortho.runs.settings import FederateSettings, TrainSettings
 from fedortho.storage.files import read_json
 from fedortho.storage.provenance import Environment
+from fedortho.storage.records import Scalar
 from fedortho.storage.settings import make_settings, read_toml
 
 HERE = Path(__file__).parent
@@ -83,6 +84,12 @@ class Experiment:
         """The command that runs it."""
         flags = [f"--{flag} {value}".strip() for flag, value in self.limits.items()]
         return " ".join([f"fedortho reproduce {self.name} --scale {self.scale}", *flags])
+
+    @property
+    def printed_words(self) -> str:
+        """Which rows of the paper stand beside ours."""
+        where = ", ".join(self.beside.values()) or "the same"
+        return f"in brackets the paper's: {where}" if self.printed else "the paper prints no numbers"
 
     @property
     def file_name(self) -> str:
@@ -171,8 +178,9 @@ def make_experiment(name: str, scale: str, table: Mapping[str, Any]) -> Experime
 def printed_rows(table: str) -> list[TableRow]:
     """The rows of a table of the paper; standard deviations are metrics of their own (forget-sd)."""
     printed, rows = read_json(HERE / "printed.json"), []
-    for values in printed["tables"][table]["rows"]:
-        cells = zip(printed["tables"][table]["columns"], values, strict=True)
+    found = printed["tables"].get(table, {"columns": [], "rows": []})  # a search that the paper only mentions has none
+    for values in found["rows"]:
+        cells = zip(found["columns"], values, strict=True)
         known = {column: value for column, value in cells if value is not None}
         known["method"] = printed["names"][known["method"]]
         numbers = {name: float(value) for name, value in known.items() if name in NUMBERS}
@@ -192,12 +200,14 @@ def combinations(entry: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], dic
         yield dict(entry) | chosen, chosen
 
 
-def network_key(settings: TrainSettings) -> dict[str, str]:
-    """What tells networks of a table apart."""
+def network_key(settings: TrainSettings) -> dict[str, Scalar]:
+    """What tells networks of a table apart; a network without orthogonality has no `lambda`."""
     split = settings.split if isinstance(settings, FederateSettings) else "central"
     ortho = settings.ortho_layers if settings.ortho else "none"
     model = settings.model.removesuffix("-early")  # rows of one table
-    return {"data": settings.data, "model": model, "split": split, "ortho": ortho}
+    key: dict[str, Scalar] = {"data": settings.data, "model": model, "split": split, "ortho": ortho}
+    key |= {"lambda": settings.ortho} if settings.ortho else {}
+    return key | ({"align": settings.align} if isinstance(settings, FederateSettings) else {})
 
 
 def request_kind(words: str) -> str:

@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from fedortho.devices import choose_device, using_threads
 from fedortho.engines.cost import flops_per_image
 from fedortho.experiments.experiment import PAPER_DATA, Experiment, network_key, request_for
+from fedortho.experiments.relations import as_text
 from fedortho.experiments.runner import known_networks, located_networks, network_path
 from fedortho.models.zoo import build_model
 from fedortho.requests.references import find_reference, reference_name, reference_settings
 from fedortho.runs.record import RunRecord, read_run_record
 from fedortho.runs.run import Run, load_run_data, open_run
 from fedortho.runs.settings import FederateSettings, TrainSettings
+from fedortho.storage.records import Scalar
 from fedortho.training.penalties import ortho_flops
 
 PROBE = 4  # images of a measured step
@@ -28,7 +30,7 @@ PIXELS = {"cifar10": 32, "cifar100": 32, "tiny-imagenet": 64}  # of a side
 class NetworkPlan:
     """What one network of a table takes, with all its seeds."""
 
-    key: Mapping[str, str]
+    key: Mapping[str, Scalar]
     networks: int  # one for each seed
     references: int  # retrained networks, one for each seed and request
     cells: int  # rows with values, for each seed
@@ -41,7 +43,9 @@ class NetworkPlan:
     @property
     def text(self) -> str:
         """In words."""
+        weights = [f"{name} {as_text(self.key[name])}" for name in ("lambda", "align") if name in self.key]
         name = "{model} on {data}, {split}, orthogonal layers: {ortho}".format_map(dict(self.key))
+        name = ", ".join([name, *weights])
         known = f" ({self.trained} of them trained before)" if self.trained else ""
         number = f"{self.networks} networks and {self.references} reference models{known}, {self.cells} cells"
         batch = f"{self.batch_size}{f' in {self.parts} parts' if self.parts > 1 else ''}"

@@ -87,7 +87,7 @@ def reproduce(
         used[settings.data], digests[settings.data] = summarise_data(experiment, settings.data, data), data.digest
     order = [replace(settings, seed=seed) for seed in experiment.seeds for settings in located]
     for number, settings in enumerate(order):
-        name = " ".join([str(settings.seed), *network_key(settings).values()])
+        name = " ".join([str(settings.seed), *map(as_text, network_key(settings).values())])
 
         def on_step(text: str, *_: int, done: int = number, name: str = name) -> None:
             hooks.step(f"{name}: {text}", done, len(order))
