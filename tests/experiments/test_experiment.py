@@ -386,6 +386,7 @@ def test_a_table_can_be_narrowed_to_methods_and_rows() -> None:
         ),
         ({"rows": "model=vgg"}, "no model in unlearning_res50 at scale demo 'vgg'; choose from resnet-mini"),
         ({"rows": "iid"}, "'iid' is no key=value; write such as"),
+        ({"rows": "ratio=0.01,ratio=0.2"}, "'ratio=0.01,ratio=0.2' names a key twice; a row has one value of each"),
     ],
 )
 def test_what_a_table_does_not_have_is_refused_by_name(arguments: dict[str, str], message: str) -> None:

@@ -147,7 +147,12 @@ def read_pairs(text: str | None) -> dict[str, str]:
     words = [word.strip().partition("=") for word in (text or "").split(",") if word.strip()]
     if wrong := [key for key, sign, value in words if not (sign and value)]:
         raise FedOrthoError(f"{wrong[0]!r} is no key=value; write such as split=iid,request=class")
-    return {key: value for key, _, value in words}
+    pairs = {key: value for key, _, value in words}
+    if len(pairs) < len(words):
+        raise FedOrthoError(
+            f"{text!r} names a key twice; a row has one value of each: run the table once for each value"
+        )
+    return pairs
 
 
 def as_text(value: Any) -> str:
