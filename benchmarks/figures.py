@@ -236,12 +236,12 @@ def frontier(shared: FigureData) -> "Figure":
     ledger = shared.ledger("vgg-mini")
     trials = trace_frontier(settings, model, central_engine(model, shared.data, ledger), REQUEST)
     points = [results.Point(t.ratio, t.forget, t.retain) for t in trials if t.ratio]
-    outcome = replace(settings, scrub=True).plan(model, central_engine(model, shared.data, ledger), REQUEST)
+    outcome = settings.plan(model, central_engine(model, shared.data, ledger), REQUEST)
     least = None if outcome.retain_before is None else outcome.retain_before - settings.max_retain_drop
     assert outcome.chosen is not None, "an edit met target and budget"
     chosen = next(point for point in points if point.ratio == outcome.chosen.ratio)
     figure = results.frontier_figure(points, chosen, target=settings.target, least=least)
-    return shared.named(figure, "vgg-mini", "validation images", request=REQUEST)
+    return shared.named(figure, "vgg-mini", "without the edit of the classifier; validation images", request=REQUEST)
 
 
 def classes(shared: FigureData) -> "Figure":
