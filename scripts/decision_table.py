@@ -39,7 +39,7 @@ NOTES = {
     "c": "`regrow.json`: validation images of the classes on which erase was chosen, no audit but the probe,",
 }
 ALIKE = (
-    "A gap in brackets, and the audits of its class, are against retrained models that were treated alike "
+    "A gap in brackets, and the audits of its class, compare with `erase` applied to the retrained models "
     "([why](docs/erasing.md))."
 )
 UNKNOWN = (

@@ -1,11 +1,11 @@
-"""Errors that a user can mend: one line that names the value, the choices and the fix."""
+"""Errors that a user can fix: one line that names the value, the choices and the fix."""
 
 import difflib
 from collections.abc import Iterable, Sequence
 
 
 class FedOrthoError(Exception):
-    """Any error that a user can mend; the command line prints it as one line and exits with code 2."""
+    """Any error that a user can fix; the command line prints it as one line and exits with code 2."""
 
 
 class UnknownName(FedOrthoError):

@@ -173,10 +173,10 @@ def test_the_table_that_decides_takes_the_strictest_measurement_and_says_what_it
     assert "| **erase** | 0.0 | 70.0 (70.0) | +2.0 | 50 | none, 1/1 | a |" in told
     assert "| EU-k | 0.0 | 70.0 (70.0) | +10.0 | 20 | C1 1/1; undecided C3 1/1 | a |" in told
     assert "full audits, test images, airplane; 1 network." in " ".join(told.split())
-    assert "treated alike" not in told
+    assert "applied to the retrained models" not in " ".join(told.split())
     final[1]["alike"] = {"audits": {"C1": {"unlearned": 0.62, "reference": 0.625, "outcome": "INCONCLUSIVE"}}}
     write(tmp_path, "erasing", final)
     told = decision_table.decision()
     assert "| **erase** | 0.0 | 70.0 (70.0) | +2.0 (−0.5) | 50 | none, 1/1; undecided C1 1/1 | a |" in told
-    assert "treated alike" in told
+    assert "applied to the retrained models" in " ".join(told.split())
     assert "| **hide** | 2.0 |" in told, "what the final protocol has not reached stays as it was measured before"

@@ -79,9 +79,9 @@ def depth_recalls(case: Case, cache: MeasurementCache) -> dict[str, dict[str, fl
 
 
 def clean_depths(case: Case, cache: MeasurementCache) -> list[str]:
-    """The stage entries before which the original model shows no more of the class than reference models, in order.
+    """The stage entries at which the original's recall is within the limit, up to the first at which it is not.
 
-    What is kept up to the last of them brings nothing of the class along; the list ends at the first that does.
+    Stages before the last of them hold no more of the class than those of reference models.
     """
     single, clean = depth_recalls(case, cache), list[str]()
     limits = depth_limits(list(single["original"]))

@@ -1,6 +1,6 @@
 """Qualification: a method tried on drawn classes of a model, against reference models, before anybody asks.
 
-Audits compare with a retrained model, and whoever retrains for a request needs no forgetting. So reference models are
+Audits compare with a retrained model, and with one at hand unlearning is pointless. So reference models are
 trained once per model, for classes that a seed draws; later requests by the same method cite how many of them passed.
 """
 

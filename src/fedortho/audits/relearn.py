@@ -19,8 +19,8 @@ from fedortho.audits.measurements import (
     forget_accuracy,
     measure_model,
 )
+from fedortho.audits.reset_tail import FALSE_ALARMS, reset_tail
 from fedortho.audits.reset_tail import LIMIT as RESET_TAIL_LIMIT
-from fedortho.audits.reset_tail import reset_tail
 from fedortho.audits.result import (
     NO_POWER,
     Attack,
@@ -47,7 +47,6 @@ RECIPE = Recipe(  # without momentum, so that a fit cut into pieces is the same 
 TARGET = 0.8  # share of the original's forget accuracy that counts as relearned
 EVALUATED = 500  # images at every evaluation
 SHOTS, DRAWS = 10, 20  # images of a prototype, and prototypes that are averaged
-FALSE_ALARMS = 0.05  # share of retain images that the prototype may take
 RELEARNED = "relearning"  # steps by k, in the details of the full budget
 
 

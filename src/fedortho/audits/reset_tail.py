@@ -34,7 +34,7 @@ STEPS, MOST_STEPS = 50, 200  # doubled until the reference model has learned its
 ARRIVED = 0.8  # recall of these images with which it has
 TAILS = 2  # new tails, by seed, whose recalls are averaged
 EVALUATED = 1000  # retained test images, on which false alarms are counted
-FALSE_ALARMS = 0.05  # share of them that may be taken for the class: a tail's bias does not count
+FALSE_ALARMS = 0.05  # share of retain images that may be taken for the class: the bias of a tail does not count
 RECIPE = Recipe(epochs=1, batch_size=64, lr=0.05, crop=0, flip=0.0, ortho=0.0)
 
 

@@ -18,7 +18,7 @@ NO_POWER = "the original model passes too, so this audit shows nothing here"
 
 @dataclass(frozen=True)
 class Limit:
-    """The largest value with which an audit passes: a proposal, raised where reference models differ by more.
+    """The largest value with which an audit passes: a default, raised to the spread between reference models.
 
     Calibrated values come from benchmarks/calibration.py, which audits every pair of reference models.
     """
@@ -59,7 +59,7 @@ class Attack:
     limit: Limit
     value: float | None = None  # None without a reference model
     has_power: bool = True  # passing shows something: the original model would fail
-    is_undecided: bool = False  # the reference model does not arrive and nothing fails, or one is too few
+    is_undecided: bool = False  # the reference model does not reach the target and nothing fails, or one is too few
     details: Mapping[str, Any] = field(default_factory=dict)
 
     @property

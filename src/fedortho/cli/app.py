@@ -55,7 +55,7 @@ class PlainFormatter(logging.Formatter):
 
 
 def main() -> None:
-    """Run the command; an error that a user can mend becomes one line and exit code 2, any other one exit code 1."""
+    """Run the command; an error that a user can fix becomes one line and exit code 2, any other one exit code 1."""
     handler = RichHandler(console=err, show_time=False, show_path=False)
     handler.setFormatter(PlainFormatter("%(message)s"))
     out.quiet = "--quiet" in sys.argv
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def _refuse(error: Exception) -> NoReturn:
-    """Print an error as one line and exit: with 2 if the user can mend it, with 1 if it is a defect of fedortho."""
+    """Print an error as one line and exit: with 2 if the user can fix it, with 1 if it is a defect of fedortho."""
     message, code = str(error), 2
     if isinstance(error, USAGE_ERROR):
         message = error.format_message()  # type: ignore[attr-defined]  # an error of click

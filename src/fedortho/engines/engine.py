@@ -103,8 +103,8 @@ class Engine(Protocol):
     """Access to images that a method never sees.
 
     The two things that may be done with private data are `fit` and `measure`; `info` says what else is known. `tally`
-    is apart from `info` because it grows. `check` is a method because only who holds the images, or knows the clients,
-    can say whether a request names any; it needs no model and costs nothing.
+    grows, so it is no part of `info`. `check` refuses a request that names no images, which only their holder knows; it
+    needs no model and costs nothing.
     """
 
     @property

@@ -22,8 +22,8 @@ class Selection:
     exclude: ForgetRequest | None = None  # None: none
     limit: int = 0  # at most so many, drawn by the seed; 0: all
     seed: int = 0
-    skip: int = 0  # steady: less so many that are drawn first
-    steady: bool = False  # each row has its own place in the order of drawing, whatever else is selected
+    skip: int = 0  # steady: without the first so many
+    steady: bool = False  # draw in the order of a hash of the row number, whatever else is selected
 
     def select(self, images: Images, clients: Clients | None = None) -> Images:
         """The selected images, among those of the split."""

@@ -35,7 +35,7 @@ class Case:
 
     @property
     def treated_alike(self) -> "Case":
-        """The case with counterfactuals, if any, as reference models: what the treatment itself leaves is no memory."""
+        """The case with counterfactuals, if any, as reference models: what the method itself leaves is no trace."""
         return replace(self, references=self.counterfactuals, counterfactuals=()) if self.counterfactuals else self
 
     @property

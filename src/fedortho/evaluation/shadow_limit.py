@@ -69,6 +69,6 @@ def _as_labelled(model: nn.Module, valid: Images, labels: Tensor, device: torch.
 
 
 def _log_odds(share: float, number: int) -> float:
-    """Of a share that at least half an image of so many has, and half lacks."""
+    """The log-odds of a share, clipped to [0.5/n, 1 − 0.5/n] for a number n of images."""
     share = min(max(share, 0.5 / number), 1 - 0.5 / number)
     return log(share / (1 - share))

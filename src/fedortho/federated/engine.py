@@ -124,8 +124,8 @@ class FederatedEngine(Roster):
 
         The learning rate follows the schedule by rounds; a client's first rounds have no alignment. With a checkpoint a
         killed training goes on after its last finished round, to the same bytes. `updates` is a directory that keeps
-        every client's model of every round. `keep` receives the model after each round. `begin` is a state to begin
-        with, for a caller who knows that this training would come to it. `after` rounds of the recipe are over.
+        every client's model of every round. `keep` receives the model after each round. `begin` is the state
+        to start from, a kept round of the same training. `after` rounds of the recipe are over.
         """
         current, plan = copy.deepcopy(model).cpu().eval(), as_training_plan(what)
         local_epochs = plan.options.local_epochs or self.local_epochs
@@ -280,8 +280,8 @@ class FederatedEngine(Roster):
     def _given_shares(self, plan: TrainingPlan, sampled: Sequence[int]) -> dict[int, tuple[float, float]]:
         """Each client's share of generated images, from and to: as large as its share of the other images.
 
-        The other images are those that the plan would use in one place. So a round has the mixture of one place,
-        whatever the number of clients in it. Only numbers of images are known here, not their labels.
+        The other images are those that the plan would use in one place. So the ratio of generated to real images is
+        that of central training, whatever the number of clients. Only numbers of images are known here, not labels.
         """
         limits = [part.group.limit for part in plan.parts if part.given is None]
         whole = sum(self.clients[client].images for client in self.present())

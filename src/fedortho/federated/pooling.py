@@ -1,7 +1,7 @@
 """Observations of clients, added up so that no single client decides: bounded by the model and by the other clients.
 
-Bounded: a client whose sums no images can give is refused, and one whose mean is longer than `FACTOR` times the median
-client's (more for the few images of a small client) is scaled down to that. Of honest clients nothing changes. Trimmed:
+Bounded: a client whose sums no image can give is refused, and a mean with a norm above `FACTOR` times the median
+client's (more for the few images of a small client) is clipped to that; honest clients are not affected. Trimmed:
 of every value the share `TRIM` of clients at each end is left out, and no client weighs more than three times the
 median client; the mean of the rest counts.
 """

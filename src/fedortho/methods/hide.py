@@ -27,7 +27,9 @@ class Hide(CalibrationSettings, KernelSettings, PlanningMethod):
     norms: ClassVar[str] = "re-estimated behind the edit"
 
     repair_images: Annotated[Count, "retained images for the repair"] = 256
-    trial_images: Annotated[Count, "retained images for trials, at most; half as many of the forget set; 0: all"] = 512
+    trial_images: Annotated[
+        Count, "retained images for trials, at most, and half as many of the forget set; 0: all"
+    ] = 512
     edit: Annotated[str, EDITS, "channel (what leaves the layer) or conv (the kernel, as the paper prints)"] = "channel"
     tap: Annotated[str, TAPS, "where responses are read: conv, bn, relu, or stream (residual groups as one)"] = "stream"
     contrast: Annotated[str, CONTRASTS, "rank against all retained images or those of the same labels"] = "retain"

@@ -1,4 +1,4 @@
-"""What every way to forget has: hyper-parameters, one call, and what it says of itself."""
+"""The Method protocol: hyper-parameters, one call, and what a method says of itself."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -105,7 +105,7 @@ def serves(method: Method | type[Method], request: ForgetRequest) -> bool:
 
 
 def refusal(method: Method, request: ForgetRequest, able: Iterable[str] = ()) -> CannotServe:
-    """The one sentence that says what the method serves and who serves this."""
+    """The error that names the kinds of request that a method serves, and methods that serve this one."""
     others = f"; {', '.join(able)} can" if able else ""
     return CannotServe(f"{method.name} serves {' and '.join(method.kinds)} requests only, not {request}{others}")
 

@@ -1,4 +1,4 @@
-"""Regrow: begin the last stages again, and train the network on the retain set."""
+"""Regrow: reinitialise the last stages, and train the network on the retain set."""
 
 import math
 from dataclasses import dataclass
@@ -21,10 +21,10 @@ UNKNOWN = 10  # passes where nobody knows how long the model was trained
 class Regrow(Schedule):
     """FedOrtho beyond the paper: the last stages get new weights, then the network learns from the retain set only.
 
-    A stage is a run of layers with outputs of one size. What is reset knows nothing of the forget set. What is before
-    it trains along and knows less with every pass, or all that it knew if it is `frozen`. A network that has no more
-    stages is trained anew. Muon trains it: a step moves every direction of a layer by the same share, so few passes
-    both regrow the last stages and take the class out of the others.
+    A stage is a run of layers with outputs of one size. Stages that are reset hold nothing of the forget set. Those
+    before them are trained along and hold less with every pass; if they are `frozen`, they hold what they held. A
+    network with no more stages than that is trained from scratch. Muon trains it: a step moves every direction of a
+    layer by the same share, so few passes both regrow the last stages and take the class out of the others.
     """
 
     name: ClassVar[str] = "regrow"

@@ -145,13 +145,13 @@ class _Validation:
         treated = tuple(each.load_model() for each in alike)
         judged = replace(self.case, unlearned=copy.deepcopy(result.model).cpu(), counterfactuals=treated)
         verdict = judge_case(judged, options.audit, only=options.only, on_step=self.on_step, cache=self.cache)
-        failed = [f"{each.name} {each.outcome}" for each in verdict.results if each.outcome not in ("PASS", "NOT RUN")]
+        failed = {each.name: each.outcome for each in verdict.results if each.outcome not in ("PASS", "NOT RUN")}
         if failed or all(audit.outcome == "NOT RUN" for audit in verdict.audits):
-            is_erased = bool(failed) and all(each.startswith(RETENTION.name) for each in failed)
-            raise NotPassed(f"on validation images {', '.join(failed) or 'no audit was run'}", is_erased=is_erased)
+            found = ", ".join(f"{name} {outcome}" for name, outcome in failed.items()) or "no audit was run"
+            raise NotPassed(f"on validation images {found}", is_erased=list(failed) == [RETENTION.name])
 
     def stages_with_the_class(self) -> int:
-        """How many stages, from the output, come behind the last entry at which the original shows no class yet."""
+        """How many stages follow the last entry at which the original's recall is within the limit."""
         entries = stage_entries(self.case.original, self.case.data.train.shape)
         return len(entries) + 1 - len(clean_depths(self.case, self.cache))
 

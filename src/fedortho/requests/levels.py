@@ -30,13 +30,13 @@ from fedortho.storage.settings import as_mapping
 
 # passes over the training images, in FLOPs of training steps, of methods that do not train; a forward pass is a third
 PASSES = {"hide": 0.03, "paper": 1 / 3, "directions": 1 / 3}
-DEEPER = "if it fails, once more with all stages in which a probe of the original finds the class"
+DEEPER = "if it fails, once more, resetting every stage in which a probe of the original finds the class"
 SHOWN = 4  # ways that a refusal tells
 NOT_EXACT = "approximate: what the data taught may still be found"
 
 
 def level_for_run(run: Run, request: ForgetRequest, level: str = "", method: Method | str = "") -> str:
-    """As `level_of`; clients and samples are served exactly where that saves rounds, else the refusal has all ways."""
+    """The level of a request; of clients and samples exact if a rewind saves rounds, else an error with all ways."""
     if level == "exact" and not method and not run.settings.epochs:
         raise CannotServe(f"level exact: {NO_RECIPE}")
     if level or method or request.kind == "class":

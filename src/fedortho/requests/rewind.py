@@ -1,4 +1,4 @@
-"""Forget exactly: go back to a round, or a run that was continued, from before the data, and go on without it.
+"""Forget exactly: restore the last kept round, or continued run, before the data was used, and go on without it.
 
 The result has the digest of `federate` or `train --without` all requests so far: it is that training, begun later.
 """
@@ -40,12 +40,12 @@ HERE = ("data", "data_dir", "device")  # where a training is repeated
 
 
 class CannotRewind(FedOrthoError):
-    """A run whose rounds or epochs do not lead to an exact result: exact means to retrain it."""
+    """A run whose rounds or epochs do not lead to an exact result: only retraining does."""
 
 
 @dataclass(frozen=True)
 class RewindPlan:
-    """What an exact request comes to, known before the work; rounds count from 1, and 0 is the untrained network.
+    """What an exact request does and costs, known beforehand; rounds count from 1, and 0 is the untrained network.
 
     A run on one machine has epochs in place of rounds; those of the runs that it continued count before its own.
     """
@@ -152,8 +152,8 @@ def _plan_epochs(run: Run, asked: ForgetRequest) -> RewindPlan:
     begin = ends[min(at)]
     if len(stages) == 1:
         raise CannotRewind(
-            f"{run.path} had {asked} in its first epoch, so that no earlier model is without it; exact is to retrain, "
-            "train --without (images that come in later by train --continue can be taken back)"
+            f"{run.path} had {asked} in its first epoch, so that no earlier model is without it; only retraining is "
+            "exact: train --without (images that come in later by train --continue can be taken back)"
         )
     settings = replace(stages[-1].settings, without=str(without))
     contacts = {str(each): ends[stage] + 1 for each, stage in zip(requests, at, strict=True)}
@@ -267,13 +267,15 @@ def _source_of(run: Run) -> tuple[Run, FederateSettings, RoundLog]:
     while source is not None and (log := read_log(source.path)) is None:
         source = find_original(source)
     if source is None or log is None or not isinstance(source.settings, FederateSettings):
-        raise CannotRewind(f"{run.path} has no {LOG_FILE}, nor has a run that it was derived from; exact is to retrain")
+        raise CannotRewind(
+            f"{run.path} has no {LOG_FILE}, nor has a run that it was derived from; only retraining is exact"
+        )
     settings = replace(source.settings, **{name: getattr(run.settings, name) for name in HERE})
     if settings.draw == 1:
-        raise CannotRewind(f"{source.path} has draw 1: an absent client changes all draws; exact is to retrain")
+        raise CannotRewind(f"{source.path} has draw 1: an absent client changes all draws; only retraining is exact")
     if not is_repeatable(settings.strategy):
         what = f"{settings.strategy}, which may keep state between rounds"
-        raise CannotRewind(f"{source.path} was trained by {what}; exact is to retrain")
+        raise CannotRewind(f"{source.path} was trained by {what}; only retraining is exact")
     if settings.start:
         raise CannotRewind(f"{source.path} began with {settings.start}, which may know the data; retrain that")
     return source, settings, log
@@ -300,13 +302,16 @@ def _last_kept(source: Run, settings: FederateSettings, asked: ForgetRequest, fi
     powers = max(number for number in range(1, first + 1) if is_kept("powers", number))
     raise CannotRewind(
         f"{source.path} kept no rounds, and {asked} needs the end of round {first}; expected --keep-rounds all, "
-        f"or powers to go on after round {powers}; exact is to retrain"
+        f"or powers to go on after round {powers}; only retraining is exact"
     )
 
 
 def _silent_rounds(log: RoundLog, first: int) -> list[str]:
     silent = [n for n, each in enumerate(log.rounds[:first], 1) if each.answered != each.drawn]
-    return [f"in round {n} a client did not answer: equal is a training in which it is silent again" for n in silent]
+    return [
+        f"in round {n} a client did not answer: the digest is that of a training in which it does not answer either"
+        for n in silent
+    ]
 
 
 def _remarks(source: Run, *, is_normalised: bool = True) -> tuple[str, ...]:

@@ -1,7 +1,8 @@
-"""The ledger of a trained model: sums of its kernels' peaks by label, and what enters its deep layers for some images.
+"""The ledger of a trained model: sums of its kernels' peaks by label, and cached activations of some images.
 
-Requests then need no forward pass over all images, and trials none through the first layers. An edit behind the split
-leaves those activations as they are, and moves the sums by as much as the peaks of the kept images move.
+The activations are those before the first deep layer. So requests need no forward pass over all images, and trials none
+through the first layers. An edit of the deep layers leaves the activations as they are; the sums are then corrected by
+the mean change of the peaks on these images.
 """
 
 import logging

@@ -29,7 +29,7 @@ PEAK = partial(torch.amax, dim=(2, 3))
 
 
 def steady_order(rows: Tensor, seed: int) -> Tensor:
-    """Positions of the rows in an order that each row's own number decides: a part keeps the order of the whole.
+    """Positions of the rows, ordered by a hash of each row's number: a subset keeps the order of the full set.
 
     >>> steady_order(torch.tensor([3, 5, 8]), 0).tolist(), steady_order(torch.tensor([3, 8]), 0).tolist()
     ([0, 2, 1], [0, 1])
@@ -41,7 +41,7 @@ def steady_order(rows: Tensor, seed: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Kept:
-    """What a ledger keeps beside sums: how the network is built, and what enters its deep layers for some images."""
+    """What a ledger keeps beside sums: the structure of the network, and activations before its deep layers."""
 
     structure: Structure
     split: Split  # before the deep layers

@@ -1,4 +1,4 @@
-"""Responses of edited layers: sums by position, of products, and with the network's own predictions."""
+"""Responses of edited layers: their sums by position, and of products with each other and with the predictions."""
 
 from collections.abc import Iterator, Sequence
 
@@ -15,7 +15,7 @@ from fedortho.statistics.observe import Observation
 def responses(
     model: nn.Module, sites: Sequence[Site], inputs: Tensor
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
-    """Of one forward pass: responses of sites, with what is added to them, of single layers, and the logits."""
+    """Of one forward pass: responses of sites (with their shortcut), responses of single layers, and the logits."""
     layers = {layer.norm or layer.name: layer.name for site in sites for layer in site.layers}
     received = [site.name for site in sites if site.beside == site.name]
     returned = [site.beside for site in sites if site.beside not in ("", site.name)]

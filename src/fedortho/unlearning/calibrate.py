@@ -27,7 +27,7 @@ class Refused(FedOrthoError):
 
 
 class Unmeasured(Refused):
-    """Clients or samples that models without them would answer as well: there is no more to forget than to measure."""
+    """Forget accuracy of clients or samples is within the limit before any edit, so no effect of them is measurable."""
 
     event = "unmeasured"  # in the journal
 
@@ -55,7 +55,7 @@ def find_edit(
     runner = make_runner(task, settings, baseline, repair=repair, sequential=largest)
     runner.decide_all = largest
     ratios = ratios if task.sites else ()
-    # a class has its share of the kernels; half of it is mostly within the budget at once
+    # start at half of a class's share of the kernels: that is usually within the budget
     share = (1 if largest else 1 / 2) / len(task.engine.info.class_names)
     start = sum(ratio < share for ratio in ratios) - 1 if task.request.classes else 0
     least = baseline.retain - settings.max_retain_drop

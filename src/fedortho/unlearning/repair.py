@@ -20,7 +20,7 @@ def norm_buffers(pooled: Observation, number: int, norms: Sequence[str]) -> dict
 
 
 def repaired(patch: Patch, pooled: Observation, number: int, norms: Sequence[str]) -> Patch:
-    """The patch with these statistics; a silenced kernel keeps the statistics of an input that is always 0."""
+    """The patch with these statistics; a silenced kernel keeps mean 0 and variance 1."""
     buffers = {**patch.replaced, **norm_buffers(pooled, number, norms)}
     for name, (channels, values) in patch.put.items():
         if name in buffers:

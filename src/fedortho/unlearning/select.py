@@ -32,7 +32,7 @@ def strengths(number: int, alpha: float, rank_base: int = 1) -> Tensor:
 def choose_kernels(
     ranking: Ranking, ratio: float, *, scope: str = "layer", min_difference: float = -math.inf, spread: str = "equal"
 ) -> dict[str, Tensor]:
-    """The top kernels: ⌈ratio · kernels⌉ of each site, or as many in all by scores over their spread.
+    """The top kernels: ⌈ratio · kernels⌉ of each site, or the same share over all sites, by score / standard deviation.
 
     With scope `layer` the ratio is that of each site (spread `equal`) or rises from the first to the last, with
     the same mean (`rising`). Kernels whose difference is below `min_difference` are spared.
@@ -83,7 +83,7 @@ def kernel_patch(
 
     `conv` scales the kernel's weight and bias, as printed. `channel` scales what leaves the layer: scale and shift of
     the norm that follows, or weight and bias where none does. A kernel that the channel edit silences altogether is set
-    to 0 itself, and its running statistics to those of nothing: turning the scale up again brings nothing back.
+    to 0 itself, and its running statistics to mean 0 and variance 1, so that rescaling cannot restore it.
     """
     scaled: dict[str, tuple[Tensor, Tensor]] = {}
     put: dict[str, tuple[Tensor, Tensor]] = {}

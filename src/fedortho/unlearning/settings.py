@@ -42,7 +42,7 @@ class CalibrationSettings(EditSettings):
 
     spread: Annotated[str, SPREADS, "how the ratio is spread over layers: equal, or rising towards the last"] = "rising"
     repair_by: Annotated[
-        str, ("batches", "layers"), "pooled moments of local batches (one exchange) or exact layers (one each)"
+        str, ("batches", "layers"), "batches: all norms in one exchange; layers: exact, one exchange for each norm"
     ] = "batches"
     repair_images: Annotated[Count, "retained images for the repair"] = 400
     scrub: Annotated[bool, "finish a class request in the classifier if the edit within the budget falls short"] = True
@@ -52,4 +52,6 @@ class CalibrationSettings(EditSettings):
     ] = 0.0
     anyway: Annotated[bool, "edit even where nothing that only the clients or samples taught can be measured"] = False
     max_retain_drop: Annotated[Share, "retain accuracy that may be lost"] = 0.01
-    trial_images: Annotated[Count, "retained images for trials, at most; a quarter of the forget set; 0: all"] = 1024
+    trial_images: Annotated[
+        Count, "retained images for trials, at most, and a quarter as many of the forget set; 0: all"
+    ] = 1024

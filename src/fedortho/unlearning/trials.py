@@ -1,11 +1,10 @@
 """Trials: an edit is repaired, scrubbed and measured until it is decided; test images are not used.
 
 Forget accuracy is measured on training images, retain accuracy on validation images, where the original answers the
-same images. A candidate is looked at on few images first, and on the others unless it misses the target or the budget
-already, each with an error of at most 5 % (an exact binomial tail for the target, a normal one for the difference of
-two answers to the same images). The target can be reached early too. The budget can where candidates are strengths of
-one edit, which lose the same answers; of several edits the one that keeps it on few images is too often one that does
-not.
+same images. A candidate is tested in two stages: on few images first, and on the others unless the first already reject
+it, each with an error of at most 5 % (an exact binomial tail for the target, a normal one for the difference of two
+answers to the same images). The target may be accepted in the first stage. The budget may only between strengths of one
+edit, which lose the same answers; between different edits that would favour a lucky one.
 """
 
 import math
@@ -77,7 +76,7 @@ Look = tuple[Selection, ...]  # what candidates are measured on: training images
 
 
 def look_at(task: Task, images: int, skip: int = 0, part: int = 4) -> Look:
-    """So many validation images, less those that are drawn first; of each part of the request a `part` as many."""
+    """`images` validation images after the first `skip`, and 1/`part` as many of each part of the request."""
     forget = task.forget_sets(images // part, skip // part, steady=True)
     return *forget, task.retain_set(images, "valid", skip, steady=True)
 
@@ -90,7 +89,7 @@ def looks(task: Task, images: int) -> list[Look]:
 
 
 def strength_looks(task: Task, images: int) -> list[Look]:
-    """A quarter of the validation images beside half as many of each part as there are in all, then the others."""
+    """First `images`/4 validation images and `images`/2 of each part of the request, then the rest of the first."""
     if images < 32:
         return [look_at(task, images, part=2)]
     first = (*task.forget_sets(images // 2, steady=True), task.retain_set(images // 4, "valid", steady=True))
