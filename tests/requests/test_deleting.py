@@ -155,6 +155,12 @@ def test_test_images_that_serve_for_validation_are_left_and_not_removed(home: Pa
     assert (source.images, source.removed) == (SIZES["cat"], 0)
 
 
+def test_a_run_that_is_written_elsewhere_purges_the_one_before(home: Path) -> None:
+    forget_run("runs/first", "class:cat", "neggrad", out="elsewhere/second", device="cpu", purge=True)
+    after, _ = read_tensors(Path("runs/first/ledger.safetensors"))
+    assert set(after["kept.labels"].tolist()) == {1, 2}
+
+
 def test_a_deleted_class_keeps_the_runs_classes(home: Path) -> None:
     forget_run("runs/first", "class:cat", "neggrad", out="runs/second", device="cpu")
     with pytest.raises(FedOrthoError, match="has forgotten nothing"):

@@ -167,7 +167,9 @@ def forget_run(
         served = _serve_run(run, data, request, method, device, out=out, undo=undo, step=step)
     if purge is None:
         purge = bool(request.samples) and (run.settings.data not in DATASETS or bool(run.settings.new_images))
-    return replace(served, copies=tuple(purge_run(served.run, data=data))) if purge and served.run else served
+    if not purge or served.run is None:
+        return served
+    return replace(served, copies=tuple(purge_run(served.run, data=data, original=run)))
 
 
 def _hide_first(

@@ -1,5 +1,6 @@
 """Copies of the images that a run has forgotten: which are known, and removing those among the decoded images."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,27 +17,34 @@ from fedortho.runs.run import Run, open_run
 from fedortho.statistics.ledger import drop_activations
 
 
-def purge_run(run: Run | Path | str, *, data: Dataset | None = None, data_dir: str = "") -> list[DataCopy]:
+def purge_run(
+    run: Run | Path | str,
+    *,
+    data: Dataset | None = None,
+    data_dir: str = "",
+    original: Run | Path | str | None = None,
+) -> list[DataCopy]:
     """Remove what a run has forgotten from the decoded images on this machine, and keep later trainings from using it.
 
-    The ledgers of runs beside it and of references on the same data lose the activations of these images. Returns the
-    copies that were found. The files of the images are their owner's to delete; the run stays usable. While they are
-    there, runs that were trained on them can still read them; new trainings leave them out.
+    The ledgers of runs beside it, or beside `original`, and of references on the same data lose the activations of
+    these images. Returns the copies that were found. The files of the images are their owner's to delete; the run stays
+    usable. While they are there, runs that were trained on them can still read them; new trainings leave them out.
     """
     run = open_run(run)
     if run.excluded is None:
         raise FedOrthoError(f"{run.path} has forgotten nothing; give the run that fedortho forget wrote")
     data = data or run.load_data(data_dir)
     digests, source = _forget_set(run, run.excluded, data)
-    return [source, *purge_images(digests), *_purge_ledgers(run, run.excluded, data)]
+    beside = [each.path.resolve().parent for each in (run, *([open_run(original)] if original else []))]
+    return [source, *purge_images(digests), *_purge_ledgers(run, run.excluded, data, dict.fromkeys(beside))]
 
 
-def _purge_ledgers(run: Run, request: ForgetRequest, data: Dataset) -> list[DataCopy]:
+def _purge_ledgers(run: Run, request: ForgetRequest, data: Dataset, places: Iterable[Path]) -> list[DataCopy]:
     """Remove activations of the forget set from the ledgers of runs, and of their simulated clients, on this data."""
     known = replace(data.train, rows=data.known_rows)
     rows, labels = known.rows[request.mask(known, run.clients(data))], request.labels(data.train.names)
-    copies, beside = [], run.path.resolve().parent
-    for path in sorted([*beside.glob("*/run.json"), *beside.glob("*/*/run.json")]):  # references and comparisons, too
+    copies, depths = [], ("*/run.json", "*/*/run.json")  # references and comparisons, too
+    for path in sorted(path for place in places for depth in depths for path in place.glob(depth)):
         record = read_run_record(path.parent)
         if not isinstance(record, RunRecord) or record.data.digest != run.record.data.digest:
             continue
