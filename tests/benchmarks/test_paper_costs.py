@@ -25,5 +25,6 @@ def test_the_formulas_give_what_was_measured_in_a_small_federation(method: str) 
         assert getattr(found, f"bytes_{direction}") == pytest.approx(sent, rel=0.15 if method == "fused" else 0.05)
 
 
+@pytest.mark.slow
 def test_the_rows_of_the_paper_are_those_that_are_checked_in() -> None:
     assert json.loads((RESULTS / "paper-costs.json").read_text())["rows"] == of_paper()

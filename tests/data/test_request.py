@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedortho.data.images import Dataset, Images, RowIds, make_dataset
@@ -30,6 +30,7 @@ NAMES = [
 ]
 
 
+@settings(max_examples=40)
 @given(
     st.lists(st.sampled_from(NAMES) | st.text(min_size=1, max_size=6), unique=True, max_size=4),
     st.lists(st.integers(0, 99), unique=True),

@@ -187,5 +187,5 @@ def test_a_run_records_its_strategy_and_rewinds_to_the_same_bytes_where_it_is_re
 @pytest.mark.slow
 def test_a_strategy_that_keeps_state_is_not_rewound(settings: Any, tmp_path: Path, own_cache: Path) -> None:
     run = train_federation(tmp_path / "run", replace(settings, strategy=FLOWER + "FedAdam"))
-    with pytest.raises(CannotRewind, match="FedAdam, which may keep state between rounds; exact is to retrain"):
+    with pytest.raises(CannotRewind, match="FedAdam, which may keep state between rounds; only retraining is exact"):
         plan_rewind(run, "client:1")

@@ -147,7 +147,7 @@ class InRounds(CentralEngine):
         return model
 
 
-@pytest.mark.parametrize(("name", "where"), cases("hide", "paper", "retrain"))
+@pytest.mark.parametrize(("name", "where"), cases("hide", "paper"))
 def test_it_forgets_the_class_keeps_the_rest_and_leaves_its_input(
     digits: Dataset,
     quick_net: nn.Module,

@@ -275,6 +275,7 @@ def test_what_needs_the_recipe_of_an_imported_model_is_refused_before_anything_i
     assert "--level" in words or "(2 epochs; the level exact costs no more" in plan
 
 
+@pytest.mark.slow
 def test_an_imported_model_climbs_without_retraining_where_a_reference_is_given(
     imported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
