@@ -152,7 +152,7 @@ def only_classes(module: ModuleType, bench: Any) -> list[Any]:
 
 def words(place: Path) -> list[str]:
     flags = {"networks": place / "networks", "out": place / "out", "edited": place / "edited", "data-dir": ""}
-    budget = {"candidates": 2, "images": 300, "trials": 1, "methods": "retrain,finetune,logit-mask"}
+    budget = {"candidates": 2, "images": 300, "trials": 1, "widening": 0, "methods": "retrain,finetune,logit-mask"}
     return ["all", *(word for key, value in (flags | budget).items() for word in (f"--{key}", str(value)))]
 
 
@@ -192,7 +192,7 @@ def test_the_comparison_goes_on_after_a_kill_and_leaves_what_another_process_doe
         raise KeyboardInterrupt
 
     monkeypatch.setattr(comparison.time, "sleep", sleep)
-    names = [f"compare-one-small-class:{label}-logit-mask" for label in (0, 1)]
+    names = [f"compare-one-small-class-{label}-logit-mask" for label in (0, 1)]
     with locked(tmp_path / "out" / names[0]), locked(tmp_path / "out" / names[1]), pytest.raises(KeyboardInterrupt):
         comparison.main([*words(tmp_path)[:-1], "logit-mask"])
     assert slept, "another process has both jobs"

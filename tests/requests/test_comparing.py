@@ -175,7 +175,9 @@ def test_federaser_replays_what_a_run_kept_and_references_keep_nothing(tmp_path:
     assert replayed.accuracies.test > 0.3, "it learnt from the others"
     (reference,) = (tmp_path / "references").iterdir()
     assert not (reference / "updates").exists()
-    found = tune(run, request, ["federaser"], on="client:2", budget=Budget(candidates=1, trials=1))["federaser"]
+    found = tune(run, request, ["federaser"], on="client:2", budget=Budget(candidates=1, trials=1, widening=0))[
+        "federaser"
+    ]
     assert {tuple(each.settings) for each in found.attempts} == {("lr", "ratio")}
     assert not any(each.error for each in found.attempts)
 

@@ -87,11 +87,24 @@ def test_a_search_that_binds_goes_beyond_its_grid_at_the_reported_size(
     assert found.best.settings["lr"] == 1.11, "0.1 is the edge of the grid, steps are factors"
     assert found.choices["lr"].highest == 3.7
     assert found.choices["lr"].inside
-    worse = pretend(monkeypatch, lambda settings, _: abs(settings["lr"] - 100))
+    worse = pretend(monkeypatch, lambda settings, _: abs(settings["lr"] - 1e6))
     bound = tune_method(context, REQUEST, "finetune", Budget(images=500))
-    assert len(worse) == 11, "no method gets more"
+    assert len(worse) == 5 + 6 + 4, "no method gets more: the grid, the trials and those beyond the edge"
     assert not bound.choices["lr"].inside
     assert not bound.settled
+
+
+def test_trials_beyond_the_budget_are_only_for_a_best_value_at_the_edge(
+    context: RunContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edge = pretend(monkeypatch, lambda settings, _: abs(settings["lr"] - 1.0))
+    found = tune_method(context, REQUEST, "finetune", Budget(images=500, trials=2))
+    assert [settings["lr"] for settings, _ in edge[5:]] == [0.1, 0.03, 0.333, 1.11, 3.7]
+    assert found.choices["lr"].inside
+    inner = pretend(monkeypatch, lambda settings, _: abs(settings["lr"] - 0.01))
+    found = tune_method(context, REQUEST, "finetune", Budget(images=500, trials=2))
+    assert len(inner) == 5 + 2, "its neighbours are left untried, and it is not called settled"
+    assert not found.settled
 
 
 def test_the_chosen_value_was_measured_at_the_reported_size_beside_its_neighbours(
@@ -142,13 +155,13 @@ def test_no_value_is_inside_if_all_of_them_do_the_same(context: RunContext, monk
 def test_retaining_more_than_before_is_not_punished(context: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune_module, "_baseline", lambda *_: (0.5, 0.0))
     monkeypatch.setattr(tune_module, "_measured", lambda *_: (0.0, 0.9))
-    found = tune_method(context, REQUEST, "paper", Budget(candidates=1, trials=1))
+    found = tune_method(context, REQUEST, "paper", Budget(candidates=1, trials=1, widening=0))
     assert found.best is not None
     assert found.best.score == 0.0
 
 
 def test_trials_are_the_run_that_is_reported(context: RunContext) -> None:
-    found = tune_method(context, REQUEST, "finetune", Budget(candidates=1, images=300, trials=1))
+    found = tune_method(context, REQUEST, "finetune", Budget(candidates=1, images=300, trials=1, widening=0))
     assert [attempt.images for attempt in found.attempts] == [300, len(context.data.train)]
     assert found.best is not None
     assert found.best.settings == {"lr": 0.001, "epochs": 1}
@@ -202,7 +215,7 @@ def test_images_of_a_class_are_wanted_at_0_beside_samples_too(context: RunContex
 
 
 def test_all_that_can_be_tuned_is_and_what_was_is_not_tuned_again(run: Run, tmp_path: Path) -> None:
-    data, file, budget, seen = load_run_data(run.settings), tmp_path / "tuned.json", Budget(2, 300, 1), []
+    data, file, budget, seen = load_run_data(run.settings), tmp_path / "tuned.json", Budget(2, 300, 1, 0), []
 
     def go(names: list[str]) -> dict[str, Search]:
         told = lambda name, number, _: seen.append((name, number))  # noqa: E731
@@ -258,7 +271,7 @@ def test_two_processes_tune_different_methods_and_none_twice(
     data, file = load_run_data(run.settings), tmp_path / "tuned.json"
     tried = pretend(monkeypatch, lambda settings, _: 0.1)
     with locked(file.with_suffix(".finetune")), pytest.raises(Busy, match=r"is tuning finetune into .*tuned.json"):
-        tune(run, REQUEST, ["finetune", "not"], out=file, data=data, budget=Budget(2, 300, 1))
+        tune(run, REQUEST, ["finetune", "not"], out=file, data=data, budget=Budget(2, 300, 1, 0))
     assert len(tried) == 3
     assert set(read_json(file)) == {"not"}
 
@@ -266,7 +279,7 @@ def test_two_processes_tune_different_methods_and_none_twice(
 def test_a_method_that_another_process_finished_meanwhile_is_no_error(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data, file, budget = load_run_data(run.settings), tmp_path / "tuned.json", Budget(2, 300, 1)
+    data, file, budget = load_run_data(run.settings), tmp_path / "tuned.json", Budget(2, 300, 1, 0)
     pretend(monkeypatch, lambda settings, _: 0.1)
 
     def finish_finetune(name: str, *_: object) -> None:
@@ -292,7 +305,7 @@ def test_an_attempt_that_fails_says_why_and_never_is_the_best(
         return really(model, engine, request, method)
 
     monkeypatch.setattr(tune_module, "unlearn", broken)
-    found = tune_method(context, REQUEST, "ssd", Budget(candidates=2, trials=1))
+    found = tune_method(context, REQUEST, "ssd", Budget(candidates=2, trials=1, widening=0))
     assert [attempt.error for attempt in found.attempts] == ["the loss diverged", "", "the loss diverged"]
     assert found.best == found.attempts[1]
     with pytest.raises(FedOrthoError, match="no settings of ssd worked, so none is best: the loss diverged"):
@@ -313,7 +326,9 @@ def test_an_attempt_gets_the_model_on_the_cpu_and_the_engine_the_device(
     monkeypatch.setattr(tune_module, "_baseline", lambda *_: (1.0, 0.0))
     monkeypatch.setattr(tune_module, "unlearn", looking)
     with pytest.raises(FedOrthoError, match="that was all"):
-        tune_method(open_context(run, load_run_data(run.settings)), REQUEST, "ssd", Budget(candidates=1, trials=1))
+        tune_method(
+            open_context(run, load_run_data(run.settings)), REQUEST, "ssd", Budget(candidates=1, trials=1, widening=0)
+        )
     assert devices[:2] == ["meta", "cpu"]
 
 
@@ -324,7 +339,7 @@ def test_what_cannot_be_tuned_is_refused(context: RunContext) -> None:
         tune_method(context, REQUEST, "bogus")
     with pytest.raises(FedOrthoError, match="unsir does not serve samples:1"):
         tune_method(context, ForgetRequest.parse("samples:1"), "unsir")
-    with pytest.raises(BadSetting, match="must be at least 1"):
+    with pytest.raises(BadSetting, match="must be 1 or more"):
         Budget(trials=0)
 
 
@@ -371,7 +386,7 @@ def test_the_accuracy_wanted_on_samples_can_come_from_shadow_models(
     monkeypatch.setattr(tune_module, "_attempt", attempt)
     monkeypatch.setattr(tune_module, "estimate_limit", lambda *_, **__: limit)
     rows = run.load_data().train.rows[:4].tolist()
-    request, few = "samples:" + ",".join(map(str, rows)), Budget(candidates=1, trials=1)
+    request, few = "samples:" + ",".join(map(str, rows)), Budget(candidates=1, trials=1, widening=0)
     tune(run, request, ["finetune"], budget=few, shadows=8, out=tmp_path / "tuned.json")
     assert set(wanted) == {0.25}
     assert read_json(tmp_path / "tuned.trials.json")["wanted"] == 0.25

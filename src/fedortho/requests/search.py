@@ -2,7 +2,8 @@
 
 First every candidate of the grid is tried on some of the training images. Then the two best are tried at the size that
 a comparison reports (all training images, as many passes), and after them the neighbours of the best one, in the grid
-or a step beyond its edge, until it has been compared with all of them or the budget is spent.
+or a step beyond its edge, until it has been compared with all of them or the budget is spent. If the best then lies at
+an edge of what was tried, some further trials go beyond that edge.
 """
 
 import math
@@ -49,12 +50,13 @@ class Budget:
     candidates: int = 12  # of the first stage, at most
     images: int = 10_000  # training images of a candidate in the first stage; a federation uses all
     trials: int = 6  # at the reported size, at most
+    widening: int = 4  # further ones at most, beyond the edge at which the best of these lies
     epochs: int = 1  # passes of a trial, at most
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.candidates, self.images, self.trials, self.epochs) < 1:
-            raise BadSetting(f"candidates, images, trials and epochs must be at least 1, not {self}")
+        if min(self.candidates, self.images, self.trials, self.epochs) < 1 or self.widening < 0:
+            raise BadSetting(f"candidates, images, trials and epochs must be 1 or more, widening 0 or more, not {self}")
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,10 @@ class GridSearch:
         """The settings to try next and the number of images; None: the search has ended."""
         if len(self.made) < len(self.candidates):
             return self._settings(self.candidates[len(self.made)]), self.images
-        left = [] if len(self.made) >= len(self.candidates) + self.budget.trials else self._left()
+        spent = len(self.made) - len(self.candidates)
+        left = self._left() if spent < self.budget.trials + self.budget.widening else []
+        if spent >= self.budget.trials:
+            left = [place for place in left if self._is_beyond(place)]
         return (self._settings(left[0]), self.reported) if left else None
 
     def result(self) -> Search:
@@ -175,6 +180,10 @@ class GridSearch:
                 if self._is_allowed(best, key, value):
                     found.append(self.place({**best, key: value}))
         return found
+
+    def _is_beyond(self, place: tuple[Any, ...]) -> bool:
+        """Whether a value is outside of what was tried."""
+        return any(value not in self._tried(key) for key, value in self._settings(place).items())
 
     def _tried(self, key: str) -> list[Any]:
         return sorted({*(attempt.settings[key] for attempt in self.made), *self.grid[key]})

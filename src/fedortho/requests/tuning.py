@@ -100,7 +100,7 @@ def tune(
         try:
             with locked(file.path.with_suffix(f".{name}")):
                 known = file.searches().get(name, Search(()))
-                if known.best is None:
+                if not known.settled:  # a larger budget may go on
                     search(name, base=base.get(name), known=known.attempts, save=partial(file.write, name))
         except Busy:
             busy.append(name)
