@@ -1,9 +1,9 @@
 """All methods on the same networks: hyper-parameters tuned on one class by an equal budget, compared on others.
 
     python benchmarks/comparison.py all --data-dir ../shared/data
-    python benchmarks/comparison.py federation --data-dir ../shared/data --run RUN --request client:7 --references DIR
+    python benchmarks/comparison.py others
 
-`all` does what is left of the following, in this order; it can be killed and started again, and several processes
+Both do what is left of the following, in this order; they can be killed and started again, and several processes
 started alike share the work. Networks come from --networks and are trained there if they are missing;
 benchmarks/manifest.py says how the classes were drawn.
 
@@ -13,22 +13,30 @@ benchmarks/manifest.py says how the classes were drawn.
    methods whose papers have two passes also with two;
 3. vgg-mini, seeds 1 and 2, class by class, then with two passes;
 4. and 5. resnet-mini: as 1. and 2., with one pass;
-6. vgg-mini, seed 0: as many passes as the papers use, with the settings that one pass was tuned for;
-7. vgg-mini, seed 0: the samples of benchmarks/samples.txt, tuned on other samples of the same labels.
+6. vgg-mini, seed 0: as many passes as the papers use, with the settings that one pass was tuned for.
 
-`federation` tunes on another client and compares, one round each. Results go to comparison.json in benchmarks/results,
-the chosen values and whether they lie inside their grids to searches.json, all trials to tuning/, edited models to
-runs/comparison; finished settings for classes are copied to src/fedortho/methods/tuned.
+`others` are 100 samples and a client, on the images of the package. Its networks are trained without augmentation, so
+that they know their training images by heart and there is something to forget: one network of twelve epochs, and a
+federation of 20 clients (Dirichlet 0.3, five a round, twenty rounds of two local epochs), each with seeds 0 to 2 and
+one partition. Samples and client were drawn before any of these networks was trained: `drawn_requests` draws them by
+`random.Random("fedortho comparison others 2026-11-18")`. Hyper-parameters are tuned on seed 0, on other samples of the
+same labels and on another client, which the search's seed draws; the accuracy wanted on these comes from eight shadow
+models. Then all methods are compared on every seed with one pass or round, and on seed 0 with as many as their papers.
+
+Results go to comparison.json in benchmarks/results, the chosen values and whether they lie inside their grids to
+searches.json, all trials to tuning/, edited models to runs/comparison; finished settings for classes are copied to
+src/fedortho/methods/tuned.
 """
 
 import json
+import random
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from manifest import DRAWN, REPORTED, SEEDS, TUNED_ON, benchmark_parser, check_digest, open_network, original_name
 from result_files import add_row, read_results, write_results
@@ -41,22 +49,40 @@ from fedortho.methods import METHODS
 from fedortho.methods.hyperparameters import TUNED
 from fedortho.methods.method import Schedule, serves
 from fedortho.requests.comparing import compare
+from fedortho.requests.federated_jobs import federate_run
 from fedortho.requests.references import find_reference, reference_settings
+from fedortho.requests.run_context import open_context
 from fedortho.requests.search import Attempt, Budget, is_tunable
 from fedortho.requests.tuning import TuningTrials, tune
 from fedortho.runs.run import Run, open_run
-from fedortho.runs.settings import FederateSettings
+from fedortho.runs.settings import FederateSettings, TrainSettings
+from fedortho.runs.training import train_run
 from fedortho.storage.files import locked, read_json, write_json
 from fedortho.storage.records import read_record, to_json
 from fedortho.storage.settings import field_types
 
 HERE = Path(__file__).parent
 MODELS = HERE.parent / "runs" / "comparison"
-SAMPLES = f"samples:{HERE / 'samples.txt'}"
+R = TypeVar("R")
 CENTRAL = [name for name in METHODS if name != "federaser"]
 FEW = 2  # passes that cost little more than one
 ORDER = ("engine", "model", "seed", "request")
-COMMAND = "python benchmarks/comparison.py all|federation"
+COMMAND = "python benchmarks/comparison.py all|others"
+BY_HEART: dict[str, Any] = {"threads": 1, "crop": 0, "flip": 0.0, "split_seed": 0}
+NETWORK = TrainSettings(epochs=12, keep_epochs="all", **BY_HEART)
+FEDERATION = FederateSettings(
+    clients=20,
+    split="dirichlet:0.3",
+    fraction=0.25,
+    rounds=20,
+    epochs=2,
+    batch_size=32,
+    keep_rounds="all",
+    keep_updates=True,
+    **BY_HEART,
+)
+OTHER_SEEDS = (0, 1, 2)
+SAMPLES, SHADOWS = 100, 8
 WHAT = "methods side by side; test images; costs by what ran"
 
 
@@ -81,16 +107,18 @@ class Job:
         return self.method if self.epochs == 1 else f"{self.method} ×{self.epochs}"
 
     @property
+    def named(self) -> tuple[str, str, str]:
+        """The key as a part of a file's name, where 100 samples are cut short."""
+        return self.run.path.name, self.request.word, self.label
+
+    @property
     def key(self) -> tuple[str, str, str]:
         return self.run.path.name, str(self.request), self.label
 
 
 def main(words: list[str] | None = None) -> None:
     parser = benchmark_parser(__doc__)
-    parser.add_argument("part", choices=("all", "federation"))
-    parser.add_argument("--run", type=Path, help="federation: run directory of the trained federation")
-    parser.add_argument("--request", default="client:8", help="federation: the request that is reported")
-    parser.add_argument("--references", type=Path, help="directory of the references; default: --networks")
+    parser.add_argument("part", choices=("all", "others"))
     parser.add_argument("--methods", default="", help="only these, separated by commas")
     parser.add_argument("--out", type=Path, default=HERE / "results", help="directory of the results")
     parser.add_argument("--edited", type=Path, default=MODELS, help="directory of the edited models")
@@ -99,7 +127,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--train-images", type=int, default=0, help="of every method, to try this script; 0: all")
     arguments = parser.parse_args(words)
     bench = Bench(arguments)
-    bench.work(list(bench.federation_jobs() if arguments.part == "federation" else bench.jobs()))
+    bench.work(list(bench.other_jobs() if arguments.part == "others" else bench.jobs()))
 
 
 class Bench:
@@ -108,21 +136,25 @@ class Bench:
     def __init__(self, arguments: Any) -> None:
         self.arguments = arguments
         self.out = arguments.out / "comparison.json"
-        self.references = arguments.references or arguments.networks
         self.budget = Budget(**{name: getattr(arguments, name) for name in asdict(Budget())})
         self.data = cache(self._data)  # by run directory
 
     def network(self, model: str, seed: int = 0) -> Run:
-        while True:
-            try:
-                run = open_network(self.arguments.networks, original_name(model, seed), self.arguments.data_dir)
-                return run.at(self.arguments.data_dir)
-            except Busy:  # another process opens or trains it
-                time.sleep(1)
+        name = original_name(model, seed)
+        return patiently(lambda: open_network(self.arguments.networks, name, self.arguments.data_dir)).at(
+            self.arguments.data_dir
+        )
 
     def _data(self, path: Path) -> Dataset:
         data = open_run(path).load_data(self.arguments.data_dir)
         return replace(data, train=draw(data.train, self.arguments.train_images, 0))
+
+    def other_network(self, settings: TrainSettings, seed: int) -> Run:
+        """A network or federation of the part `others`, trained if it is missing."""
+        settings, start = replace(settings, seed=seed), self.arguments.networks / "fashion-mini"
+        if isinstance(settings, FederateSettings):
+            return patiently(lambda: federate_run(Path(f"{start}-federation-by-heart-seed{seed}"), settings))
+        return patiently(lambda: train_run(Path(f"{start}-network-by-heart-seed{seed}"), settings))
 
     def jobs(self) -> Iterator[Job]:
         """Everything, in the order of value; what is compared waits for its search and goes before the next one."""
@@ -142,13 +174,19 @@ class Bench:
             yield from self._comparing(resnet, request)
         yield from self._tuning(resnet, REPORTED)
         yield from (job for job in published if job.epochs > FEW)
-        yield from self._comparing(vgg, SAMPLES)
-        yield from self._tuning(vgg, SAMPLES)
 
-    def federation_jobs(self) -> Iterator[Job]:
-        run = open_run(self.arguments.run).at(self.arguments.data_dir)
-        yield from self._tuning(run, self.arguments.request)
-        yield from self._comparing(run, self.arguments.request)
+    def other_jobs(self) -> Iterator[Job]:
+        """Samples, then a client: what is compared goes before the next search, seed by seed."""
+        firsts = [self.other_network(settings, OTHER_SEEDS[0]) for settings in (NETWORK, FEDERATION)]
+        requests = drawn_requests(self.data(firsts[0].path))
+        for run, request in zip(firsts, requests, strict=True):
+            yield from self._comparing(run, request)
+            yield from self._tuning(run, request)
+        for seed in OTHER_SEEDS[1:]:
+            for settings, request in zip((NETWORK, FEDERATION), requests, strict=True):
+                yield from self._comparing(self.other_network(settings, seed), request)
+        for run, request in zip(firsts, requests, strict=True):
+            yield from self._published(run, [request])
 
     def _methods(self, run: Run, request: ForgetRequest) -> list[str]:
         wanted = self.arguments.methods.split(",") if self.arguments.methods else list(METHODS)
@@ -181,20 +219,20 @@ class Bench:
             if not self._do_one(ready, failed):
                 time.sleep(10)
         for job in failed:
-            print("failed:", job.part, *job.key, file=sys.stderr, flush=True)
+            print("failed:", job.part, *job.named, file=sys.stderr, flush=True)
 
     def _do_one(self, jobs: list[Job], failed: list[Job]) -> bool:
         for job in jobs:
             try:
-                with locked(self.arguments.out / "-".join((job.part, job.passes, *job.key))):
+                with locked(self.arguments.out / "-".join((job.part, job.passes, *job.named))):
                     if not self.is_done(job):
-                        print(time.strftime("%H:%M:%S"), job.part, job.key[0], job.request.word, job.label, flush=True)
+                        print(time.strftime("%H:%M:%S"), job.part, *job.named, flush=True)
                         (self.tune if job.part == "tune" else self.compare)(job)
                     return True
             except Busy:
                 continue
             except FedOrthoError as error:
-                print(job.part, *job.key, error, file=sys.stderr, flush=True)
+                print(job.part, *job.named, error, file=sys.stderr, flush=True)
                 failed.append(job)
                 return True
         return False
@@ -202,7 +240,7 @@ class Bench:
     def is_done(self, job: Job) -> bool:
         if job.part == "tune":
             return job.method in self.tuned(job)
-        return any("tuned-on" in row and (row["run"], row["request"], row["label"]) == job.key for row in self.rows())
+        return any((row["run"], row["request"], row["label"]) == job.key for row in self.rows())
 
     def is_ready(self, job: Job) -> bool:
         """Whether the settings that the job needs are tuned; a missing reference is trained by the row of `retrain`."""
@@ -215,15 +253,6 @@ class Bench:
         """The settings of the methods whose search has ended."""
         path = self.arguments.out / "tuning" / f"{job.tuned}.json"
         return read_json(path) if (path.with_suffix(".trials.json")).exists() and path.exists() else {}
-
-    def forget_old_rows(self) -> None:
-        """Drop rows of an earlier protocol, which do not say what was tuned on, of which there are new ones."""
-        with locked(self.out.with_suffix(".writing"), timeout=60):
-            rows = self.rows()
-            done = {(row["run"], kind_of(row), row["method"]) for row in rows if "tuned-on" in row}
-            kept = [row for row in rows if "tuned-on" in row or (row["run"], kind_of(row), row["method"]) not in done]
-            if len(kept) < len(rows):
-                write_results(self.out, WHAT, COMMAND, kept)
 
     def tune(self, job: Job) -> None:
         data, path = self.data(job.run.path), self.arguments.out / "tuning" / f"{job.tuned}.json"
@@ -241,6 +270,7 @@ class Bench:
             settings=base,
             budget=self.budget,
             data=data,
+            shadows=SHADOWS if on is None else 0,
             watch=print_trial,
         )
         write_searches(self.arguments.out)
@@ -259,15 +289,15 @@ class Bench:
             out=place,
             settings=self.tuned(job),
             passes=job.passes,
-            references=self.references,
+            references=self.arguments.networks,
             data=self.data(job.run.path),
         )
         if job.method == "retrain":
-            check_digest(find_reference_of(job, self.references, self.arguments.data_dir))
+            check_digest(find_reference_of(job, self.arguments.networks, self.arguments.data_dir))
         trials = self.arguments.out / "tuning" / f"{job.tuned}.trials.json"
         on = read_record(TuningTrials, trials).tuned_on if is_tunable(job.method) else ""
         values = {key: value for key, value in to_json(row).items() if key not in ("schema", "environment")}
-        about = {
+        about: dict[str, Any] = {
             "run": job.run.path.name,
             "model": job.run.settings.model,
             "seed": job.run.settings.seed,
@@ -276,9 +306,29 @@ class Bench:
             "label": job.label,
             "tuned-on": on,
         }
+        if job.method == "retrain":  # beside it a table shows the model that all start from
+            context = open_context(job.run, self.data(job.run.path))
+            about["original"] = to_json(context.accuracies(job.run.load_model(), job.request))
         add_row(self.out, about | values, ("run", "request", "label"), row_order, WHAT, COMMAND)
-        self.forget_old_rows()
         print({"label": job.label, "accuracies": values["accuracies"], "refused": row.refused}, flush=True)
+
+
+def patiently(attempt: Callable[[], R | None]) -> R:
+    """What a function returns, once no other process opens or trains the same network."""
+    while True:
+        try:
+            found = attempt()
+            assert found is not None, "it is on this machine"
+            return found
+        except Busy:
+            time.sleep(1)
+
+
+def drawn_requests(data: Dataset) -> tuple[str, str]:
+    """The samples and the client of the part `others`."""
+    drawn = random.Random("fedortho comparison others 2026-11-18")
+    samples = drawn.sample(data.train.rows.tolist(), SAMPLES)
+    return f"samples:{','.join(map(str, sorted(samples)))}", f"client:{drawn.randrange(FEDERATION.clients)}"
 
 
 def tuned_name(run: Run, request: ForgetRequest) -> str:
@@ -292,10 +342,6 @@ def find_reference_of(job: Job, references: Path, data_dir: str) -> Run:
     found = find_reference(references, settings, job.run.record.data.digest)
     assert found is not None, "it was compared with"
     return found
-
-
-def kind_of(row: Mapping[str, Any]) -> str:
-    return str(row["request"]).partition(":")[0]
 
 
 def row_order(row: Mapping[str, Any]) -> Any:

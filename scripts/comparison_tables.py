@@ -31,10 +31,9 @@ def compared(kinds: tuple[str, ...]) -> dict[tuple[str, str], dict[str, Rows]]:
             (row["accuracies"][key], reference[key]) for key in ("forget", "retain") if reference and row["accuracies"]
         ]
         gap = 50 * sum(abs(ours - theirs) for ours, theirs in pairs) if pairs else None
-        model = row["model"] if "tuned-on" in row else f"{row['model']}, earlier"
-        methods = found.setdefault((row["engine"], model), {})
+        methods = found.setdefault((row["engine"], row["model"]), {})
         methods.setdefault(row.get("label", row["method"]), []).append(row | {"gap": gap})
-    return dict(sorted(found.items(), key=lambda pair: pair[0][1].endswith("earlier")))  # stable: these come last
+    return found
 
 
 def cells_of(rows: Rows, best: bool = False) -> list[str]:
@@ -71,10 +70,6 @@ def smallest_gap(methods: dict[str, Rows]) -> str | None:
     return min(able, key=lambda name: mean(known[name]), default=None)
 
 
-EARLIER = """**This protocol has not been run to its end** (`python benchmarks/comparison.py all`). Rows named "earlier"
-are of another one: automobile only, six trials per method on 10,000 images of frog, FLOPs by numbers of images."""
-
-
 def comparison() -> str:
     """Classes: the drawn ones together, automobile, which was seen during development, beside them."""
     rows = []
@@ -87,26 +82,42 @@ def comparison() -> str:
             gap = cells_of(seen[name], name == best_seen)[2]
             rows.append([model, name, number, *cells_of(drawn[name], name == best), gap, *flops_of(found)])
     header = ["model", "method", "networks × classes", "forget", "retain", "gap to retrain", "gap on automobile"]
-    table = grid([*header, "TFLOPs, everything counted", "kept by everybody"], rows) + origin(read("comparison"))
-    is_finished = all("tuned-on" in row for row in read("comparison")["rows"] if row["request"].startswith("class:"))
-    return table if is_finished else f"{EARLIER}\n\n{table}"
+    return grid([*header, "TFLOPs, everything counted", "kept by everybody"], rows) + origin(read("comparison"))
 
 
-def comparison_each(kinds: tuple[str, ...] = ("class",)) -> str:
-    """Every request by itself; several seeds as mean ± deviation."""
+def comparison_each() -> str:
+    """Every class by itself; several seeds as mean ± deviation."""
     rows = []
-    for (engine, model), methods in compared(kinds).items():
+    for (engine, model), methods in compared(("class",)).items():
         for request in dict.fromkeys(row["request"] for found in methods.values() for row in found):
             here = {name: [row for row in found if row["request"] == request] for name, found in methods.items()}
             best = smallest_gap({name: found for name, found in here.items() if found})
-            what = NAMES.get(request, request if len(request) < 20 else "samples")
             for name, found in here.items():
                 if found:
-                    tuned = found[0].get("tuned-on", "–") or "–"
-                    about = [engine, model, what, str(len(found)), name, tuned if len(tuned) < 20 else "other samples"]
+                    about = [engine, model, NAMES[request], str(len(found)), name, found[0]["tuned-on"] or "–"]
                     rows.append([*about, *cells_of(found, name == best), *flops_of(found)])
     header = ["engine", "model", "request", "seeds", "method", "tuned on", "forget", "retain", "gap to retrain"]
     return grid([*header, "TFLOPs, everything counted", "kept by everybody"], rows) + origin(read("comparison"))
+
+
+def comparison_others() -> str:
+    """A client of federations, and samples of networks: several seeds as mean ± deviation, the original first."""
+    rows = []
+    for methods in compared(("client", "samples")).values():
+        best = smallest_gap(methods)
+        for name, found in methods.items():
+            served = [row for row in found if row["accuracies"]]
+            request = found[0]["request"] if len(found[0]["request"]) < 20 else "samples"
+            if name == "retrain":
+                before = [row["original"] for row in served]
+                shares = [spread([100 * each[key] for each in before]) for key in ("forget", "retain")]
+                rows.append([request, "original", str(len(found)), *shares, *["–"] * 4])
+            sent = [(row["cost"]["bytes-up"] + row["cost"]["bytes-down"]) / 1e6 for row in served if row["cost"]]
+            size = f"{mean(sent):.1f}" if any(sent) else "–"
+            rows.append([request, name, str(len(found)), *cells_of(found, name == best), *flops_of(found), size])
+    header = ["request", "method", "seeds", "forget", "retain", "gap to retrain"]
+    header += ["TFLOPs, everything counted", "kept by everybody", "MB, all clients, both ways"]
+    return grid(header, rows) + origin(read("comparison"))
 
 
 def comparison_small() -> str:
@@ -148,7 +159,7 @@ def one_pass(methods: dict[str, Rows]) -> dict[str, Rows]:
 def class_rows() -> dict[str, Rows]:
     """Rows of class requests on vgg-mini, central, all networks and classes."""
     found = compared(("class",))
-    return one_pass(found.get(("central", "vgg-mini")) or found.get(("central", "vgg-mini, earlier"), {}))
+    return one_pass(found[("central", "vgg-mini")])
 
 
 def federated_rows() -> dict[str, Rows]:

@@ -114,7 +114,9 @@ def audited_rows() -> dict[str, Rows]:
     spent = {  # by method: FLOPs do not depend on the seed
         row["method"]: row["cost"]["flops"]
         for row in read("comparison")["rows"]
-        if (row["model"], row["request"], row["engine"]) == (MODEL, "class:1", "central") and row["cost"]
+        if (row["model"], row["request"], row["engine"]) == (MODEL, "class:1", "central")
+        and row["cost"]
+        and row["label"] == row["method"]  # one pass, as audited
     }
     found: dict[str, Rows] = {}
     for row in read("verdicts")["rows"]:

@@ -101,7 +101,10 @@ def test_trials_beyond_the_budget_are_only_for_a_best_value_at_the_edge(
     found = tune_method(context, REQUEST, "finetune", Budget(images=500, trials=2))
     assert [settings["lr"] for settings, _ in edge[5:]] == [0.1, 0.03, 0.333, 1.11, 3.7]
     assert found.choices["lr"].inside
-    inner = pretend(monkeypatch, lambda settings, _: abs(settings["lr"] - 0.01))
+    perfect = pretend(monkeypatch, lambda settings, _: 0.0 if settings["lr"] == 0.1 else 1.0)
+    tune_method(context, REQUEST, "finetune", Budget(images=500, trials=2))
+    assert len(perfect) == 5 + 2, "a score of 0 cannot be improved"
+    inner = pretend(monkeypatch, lambda settings, _: abs(settings["lr"] - 0.02))
     found = tune_method(context, REQUEST, "finetune", Budget(images=500, trials=2))
     assert len(inner) == 5 + 2, "its neighbours are left untried, and it is not called settled"
     assert not found.settled

@@ -3,7 +3,7 @@
 First every candidate of the grid is tried on some of the training images. Then the two best are tried at the size that
 a comparison reports (all training images, as many passes), and after them the neighbours of the best one, in the grid
 or a step beyond its edge, until it has been compared with all of them or the budget is spent. If the best then lies at
-an edge of what was tried, some further trials go beyond that edge.
+an edge of what was tried and could be better, some further trials go beyond that edge.
 """
 
 import math
@@ -50,7 +50,7 @@ class Budget:
     candidates: int = 12  # of the first stage, at most
     images: int = 10_000  # training images of a candidate in the first stage; a federation uses all
     trials: int = 6  # at the reported size, at most
-    widening: int = 4  # further ones at most, beyond the edge at which the best of these lies
+    widening: int = 4  # further ones at most, beyond the edge at which the best of these lies, unless its score is 0
     epochs: int = 1  # passes of a trial, at most
     seed: int = 0
 
@@ -122,7 +122,7 @@ class GridSearch:
         spent = len(self.made) - len(self.candidates)
         left = self._left() if spent < self.budget.trials + self.budget.widening else []
         if spent >= self.budget.trials:
-            left = [place for place in left if self._is_beyond(place)]
+            left = [place for place in left if self._best().score and self._is_beyond(place)]
         return (self._settings(left[0]), self.reported) if left else None
 
     def result(self) -> Search:
