@@ -13,7 +13,8 @@ benchmarks/manifest.py says how the classes were drawn.
    methods whose papers have two passes also with two;
 3. vgg-mini, seeds 1 and 2, class by class, then with two passes;
 4. and 5. resnet-mini: as 1. and 2., with one pass;
-6. vgg-mini, seed 0: as many passes as the papers use, with the settings that one pass was tuned for.
+6. vgg-mini, seed 0: as many passes as the papers use, with the settings that one pass was tuned for, class by class;
+   at last EU-k and CF-k, whose paper has 62.
 
 `others` are 100 samples and a client, on the images of the package. Its networks are trained without augmentation, so
 that they know their training images by heart and there is something to forget: one network of twelve epochs, and a
@@ -65,7 +66,7 @@ HERE = Path(__file__).parent
 MODELS = HERE.parent / "runs" / "comparison"
 R = TypeVar("R")
 CENTRAL = [name for name in METHODS if name != "federaser"]
-FEW = 2  # passes that cost little more than one
+FEW, MANY = 2, 10  # passes: little more than one, and as much as retraining
 ORDER = ("engine", "model", "seed", "request")
 COMMAND = "python benchmarks/comparison.py all|others"
 BY_HEART: dict[str, Any] = {"threads": 1, "crop": 0, "flip": 0.0, "split_seed": 0}
@@ -173,7 +174,8 @@ class Bench:
         for request in requests:
             yield from self._comparing(resnet, request)
         yield from self._tuning(resnet, REPORTED)
-        yield from (job for job in published if job.epochs > FEW)
+        more = [job for job in published if job.epochs > FEW]
+        yield from sorted(more, key=lambda job: (job.epochs > MANY, requests.index(str(job.request))))
 
     def other_jobs(self) -> Iterator[Job]:
         """Samples, then a client: what is compared goes before the next search, seed by seed."""
@@ -308,7 +310,7 @@ class Bench:
         }
         if job.method == "retrain":  # beside it a table shows the model that all start from
             context = open_context(job.run, self.data(job.run.path))
-            about["original"] = to_json(context.accuracies(job.run.load_model(), job.request))
+            about["before"] = to_json(context.accuracies(job.run.load_model(), job.request))
         add_row(self.out, about | values, ("run", "request", "label"), row_order, WHAT, COMMAND)
         print({"label": job.label, "accuracies": values["accuracies"], "refused": row.refused}, flush=True)
 
@@ -358,7 +360,8 @@ def write_searches(out: Path) -> None:
             found = read_record(TuningTrials, path)
             for method, search in found.searches.items():
                 about = {"file": path.name.removesuffix(".trials.json"), "tuned-on": found.tuned_on, "method": method}
-                tried = {"attempts": len(search.attempts), "settled": search.settled}
+                score = None if search.best is None else search.best.score
+                tried = {"attempts": len(search.attempts), "settled": search.settled, "score": score}
                 rows += [about | {"setting": name} | to_json(one) | tried for name, one in search.choices.items()]
         what = "chosen hyper-parameters; settled: the best was compared with all its neighbours at the reported size"
         write_results(out / "searches.json", what, COMMAND, rows)

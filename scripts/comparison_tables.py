@@ -1,6 +1,7 @@
 """Tables, sentences and figures about methods side by side: the comparison, its searches, and costs."""
 
 import sys
+import textwrap
 from functools import partial
 from statistics import mean
 from typing import Any
@@ -12,7 +13,7 @@ from fedortho.storage.records import from_json, to_json
 
 sys.path.append(str(ROOT / "benchmarks"))
 
-from paper_figures.costs import KEPT, SENT, cheaper, cost_figure, quantities, short_number  # needs the path
+from paper_figures.costs import COUNTED, KEPT, SENT, cheaper, cost_figure, quantities, short_number  # needs the path
 
 FLOPS = ("flops", "kept-flops")
 CONTROLS = ("retrain", "retrain-plain", "logit-mask")  # never marked as best
@@ -109,7 +110,7 @@ def comparison_others() -> str:
             served = [row for row in found if row["accuracies"]]
             request = found[0]["request"] if len(found[0]["request"]) < 20 else "samples"
             if name == "retrain":
-                before = [row["original"] for row in served]
+                before = [row["before"] for row in served]
                 shares = [spread([100 * each[key] for each in before]) for key in ("forget", "retain")]
                 rows.append([request, "original", str(len(found)), *shares, *["–"] * 4])
             sent = [(row["cost"]["bytes-up"] + row["cost"]["bytes-down"]) / 1e6 for row in served if row["cost"]]
@@ -144,7 +145,8 @@ def searches() -> str:
             f"{row[key]:g}" if isinstance(row[key], float) else str(row[key]) for key in ("value", "lowest", "highest")
         )
         tuned_on = row["tuned-on"] if len(row["tuned-on"]) < 20 else "other samples"
-        told = ["yes" if row["inside"] else "**no**", str(row["attempts"]), "yes" if row["settled"] else "no"]
+        inside = "yes" if row["inside"] else ("no, score 0" if row["score"] == 0 else "**no**")
+        told = [inside, str(row["attempts"]), "yes" if row["settled"] else "no"]
         rows.append([row["file"], tuned_on, row["method"], row["setting"], chosen, f"{lowest} to {highest}", *told])
     header = ["settings", "tuned on", "method", "setting", "chosen", "tried", "inside", "trials", "settled"]
     return grid(header, rows) + origin(read("searches"))
@@ -213,10 +215,7 @@ def cheaper_sentences() -> str:
     """What costs less than hide and what it leaves, in words; and what the paper's own edit sends."""
     lines = []
     for where, found in (("vgg-mini, central", class_rows()), ("ten clients, fashion-mini", federated_rows())):
-        ends = {
-            name: tuple(100 * mean(row["accuracies"][key] for row in rows) for key in ("forget", "retain"))
-            for name, rows in found.items()
-        }
+        ends = ends_of(found)
         for label, values in quantities(mean_costs(found)).items() if {"hide", "retrain"} <= found.keys() else ():
             if label == KEPT and not all(
                 key in row["cost"] for rows in found.values() for row in rows for key in FLOPS
@@ -241,13 +240,39 @@ def cheaper_sentences() -> str:
         f"{short_number(values['paper'])}B where retraining sends {short_number(values['retrain'])}B ({where})"
         for where, values in sent.items()
     ]
-    (paper,) = federated_rows()["paper"]
-    after = shares(tuple(100 * paper["accuracies"][key] for key in ("forget", "retain")))
+    after = shares(ends_of(federated_rows())["paper"])
     lines.append(
         f"- The paper's own edit of a class sends {' and '.join(parts)}. "
         f"With ten clients forget / retain accuracy are {after} after it."
     )
     return "\n".join(lines)
+
+
+def cheaper_in_short() -> str:
+    """The same in two sentences, for the README."""
+    found, clients = class_rows(), federated_rows()
+    ends, costs = ends_of(found), quantities(mean_costs(found))
+    level = {
+        label: " and ".join(f"`{name}`" for name in cheaper(values) if is_level(ends[name], ends["hide"])) or "nothing"
+        for label, values in costs.items()
+        if label in (COUNTED, KEPT)
+    }
+    sent, after = quantities(mean_costs(clients))[SENT], ends_of(clients)
+    text = (
+        f"Cheaper than `hide` and as accurate within one point is, by FLOPs with everything counted, {level[COUNTED]}; "
+        f"where statistics are kept since training, {level[KEPT]}. The paper's own edit sends "
+        f"{short_number(sent['paper'])}B where retraining sends {short_number(sent['retrain'])}B (ten clients, eight "
+        f"rounds), and leaves {after['paper'][1]:.0f} % retain accuracy (retraining: {after['retrain'][1]:.0f} %)."
+    )
+    return textwrap.fill(text, 120, break_on_hyphens=False)
+
+
+def ends_of(found: dict[str, Rows]) -> dict[str, tuple[float, ...]]:
+    """By method: forget and retain accuracy in percent, means over rows."""
+    return {
+        name: tuple(100 * mean(row["accuracies"][key] for row in rows) for key in ("forget", "retain"))
+        for name, rows in found.items()
+    }
 
 
 def cost_figures() -> dict[str, Drawing]:

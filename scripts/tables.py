@@ -12,6 +12,7 @@ from statistics import mean
 from typing import Any
 
 from comparison_tables import (
+    cheaper_in_short,
     cheaper_sentences,
     comparison,
     comparison_each,
@@ -297,6 +298,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "requests": requests,
     "profile": profile,
     "cheaper": cheaper_sentences,
+    "cheaper-in-short": cheaper_in_short,
     "verdicts": verdicts,
     "verdicts-each": verdicts_each,
     "verdicts-full": verdicts_full,

@@ -77,12 +77,14 @@ def test_a_row_without_kept_statistics_has_a_dash_and_not_a_number(tables: Modul
 
 def test_a_value_at_the_edge_of_its_grid_is_told(tables: ModuleType, tmp_path: Path) -> None:
     assert tables.searches() == "No search has ended."
-    about = {"file": "f", "tuned-on": "class:6", "method": "ssd", "attempts": 7, "settled": True}
+    about = {"file": "f", "tuned-on": "class:6", "method": "ssd", "attempts": 7, "settled": True, "score": 0.01}
     chosen = {"setting": "alpha", "value": 30.0, "lowest": 1.0, "highest": 30.0, "inside": False}
-    write(tmp_path, "searches", [about | chosen, about | chosen | {"setting": "lr", "value": 3.0, "inside": True}])
-    first, second = (line for line in tables.searches().splitlines() if "class:6" in line)
+    inner = about | chosen | {"setting": "lr", "value": 3.0, "inside": True}
+    write(tmp_path, "searches", [about | chosen, inner, about | chosen | {"score": 0.0}])
+    first, second, third = (line for line in tables.searches().splitlines() if "class:6" in line)
     assert "| 30 | 1 to 30 | **no** | 7 | yes |" in first
     assert "| 3 | 1 to 30 | yes |" in second
+    assert "| 30 | 1 to 30 | no, score 0 |" in third
 
 
 def test_what_is_cheaper_than_ours_is_said_and_figures_name_the_numbers_that_they_show(
