@@ -63,11 +63,17 @@ def tera(values: list[float]) -> str:
     return f"{value:.2f}" if value >= 0.005 or not value else f"{value:.1g}"
 
 
+def is_unchanged(rows: Rows) -> bool:
+    """Whether a method left every model as it was."""
+    return all(row["weights"] == row["original"] for row in rows)
+
+
 def smallest_gap(methods: dict[str, Rows]) -> str | None:
-    """The method nearest to Retrain, whoever made it; only among methods with as many rows as the most."""
+    """The method nearest to Retrain, whoever made it, of those that changed it and have as many rows as the most."""
     known = {name: [row["gap"] for row in rows if row["gap"] is not None] for name, rows in methods.items()}
     most = max(map(len, known.values()), default=0)
     able = [name for name in known if most and len(known[name]) == most and methods[name][0]["method"] not in CONTROLS]
+    able = [name for name in able if not is_unchanged(methods[name])]
     return min(able, key=lambda name: mean(known[name]), default=None)
 
 
@@ -115,7 +121,8 @@ def comparison_others() -> str:
                 rows.append([request, "original", str(len(found)), *shares, *["–"] * 4])
             sent = [(row["cost"]["bytes-up"] + row["cost"]["bytes-down"]) / 1e6 for row in served if row["cost"]]
             size = f"{mean(sent):.1f}" if any(sent) else "–"
-            rows.append([request, name, str(len(found)), *cells_of(found, name == best), *flops_of(found), size])
+            told = f"{name} (model unchanged)" if is_unchanged(found) else name
+            rows.append([request, told, str(len(found)), *cells_of(found, name == best), *flops_of(found), size])
     header = ["request", "method", "seeds", "forget", "retain", "gap to retrain"]
     header += ["TFLOPs, everything counted", "kept by everybody", "MB, all clients, both ways"]
     return grid(header, rows) + origin(read("comparison"))

@@ -33,7 +33,7 @@ def row(method: str, forget: float, retain: float, flops: float, **more: Any) ->
     cost |= {"bytes-up": 0, "bytes-down": 0, "kept-flops": more.pop("kept", 0.0)}
     about = {"run": "one", "engine": "central", "model": "vgg-mini", "seed": 0, "request": "class:0"}
     told = {"method": method, "accuracies": {"forget": forget, "retain": retain}, "cost": cost, "refused": ""}
-    return about | told | {"label": method, "tuned-on": "class:6"} | more
+    return about | told | {"label": method, "tuned-on": "class:6", "original": "before", "weights": method} | more
 
 
 ROWS = [
@@ -66,6 +66,18 @@ def test_the_best_is_the_nearest_to_retraining_whoever_made_it_and_both_costs_ar
     assert found["logit-mask"][3] == "0.0", "a control is never the best"
     assert found["salun"][:1] + found["salun"][4:5] == ["–", "20.0"], "automobile stands in a column of its own"
     assert found["salun ×10"][4] == "**5.0**"
+
+
+def test_a_model_that_a_method_left_as_it_was_is_told_and_never_the_best(tables: ModuleType, tmp_path: Path) -> None:
+    about: dict[str, Any] = {"engine": "federation", "request": "client:3"}
+    goal = row("retrain", 0.7, 0.8, 9e12, before={"forget": 0.9, "retain": 0.81}, **about)
+    kept, changed = row("ssd", 0.7, 0.8, 3e12, weights="before", **about), row("salun", 0.6, 0.8, 3e12, **about)
+    changed["cost"]["bytes-up"] = changed["cost"]["bytes-down"] = 2_000_000
+    write(tmp_path, "comparison", [goal, kept, changed])
+    found = cells(tables.comparison_others())
+    assert found["original"][1:3] == ["90.0", "81.0"], "the model that all start from"
+    assert found["ssd (model unchanged)"][3] == "0.0"
+    assert found["salun"][3:] == ["**5.0**", "3.00", "3.00", "4.0"]
 
 
 def test_a_row_without_kept_statistics_has_a_dash_and_not_a_number(tables: ModuleType, tmp_path: Path) -> None:
