@@ -7,6 +7,7 @@ import pytest
 from fedortho.errors import FedOrthoError, UnknownName
 from fedortho.methods import METHODS
 from fedortho.methods.hyperparameters import TUNED, read_settings
+from fedortho.methods.method import Schedule
 from fedortho.models.zoo import MODELS
 from fedortho.requests.run_context import method_for_run
 from fedortho.runs.run import Run
@@ -30,6 +31,18 @@ def test_tuned_settings_are_found_by_data_and_model_and_every_method_takes_them(
     assert set(found) >= {"ssd", "salun", "finetune", "unsir", "bad-teacher", "fused", "not", "neggrad"}
     for name, settings in found.items():
         assert method_for_run(run, name, settings).name == METHODS[name].name
+
+
+def test_methods_train_in_the_precision_of_the_run_unless_told_otherwise(tmp_path: Path) -> None:
+    run = Run(tmp_path, TrainSettings(precision="bfloat16"), {})
+    trained = {name: method for name in METHODS if isinstance(method := method_for_run(run, name), Schedule)}
+    assert set(trained) > {"finetune", "salun", "regrow", "unsir"}
+    assert {method.recipe.precision for method in trained.values()} == {"bfloat16"}
+    told = method_for_run(run, "finetune", {"precision": "float32"})
+    assert isinstance(told, Schedule)
+    assert told.recipe.precision == "float32"
+    with pytest.raises(FedOrthoError, match="choose from bfloat16, float32"):
+        method_for_run(run, "finetune", {"precision": "float8"})
 
 
 def test_what_cannot_be_read_is_refused_with_the_reason(tmp_path: Path) -> None:

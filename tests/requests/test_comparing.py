@@ -205,7 +205,7 @@ def test_the_command_shows_a_table_and_writes_results(run: Run, tmp_path: Path) 
 def test_the_command_tunes_and_what_it_writes_can_be_compared_with(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "tuned.json"
     shown = told("tune", "paper", str(run.path), "class:3", "--out", str(file))
-    assert "candidates 12, images 10,000, trials 6, epochs 1" in shown
+    assert "candidates 12, images 10,000, trials 6, widening 4, epochs 1" in shown
     assert "trial 5 on" in shown
     assert "best for paper: ratio" in shown
     trials = read_json(tmp_path / "tuned.trials.json")

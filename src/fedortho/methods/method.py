@@ -84,6 +84,7 @@ class Schedule:
     weight_decay: Annotated[float, "weight decay"] = 5e-4
     crop: Annotated[int, "pixels of padding before a random crop; 0: none"] = 2
     flip: Annotated[float, "probability of a left-right flip"] = 0.5
+    precision: Annotated[str, "float32, or bfloat16 for mixed precision"] = "float32"
     seed: Annotated[int, "of everything that is drawn"] = 0
     kinds: ClassVar[tuple[str, ...]] = KINDS
     norms: ClassVar[str] = "updated by training"

@@ -70,9 +70,12 @@ def open_context(run: Run, data: Dataset) -> RunContext:
 
 
 def method_for_run(run: Run, name: str, *settings: Mapping[str, Any]) -> Method:
-    """The method with the run's seed and, unless it publishes its own, augmentation; retraining has its recipe."""
+    """The method with the run's seed, precision and, unless it publishes its own, augmentation.
+
+    Retraining has the run's recipe.
+    """
     kind = find_method(name)
-    shared: tuple[str, ...] = ("crop", "flip", "seed")
+    shared: tuple[str, ...] = ("crop", "flip", "precision", "seed")
     if issubclass(kind, Schedule):
         shared = tuple(key for key in shared if getattr(kind(), key) == getattr(Schedule(), key))
     own = {key: getattr(run.settings, key) for key in shared if key in field_types(kind)}
