@@ -252,9 +252,10 @@ class Bench:
         return read_results(self.out).rows if self.out.exists() else ()
 
     def tuned(self, job: Job) -> dict[str, Any]:
-        """The settings of the methods whose search has ended."""
-        path = self.arguments.out / "tuning" / f"{job.tuned}.json"
-        return read_json(path) if (path.with_suffix(".trials.json")).exists() and path.exists() else {}
+        """The settings of the methods whose search has ended, from its trials, which git keeps."""
+        path = self.arguments.out / "tuning" / f"{job.tuned}.trials.json"
+        searches = read_record(TuningTrials, path).searches if path.exists() else {}
+        return {name: dict(search.best.settings) for name, search in searches.items() if search.best}
 
     def tune(self, job: Job) -> None:
         data, path = self.data(job.run.path), self.arguments.out / "tuning" / f"{job.tuned}.json"

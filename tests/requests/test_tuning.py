@@ -387,12 +387,16 @@ def test_the_accuracy_wanted_on_samples_can_come_from_shadow_models(
         return Attempt(dict(settings), len(context.data.train), 0.0, 0.9, 0.1)
 
     monkeypatch.setattr(tune_module, "_attempt", attempt)
-    monkeypatch.setattr(tune_module, "estimate_limit", lambda *_, **__: limit)
+    trained: list[ForgetRequest] = []
+    monkeypatch.setattr(tune_module, "estimate_limit", lambda _, on, **__: trained.append(on) or limit)
     rows = run.load_data().train.rows[:4].tolist()
     request, few = "samples:" + ",".join(map(str, rows)), Budget(candidates=1, trials=1, widening=0)
     tune(run, request, ["finetune"], budget=few, shadows=8, out=tmp_path / "tuned.json")
     assert set(wanted) == {0.25}
     assert read_json(tmp_path / "tuned.trials.json")["wanted"] == 0.25
+    tune(run, request, ["not"], budget=few, shadows=8, out=tmp_path / "tuned.json")
+    assert set(wanted) == {0.25}
+    assert len(trained) == 1, "the shadow models of the first call served the second"
     with pytest.raises(FedOrthoError, match="about another model, request, budget or settings"):
         tune(run, request, ["finetune"], budget=few, out=tmp_path / "tuned.json")
     wanted.clear()

@@ -46,7 +46,8 @@ class TuningTrials:
     tuned_on: str  # the request that the trials served
     budget: Budget
     base: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # settings to start from
-    wanted: float | None = None  # accuracy on the forget set, from shadow models; None: as unseen images
+    shadows: int = 0  # models that say which accuracy is wanted on the forget set; 0: as unseen images
+    wanted: float | None = None  # what they say
     searches: Mapping[str, Search] = field(default_factory=dict)
     environment: Environment | None = None
 
@@ -88,10 +89,14 @@ def tune(
         if not has_kept(run, name):
             raise FedOrthoError(f"{name} replays what {run.path} did not keep; leave it out")
     on = as_request(on, data) if on else stand_in(request, context, budget.seed)
-    how: dict[str, Any] = {"shadows": shadows, "data": data, "device": run.settings.device}
-    wanted = estimate_limit(run, on, **how).limit if shadows else None
-    about = TuningTrials(run.record.model.digest, str(request), str(on), budget, dict(base), wanted)
+    about = TuningTrials(run.record.model.digest, str(request), str(on), budget, dict(base), shadows)
     file = None if out is None else _TuningFile(Path(out), about)
+    wanted = None if file is None else file.about.wanted
+    if shadows and wanted is None:
+        how: dict[str, Any] = {"shadows": shadows, "data": data, "device": run.settings.device}
+        wanted = estimate_limit(run, on, **how).limit
+    if file is not None:
+        file.about = replace(about, wanted=wanted)
     search = partial(tune_method, context, on, budget=budget, wanted=wanted, watch=watch)
     if file is None:
         return {name: search(name, base=base.get(name)) for name in names}
@@ -256,6 +261,9 @@ class _TuningFile:
         except OSError as error:
             raise FedOrthoError(f"{path} cannot be written: {error.strerror}; choose another --out") from error
         check_writable(path.parent)
+        if self.trials.exists() and (known := read_result(TuningTrials, self.trials).wanted) is not None:
+            self.about = replace(about, wanted=known)  # shadow models need not be trained again
+            self.searches()  # refuses what is about something else
 
     def searches(self) -> dict[str, Search]:
         """The searches of earlier calls; a file about another model, request, budget or settings is refused."""
