@@ -10,7 +10,8 @@ benchmarks/manifest.py says how the classes were drawn.
 1. vgg-mini: the hyper-parameters of each method, tuned on frog of seed 0 as src/fedortho/requests/search.py says, at
    the one pass over all images at which they are reported;
 2. vgg-mini, seed 0: each method, as soon as it is tuned, on automobile (seen during development), airplane and truck;
-   methods whose papers have two passes also with two;
+   methods whose papers have two passes also with two; `hide` also on a copy of the run that kept no statistics since
+   training, where it reads a sample instead;
 3. vgg-mini, seeds 1 and 2, class by class, then with two passes;
 4. and 5. resnet-mini: as 1. and 2., with one pass;
 6. vgg-mini, seed 0: as many passes as the papers use, with the settings that one pass was tuned for, class by class;
@@ -31,6 +32,7 @@ src/fedortho/methods/tuned.
 
 import json
 import random
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -65,6 +67,7 @@ from fedortho.storage.settings import field_types
 HERE = Path(__file__).parent
 MODELS = HERE.parent / "runs" / "comparison"
 R = TypeVar("R")
+SAMPLING = ("hide",)  # methods that draw a sample where statistics were not kept
 CENTRAL = [name for name in METHODS if name != "federaser"]
 FEW, MANY = 2, 10  # passes: little more than one, and as much as retraining
 ORDER = ("engine", "model", "seed", "request")
@@ -97,6 +100,7 @@ class Job:
     method: str
     passes: str = "one"  # or published
     tuned: str = ""  # name of the file of tuned settings
+    kept: bool = True  # statistics since training, if the method uses them
 
     @property
     def epochs(self) -> int:
@@ -105,7 +109,8 @@ class Job:
 
     @property
     def label(self) -> str:
-        return self.method if self.epochs == 1 else f"{self.method} ×{self.epochs}"
+        name = self.method if self.kept else f"{self.method}, nothing kept"
+        return name if self.epochs == 1 else f"{name} ×{self.epochs}"
 
     @property
     def named(self) -> tuple[str, str, str]:
@@ -205,6 +210,8 @@ class Bench:
         request = ForgetRequest.parse(text)
         for name in self._methods(run, request):
             yield Job("compare", run, request, name, passes, tuned_name(run, request))
+            if name in SAMPLING and passes == "one" and not isinstance(run.settings, FederateSettings):
+                yield Job("compare", run, request, name, passes, tuned_name(run, request), kept=False)
 
     def _published(self, run: Run, requests: Sequence[str]) -> list[Job]:
         """Methods with as many passes as their papers, if that is more than one, those with few passes first."""
@@ -248,6 +255,16 @@ class Bench:
         """Whether the settings that the job needs are tuned; a missing reference is trained by the row of `retrain`."""
         return job.part == "tune" or not is_tunable(job.method) or job.method in self.tuned(job)
 
+    def without_ledger(self, run: Run) -> Run:
+        """A copy of a run that kept no statistics since training."""
+        place = self.arguments.edited / "nothing-kept" / run.path.name
+        with locked(place, timeout=60):
+            if not (place / "run.json").exists():
+                left_out = shutil.ignore_patterns("ledger*", "epochs", "run.json")
+                shutil.copytree(run.path, place, ignore=left_out, dirs_exist_ok=True)
+                shutil.copy(run.path / "run.json", place)  # the last file, so that a killed copy is made again
+        return open_run(place).at(run.settings.data_dir)
+
     def rows(self) -> tuple[Mapping[str, Any], ...]:
         return read_results(self.out).rows if self.out.exists() else ()
 
@@ -285,8 +302,9 @@ class Bench:
         is_federation = isinstance(job.run.settings, FederateSettings)
         place = self.arguments.edited / f"{job.run.path.name}-{job.request.word}"
         place = place if job.passes == "one" else place.with_name(f"{place.name}-published")
+        place = place if job.kept else place.with_name(f"{place.name}-nothing-kept")
         (row,) = compare(
-            job.run,
+            job.run if job.kept else self.without_ledger(job.run),
             job.request,
             [job.method],
             out=place,

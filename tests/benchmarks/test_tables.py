@@ -117,6 +117,12 @@ def test_what_is_cheaper_than_ours_is_said_and_figures_name_the_numbers_that_the
     )
     assert counted.endswith("within one point: `logit-mask` 0 (0 / 80); cheaper and worse: none.")
     assert kept.endswith("within one point: `logit-mask` 0 (0 / 80), `ssd` 100 G (0 / 81); cheaper and worse: none.")
+    write(tmp_path, "comparison", [*ROWS, row("hide", 0.02, 0.8, 1e11, label="hide, nothing kept")])
+    counted, kept, *_ = tables.cheaper_sentences().splitlines()
+    assert "`hide, nothing kept` 100 G (2 / 80), `retrain` 9 T" in counted, "whichever way to run ours needs least"
+    assert "cheaper than `hide, nothing kept` and as accurate within one point: `logit-mask` 0" in counted
+    assert "`hide, nothing kept` 100 G" in kept
+    write(tmp_path, "comparison", ROWS)
     assert tables.is_level((3.0, 79.0), (2.0, 80.0))
     assert not tables.is_level((3.1, 80.0), (2.0, 80.0))
     assert not tables.is_level((0.0, 78.9), (2.0, 80.0))
