@@ -80,7 +80,8 @@ def check_digest(run: Run) -> Run:
 
     One that was trained on another kind of processor, which rounds differently, is told and taken.
     """
-    name, digest, processor = run.path.name, run.record.model.digest, run.record.environment.processor
+    name, digest, here = run.path.name, run.record.model.digest, run.record.environment
+    processor = f"{here.processor} {here.instructions}".strip()
     listed = read_json(MANIFEST).get(name, {"digest": digest})
     if digest != listed["digest"] and processor == listed["processor"]:
         raise BadCheckpoint(
@@ -104,7 +105,7 @@ def write_manifest(directory: Path) -> None:
         settings = {key: value for key, value in as_mapping(run.settings).items() if key not in ("data-dir", "device")}
         listed[run.path.name] = {
             "digest": run.record.model.digest,
-            "processor": run.record.environment.processor,
+            "processor": f"{run.record.environment.processor} {run.record.environment.instructions}".strip(),
             "data-digest": run.record.data.digest,
             "settings": {key: value for key, value in settings.items() if key in STATED or value != default[key]},
             "result": to_json(run.record.result),

@@ -37,7 +37,8 @@ def origin(result: dict[str, Any]) -> str:
     about = result["environment"]
     versions = f"torch {about['versions']['torch']}, fedortho {about['versions']['fedortho']}"
     remark = f" {result['remark']}." if "remark" in result else ""
-    return f"\n\n<sub>`{result['command']}`; {about['processor']}, {about['cores']} cores, {versions}.{remark}</sub>"
+    processor = " ".join(filter(None, (about["processor"], about.get("instructions"))))
+    return f"\n\n<sub>`{result['command']}`; {processor}, {about['cores']} cores, {versions}.{remark}</sub>"
 
 
 def spread(values: list[float]) -> str:

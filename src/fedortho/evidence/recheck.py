@@ -200,8 +200,9 @@ def rerun_decision(bundle: Bundle, run: Run, data_dir: str = "", data: Dataset |
     if _saved(patch) != bundle.files["patch.safetensors"]:
         raise BadBundle(
             f"{bundle.source}: decided again with {run.path}, patch.safetensors is another one (it gives the model "
-            f"{patch.after[:16]}, not {bundle.patch.after[:16]}); is it the same processor, are the versions those in "
-            "environment.json? A later request for samples purges the ledger, too: then train or import the run again"
+            f"{patch.after[:16]}, not {bundle.patch.after[:16]}); are processor, vector instructions and versions "
+            "those in environment.json? A later request for samples purges the ledger, too: then train or import the "
+            "run again"
         )
     return served
 

@@ -317,8 +317,7 @@ def _silent_rounds(log: RoundLog, first: int) -> list[str]:
 def _remarks(source: Run, *, is_normalised: bool = True) -> tuple[str, ...]:
     """What whoever compares digests must know; `is_normalised`: the data has its part in the constants."""
     told = []
-    began, here = source.record.environment, environment()
-    if (began.versions, began.processor) != (here.versions, here.processor):
+    if source.record.environment.may_differ_from(environment()):
         told.append("earlier models have other versions or another processor: a whole training here may differ")
     if is_normalised and not source.settings.preprocessing.is_given:
         told.append("images are normalised by mean and deviation of the whole training split, with the data or without")

@@ -23,6 +23,12 @@ class Environment:
     cores: int | None
     threads: int
     device: str
+    instructions: str = ""  # vector instructions that sums are formed by; empty: not recorded
+
+    def may_differ_from(self, other: "Environment") -> bool:
+        """Whether the same training may end in other bytes there: versions, processor or instructions differ."""
+        known = not self.instructions or not other.instructions or self.instructions == other.instructions
+        return (self.versions, self.processor) != (other.versions, other.processor) or not known
 
 
 def environment(device: torch.device | str = "cpu") -> Environment:
@@ -34,7 +40,14 @@ def environment(device: torch.device | str = "cpu") -> Environment:
         cores=os.cpu_count(),
         threads=torch.get_num_threads(),
         device=str(device),
+        instructions=_instructions(),
     )
+
+
+def _instructions() -> str:
+    """Those of PyTorch's own kernels, and the limit that oneDNN was given; without one it follows the processor."""
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "")
+    return torch.backends.cpu.get_cpu_capability() + (f", oneDNN at most {limit}" if limit else "")
 
 
 def _processor() -> str:
