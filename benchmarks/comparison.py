@@ -2,8 +2,9 @@
 
     python benchmarks/comparison.py all --data-dir ../shared/data
     python benchmarks/comparison.py others
+    python benchmarks/comparison.py small
 
-Both do what is left of the following, in this order; they can be killed and started again, and several processes
+Each does what is left of the following, in this order; they can be killed and started again, and several processes
 started alike share the work. Networks come from --networks and are trained there if they are missing;
 benchmarks/manifest.py says how the classes were drawn.
 
@@ -25,9 +26,12 @@ one partition. Samples and client were drawn before any of these networks was tr
 same labels and on another client, which the search's seed draws; the accuracy wanted on these comes from eight shadow
 models. Then all methods are compared on every seed with one pass or round, and on seed 0 with as many as their papers.
 
-Results go to comparison.json in benchmarks/results, the chosen values and whether they lie inside their grids to
-searches.json, all trials to tuning/, edited models to runs/comparison; finished settings for classes are copied to
-src/fedortho/methods/tuned.
+`small` is the class Dress on one network of two epochs, on the images of the package: half an hour for all methods,
+with one pass and with as many as their papers have, by settings that were tuned on Sneaker.
+
+Results go to comparison.json in benchmarks/results (those of `small` to comparison-fashion-mini.json), the chosen
+values and whether they lie inside their grids to searches.json, all trials to tuning/, edited models to
+runs/comparison; finished settings for classes are copied to src/fedortho/methods/tuned.
 """
 
 import json
@@ -71,7 +75,7 @@ SAMPLING = ("hide",)  # methods that draw a sample where statistics were not kep
 CENTRAL = [name for name in METHODS if name != "federaser"]
 FEW, MANY = 2, 10  # passes: little more than one, and as much as retraining
 ORDER = ("engine", "model", "seed", "request")
-COMMAND = "python benchmarks/comparison.py all|others"
+COMMAND = "python benchmarks/comparison.py all|others|small"
 BY_HEART: dict[str, Any] = {"threads": 1, "crop": 0, "flip": 0.0, "split_seed": 0}
 NETWORK = TrainSettings(epochs=12, keep_epochs="all", **BY_HEART)
 FEDERATION = FederateSettings(
@@ -86,6 +90,7 @@ FEDERATION = FederateSettings(
     **BY_HEART,
 )
 OTHER_SEEDS = (0, 1, 2)
+SMALL, SMALL_REQUEST = TrainSettings(epochs=2, threads=1), "class:Dress"
 SAMPLES, SHADOWS = 100, 8
 WHAT = "methods side by side; test images; costs by what ran"
 
@@ -124,7 +129,7 @@ class Job:
 
 def main(words: list[str] | None = None) -> None:
     parser = benchmark_parser(__doc__)
-    parser.add_argument("part", choices=("all", "others"))
+    parser.add_argument("part", choices=("all", "others", "small"))
     parser.add_argument("--methods", default="", help="only these, separated by commas")
     parser.add_argument("--out", type=Path, default=HERE / "results", help="directory of the results")
     parser.add_argument("--edited", type=Path, default=MODELS, help="directory of the edited models")
@@ -133,7 +138,8 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--train-images", type=int, default=0, help="of every method, to try this script; 0: all")
     arguments = parser.parse_args(words)
     bench = Bench(arguments)
-    bench.work(list(bench.other_jobs() if arguments.part == "others" else bench.jobs()))
+    jobs = {"all": bench.jobs, "others": bench.other_jobs, "small": bench.small_jobs}[arguments.part]
+    bench.work(list(jobs()))
 
 
 class Bench:
@@ -141,7 +147,7 @@ class Bench:
 
     def __init__(self, arguments: Any) -> None:
         self.arguments = arguments
-        self.out = arguments.out / "comparison.json"
+        self.out = arguments.out / ("comparison-fashion-mini.json" if arguments.part == "small" else "comparison.json")
         self.budget = Budget(**{name: getattr(arguments, name) for name in asdict(Budget())})
         self.data = cache(self._data)  # by run directory
 
@@ -194,6 +200,12 @@ class Bench:
                 yield from self._comparing(self.other_network(settings, seed), request)
         for run, request in zip(firsts, requests, strict=True):
             yield from self._published(run, [request])
+
+    def small_jobs(self) -> Iterator[Job]:
+        """One class of a small network: all methods with one pass, then those of more passes."""
+        run = patiently(lambda: train_run(self.arguments.networks / "fashion-mini-network-small", SMALL))
+        yield from self._comparing(run, SMALL_REQUEST)
+        yield from self._published(run, [SMALL_REQUEST])
 
     def _methods(self, run: Run, request: ForgetRequest) -> list[str]:
         wanted = self.arguments.methods.split(",") if self.arguments.methods else list(METHODS)

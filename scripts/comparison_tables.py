@@ -143,10 +143,14 @@ def comparison_small() -> str:
     exact = next(row["accuracies"] for row in result["rows"] if row["method"] == "retrain")
     rows = []
     for row in result["rows"]:
+        if not row["accuracies"]:
+            continue  # refused
         ends, cost = row["accuracies"], from_json(Cost, row["cost"], "comparison-fashion-mini.json")
         gap = 50 * sum(abs(ends[key] - exact[key]) for key in ("forget", "retain"))
         told = [f"{value:.1f}" for value in (100 * ends["forget"], 100 * ends["retain"], gap)]
-        rows.append([row["method"], *told, f"{cost.flops / 1e9:.1f}", f"{cost.request_flops / 1e9:.1f}"])
+        rows.append(
+            [row.get("label", row["method"]), *told, f"{cost.flops / 1e9:.1f}", f"{cost.request_flops / 1e9:.1f}"]
+        )
     header = ["method", "forget %", "retain %", "gap to Retrain", "GFLOPs, everything counted", "kept by everybody"]
     return grid(header, rows) + origin(result)
 

@@ -61,6 +61,32 @@ def published_erasing() -> str:
     return grid([*header, "FLOPs of 200 epochs"], rows) + origin(result)
 
 
+def resnet18() -> str:
+    """ResNet-18 itself: what each method leaves and costs, and what the quick audits find."""
+    if not (RESULTS / "resnet18.json").exists():
+        return "The protocol has not been run."
+    result, rows = read("resnet18"), []
+    for row in result["rows"]:
+        ends = [f"{100 * row['accuracies'][key]:.1f}" for key in ("forget", "retain")]
+        if "before" in row:
+            before = [f"{100 * row['before'][key]:.1f}" for key in ("forget", "retain")]
+            rows.append(["original", *before, *["–"] * 6])
+        kept = row["cost"]["kept-flops"] / row["retraining-flops"] if row["cost"] else 0.0
+        shares = [f"{100 * share:.3g}" for share in (row["share"], row["share"] - kept)]
+        long = f"{100 * row['share'] * row['epochs'] / LONG:.2g}" if row["method"] != "retrain" else "100"
+        found = row.get("alike", row)
+        recalls = [
+            " / ".join(f"{100 * audits[key]:.1f}" for key in ROLES) if None not in audits.values() else "–"
+            for audits in (
+                {key: found.get("audits", {}).get(name, {}).get(key) for key in ROLES} for name in ("C1", "C3")
+            )
+        ]
+        rows.append([row["method"], *ends, *shares, long, *recalls, found.get("label", "–")])
+    header = ["method", "forget %", "retain %", "FLOPs of retraining %, everything counted", "kept by everybody"]
+    header += [f"of {LONG} epochs (computed)", "C1, worst depth: after / retrained / original", "C3, prototype"]
+    return grid([*header, "quick audits"], rows) + origin(result)
+
+
 def published_directions() -> str:
     """What `hide` and `directions` leave of a class in a network with identity shortcuts."""
     result, rows = read("published-directions"), []
