@@ -143,10 +143,20 @@ def test_a_value_at_the_limit_of_a_setting_is_no_edge_of_the_search(
 ) -> None:
     pretend(monkeypatch, lambda settings, _: 1 - settings["ratio"])
     found = tune_method(context, REQUEST, "paper", Budget(images=500))
-    assert found.choices["ratio"].inside, "0.8 is the last value below 1"
+    assert found.choices["ratio"].value == 1.0, "a step from 0.8 leads beyond 1, which is allowed itself"
+    assert found.choices["ratio"].inside
     pretend(monkeypatch, lambda settings, _: 1 - settings["beta"])
     beta = tune_method(context, REQUEST, "neggrad", Budget(images=500)).choices["beta"]
     assert 0.98 < beta.value < 1, "its steps approach 1"
+
+
+def test_a_value_between_the_grid_and_the_limit_of_a_setting_is_an_edge_of_the_search(
+    context: RunContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, lambda settings, _: 1 - settings["ratio"] + abs(settings["lr"] - 0.013))
+    found = tune_method(context, REQUEST, "salun", Budget(images=500, trials=2, widening=0))
+    assert found.choices["ratio"].value == 0.8
+    assert not found.choices["ratio"].inside, "1 was not tried"
 
 
 def test_no_value_is_inside_if_all_of_them_do_the_same(context: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:

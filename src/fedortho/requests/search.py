@@ -15,7 +15,7 @@ from typing import Any
 from fedortho.errors import BadSetting, FedOrthoError
 from fedortho.methods import find_method, known_methods, make_method
 from fedortho.storage.records import Scalar
-from fedortho.storage.settings import as_mapping, field_types
+from fedortho.storage.settings import as_mapping, field_range, field_types
 
 Grid = Mapping[str, tuple[Any, ...]]  # values to try of each setting, in ascending order
 GRIDS: Mapping[str, Grid] = {
@@ -134,7 +134,7 @@ class GridSearch:
         for key in self.grid:
             tried, value = self._tried(key), best.settings[key]
             ends = [values for values in (tried, tried[::-1]) if values[-1] == value]
-            is_open = any(self._is_allowed(best.settings, key, _beyond(key, values)) for values in ends)
+            is_open = any(self._is_allowed(best.settings, key, self._after(key, values)) for values in ends)
             choices[key] = Choice(value, tried[0], tried[-1], len(scores) > 1 and not is_open)
         return Search(tuple(self.made), best, not self._left(), choices)
 
@@ -176,10 +176,18 @@ class GridSearch:
         for key in self.grid:
             for values in (self._tried(key), self._tried(key)[::-1]):
                 at = values.index(best[key]) + 1
-                value = values[at] if at < len(values) else _beyond(key, values)
+                value = values[at] if at < len(values) else self._after(key, values)
                 if self._is_allowed(best, key, value):
                     found.append(self.place({**best, key: value}))
         return found
+
+    def _after(self, key: str, values: Sequence[Any]) -> Any:
+        """The value a step after the last, or the end of what the setting may be if that is nearer."""
+        if (value := _beyond(key, values)) is None:
+            return None
+        allowed = field_range(find_method(self.name), key)
+        value = type(value)(min(max(value, allowed.low), allowed.high))
+        return None if value == values[-1] else value
 
     def _is_beyond(self, place: tuple[Any, ...]) -> bool:
         """Whether a value is outside of what was tried."""

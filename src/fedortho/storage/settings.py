@@ -88,6 +88,11 @@ def field_help(kind: type[Any]) -> dict[str, str]:
     return {name: " ".join(note for note in notes if isinstance(note, str)) for name, notes in _notes(kind).items()}
 
 
+def field_range(kind: type[Any], name: str) -> Range:
+    """The numbers that a field may be; all of them if its type does not say."""
+    return next((note for note in _notes(kind)[name] if isinstance(note, Range)), Range(-math.inf))
+
+
 def make_settings(kind: type[S], *sources: Mapping[str, Any]) -> S:
     """Build settings from mappings with kebab-case or snake_case keys; later ones win."""
     types = field_types(kind)
