@@ -294,6 +294,17 @@ def test_a_teacher_travels_once_and_the_clients_own_model_never(quick_net: nn.Mo
         assert all(0.9 < size < 1.2 for size in later)
 
 
+@pytest.mark.parametrize("name", ["eu-k", "cf-k"])
+def test_frozen_layers_that_clients_have_do_not_travel(quick_net: nn.Module, federation: Federation, name: str) -> None:
+    engine = federation(all_on_the_first)
+    make_method(name, ONE_EPOCH, {"k": 1, "epochs": 2})(quick_net, engine, REQUEST)
+    (kept,) = [exchange for exchange in engine.transport.log if exchange.kind == "train.keep"]
+    for exchange in [each for each in engine.transport.log if each.kind == "train.local"]:
+        up = exchange.bytes_up[0]
+        assert up < 0.95 * kept.bytes_down[0]
+        assert all(size == pytest.approx(up, abs=5_000) for size in exchange.bytes_down.values())
+
+
 def test_a_client_that_lost_its_teachers_is_sent_them_again(
     quick_net: nn.Module, federation: Federation, tmp_path: Path
 ) -> None:

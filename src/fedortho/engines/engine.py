@@ -58,6 +58,8 @@ class TrainingPlan:
     options: FitOptions = field(default_factory=FitOptions)
     teachers: Mapping[str, nn.Module] = field(default_factory=dict)  # by the names in targets
     adapters: Adapters | None = None  # those that the model has
+    # the model whose frozen weights the trained one has: clients that hold it are not sent these
+    original: nn.Module | None = field(default=None, repr=False)
 
     def without(self, forgotten: ForgetRequest | None) -> "TrainingPlan":
         """The same plan less the images that earlier requests have removed."""

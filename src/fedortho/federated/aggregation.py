@@ -45,7 +45,7 @@ class TrainingJob:
     recipe: Recipe
     trainable: Mask | None
     local_epochs: int
-    base: str  # digest of the initial model without adapters
+    base: str  # digest of a model that has the frozen tensors: the plan's original, or the initial one without adapters
     updates: Path | None = None  # directory that keeps every client's model of every round
     norms: str = "fedavg"  # the federation's policy for running statistics
 
@@ -78,6 +78,13 @@ class TrainingJob:
         if self.norms == "local":
             frozen |= {name for name, _ in model.named_buffers() if name.endswith(("running_mean", "running_var"))}
         return tuple(name for name in model.state_dict() if name in frozen)
+
+    def freezes(self, model: nn.Module, original: nn.Module) -> bool:
+        """Whether the tensors of the model that do not change are those of the original."""
+        mine, theirs = model.state_dict(), original.state_dict()
+        return all(
+            name in theirs and torch.equal(mine[name], theirs[name].cpu()) for name in self.frozen_tensors(model)
+        )
 
 
 def check_state(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

@@ -131,6 +131,8 @@ class FederatedEngine(Roster):
         local_epochs = plan.options.local_epochs or self.local_epochs
         base = tensors_digest(base_tensors(model.state_dict()))
         job = TrainingJob(plan, recipe, trainable, local_epochs, base, updates, self.federation.norms)
+        if plan.original is not None and job.freezes(current, plan.original):
+            job = replace(job, base=tensors_digest(plan.original.state_dict()))
         identity = _identity(model, job, self.federation)
         self._taught.clear()
         self._strategy = load_strategy(self.federation.strategy) if self.federation.strategy else None

@@ -113,14 +113,15 @@ def unpack_queries(tensors: Tensors, queries: Sequence[Query], candidates: Seque
 
 
 def pack_training_plan(plan: TrainingPlan) -> tuple[dict[str, Tensor], TrainingPlan]:
-    """A training plan as tensors (generated images) and the plan without them and without its teachers."""
+    """A training plan as tensors (generated images) and the plan without them and without its models."""
     tensors: dict[str, Tensor] = {}
     for number, part in enumerate(plan.parts):
         if part.given is not None:
             used, rows = part.given.rows.unique(return_inverse=True)  # a repeated image travels once
             made = {"pixels": part.given.pixels[used], "labels": part.given.store_labels[used], "rows": rows}
             tensors |= prefixed(f"given.{number}.", made)
-    return tensors, replace(plan, parts=tuple(replace(part, given=None) for part in plan.parts), teachers={})
+    stripped = tuple(replace(part, given=None) for part in plan.parts)
+    return tensors, replace(plan, parts=stripped, teachers={}, original=None)
 
 
 def unpack_training_plan(

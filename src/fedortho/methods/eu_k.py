@@ -46,7 +46,7 @@ class EUk(Schedule):
             student.get_submodule(name).requires_grad_(True)
             if fresh is not None:
                 student.get_submodule(name).load_state_dict(fresh.get_submodule(name).state_dict())
-        plan = TrainingPlan((PlanPart(retain),), FitOptions(norms="trainable"))
+        plan = TrainingPlan((PlanPart(retain),), FitOptions(norms="trainable"), original=model)
         return engine.fit(student, plan, self.recipe).requires_grad_(True)
 
 
