@@ -174,13 +174,13 @@ TRAINED = {
     "ct": {},
     "eu-k": {"k": 2},
     "finetune": {},
-    "msg": {"images": 100_000},  # a smaller number is shared by all clients, whoever holds images
+    "msg": {},
     "neggrad": {},
     "not": {},
     "regrow": {},
     "retrain": {},
     "scrub": {},
-    "unsir": {"noise_images": 32, "noise_copies": 2, "noise_steps": 1},
+    "unsir": {"noise_images": 32, "noise_copies": 2, "noise_steps": 1, "retain_images": 10},
 }
 
 
@@ -211,6 +211,12 @@ def test_an_empty_selection_counts_no_batch(
     held = [int(torch.isin(forget, rows).sum()) for rows in shares_of(engine, few_digits).values()]
     assert held.count(0) == 3
     assert int(found.counts) == sum(-(-number // 8) for number in held)
+
+
+def test_clients_without_images_take_no_share_of_a_limit(quick_net: nn.Module, federation: Federation) -> None:
+    query = Query((Selection(limit=60),), Statistic("averages", layers="all", tap="relu"))
+    ((found,),) = federation(all_on_the_first).measure(quick_net, [query])
+    assert found.images == 60
 
 
 def train_exchanges(engine: FederatedEngine) -> list[set[int]]:

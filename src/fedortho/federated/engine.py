@@ -269,7 +269,7 @@ class FederatedEngine(Roster):
                 align=contacts[client] >= self.federation.warmup_contacts,
                 frozen=frozen,
                 base=job.base if has_base else "",
-                num_clients=len(sampled),
+                num_clients=self._sharing(sampled),
             )
             left_out = {f"model.{name}" for name in frozen} if has_base else set()
             arrays = {name: array for name, array in shared.items() if name not in left_out} | wire.arrays_of(given)
@@ -291,10 +291,14 @@ class FederatedEngine(Roster):
         shares, end = {}, 0.0
         for client in sampled:
             own, start = self.clients[client].images, end
-            local = [min(-(-limit // len(sampled)) if limit else own, own) for limit in limits]
+            local = [min(-(-limit // self._sharing(sampled)) if limit else own, own) for limit in limits]
             end = min(start + sum(local) / max(in_one_place, 1), 1.0)
             shares[client] = (start, end)
         return shares
+
+    def _sharing(self, clients: Sequence[int]) -> int:
+        """How many of these clients share the limits of selections: those that hold images."""
+        return max(sum(self.clients[each].images + self.clients[each].valid > 0 for each in clients), 1)
 
     def _resume(self, path: Path | None, identity: str, current: nn.Module, begin: StartRound | None) -> None:
         """Load a checkpoint, or where training is to begin, into the current model, with the rounds before it."""
@@ -337,7 +341,7 @@ class FederatedEngine(Roster):
         """Sums over these clients, of the model that they have or of one that is sent along and not kept."""
         digest = tensors_digest(model.state_dict())
         tensors, stripped, candidates = wire.pack_queries(queries)
-        order = Observe(self.task, digest, stripped, candidates, max(len(clients), 1), self.federation.least_group)
+        order = Observe(self.task, digest, stripped, candidates, self._sharing(clients), self.federation.least_group)
         blank = blank_observations(model, self.task, queries)
         if self.federation.sums == "masked":
             found, cost = masked_observations(self.transport, clients, order, {**tensors, **sent}, blank)

@@ -105,7 +105,7 @@ class TrainLocal(Order):
     align: bool  # penalise the distance from the model that is sent
     frozen: tuple[str, ...]  # tensors that do not change and are not sent back
     base: str  # digest of the client's own model, which has the frozen tensors; "": all tensors are sent
-    num_clients: int  # clients asked in this round; they share the limits of selections
+    num_clients: int  # clients with images that are asked in this round; they share the limits of selections
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class Observe(Order):
     model: str  # digest of the model to measure: the client's own, unless one is sent
     queries: tuple[Query, ...]
     candidates: tuple[int, ...]  # of each query how many candidate patches travel as tensors
-    num_clients: int  # clients asked; they share the limits of selections
+    num_clients: int  # clients with images that are asked; they share the limits of selections
     least_group: int  # sums over fewer images are withheld; a node may have a larger minimum
     exchange: str = ""  # of masked sums: its name; "": open sums
     keys: Mapping[int, str] = field(default_factory=dict)  # of masked sums: the public key of every client in it
