@@ -31,7 +31,7 @@ def test_a_flag_that_the_method_does_not_have_is_refused_by_name() -> None:
 
 COMPUTING = (
     *("train", "import", "evaluate", "federate", "sync", "deploy", "forget"),
-    *("judge", "audit", "compare", "tune", "reproduce", "report"),
+    *("judge", "audit", "qualify", "compare", "tune", "reproduce", "theory", "report"),
 )
 
 
