@@ -24,9 +24,12 @@ def decision() -> str:
     for method, name in (LEVELS | RIVALS).items():
         letter = next((letter for letter, rows in found.items() if rows.get(method)), None)
         if letter:
-            lines.append([name, *cells(found[letter][method]), letter])
+            rows = found[letter][method]
+            layers = rows[0].get("settings", {}).get("k")
+            lines.append([f"{name} of {layers} layers" if layers else name, *cells(rows), letter])
     used = {line[-1] for line in lines}
     notes = [f"({letter}) {NOTES[letter]} {where(rows)}." for letter, rows in found.items() if letter in used]
+    notes += tuned_eu_k(found["a"].get("eu-k", []))
     every = [row for rows in found["a"].values() for row in rows]
     notes += [ALIKE] if any(row["gap-alike"] is not None for row in every) else []
     return f"{grid(HEADER, lines)}\n\n" + "\n".join(textwrap.wrap(" ".join([*notes, UNKNOWN]), 118))
@@ -35,7 +38,7 @@ def decision() -> str:
 NOTES = {
     "a": "`benchmarks/results/erasing.json`: full audits, test images,",
     "b": "`verdicts.json` and `comparison.json`: test images, the probe before the classifier only (≥: the worst depth "
-    "was not measured), hide as it was in 0.1.0,",
+    "was not measured), methods as they were tuned for 0.1.0,",
     "c": "`regrow.json`: validation images of the classes on which erase was chosen, no audit but the probe,",
 }
 ALIKE = (
@@ -46,6 +49,20 @@ UNKNOWN = (
     f"Everywhere: CIFAR-10, {MODEL}, six epochs, two CPU cores; other networks and methods, clients and samples are in "
     "[docs/results.md](docs/results.md). Not measured: larger networks and images, GPUs."
 )
+
+
+def tuned_eu_k(audited: Rows) -> list[str]:
+    """What EU-k keeps and costs as it was tuned, on the classes on which it was audited with other settings."""
+    classes = {row["request"] for row in audited if "k" in row.get("settings", {})}
+    rows = [row for row in read("comparison")["rows"] if row["model"] == MODEL and row["request"] in classes]
+    eu_k, exact = ([row for row in rows if row["label"] == name] for name in ("eu-k", "retrain"))
+    if not (eu_k and exact):
+        return []
+    kept, retrained = (f"{100 * mean(row['accuracies']['retain'] for row in each):.1f}" for each in (eu_k, exact))
+    cost, whole = (mean(row["cost"]["flops"] for row in each) for each in (eu_k, exact))
+    layers = eu_k[0]["settings"]["k"]
+    told = f"of {layers} layers, it keeps {kept} % ({retrained}) at a cost of {_percent(cost / whole)} %"
+    return [f"EU-k was audited untuned, with the layers and passes of `erase`; tuned, {told} and was not audited."]
 
 
 def where(rows: dict[str, Rows]) -> str:

@@ -199,4 +199,11 @@ def test_the_table_that_decides_takes_the_strictest_measurement_and_says_what_it
     told = decision_table.decision()
     assert "| **erase** | 0.0 | 70.0 (70.0) | +2.0 (−0.5) | 50 | none, 1/1; undecided C1 1/1 | a |" in told
     assert "applied to the retrained models" in " ".join(told.split())
+    final[2]["settings"] = {"k": 6, "epochs": 2}
+    write(tmp_path, "erasing", final)
+    tuned = [row("retrain", 0.0, 0.8, 9e12), row("eu-k", 0.0, 0.79, 1e12, settings={"k": 2})]
+    write(tmp_path, "comparison", [*tuned, *(one | {"request": "class:1"} for one in ROWS[:4])])
+    told = decision_table.decision()
+    assert "| EU-k of 6 layers | 0.0 | 70.0 (70.0) | +10.0 | 20 |" in told
+    assert "tuned, of 2 layers, it keeps 79.0 % (80.0) at a cost of 11.1 %" in " ".join(told.split())
     assert "| **hide** | 2.0 |" in told, "what the final protocol has not reached stays as it was measured before"
