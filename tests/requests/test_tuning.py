@@ -159,6 +159,30 @@ def test_a_value_between_the_grid_and_the_limit_of_a_setting_is_an_edge_of_the_s
     assert not found.choices["ratio"].inside, "1 was not tried"
 
 
+def test_between_an_unchanged_model_and_a_ruined_one_a_search_looks_further() -> None:
+    search = GridSearch("ssd", Budget(), 1000, 1000)
+    while (step := search.following()) is not None:
+        alpha, is_unchanged = step[0]["alpha"], step[0]["alpha"] > 9
+        score = 0.04 if is_unchanged else 0.01 + (9 - alpha) / 18
+        search.made.append(Attempt(step[0], step[1], 0.5, 0.9, score, unchanged=is_unchanged))
+    found = search.result()
+    assert found.best is not None
+    assert 7 < found.best.settings["alpha"] < 9, "3 ruins the model and 10 leaves it as it was"
+    assert len(search.made) <= 12 + Budget().trials
+
+
+def test_settings_that_leave_the_model_as_it_was_are_never_inside(context: RunContext) -> None:
+    attempts = {
+        alpha: tune_module._attempt(context, REQUEST, "ssd", {"alpha": alpha, "lam": 0.3}, Budget(), 0.9, 0.0)
+        for alpha in (1.0, 1e9)
+    }
+    assert [attempt.unchanged for attempt in attempts.values()] == [False, True]
+    search = GridSearch("ssd", Budget(), 1000, 1000)
+    for alpha, score in ((3.0, 0.5), (10.0, 0.1), (30.0, 0.2)):
+        search.made.append(Attempt({"alpha": alpha, "lam": 0.3}, 1000, 0.5, 0.9, score, unchanged=alpha == 10.0))
+    assert not search.result().choices["alpha"].inside
+
+
 def test_no_value_is_inside_if_all_of_them_do_the_same(context: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, lambda *_: 0.4)
     found = tune_method(context, REQUEST, "ssd", Budget(images=500))

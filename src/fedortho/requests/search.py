@@ -3,7 +3,8 @@
 First every candidate of the grid is tried on some of the training images. Then the two best are tried at the size that
 a comparison reports (all training images, as many passes), and after them the neighbours of the best one, in the grid
 or a step beyond its edge, until it has been compared with all of them or the budget is spent. If the best then lies at
-an edge of what was tried and could be better, some further trials go beyond that edge.
+an edge of what was tried and could be better, some further trials go beyond that edge. If it leaves the model as it
+was, trials that are left go between it and settings that change the model.
 """
 
 import math
@@ -69,6 +70,7 @@ class Attempt:
     retain: float
     score: float  # mean of |forget − wanted| and max(0, retain before − retain); less is better
     error: str = ""  # why it failed; its numbers are then the worst possible ones
+    unchanged: bool = False  # the model is the one that it started from; old records do not tell it
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Choice:
     value: Scalar
     lowest: Scalar  # of the values that were tried
     highest: Scalar
-    inside: bool  # worse lower and higher values were tried, or are out of the setting's range
+    inside: bool  # it changes the model, and lower and higher values were tried or are out of the setting's range
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,8 @@ class GridSearch:
         left = self._left() if spent < self.budget.trials + self.budget.widening else []
         if spent >= self.budget.trials:
             left = [place for place in left if self._best().score and self._is_beyond(place)]
+        elif not left:
+            left = self._between()
         return (self._settings(left[0]), self.reported) if left else None
 
     def result(self) -> Search:
@@ -135,7 +139,8 @@ class GridSearch:
             tried, value = self._tried(key), best.settings[key]
             ends = [values for values in (tried, tried[::-1]) if values[-1] == value]
             is_open = any(self._is_allowed(best.settings, key, self._after(key, values)) for values in ends)
-            choices[key] = Choice(value, tried[0], tried[-1], len(scores) > 1 and not is_open)
+            is_found = len(scores) > 1 and not best.unchanged
+            choices[key] = Choice(value, tried[0], tried[-1], is_found and not is_open)
         return Search(tuple(self.made), best, not self._left(), choices)
 
     def place(self, settings: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -179,6 +184,20 @@ class GridSearch:
                 value = values[at] if at < len(values) else self._after(key, values)
                 if self._is_allowed(best, key, value):
                     found.append(self.place({**best, key: value}))
+        return found
+
+    def _between(self) -> list[tuple[Any, ...]]:
+        """Between a best that leaves the model as it was and neighbours that change it."""
+        best = self._best()
+        changing = {self.place(each.settings) for each in self.made if each.images == self.reported}
+        changing -= {self.place(each.settings) for each in self.made if each.unchanged}
+        found = []
+        for key in self.grid if best.unchanged else ():
+            for values in (self._tried(key), self._tried(key)[::-1]):
+                after = values[values.index(best.settings[key]) + 1 :]
+                if after and isinstance(after[0], float) and self.place({**best.settings, key: after[0]}) in changing:
+                    middle = _rounded(math.sqrt(after[0] * best.settings[key]))
+                    found += [self.place({**best.settings, key: middle})] if middle not in values else []
         return found
 
     def _after(self, key: str, values: Sequence[Any]) -> Any:

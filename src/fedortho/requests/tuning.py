@@ -28,7 +28,7 @@ from fedortho.requests.run_context import RunContext, method_for_run, open_conte
 from fedortho.requests.search import Attempt, Budget, GridSearch, Search, grid_of, is_tunable
 from fedortho.requests.shadowing import estimate_limit
 from fedortho.runs.run import Run, open_run
-from fedortho.storage.files import check_writable, locked, write_json
+from fedortho.storage.files import check_writable, locked, tensors_digest, write_json
 from fedortho.storage.provenance import Environment, environment
 from fedortho.storage.records import write_record
 from fedortho.storage.settings import as_mapping, field_types
@@ -244,7 +244,8 @@ def _attempt(
     except FedOrthoError as error:
         return Attempt(dict(settings), images, 1.0, 0.0, 1.0, str(error))
     score = (abs(forget - wanted) + max(0.0, before - retain)) / 2
-    return Attempt(dict(settings), images, forget, retain, score)
+    is_unchanged = tensors_digest(model.cpu().state_dict()) == context.run.record.model.digest
+    return Attempt(dict(settings), images, forget, retain, score, unchanged=is_unchanged)
 
 
 class _TuningFile:
