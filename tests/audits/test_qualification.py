@@ -3,18 +3,20 @@ from dataclasses import replace
 import pytest
 
 from fedortho.audits.qualification import ClassTrial, MethodTrial, Qualification, least_share
+from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadRecord
 
 PASSED = ClassTrial(
     "class:1", "test", {"C1": "PASS", "C2": "PASS", "C5": "NOT RUN"}, "a", ("r", "s"), 0.0, 0.8, 0.81, 30.0, 100.0
 )
 FAILED = replace(PASSED, request="class:2", outcomes={"C1": "PASS", "C3": "FAIL"})
+CHOSEN = replace(PASSED, request="class:0", split="valid")
 UNDECIDED = replace(PASSED, request="class:3", outcomes={"C1": "INCONCLUSIVE"})
 
 
 def finished(*trials: ClassTrial) -> Qualification:
     requests = tuple(trial.request for trial in trials)
-    tried = (MethodTrial("regrow", {}, (replace(PASSED, request="class:0"),)),)
+    tried = (MethodTrial("regrow", {}, (CHOSEN,)),)
     return Qualification("o", "d", 0, ("class:0",), requests, tried, MethodTrial("regrow", {}, trials))
 
 
@@ -60,6 +62,30 @@ def test_a_class_counts_once_and_only_if_it_was_drawn_and_confirmed_on_test_imag
     ):
         with pytest.raises(BadRecord, match=r"has a class twice|other classes than those drawn"):
             replace(found, **change)  # type: ignore[arg-type]  # names of fields
+
+
+def test_a_record_without_classes_or_with_a_method_that_it_did_not_choose_is_refused() -> None:
+    found = finished(PASSED, FAILED)
+    empty = MethodTrial("regrow", {})
+    for change, words in (
+        ({"confirming": (), "confirmed": empty}, "no class to choose on or none to confirm on"),
+        ({"choosing": (), "tried": ()}, "no class to choose on or none to confirm on"),
+        ({"tried": ()}, "confirmed by regrow, which is not what it chose"),
+        ({"tried": (MethodTrial("regrow", {"lr": 1.0}, (CHOSEN,)),)}, "not what it chose"),
+        ({"tried": (MethodTrial("regrow", {}, (replace(CHOSEN, split="test"),)),)}, "not on validation images"),
+        ({"tried": (MethodTrial("regrow", {}, (replace(CHOSEN, request="class:9"),)),)}, "other classes than those"),
+    ):
+        with pytest.raises(BadRecord, match=words):
+            replace(found, **change)  # type: ignore[arg-type]  # names of fields
+
+
+def test_it_covers_one_class_on_its_own_model_and_data() -> None:
+    found, one = finished(PASSED), ForgetRequest.parse("class:5")
+    assert found.covers(one, "o", "d", "regrow", {})
+    assert not found.covers(one, "o", "other images", "regrow", {})
+    assert not found.covers(one, "other", "d", "regrow", {})
+    for text in ("class:5,6", "client:5", "samples:5", "class:5 client:5"):
+        assert not found.covers(ForgetRequest.parse(text), "o", "d", "regrow", {}), "no such request was drawn"
 
 
 def test_what_is_not_finished_claims_nothing() -> None:

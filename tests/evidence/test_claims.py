@@ -121,7 +121,6 @@ def test_a_qualification_has_the_classes_that_its_seed_draws(runs: Runs) -> None
         (replace(honest, seed=6), "first", "drawn by its seed"),
         (replace(honest, confirming=(*honest.confirming[:2], others[0])), "first", "confirming"),
         (honest, "second", "has forgotten before"),
-        (replace(honest, confirming=()), "first", "at least 1"),
     ):
         found = claims.Findings()
         assert claims.check_drawn(found, told, runs[run]) is (not lie)

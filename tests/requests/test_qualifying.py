@@ -153,13 +153,19 @@ def forgot(tmp_path: Path) -> Run:
     return served
 
 
+def chosen(tried: MethodTrial) -> MethodTrial:
+    """The method as it was chosen, on validation images of class 3."""
+    (passed,) = tried.classes
+    return replace(tried, classes=(replace(passed, request="class:3", split="valid"),))
+
+
 def qualified(forgot: Run, **changes: object) -> Qualification:
     """A finished qualification of the method and the model of this run."""
     record, original = forgot.record.requests[0], forgot.path.with_name("original")
     passed = ClassTrial("class:2", "test", {"C1": "PASS"}, "m", ("r",), 0.0, 0.9, 0.9, 1.0, 10.0)
     tried = MethodTrial(record.method, record.settings, (passed,))
     found = Qualification(
-        record.model_before or "", forgot.record.data.digest, 0, ("class:3",), ("class:2",), (), tried
+        record.model_before or "", forgot.record.data.digest, 0, ("class:3",), ("class:2",), (chosen(tried),), tried
     )
     found = replace(found, **changes)  # type: ignore[arg-type]  # names of fields
     write_record(original / QUALIFICATION, found)
@@ -178,8 +184,11 @@ def test_a_later_request_reads_qualified_and_never_passes(forgot: Run) -> None:
 
 @pytest.mark.slow
 def test_a_qualification_speaks_for_its_own_model_method_and_settings_only(forgot: Run) -> None:
-    other = MethodTrial("logit-mask", {"strength": 3.0})
-    for changes in ({"original": "0" * 64}, {"confirmed": other}, {"confirmed": None}):
+    own = qualified(forgot).confirmed
+    assert own is not None
+    other = replace(own, settings={"strength": 3.0})
+    differing = {"tried": (chosen(other),), "confirmed": other}
+    for changes in ({"original": "0" * 64}, {"data": "0" * 64}, differing, {"confirmed": None}):
         qualified(forgot, **changes)
         verdict = judge_run(forgot, options=JudgeOptions(device="cpu"))
         assert verdict.qualification is None

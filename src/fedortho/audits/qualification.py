@@ -11,6 +11,7 @@ from statistics import mean
 from typing import Any, ClassVar
 
 from fedortho.audits.result import Outcome
+from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadRecord
 from fedortho.storage.records import Scalar, read_record
 
@@ -63,7 +64,7 @@ class Qualification:
     """qualification.json: which classes were drawn, what was tried on them, and what was confirmed on others.
 
     It is bound to the model, the data, the method and its settings. It says nothing about a second request on the same
-    model: no sequence of requests was drawn.
+    model, nor about one for several classes: neither was drawn.
     """
 
     schema: ClassVar[int] = 1
@@ -81,8 +82,15 @@ class Qualification:
         tried = [trial.request for trial in confirmed]
         if len({*drawn}) < len(drawn) or len({*tried}) < len(tried):
             raise BadRecord(f"a qualification has a class twice: {', '.join(drawn)[:80]}; expected each once")
+        if not self.choosing or not self.confirming:
+            raise BadRecord("a qualification has no class to choose on or none to confirm on; expected one of each")
         if {*tried} - {*self.confirming} or any(trial.split != "test" for trial in confirmed):
             raise BadRecord("a qualification was confirmed on other classes than those drawn, or not on test images")
+        choices = [trial for method in self.tried for trial in method.classes]
+        if any(trial.split != "valid" or trial.request not in self.choosing for trial in choices):
+            raise BadRecord("a qualification chose on other classes than those drawn, or not on validation images")
+        if self.confirmed is not None and not _is_same(self.chosen, self.confirmed):
+            raise BadRecord(f"a qualification was confirmed by {self.confirmed.method}, which is not what it chose")
 
     @property
     def is_finished(self) -> bool:
@@ -138,11 +146,19 @@ class Qualification:
         """Whether every confirming class passed."""
         return self.is_finished and self.passed == len(self.confirming)
 
-    def covers(self, original: str, method: str, settings: Mapping[str, Any]) -> bool:
-        """Whether it speaks for a first request on this model, by this method with these settings."""
-        if self.confirmed is None:
+    def covers(
+        self, request: ForgetRequest, original: str, data: str, method: str, settings: Mapping[str, Any]
+    ) -> bool:
+        """Whether it speaks for a first request for one class on this model and data, by this method so set."""
+        if self.confirmed is None or request.kind != "class" or len(request.classes) > 1:
             return False
-        return (original, method, settings) == (self.original, self.confirmed.method, self.confirmed.settings)
+        asked, told = MethodTrial(method, settings), self.confirmed
+        return (original, data) == (self.original, self.data) and _is_same(asked, told)
+
+
+def _is_same(one: MethodTrial | None, other: MethodTrial) -> bool:
+    """Whether two trials are of the same method with the same settings."""
+    return one is not None and (one.method, dict(one.settings)) == (other.method, dict(other.settings))
 
 
 def least_share(passed: int, drawn: int) -> float:

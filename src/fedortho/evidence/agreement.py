@@ -13,6 +13,7 @@ from fedortho.audits.membership import MEMBERSHIP
 from fedortho.audits.result import ROUNDING
 from fedortho.audits.retention import RETENTION
 from fedortho.audits.verdict import DERIVED, Verdict
+from fedortho.data.request import ForgetRequest
 from fedortho.evaluation.case import REFERENCES
 from fedortho.evidence.contents import BadBundle, Bundle, made_here, readme_text
 from fedortho.requests.judging import edited_parts
@@ -97,8 +98,10 @@ def _check_verdict(bundle: Bundle, verdict: Verdict, file: dict[str, Any]) -> No
     """Refuse a verdict whose sentences do not follow from its audits, or whose outcomes do not follow from numbers."""
     source, entry = bundle.source, bundle.entry
     known = verdict.qualification
-    if known is not None and not known.covers(entry.model_before or "", entry.method, entry.settings):
-        raise BadBundle(f"{source}: verdict.json has a qualification of another model, method or settings")
+    bound_to = (entry.model_before or "", bundle.digests.data, entry.method, entry.settings)
+    if known is not None and not known.covers(ForgetRequest.parse(entry.request), *bound_to):
+        other = "model, data, method or settings, or the request names more than one class"
+        raise BadBundle(f"{source}: verdict.json has a qualification of another {other}")
     for result in verdict.results:
         if result.outcome == "NOT RUN" and (odd := [name for name in NUMBERS if getattr(result, name) is not None]):
             raise BadBundle(f"{source}: verdict.json: {result.name} is NOT RUN, but has a number ({odd[0]})")

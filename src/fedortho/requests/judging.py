@@ -229,8 +229,8 @@ def _verdict_on(
         place = references_directory(run, options) / "shadows"
         settings = shadow_settings(original, options.shadows, options.shadow_images)
         case = replace(case, shadows=shadow_plan(original, served, place, settings, device))
-    qualification = read_qualification(original.path) if request.kind == "class" and not references else None
-    bound_to = (original.record.model.digest, served.method, served.settings)
+    qualification = None if references else read_qualification(original.path)
+    bound_to = (original.record.model.digest, original.record.data.digest, served.method, served.settings)
     seconds = sum(epoch.seconds for reference in references[:1] for epoch in reference.history())
     if not seconds:  # those of the original, scaled to the retain set
         share = len(case.retain_train) / max(len(data.train), 1)
@@ -245,7 +245,7 @@ def _verdict_on(
         retrain_seconds=seconds or None,
         copies=tuple(known_copies(run, request, data)),
         origin={"run": run.path.name, "data": to_json(run.record.data), "settings": dict(run.record.settings)},
-        qualification=qualification if qualification and qualification.covers(*bound_to) else None,
+        qualification=qualification if qualification and qualification.covers(request, *bound_to) else None,
         digests={"before": original.record.model.digest, "after": run.record.model.digest}
         | reference_digests(references),
     )
