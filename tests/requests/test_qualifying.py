@@ -18,7 +18,7 @@ from fedortho.methods import make_method, unlearn
 from fedortho.methods.method import ForgetResult, Method
 from fedortho.requests import qualifying
 from fedortho.requests.forgetting import forget_run
-from fedortho.requests.judging import JudgeOptions, judge_run
+from fedortho.requests.judging import JudgeOptions, audit_run, judge_run
 from fedortho.requests.qualifying import QualifyOptions, draw_classes, qualify_run
 from fedortho.requests.run_context import method_for_run
 from fedortho.runs.run import Run
@@ -193,6 +193,15 @@ def test_a_qualification_speaks_for_its_own_model_method_and_settings_only(forgo
         verdict = judge_run(forgot, options=JudgeOptions(device="cpu"))
         assert verdict.qualification is None
         assert "QUALIFIED" not in verdict.label
+
+
+def test_no_request_is_qualified_by_some_of_the_audits_that_have_a_limit(forgot: Run) -> None:
+    qualified(forgot)
+    for name in ("C2", "C6"):
+        verdict = audit_run(forgot, options=JudgeOptions(only=(name,), device="cpu"))
+        assert verdict.audit(name) is not None
+        assert not verdict.is_qualified, f"{name} alone was run"
+        assert verdict.label.startswith("no reference")
 
 
 def test_a_failed_drawn_class_or_a_number_beyond_its_limit_is_not_qualified(forgot: Run) -> None:

@@ -28,6 +28,7 @@ NEVER_TESTED = (
     "whether a law is satisfied: this is evidence, not a legal finding",
 )
 TRAINED_ANEW = ("regrow", "retrain")  # methods beyond which only retraining erases more
+ABSOLUTE = ("C2", "C6")  # audits with a limit that holds without a reference model
 DERIVED = ("answer", "sentence", "label", "passes", "advice", "not-tested")  # for readers; computed anew here
 
 
@@ -89,11 +90,15 @@ class Verdict:
 
     @property
     def is_qualified(self) -> bool:
-        """No PASS, but every drawn class passed by this method on this model, and every number here keeps its limit."""
+        """No PASS, but every drawn class passed by this method on this model, and every number here keeps its limit.
+
+        Every audit whose limit needs no reference model was run.
+        """
         results = [result for result in self.results if result.value is not None and result.limit is not None]
         kept = all((result.value or 0.0) <= (result.limit or 0.0) + ROUNDING for result in results)
-        is_known = self.qualification is not None and self.qualification.is_qualified and bool(results)
-        return is_known and kept and not self.has_reference and not self.failed
+        is_known = self.qualification is not None and self.qualification.is_qualified
+        is_whole = self.retention is not None and {*ABSOLUTE, self.retention.name} <= {each.name for each in results}
+        return is_known and is_whole and kept and not self.has_reference and not self.failed
 
     @property
     def failed(self) -> list[str]:
