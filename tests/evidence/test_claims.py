@@ -11,10 +11,13 @@ import pytest
 from bundles import Runs, all_passed, better, better_metrics, edited, forge, manifest, wholly_forged
 from forging import campaign
 
+from fedortho.audits import AUDITS
+from fedortho.audits.qualification import ClassTrial, MethodTrial, Qualification
 from fedortho.audits.relearn import RELEARNED
+from fedortho.audits.result import Outcome
 from fedortho.audits.verdict import Verdict
 from fedortho.evidence import claims
-from fedortho.evidence.bundle import BadBundle, open_bundle, read_bundle
+from fedortho.evidence.bundle import BadBundle, make_bundle, open_bundle, read_bundle
 from fedortho.evidence.canonical_zip import pack_files
 from fedortho.evidence.published_head import publish_head
 from fedortho.evidence.recheck import check_bundle
@@ -22,6 +25,7 @@ from fedortho.reports.pictures import Gallery
 from fedortho.requests.qualifying import QualifyOptions, draw_classes
 from fedortho.storage.files import canonical_json
 from fedortho.storage.journal import append_entry, parse_entry
+from fedortho.storage.records import to_json
 
 
 def states(path: Path, **given: Any) -> dict[str, list[str]]:
@@ -111,6 +115,44 @@ def test_a_verdict_of_which_no_line_tells_is_named(judged: Path, tmp_path: Path)
     hidden = canonical_json({"body": entry.body, "number": entry.number}).encode() + b"\n"
     path = changed(judged, tmp_path, {"journal.jsonl": b"".join([*lines, hidden])})
     assert "a line of journal.jsonl that tells of the verdict" in states(path)["absent"]
+
+
+def test_other_verdicts_on_the_same_model_are_named(judged: Path, tmp_path: Path) -> None:
+    assert not any("other verdicts" in text for text in states(judged / "evidence.zip")["not checked"])
+    for name in ("journal.jsonl", "journal.head"):
+        shutil.copy(judged / name, tmp_path / name)
+    after = open_bundle(judged / "evidence.zip").digests.after
+    append_entry(tmp_path, "judged", "second", "class:3", after=after, details={"label": "FAILED C6", "passes": False})
+    make_bundle(judged / "second", "class:3", tmp_path / "x.zip", journal=tmp_path)
+    (claim,) = (text for text in states(tmp_path / "x.zip")["not checked"] if "other verdicts" in text)
+    assert claim == "why journal.jsonl tells of other verdicts on this model: entry 5, 'FAILED C6'"
+
+
+def test_a_drawn_class_with_some_of_its_audits_or_without_a_reference_is_refused(judged: Path, tmp_path: Path) -> None:
+    bundle, names = open_bundle(judged / "evidence.zip"), (*AUDITS, "retention")
+    outcomes: dict[str, Outcome] = dict.fromkeys(names, "PASS")
+    trial = ClassTrial("class:5", "test", outcomes, "a" * 64, ("b" * 64,), 0.0, 0.9, 0.9, 1.0, 10.0)
+    chosen = replace(trial, request="class:6", split="valid")
+    for change, lie in (
+        ({}, ""),
+        ({"outcomes": {"C1": "PASS"}}, "class:5 has no outcome of C2, C3, C4, C5, C6, retention"),
+        ({"references": ()}, "class:5 was compared with no reference model"),
+        ({"references": ("a" * 64,)}, "class:5 was compared with itself"),
+        ({"references": (bundle.digests.before,)}, "class:5 was compared with the model before"),
+    ):
+        odd = replace(trial, **change)  # type: ignore[arg-type]  # names of fields
+        tried, confirmed = (MethodTrial("hide", bundle.entry.settings, (each,)) for each in (chosen, odd))
+        drawn = (("class:6",), ("class:5",), (tried,), confirmed)
+        told = to_json(Qualification(bundle.digests.before, bundle.digests.data, 0, *drawn))
+        forged = edited(
+            judged / "evidence.zip", "verdict.json", lambda value, told=told: value | {"qualification": told}
+        )
+        path = changed(judged, tmp_path, {"verdict.json": forged})
+        if not lie:
+            check_bundle(path)
+            continue
+        with pytest.raises(BadBundle, match=lie):
+            check_bundle(path)
 
 
 def test_a_qualification_has_the_classes_that_its_seed_draws(runs: Runs) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from fedortho.audits import AUDITS, known_audits
 from fedortho.audits.membership import MEMBERSHIP
+from fedortho.audits.qualification import Qualification
 from fedortho.audits.result import ROUNDING
 from fedortho.audits.retention import RETENTION
 from fedortho.audits.verdict import DERIVED, Verdict
@@ -114,7 +115,8 @@ def _check_verdict(bundle: Bundle, verdict: Verdict, file: dict[str, Any]) -> No
         if not is_alone and not verdict.has_reference:
             raise BadBundle(f"{source}: verdict.json: {result.name} is PASS, but no reference model was measured")
     is_ours = bundle.manifest.made_by == made_here()  # other versions have other audits, limits and words
-    for lie in (*_incomplete(verdict), *_measured_otherwise(entry, verdict)) if is_ours else ():
+    tried = () if known is None else _half_tried(known)
+    for lie in (*_incomplete(verdict), *tried, *_measured_otherwise(entry, verdict)) if is_ours else ():
         raise BadBundle(f"{source}: verdict.json: {lie}")
     derived = verdict.to_json()
     for key in DERIVED if is_ours else ("passes",):
@@ -145,6 +147,18 @@ def _incomplete(verdict: Verdict) -> Iterator[str]:
             yield f"{result.name} is PASS, but has no value or no limit"
         if result.outcome == "NO REFERENCE" and verdict.has_reference:
             yield f"{result.name} is NO REFERENCE, but a reference model was measured"
+
+
+def _half_tried(known: Qualification) -> Iterator[str]:
+    """Drawn classes of a qualification that were not audited as `qualify` does: wholly, against reference models."""
+    for trial in known.confirmed.classes if known.confirmed else ():
+        lacking = [name for name in (*AUDITS, RETENTION.name) if name not in trial.outcomes]
+        others = {trial.model: "itself", known.original: "the model before"}
+        same = [words for digest, words in others.items() if digest in trial.references]
+        if lacking:
+            yield f"qualification: {trial.request} has no outcome of {', '.join(lacking)}"
+        elif same or not trial.references:
+            yield f"qualification: {trial.request} was compared with {same[0] if same else 'no reference model'}"
 
 
 def _measured_otherwise(entry: ServedRecord, verdict: Verdict) -> Iterator[str]:

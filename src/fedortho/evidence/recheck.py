@@ -124,6 +124,11 @@ def _follow_chain(found: Findings, bundle: Bundle, head: PublishedHead | None) -
         found.absent("a line of journal.jsonl that tells of the model after")
     elif bundle.verdict is not None and not judged_lines(bundle):
         found.absent("a line of journal.jsonl that tells of the verdict")
+    told = None if bundle.verdict is None else bundle.verdict.label
+    others = {each.number: each.details.get("label") for each in judged_lines(bundle)} if told else {}
+    if others := {number: label for number, label in others.items() if label != told}:
+        listed = ", ".join(f"entry {number}, {label!r:.100}" for number, label in others.items())
+        found.unchecked(f"why journal.jsonl tells of other verdicts on this model: {listed}")
     follows = f"journal.jsonl: its lines from entry {min(hashes, default=0)} on lead to entry {end.number}, {end.hash}"
     gap = f"journal.jsonl: whether its lines belong to a chain to entry {end.number}: some are not here"
     found.either(end.number in hashes, follows, gap)
