@@ -80,6 +80,23 @@ def test_a_dry_run_and_bad_requests_write_nothing(
     assert "cannot be written: Not a directory" in capsys.readouterr().err
 
 
+def test_a_class_in_another_spelling_is_the_same_request(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    first = tmp_path / "first"
+    sizes = ("--valid", "0.8", "--epochs", "1", "--batch-size", "256", "--image-size", "14")
+    assert run(monkeypatch, "train", "--data", "fashion-mini", "--model", "small:QuickNet", *sizes, "--out", first) == 0
+    for name in ("dress", "Dress", " DRESS"):
+        assert run(monkeypatch, "forget", first, f"class:{name}", "--method", "logit-mask", "--audit", "none") == 0
+    assert sorted(path.name for path in tmp_path.glob("first-*")) == ["first-class-Dress"]
+    assert [served.request for served in open_run(tmp_path / "first-class-Dress").record.requests] == ["class:Dress"]
+    capsys.readouterr()
+    out = ("--out", tmp_path / "first-class-Dress")
+    assert run(monkeypatch, "forget", first, "class:3", "--method", "logit-mask", "--audit", "none", *out) == 0
+    assert run(monkeypatch, "forget", first, "class:dres") == 2
+    assert "Dress" in capsys.readouterr().err
+
+
 def test_every_method_forgets_with_hyper_parameters_of_its_own(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

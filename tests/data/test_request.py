@@ -94,6 +94,12 @@ def test_the_canonical_form_names_the_same_classes_if_names_are_numbers_of_other
         assert settled.settled(names) == settled
 
 
+def test_names_are_spelled_as_the_data_spells_them_and_numbers_stay() -> None:
+    names = ["Dress", "ankle boot", "7"]
+    asked = ForgetRequest.parse("'class:dress,Ankle Boot,DRESS,1,7' client:4")
+    assert asked.spelled(names) == ForgetRequest(("Dress", "ankle boot", "1", "7"), (4,))
+
+
 def test_samples_come_from_a_file_or_inline_and_may_name_a_client(toy: Images, tmp_path: Path) -> None:
     (tmp_path / "ids.txt").write_text("5\n7\n1/2\n")
     request = ForgetRequest.parse(f"samples:{tmp_path / 'ids.txt'}")

@@ -113,7 +113,7 @@ def forget_command(
     """Make the model of a run forget and judge the result; writes a new run directory and leaves RUN as it is."""
     _check_until(until)
     run = open_run(run_path).at(data_dir, device, flags.read_recipe(recipe), timeout, sums)
-    parsed = ForgetRequest.parse(shlex.join(request))
+    parsed = ForgetRequest.parse(shlex.join(request)).spelled(run.record.data.class_names)
     out = out_path or run_path.with_name(f"{run_path.name}-{run.hashed(parsed, hash_ids).word}")
     if ticket and not dry_run and (finished := find_ticket(ticket, run, parsed, out)):
         return _print_finished(finished, ticket, as_json)

@@ -113,6 +113,12 @@ class ForgetRequest:
         labels = tuple(names[n] if str(n) in names and names[n] != str(n) else str(n) for n in numbers)
         return ForgetRequest(labels, tuple(sorted(self.clients)), tuple(sorted(self.samples)))
 
+    def spelled(self, names: Sequence[str]) -> "ForgetRequest":
+        """The same request with the names of classes as the data spells them: `class:Dress` for `class:dress`."""
+        labels = zip(self.classes, self.labels(names), strict=True)
+        words = (names[label] if word.strip().casefold() == names[label].casefold() else word for word, label in labels)
+        return replace(self, classes=tuple(dict.fromkeys(words)))
+
     @property
     def has_names(self) -> bool:
         """Whether samples are named otherwise than by row or hash."""

@@ -143,8 +143,11 @@ def holds_result(
     """Whether `out` is a run that has served this request on this run by this method, and `undo` undoes it."""
     if (last := _last_served(out)) is None:
         return False
-    asked = (str(request), method.name, as_mapping(method), run.record.model.digest, ticket)
-    if (last.request, last.method, dict(last.settings), last.model_before, last.ticket) != asked:
+    asked = (method.name, as_mapping(method), run.record.model.digest, ticket)
+    if (last.method, dict(last.settings), last.model_before, last.ticket) != asked:
+        return False
+    names = run.record.data.class_names
+    if ForgetRequest.parse(last.request).settled(names) != request.settled(names):
         return False
     note = {} if undo is None or not undo.is_file() else read_tensors(undo)[1]
     return undo is None or (note.get("before"), note.get("after")) == (last.model_before, last.model_after)

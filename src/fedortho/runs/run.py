@@ -72,8 +72,9 @@ class Run:
         return _excluded(self.record, self.settings)
 
     def request(self, request: ForgetRequest | str, data_dir: str = "", *, hashed: bool = False) -> ForgetRequest:
-        """A request from its text, with its samples by row of the run's data, or by hash: see `hashed`."""
+        """A request from its text, classes spelled as in the run's data, samples by row of it or hashed: `hashed`."""
         parsed = ForgetRequest.parse(request) if isinstance(request, str) else request
+        parsed = parsed.spelled(self.record.data.class_names)
         parsed = parsed.resolved(self.load_data(data_dir)) if parsed.has_names else parsed
         return self.hashed(parsed, hashed)
 
