@@ -203,6 +203,22 @@ def test_requests_in_a_row_go_back_before_the_earliest_and_what_was_edited_is_go
     assert again.settings.without == f"client:{','.join(map(str, sorted((first, second, last))))}"
 
 
+def test_no_later_request_on_a_deleted_run_trains_on_what_it_was_deleted_for(run: Run, tmp_path: Path) -> None:
+    first, last = order_of(run)[1], order_of(run)[-1]
+    never = next(client for client in order_of(run) if read_log(run.path).first_contact([client]) is None)
+    for place, gone in (("met", first), ("never-drawn", never)):
+        old = Path(shutil.copytree(run.path, tmp_path / place / "run"))
+        new = rewind_run(old, f"client:{gone}", tmp_path / place / "new", purge=True).run
+        assert rewind_run(old, f"client:{gone}", tmp_path / place / "new", purge=True).run == new, "repeated"
+        for forget in (plan_rewind, forget_run):
+            with pytest.raises(FedOrthoError, match=rf"deleted for client:{gone} .* give it to {tmp_path / place}/new"):
+                forget(old, f"client:{last}")
+        with pytest.raises(FedOrthoError, match="would use that data again"):
+            forget_run(old, f"client:{last}", "finetune", out=tmp_path / place / "tuned")
+        both = plan_rewind(old, f"client:{gone},{last}").settings.without
+        assert both == plan_rewind(new, f"client:{last}").settings.without, "a request that names both is served"
+
+
 @pytest.mark.slow
 def test_forgetting_exactly_in_python_goes_back_too(run: Run, tmp_path: Path) -> None:
     request = f"client:{order_of(run)[1]}"

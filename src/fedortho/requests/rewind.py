@@ -25,6 +25,7 @@ from fedortho.federated.strategies import is_repeatable
 from fedortho.requests.references import find_original, original_of, purged_images
 from fedortho.requests.transaction import journalled, relative_out, tell_once
 from fedortho.runs.continuing import first_row, stages_of
+from fedortho.runs.deleted import DeletedRecord, check_deleted
 from fedortho.runs.record import RunRecord, TrainingRecord, read_run_record
 from fedortho.runs.rounds import LOG_FILE, RoundLog, kept_rounds, read_log, read_start, round_file
 from fedortho.runs.run import Run, open_run, served_requests, settings_of
@@ -111,6 +112,8 @@ def plan_rewind(run: Run | Path | str, request: ForgetRequest | str, *, data_dir
     asked, names, data = run.request(request), run.record.data.class_names, run.load_data()
     requests = [each.settled(names) for each in (*served_requests(run), asked)]
     without = sum(requests, settings.excluded).settled(names)
+    for each in {run.path, source.path}:
+        check_deleted(each, without, names)
     clients = None if log.own_images else held_rows(data, settings, settings.partition_seed)
     if clients is not None:  # a request that selects nothing new is refused
         asked.split(Selection(exclude=run.excluded).select(data.train, clients), clients, gone=data.gone)
@@ -144,6 +147,8 @@ def _plan_epochs(run: Run, asked: ForgetRequest) -> RewindPlan:
     asked.split(Selection(exclude=run.excluded).select(data.train), gone=data.gone)
     requests = [each.settled(names) for each in (*served_requests(run), asked)]
     without = sum(requests, source.settings.excluded).settled(names)
+    for each in {run.path, *(stage.path for stage in stages)}:
+        check_deleted(each, without, names)
     if lost := purged_images(data, without, None):
         raise FedOrthoError(f"{lost} images were purged for another request; name them in this one, too")
     joined = [stage.record.data.first_new or 0 for stage in stages]
@@ -223,7 +228,7 @@ def rewind_run(
     saved = f"{plan.settings.passes.unit}-saved"
     details = {**told, "method": "rewind", "without": plan.settings.without, saved: plan.begin}
     tell_once(run, "executed", out.name, asked, new.record.model.digest, details)
-    return Rewound(plan, new, tuple(_delete_traces(plan)) if purge else ())
+    return Rewound(plan, new, tuple(_delete_traces(plan, out)) if purge else ())
 
 
 def _train_stages(plan: RewindPlan, out: Path, watch: Callable[[Any], None] | None) -> Run:
@@ -324,11 +329,15 @@ def _remarks(source: Run, *, is_normalised: bool = True) -> tuple[str, ...]:
     return tuple(told)
 
 
-def _delete_traces(plan: RewindPlan) -> list[Path]:
-    """Delete what has met the data, from the run up to the one that has the rounds; returns what was deleted."""
+def _delete_traces(plan: RewindPlan, out: Path) -> list[Path]:
+    """Delete what has met the data, from the run up to the one that has the rounds; returns what was deleted.
+
+    Each of these runs has a record of it first, so that no later request on it uses the data again.
+    """
     deleted: list[Path] = []
     run: Run | None = plan.run
     while run is not None:
+        DeletedRecord(plan.settings.without, relative_out(run, out)).write(run.path)
         places = [run.path / "clients"]
         if not plan.is_untouched:
             places += [run.path / name for name in ("model.safetensors", "patches", "updates", "ledger.safetensors")]

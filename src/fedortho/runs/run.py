@@ -15,6 +15,7 @@ from fedortho.data.request import Clients, ForgetRequest, union_of
 from fedortho.data.sources import load_images
 from fedortho.errors import BadCheckpoint, BadData, BadRecord, BadSetting, FedOrthoError, UnknownName
 from fedortho.models.zoo import build_model
+from fedortho.runs.deleted import check_deleted
 from fedortho.runs.record import RunRecord, ServedRecord, SplitRecord, TrainingRecord, read_run_record
 from fedortho.runs.rows import hash_key, read_rows
 from fedortho.runs.settings import FederateSettings, TrainSettings, held_rows, relocated
@@ -205,8 +206,9 @@ def excluded_besides(run: Run, request: ForgetRequest) -> ForgetRequest | None:
 
 
 def check_unserved(run: Run, request: ForgetRequest) -> None:
-    """Refuse a request that a run has served, or whose data it was trained without."""
+    """Refuse a request that a run has served, whose data it was trained without, or for which it is deleted."""
     names = run.record.data.class_names
+    check_deleted(run.path, request if run.excluded is None else run.excluded + request, names)
     for served in run.record.requests:
         if ForgetRequest.parse(served.request).settled(names) == request.settled(names):
             other = "for another level or method give the run before that request"
