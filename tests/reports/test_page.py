@@ -279,6 +279,14 @@ def test_figures_show_the_reference_of_the_verdict_and_never_the_model_itself(
     assert drawn({"after": same, "reference": "6" * 64}) == "6" * 64
     assert drawn({"after": same}) == "5" * 64
     assert drawn({"after": same, "reference": "7" * 64}) is None, "numbers of one model beside figures of another"
+    with pytest.raises(FedOrthoError, match=r"is not the reference model of .*judge .* --reference .*, or leave"):
+        write_report(fresh.path, reference=retrained, out=tmp_path / "r.html")
+    write_json(fresh.path / "verdict.json", VERDICT | {"digests": {"after": same, "before": "7" * 64}})
+    with pytest.raises(FedOrthoError, match=r"is not the original model of .*judge .* --original .*, or leave"):
+        write_report(fresh.path, original=original_of(fresh), out=tmp_path / "r.html")
+    (fresh.path / "verdict.json").unlink()
+    write_report(fresh.path, reference=retrained, original=original_of(fresh), out=tmp_path / "r.html")
+    assert shown[-1] is retrained, "no verdict tells of another"
 
 
 def test_without_its_parent_a_run_is_reported_alone(forgot: Run, tmp_path: Path) -> None:

@@ -77,6 +77,8 @@ def write_report(
     never = drawn_reference(found, verdict, run.record.model.digest) if reference is None else open_run(reference)
     if never is not None:
         check_reference(run, never, request)
+    for role, named, given in (("original", original, before), ("reference", reference, never)):
+        _check_same(verdict, run, role, None if named is None else given)
     try:
         data = run.load_data(data_dir)
     except BadData as error:
@@ -110,6 +112,17 @@ def drawn_reference(found: Iterable[Run], verdict: Verdict | None, judged: str) 
     told = verdict.digests.get(REFERENCES[0]) if verdict is not None else None
     others = [each for each in found if each.record.model.digest != judged]
     return next((each for each in others if told in (None, each.record.model.digest)), None)
+
+
+def _check_same(verdict: Verdict | None, run: Run, role: str, given: Run | None) -> None:
+    """Refuse a given run of another model than the verdict's: its figures would stand beside numbers of the latter."""
+    key = {"original": "before", "reference": REFERENCES[0]}[role]
+    told = None if verdict is None else verdict.digests.get(key)
+    if given is not None and told not in (None, given.record.model.digest):
+        raise FedOrthoError(
+            f"{given.path} is not the {role} model of {run.path / 'verdict.json'}; judge with it first (fedortho judge "
+            f"{run.path} --{role} {given.path}), or leave --{role} out"
+        )
 
 
 def _journal(run: Run) -> tuple[JournalEntry, ...]:
