@@ -62,9 +62,19 @@ def test_classes_are_drawn_by_the_seed_and_the_model_and_do_not_overlap(run: Run
     assert len({*drawn.choosing, *drawn.confirming}) == 5
 
 
-@pytest.mark.parametrize("wrong", [{"classes": 9}, {"classes": 0}, {"choosing": 0}, {"references": 0}])
-def test_impossible_numbers_are_refused_before_anything_is_written(run: Run, wrong: dict[str, int]) -> None:
-    with pytest.raises(BadSetting):
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"classes": 9}, "10 classes are asked for, 9 to confirm and 1 to choose; expected at most 9"),
+        ({"classes": 0}, "classes is 0; expected at least 1"),
+        ({"choosing": 0}, "choosing is 0; expected at least 1"),
+        ({"references": 0}, "references is 0; expected at least 1"),
+    ],
+)
+def test_impossible_numbers_are_refused_by_name_before_anything_is_written(
+    run: Run, wrong: dict[str, int], told: str
+) -> None:
+    with pytest.raises(BadSetting, match=told):
         qualify_run(run, options(run, **wrong))
     assert not (run.path / QUALIFICATION).exists()
 

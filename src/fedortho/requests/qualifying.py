@@ -55,10 +55,12 @@ def draw_classes(run: Run, options: QualifyOptions) -> Qualification:
     gone = () if run.excluded is None else run.excluded.labels(names)
     labels = [label for label in range(len(names)) if label not in gone]
     wanted = options.classes + options.choosing
-    if options.classes < 1 or options.choosing < 1 or options.references < 1:
-        raise BadSetting("classes, choosing and references must be at least 1")
+    for name in ("classes", "choosing", "references"):
+        if (number := getattr(options, name)) < 1:
+            raise BadSetting(f"{name} is {number}; expected at least 1")
     if wanted > len(labels) - 1:
-        raise BadSetting(f"{wanted} classes are asked for; {run.path} has {len(labels)}, and one must be left to keep")
+        asked = f"{wanted} classes are asked for, {options.classes} to confirm and {options.choosing} to choose"
+        raise BadSetting(f"{asked}; expected at most {len(labels) - 1}: {run.path} has {len(labels)}, and one is kept")
     drawn = random.Random(f"fedortho qualification {run.record.model.digest} {options.seed}").sample(labels, wanted)
     requests = tuple(f"class:{label}" for label in drawn)
     choosing, confirming = requests[: options.choosing], requests[options.choosing :]
