@@ -19,8 +19,8 @@ from fedortho.reports.run_table import list_runs
 from fedortho.requests.judging import JudgeOptions, audit_run, check_judge_options, judge_run
 from fedortho.requests.references import find_original
 from fedortho.runs.run import open_run
-from fedortho.runs.settings import TrainSettings
-from fedortho.runs.training import train_run
+from fedortho.runs.settings import ImportSettings, TrainSettings
+from fedortho.runs.training import import_run, train_run
 from fedortho.storage.files import read_json, write_json
 from fedortho.storage.journal import check_journal
 from fedortho.storage.records import to_json
@@ -95,6 +95,19 @@ def test_several_references_are_averaged_and_counted(runs: Path) -> None:
     assert "one reference model" in one["audits"][0]["finding"]
     with pytest.raises(BadSetting, match="4 reference models are given; expected at most 3"):
         told("judge", runs / "forgot", *both, *both)
+
+
+def test_an_imported_reference_is_called_so_and_its_past_is_its_makers_word(runs: Path, tmp_path: Path) -> None:
+    weights = runs / "references" / "seed0" / "model.safetensors"
+    settings = ImportSettings(data="digits", model="small:QuickNet", scale="data", without="class:3")
+    imported = import_run(tmp_path / "imported", weights, settings)
+    named = JudgeOptions(reference=imported.path, only=("C1",))
+    told_of = audit_run(open_run(runs / "forgot"), options=named, original=str(runs / "original"))
+    assert "in one imported model in" in told_of.sentence
+    assert "(one imported model: " in told_of.sentence or "no longer predicted" in told_of.sentence
+    assert any("its maker's word" in each for each in told_of.not_tested)
+    trained = replace(named, reference=runs / "references" / "seed0")
+    assert "in one retrained model in" in audit_run(runs / "forgot", options=trained).sentence
 
 
 def test_python_judges_and_audits_without_the_command_line(runs: Path) -> None:

@@ -27,6 +27,8 @@ NEVER_TESTED = (
     "copies of the data or of the model outside this run",
     "whether a law is satisfied: this is evidence, not a legal finding",
 )
+IMPORTS = "imported-references"  # key of `origin`: runs of the reference models that were trained elsewhere
+IMPORTED = "whether an imported reference model was trained without the forget set: that is its maker's word"
 TRAINED_ANEW = ("regrow", "retrain")  # methods beyond which only retraining erases more
 ABSOLUTE = ("C2", "C6")  # audits with a limit that holds without a reference model
 DERIVED = ("answer", "sentence", "label", "passes", "advice", "not-tested")  # for readers; computed anew here
@@ -160,7 +162,8 @@ class Verdict:
     def not_tested(self) -> list[str]:
         """Audits that were not run, each with its reason, and what no audit tests."""
         skipped = [audit for audit in self.audits if audit.outcome == "NOT RUN"]
-        return [*(f"{audit.name}, {audit.title}: {audit.finding}" for audit in skipped), *NEVER_TESTED]
+        told = [f"{audit.name}, {audit.title}: {audit.finding}" for audit in skipped]
+        return [*told, *([IMPORTED] if self.origin.get(IMPORTS) else []), *NEVER_TESTED]
 
     def metric(self, name: str) -> Metric | None:
         """The metric of that name; None if it was not measured."""
@@ -235,7 +238,8 @@ def _accuracy_sentence(verdict: Verdict) -> str:
     metric, named = verdict.metric("forget-accuracy"), verdict.subject[:1].upper() + verdict.subject[1:]
     if metric is None or metric.value is None:
         return f"{named}: its accuracy could not be measured."
-    reference = "" if metric.reference is None else f" (one retrained model: {metric.reference:.1%})"
+    kind = "imported" if verdict.origin.get(IMPORTS) else "retrained"
+    reference = "" if metric.reference is None else f" (one {kind} model: {metric.reference:.1%})"
     is_one = metric.images == 1  # a claim on one image is called that
     if not _is_class(verdict):
         images = "one image is" if is_one else "the images are"
@@ -298,6 +302,7 @@ def _references(verdict: Verdict) -> int:
 
 def _retrained(verdict: Verdict) -> str:
     named = ("one retrained model", "two retrained models", "three retrained models")[_references(verdict) - 1]
+    named = named.replace("retrained", "imported") if verdict.origin.get(IMPORTS) else named
     return f"{named} treated alike" if COUNTERFACTUALS[0] in verdict.digests else named
 
 

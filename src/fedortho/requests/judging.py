@@ -9,7 +9,7 @@ from typing import Any
 from fedortho.audits import check_audits
 from fedortho.audits.judge import judge_case
 from fedortho.audits.qualification import read_qualification
-from fedortho.audits.verdict import FILE, Verdict, read_verdict, write_verdict
+from fedortho.audits.verdict import FILE, IMPORTS, Verdict, read_verdict, write_verdict
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.devices import choose_device, using_threads
@@ -231,6 +231,9 @@ def _verdict_on(
         case = replace(case, shadows=shadow_plan(original, served, place, settings, device))
     qualification = None if references else read_qualification(original.path)
     bound_to = (original.record.model.digest, original.record.data.digest, served.method, served.settings)
+    origin = {"run": run.path.name, "data": to_json(run.record.data), "settings": dict(run.record.settings)}
+    if imported := [each.path.name for each in references if each.record.imported_from]:
+        origin[IMPORTS] = imported
     seconds = sum(epoch.seconds for reference in references[:1] for epoch in reference.history())
     if not seconds:  # those of the original, scaled to the retain set
         share = len(case.retain_train) / max(len(data.train), 1)
@@ -244,7 +247,7 @@ def _verdict_on(
         **{name: getattr(served, name) for name in ("method", "effect", "cost", "settings")},
         retrain_seconds=seconds or None,
         copies=tuple(known_copies(run, request, data)),
-        origin={"run": run.path.name, "data": to_json(run.record.data), "settings": dict(run.record.settings)},
+        origin=origin,
         qualification=qualification if qualification and qualification.covers(request, *bound_to) else None,
         digests={"before": original.record.model.digest, "after": run.record.model.digest}
         | reference_digests(references),
