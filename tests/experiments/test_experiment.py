@@ -171,6 +171,16 @@ def test_layers_that_were_made_orthogonal_are_pruned_and_deep_layers_beside_them
     assert {printed_beside(experiment, TableRow(row | shared, {}))["forget"] for row in rows} == {67.0}
 
 
+def test_an_edit_that_two_rows_name_differently_is_counted_once_in_a_claim() -> None:
+    experiment = load_experiment("layer_ortho")
+    zero = Accuracies(0.0, 0.0, 0.0)
+    rows = [replace(row, accuracies=zero) for row in rows_of(experiment)]
+    number = {claim.relation: len(claim.here) for claim in check_claims(experiment, rows)}
+    ratios = 2
+    assert number["paper[ortho=deep] forget < paper[ortho=none] forget"] == ratios, "both prune the deep layers"
+    assert number["paper[ortho=deep] forget < paper[ortho=mid] forget"] == 2 * ratios, "mid prunes its own, or the deep"
+
+
 @pytest.mark.parametrize("name", ["unlearning_iid_non_iid", "resnet18_unlearning_iid_non_iid"])
 def test_fine_tuning_is_by_the_papers_recipe(name: str) -> None:
     experiment = load_experiment(name, "paper")

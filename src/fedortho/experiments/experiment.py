@@ -29,7 +29,7 @@ from fedortho.methods import make_method
 from fedortho.methods.hyperparameters import read_settings
 from fedortho.models.zoo import MODELS
 from fedortho.runs.settings import FederateSettings, TrainSettings
-from fedortho.storage.files import read_json
+from fedortho.storage.files import canonical_json, read_json
 from fedortho.storage.provenance import Environment
 from fedortho.storage.records import Scalar
 from fedortho.storage.settings import make_settings, read_toml
@@ -325,7 +325,8 @@ def check_claims(experiment: Experiment, rows: Sequence[SeedRow]) -> tuple[Claim
     """Each claim of the paper, checked on our rows and on the printed ones."""
     ours, findings = over_seeds(rows), []
     for claim in experiment.relations:
-        here = [(pair, values) for pair in claim.pairs(ours) if (values := differences(claim, pair))]
+        edits = {edited(pair): pair for pair in claim.pairs(ours)}.values()  # each once
+        here = [(pair, values) for pair in edits if (values := differences(claim, pair))]
         printed = [values for pair in claim.pairs(experiment.printed) if (values := differences(claim, pair))]
         pairs = [
             PairFinding((a.key, b.key), tuple(v), judge_differences(v, noise_of_images(claim, (a, b))))
@@ -333,6 +334,15 @@ def check_claims(experiment: Experiment, rows: Sequence[SeedRow]) -> tuple[Claim
         ]
         findings.append(ClaimFinding(claim.text, tuple(pairs), tuple(map(judge_differences, printed))))
     return tuple(findings)
+
+
+def edited(pair: tuple[TableRow, TableRow]) -> str:
+    """What tells pairs of rows apart: their keys, with the layers that `ortho` stands for."""
+    keys = [dict(row.key) for row in pair]
+    for key in keys:
+        if key.get("layers") == "ortho":  # without orthogonal layers the deep ones are edited
+            key["layers"] = "deep" if key["ortho"] == "none" else key["ortho"]
+    return canonical_json(keys)
 
 
 def printed_beside(experiment: Experiment, row: TableRow) -> Mapping[str, float]:
