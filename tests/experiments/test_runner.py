@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 from small import SETTINGS
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from fedortho.cli.app import app
@@ -342,6 +344,15 @@ def test_missing_data_is_refused_before_anything_is_trained(tmp_path: Path) -> N
     assert not (tmp_path / "out").exists()
     with pytest.raises(FedOrthoError, match="--data-dir must hold cifar10/train"):
         invoke("reproduce", "strength", "--scale", "small", "--data-dir", str(tmp_path), "--out", str(tmp_path / "out"))
+
+
+def test_a_warning_advises_no_flag_that_the_command_lacks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    guessing = replace(NETWORK, epochs=1, lr=1e-9)
+    reproduce(experiment(networks=(guessing,), variants=RATIOS[1:]), tmp_path)
+    assert "at least as strongly to the retain set" in caplog.text
+    assert "no better than guessing" in caplog.text
+    flags = {word for parameter in get_command(app).commands["reproduce"].params for word in parameter.opts}  # type: ignore[attr-defined]  # a group
+    assert set(re.findall(r"--[a-z-]+", caplog.text)) <= flags
 
 
 def test_a_warning_is_heard_again_once_the_table_is_done(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

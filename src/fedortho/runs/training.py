@@ -97,7 +97,9 @@ def train_run(
             _write_rows(path, settings, whole, data.gone)
             write_record(path / "run.json", record)
         elif (began := record.environment.threads) != (now := torch.get_num_threads()):
-            logger.warning("training began with %s threads, now %d: weights may differ; see --threads", began, now)
+            logger.warning(
+                "training began with %s threads, now %d: weights may differ; the setting threads fixes it", began, now
+            )
         checkpoint = path / "checkpoint.safetensors"
         train = trainer or partial(_train_centrally, path, settings, device, watch)
         trained, history = train(model, data, checkpoint)
@@ -211,7 +213,7 @@ def _finish(
     if found and max(found.values()) < GUESSING / data.train.classes:
         shares = ", ".join(f"{name} {share:.1%}" for name, share in found.items())
         imported = "check the preprocessing, --model and the order of the classes"
-        advice = imported if record.imported_from else "train longer, or with a lower --lr"
+        advice = imported if record.imported_from else "train longer, or with a lower learning rate"
         logger.warning("the model is no better than guessing (%s); %s", shares, advice)
     known = {each.name: getattr(record, each.name) for each in fields(record) if each.name != "status"}
     write_record(path / "run.json", records.RunRecord(**known, model=about, result=result))

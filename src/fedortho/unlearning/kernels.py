@@ -140,7 +140,7 @@ def _check(task: Task, method: KernelSettings, calibration: CalibrationSettings 
 def _warn(task: Task, method: KernelSettings, opposed: int) -> None:
     """Say where the edit is weaker than it looks."""
     if opposed:
-        what = "of the edited kernels respond at least as strongly to the retain set; --min-difference 0 spares them"
+        what = "of the edited kernels respond at least as strongly to the retain set; min-difference 0 spares them"
         logger.warning("%d %s", opposed, what)
     normed = _normed_layers(task)
     if method.edit == "conv" and normed and method.alpha < 1:
