@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from fedortho.cli.app import app
 from fedortho.data.request import ForgetRequest
-from fedortho.errors import FedOrthoError
+from fedortho.errors import BadRecord, FedOrthoError
 from fedortho.evaluation.accuracies import accuracies_of
 from fedortho.evaluation.case import Case
 from fedortho.evaluation.metric_suite import MetricSuite
@@ -129,6 +129,40 @@ def test_the_same_seed_gives_the_same_bytes_elsewhere_and_nothing_is_done_twice(
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "one").rglob("*.safetensors")} == outcomes
     other = reproduce(replace(both, seeds=(1,), variants=RATIOS[:1]), tmp_path / "one")
     assert other.rows[0].accuracies != rows[0].accuracies
+
+
+def edit(path: Path, *keys: str | int, value: float) -> None:
+    """Change one number of a JSON file."""
+    whole = place = read_json(path)
+    for key in keys[:-1]:
+        place = place[key]
+    assert place[keys[-1]] != value
+    place[keys[-1]] = value
+    path.write_text(json.dumps(whole))
+
+
+@pytest.mark.parametrize("is_sequence", [False, True])
+def test_a_cell_that_was_edited_is_refused(is_sequence: bool, tmp_path: Path) -> None:
+    table = experiment(is_sequence=is_sequence, variants=RATIOS[1:])
+    rows = reproduce(table, tmp_path).rows
+    assert reproduce(table, tmp_path).rows == rows
+    measures = next(
+        tmp_path.glob("outcomes/**/*-step1-measures.json" if is_sequence else "outcomes/**/paper-measures.json")
+    )
+    before = measures.read_bytes()
+    edit(measures, "membership", "member-rate", value=0.75)
+    with pytest.raises(BadRecord, match=r"measures.json or .* has other numbers than were measured; remove both"):
+        reproduce(table, tmp_path)
+    measures.write_bytes(before)
+    run = measures.with_name(measures.name.removesuffix("-measures.json")) / "run.json"
+    edit(run, "requests", -1, "after", "forget", value=0.25)
+    if is_sequence:
+        with pytest.raises(BadRecord, match="has other numbers"):
+            reproduce(table, tmp_path)
+    else:
+        assert timeless(reproduce(table, tmp_path)).rows == tuple(replace(row, seconds=None) for row in rows), (
+            "the method runs again"
+        )
 
 
 def test_networks_and_references_that_were_trained_elsewhere_are_copied(
