@@ -17,7 +17,7 @@ from fedortho.errors import FedOrthoError
 from fedortho.models.predictions import Evaluation, evaluate
 from fedortho.models.zoo import build_model
 from fedortho.reports.figures import attention, results
-from fedortho.reports.figures.style import axis_names, finding_of, legible, png
+from fedortho.reports.figures.style import axis_names, entitle, finding_of, legible, new_figure, png
 from fedortho.reports.pictures import as_pictures
 from fedortho.training.loop import Epoch
 
@@ -220,6 +220,14 @@ def test_a_sign_without_a_font_is_written_by_its_number_and_one_with_a_font_is_d
     assert (text, fonts) == ("a<U+10FFFD>b", [])
     _, found = legible("𝔄")  # mathematical: DejaVu Sans lacks it, fonts that come with matplotlib have it
     assert found
+
+
+def test_a_name_with_a_hyphen_is_not_broken_in_a_title() -> None:
+    figure, _ = new_figure(2.0, 1.0)
+    title = "Cheaper: logit-mask, class-pruning, bad-teacher, eu-k, cf-k, regrow-all"
+    entitle(figure, title)
+    assert "\n" in figure.get_suptitle()
+    assert finding_of(figure) == title
 
 
 def test_names_on_an_axis_can_be_told_apart() -> None:

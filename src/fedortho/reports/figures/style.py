@@ -77,8 +77,9 @@ def caption_of(figure: "Figure") -> str:
 
 
 def _wrapped(figure: "Figure", title: str, density: float = 1.0) -> str:
-    """Lines as wide as the figure; smaller letters have a higher density."""
-    return "\n".join(textwrap.wrap(title, int(figure.get_figwidth() * LETTERS_PER_INCH * density)))
+    """Lines as wide as the figure, names with hyphens in one piece; smaller letters have a higher density."""
+    width = int(figure.get_figwidth() * LETTERS_PER_INCH * density)
+    return "\n".join(textwrap.wrap(title, width, break_on_hyphens=False))
 
 
 def finding_of(figure: "Figure") -> str:
