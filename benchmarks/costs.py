@@ -5,7 +5,7 @@
 fashion-mini, ten clients, Dirichlet 0.3, vgg-mini, eight rounds; methods that train have one round. Hyper-parameters
 are those tuned for one machine (methods/tuned), published ones where there are none. The federation and
 the edited models are in runs/costs (minutes, once). Results go to benchmarks/results/costs.json, from which
-`benchmarks/figures.py --only cost` draws and `scripts/tables.py` writes tables and sentences.
+`scripts/tables.py` draws and writes tables and sentences.
 """
 
 import argparse

@@ -27,6 +27,7 @@ from paper_figures.costs import (
 FLOPS = ("flops", "kept-flops")
 CONTROLS = ("retrain", "retrain-plain", "logit-mask")  # never marked as best
 SEEN, NAMES = "class:1", {"class:0": "airplane", "class:1": "automobile", "class:9": "truck"}
+DRESS = {"class:3": "Dress"}  # fashion-mini
 Rows = list[dict[str, Any]]
 
 
@@ -303,8 +304,27 @@ def ends_of(found: dict[str, Rows]) -> dict[str, tuple[float, ...]]:
 
 def cost_figures() -> dict[str, Drawing]:
     """The figures of costs."""
-    found = {"cost": mean_costs(federated_rows()), "cost-central": mean_costs(class_rows())}
-    return {
-        name: ({method: {**to_json(cost), "seconds": 0} for method, cost in costs.items()}, partial(cost_figure, costs))
-        for name, costs in found.items()
+    shown = {
+        "cost": ("vgg-mini on fashion-mini, ten clients, Dirichlet 0.3", federated_rows(), DRESS),
+        "cost-central": ("vgg-mini on cifar10, one machine", class_rows(), NAMES),
     }
+    drawn: dict[str, Drawing] = {}
+    for figure, (place, methods, names) in shown.items():
+        costs, first = mean_costs(methods), next(iter(methods.values()))
+        cells = cell_words([(row.get("seed", 0), row["request"]) for row in first], names)
+        about = f"{place}, {cells}; the mean of a request; retrain: the whole training, others that train: one pass"
+        numbers = {method: {**to_json(cost), "seconds": 0} for method, cost in costs.items()}
+        drawn[figure] = ({"about": about, **numbers}, partial(cost_figure, costs, about))
+    return drawn
+
+
+def cell_words(cells: list[tuple[int, str]], names: dict[str, str]) -> str:
+    """Seeds and forgotten classes of rows, in words.
+
+    >>> cell_words([(0, "class:1"), (0, "class:9"), (1, "class:1")], NAMES)
+    'seeds 0, 1; forgotten: class 1 (automobile), class 9 (truck)'
+    """
+    seeds, requests = (sorted(set(each)) for each in zip(*cells, strict=True))
+    named = {request: f" ({names[request]})" if request in names else "" for request in requests}
+    classes = [request.replace(":", " ") + name for request, name in named.items()]
+    return f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}; forgotten: {', '.join(classes)}"

@@ -5,9 +5,10 @@ from functools import partial
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
+from comparison_tables import NAMES, cell_words
 from result_text import RESULTS, Drawing, depth, grid, origin, read
 
-from fedortho.reports.figures.style import MARKERS, SERIES, entitle, name_axes, new_figure
+from fedortho.reports.figures.style import MARKERS, SERIES, caption, entitle, name_axes, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -200,8 +201,11 @@ def erasing_figures() -> dict[str, Drawing]:
     """The frontier of the final protocol, once it has been run."""
     if not (RESULTS / "erasing.json").exists():
         return {}
-    points = frontier(read("erasing")["rows"])
-    return {"erasing": (points, partial(frontier_drawn, points))}
+    rows = read("erasing")["rows"]
+    points, models = frontier(rows), " and ".join(dict.fromkeys(row["model"] for row in rows))
+    cells = cell_words([(row["seed"], row["request"]) for row in rows], NAMES)
+    about = f"{models} on cifar10, {cells}; test images; a point for each class that was run; larger: costs more"
+    return {"erasing": ({"about": about, **points}, partial(frontier_drawn, points, about))}
 
 
 def frontier(rows: Cells) -> dict[str, list[tuple[float, float, float]]]:
@@ -220,7 +224,7 @@ def frontier(rows: Cells) -> dict[str, list[tuple[float, float, float]]]:
     return points
 
 
-def frontier_drawn(points: dict[str, list[tuple[float, float, float]]]) -> "Figure":
+def frontier_drawn(points: dict[str, list[tuple[float, float, float]]], about: str) -> "Figure":
     """Retain accuracy against the gap of the probe, both against retraining; the area of a point is its cost."""
     figure, ((ax,),) = new_figure(6.6, 4.2)
     for (name, own), colour, marker in zip(points.items(), SERIES, MARKERS, strict=False):
@@ -235,4 +239,5 @@ def frontier_drawn(points: dict[str, list[tuple[float, float, float]]]) -> "Figu
     means = {name: [mean(values) for values in zip(*own, strict=True)] for name, own in points.items()}
     told = "; ".join(f"{name} {gap:+.1f} and {lost:+.1f}" for name, (gap, lost, _) in means.items())
     entitle(figure, f"Probe gap and retain accuracy against retraining, in points, on average: {told}")
+    caption(figure, about)
     return figure

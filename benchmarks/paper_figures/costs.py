@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fedortho.engines.cost import Cost
-from fedortho.reports.figures.style import GREEN, SKY, entitle, grid_lines, new_figure
+from fedortho.reports.figures.style import GREEN, SKY, caption, entitle, grid_lines, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,8 +41,11 @@ def cheaper(values: Mapping[str, float], ours: str = "hide") -> list[str]:
     return sorted((name for name in values if values[name] < limit), key=lambda name: values[name])
 
 
-def cost_figure(costs: Mapping[str, Cost], ours: str = "hide", standard: str = "retrain") -> "Figure":
-    """Communication and computation of each method on log axes (paper, Fig. 5)."""
+def cost_figure(costs: Mapping[str, Cost], about: str, ours: str = "hide", standard: str = "retrain") -> "Figure":
+    """Communication and computation of each method on log axes (paper, Fig. 5).
+
+    `about` says what was measured: network, data, seeds and classes.
+    """
     panels = quantities(costs)
     figure, (axes,) = new_figure(2.9 * len(panels) + 1.3, 0.26 * len(costs) + 1.7, 1, len(panels), share_y=True)
     for ax, (label, values) in zip(axes, panels.items(), strict=True):
@@ -50,6 +53,7 @@ def cost_figure(costs: Mapping[str, Cost], ours: str = "hide", standard: str = "
         ax.set_xlabel(label, fontsize=9)
     axes[0].invert_yaxis()
     entitle(figure, cost_finding(panels, ours, standard))
+    caption(figure, about)
     return figure
 
 

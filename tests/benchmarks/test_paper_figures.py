@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fedortho.data.images import Images
 from fedortho.engines.cost import Cost
 from fedortho.errors import BadData, UnknownName
-from fedortho.reports.figures.style import finding_of
+from fedortho.reports.figures.style import caption_of, finding_of
 
 LAYERS = ("features.0", "features.3", "features.6")
 
@@ -109,12 +109,13 @@ def test_costs_are_compared_with_retraining_by_both_conventions_and_what_is_chea
         "ssd": Cost(1.0, 0, 0, 2e11, 1, 9000, 1000, 1.9e11),
         "logit-mask": Cost(1.0, 0, 0, 0.0, 0, 0, 0),
     }
-    figure = costs.cost_figure(rows)
+    figure = costs.cost_figure(rows, "a network")
     assert finding_of(figure) == (
         "Hide needs 1,000 times fewer bytes, all clients; 50 times fewer FLOPs, everything counted; 100 times fewer "
         "FLOPs, kept by everybody than retrain. Cheaper than hide by bytes, all clients: logit-mask; FLOPs, everything "
         "counted: logit-mask; FLOPs, kept by everybody: logit-mask, ssd"
     )
+    assert caption_of(figure) == "a network"
     assert [text.get_text() for text in figure.axes[0].texts] == ["1 M", "1 k", "10 k", "none"]
     alone = {name: replace(cost, bytes_up=0, bytes_down=0) for name, cost in rows.items()}
-    assert len(costs.cost_figure(alone).axes) == 2, "where nothing travels there is nothing to draw"
+    assert len(costs.cost_figure(alone, "a network").axes) == 2, "where nothing travels there is nothing to draw"

@@ -11,6 +11,8 @@ import erasing_tables
 import pytest
 import result_text
 
+from fedortho.reports.figures.style import caption_of
+
 ORIGIN = {
     "command": "python x.py",
     "environment": {"processor": "none", "cores": 1, "versions": {"torch": "2", "fedortho": "0"}},
@@ -132,6 +134,9 @@ def test_what_is_cheaper_than_ours_is_said_and_figures_name_the_numbers_that_the
     rows[1]["cost"]["bytes-up"] = 8_000_000
     write(tmp_path, "costs", rows)
     assert result_text.stale_figures(tables.cost_figures(), write=False) == ["cost.png"]
+    told = [caption_of(draw()) for _, draw in tables.cost_figures().values()]
+    assert told[0].startswith("vgg-mini on fashion-mini, ten clients, Dirichlet 0.3, seed 0; forgotten: class 0")
+    assert told[1].startswith("vgg-mini on cifar10, one machine, seed 0; forgotten: class 0 (airplane), class 1 (auto")
 
 
 def test_the_frontier_of_erasing_is_read_against_the_retrained_model_of_the_same_cell(
@@ -151,6 +156,8 @@ def test_the_frontier_of_erasing_is_read_against_the_retrained_model_of_the_same
     ((gap, lost, share),) = erasing_tables.frontier(rows)["regrow"]  # that of seed 1 has no retrained model yet
     assert (round(gap, 6), round(lost, 6), share) == (5.0, -1.0, 0.33)
     figures = erasing_tables.erasing_figures()
+    told = caption_of(figures["erasing"][1]())
+    assert told.startswith("vgg-mini on cifar10, seeds 0, 1; forgotten: class 0 (airplane); test images")
     assert result_text.stale_figures(figures, write=True) == ["erasing.png"]
     assert result_text.stale_figures(figures, write=False) == []
 
