@@ -12,7 +12,7 @@ from torch.nn import functional
 from fedortho.data.images import Images, evaluation_batches, made_images
 from fedortho.errors import BadSetting, FedOrthoError
 from fedortho.experiments.theory import LayerTheory, measure_theory, theory_figure, theory_sentences
-from fedortho.reports.figures.style import caption_of, finding_of
+from fedortho.reports.figures.style import caption_of, finding_of, png
 from fedortho.runs.settings import TrainSettings
 from fedortho.runs.training import train_run
 
@@ -90,6 +90,21 @@ def test_the_command_compares_two_runs_and_draws(tmp_path: Path) -> None:
     assert list(found) == ["run", "run, beside"]
     with pytest.raises(FedOrthoError, match="at least 1"):
         told("theory", runs[0], "--images", "0")
+
+
+def test_a_figure_of_runs_with_long_names_is_not_cut_off() -> None:
+    layers = [LayerTheory("features.24", 8, 0.5, 0.2, 0.1, 4.0, 2.0, 0.5, {"1": -1e-9, "4": 1.0})]
+    assert layers[0].cells[-1] == "0.0: 1, 1.0: 4"
+    names = [f"cifar10-vgg-mini-lazy-0.1-seed0-without-class-{one}-seed0" for one in (1, 2)]
+    figure = theory_figure(dict.fromkeys(names, layers), "two networks")
+    png(figure)  # lays it out
+    width = figure.bbox.width
+    for ax in figure.axes:
+        legend, place = ax.get_legend(), ax.get_window_extent()
+        assert legend is not None
+        assert place.width > 0.35 * width, "its legend leaves it room"
+        assert legend.get_window_extent().x1 <= width
+        assert legend.get_window_extent().x0 >= place.x0
 
 
 def test_a_figure_says_what_holds() -> None:

@@ -64,7 +64,7 @@ class LayerTheory:
         """The line of a table, in the order of HEADER."""
         kernels = (self.epsilon, self.largest_product, self.largest_norm_error)
         numbers = (*kernels, self.eta, self.bound, self.largest_covariance, self.mean_covariance)
-        maxima = ", ".join(f"{value:.1f}: {number}" for number, value in self.growth)
+        maxima = ", ".join(f"{value:z.1f}: {number}" for number, value in self.growth)
         return (self.layer, *(f"{value:.3g}" for value in numbers), maxima)
 
 
@@ -171,23 +171,26 @@ def numbers_of_patches(positions: int) -> list[int]:
 def theory_figure(networks: Mapping[str, Sequence[LayerTheory]], about: str) -> "Figure":
     """Covariances against their bound, and maxima against the printed bound, one colour for each network.
 
-    `about` says what was measured: network, data, seed and images.
+    `about` says what was measured: network, data, seed and images. The right legend names the networks, in one column,
+    because names of runs are long.
     """
     figure, ((left, right),) = new_figure(9.6, 3.8, columns=2)
     for (name, layers), colour, marker in zip(networks.items(), SERIES, MARKERS, strict=False):
         across = range(1, len(layers) + 1)
         how: dict[str, Any] = {"color": colour, "marker": marker, "linewidth": 1.2, "markersize": 4}
-        left.plot(across, [layer.bound for layer in layers], linestyle="--", label=f"{name}: bound", **how)
-        left.plot(across, [layer.largest_covariance for layer in layers], label=f"{name}: largest", **how)
-        left.plot(across, [layer.mean_covariance for layer in layers], linestyle=":", label=f"{name}: mean", **how)
+        left.plot(across, [layer.bound for layer in layers], linestyle="--", **how)
+        left.plot(across, [layer.largest_covariance for layer in layers], **how)
+        left.plot(across, [layer.mean_covariance for layer in layers], linestyle=":", **how)
         widest = max(layers, key=lambda layer: layer.growth[-1])
         right.plot(*zip(*widest.growth, strict=True), label=f"{name}, {widest.layer}", **how)
+    for word, dashes in {"bound": "--", "largest": "-", "mean": ":"}.items():
+        left.plot([], [], color="#444444", linestyle=dashes, label=word)
     counts = numbers_of_patches(max(layer.growth[-1][0] for layers in networks.values() for layer in layers))
     printed, grown = [math.sqrt(math.log(m) / m) for m in counts], [math.sqrt(2 * math.log(m)) for m in counts]
     right.plot(counts, printed, color="#999999", linestyle="--", label="printed bound √(log m / m)")
     right.plot(counts, grown, color="#999999", linestyle=":", label="independent responses √(2 log m)")
     left.set_yscale("log")
-    left.set_ylim(top=60 * max(layer.bound for layers in networks.values() for layer in layers))  # the legend's room
+    left.set_ylim(top=10 * max(layer.bound for layers in networks.values() for layer in layers))  # the legend's room
     left.yaxis.set_major_formatter("{x:g}")
     right.set_xscale("log", base=4)
     right.set_xticks(counts, map(str, counts))
@@ -195,8 +198,8 @@ def theory_figure(networks: Mapping[str, Sequence[LayerTheory]], about: str) -> 
     left.set_xticks(range(1, max(len(layers) for layers in networks.values()) + 1))
     name_axes(left, "layer, in forward order", "|covariance| of two kernels' responses")
     name_axes(right, "patches m", "largest of m responses, in units of σ")
-    left.legend(fontsize=7, frameon=False, ncols=2, loc="upper right")
-    right.legend(fontsize=7, frameon=False, ncols=2, loc="upper left")
+    left.legend(fontsize=7, frameon=False, ncols=3, loc="upper right")
+    right.legend(fontsize=7, frameon=False, loc="upper left")
     entitle(figure, " ".join(theory_sentences(networks)))
     caption(figure, f"{about}; layers: {', '.join(layer.layer for layer in max(networks.values(), key=len))}")
     return figure
