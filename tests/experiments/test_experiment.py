@@ -7,6 +7,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import pytest
+import torch
 
 from fedortho.data.request import KINDS
 from fedortho.data.sources import DATASETS
@@ -50,6 +51,8 @@ from fedortho.runs.run import load_run_data
 from fedortho.runs.settings import FederateSettings
 from fedortho.storage.provenance import environment
 from fedortho.storage.settings import read_toml
+from fedortho.unlearning.rank import Ranking
+from fedortho.unlearning.select import choose_kernels
 
 PARTS = [f" at request={kind}" for kind in ("class", "client", "samples")]
 CENTRAL = ("continuous_unlearning_comparison", "class_unlearning_performance")
@@ -171,6 +174,15 @@ def test_layers_that_were_made_orthogonal_are_pruned_and_deep_layers_beside_them
     assert {printed_beside(experiment, TableRow(row | shared, {}))["forget"] for row in rows} == {67.0}
 
 
+def test_the_papers_ratios_are_three_to_six_kernels_of_a_wide_layer() -> None:
+    page = " ".join((Path(__file__).parents[2] / "docs" / "reproduction.md").read_text().split())
+    ranking = Ranking({"layer": torch.arange(512.0)})
+    ratios = [one.varied["ratio"] for one in load_experiment("pruning", "wide").variants]
+    numbers = [len(choose_kernels(ranking, ratio)["layer"]) for ratio in (min(ratios), max(ratios))]
+    assert numbers == [3, 6]
+    assert "the paper's ratios mean three to six of them" in page
+
+
 def test_an_edit_that_two_rows_name_differently_is_counted_once_in_a_claim() -> None:
     experiment = load_experiment("layer_ortho")
     zero = Accuracies(0.0, 0.0, 0.0)
@@ -264,6 +276,18 @@ def test_the_page_counts_contradictions_as_the_printed_tables_have_them() -> Non
     between = sum(0 < cell["forget-sd"] < 0.47 for cell in cells)
     uneven = sum(abs(3 * cell["forget"] - round(3 * cell["forget"])) > 0.02 for cell in cells)
     assert f"in {between} of {len(cells)} cells for samples. {uneven} of {len(cells)} means" in page
+    values = [one.values[0]["mia"] for one in printed_rows(small) if one.key["request"] == "class"]
+    uneven = sum(abs(3 * value - round(3 * value)) > 0.02 for value in values)
+    assert f"of the ResNet-18 table {uneven} of {len(values)} are no such multiples" in page
+    for pair in [(35.73, 36.87), (34.0, 37.0), (69.47, 69.8), (59.2, 63.33), (29.33, 30.0)]:  # another's, and bold
+        assert f"{pair[0]:.2f}, not {pair[1]:.2f}" in page
+        metric = "mia" if pair[0] > 50 else "forget"
+        assert any(
+            pair == (theirs, mine)
+            for table in (main, small)
+            for other in ("fused", "finetune")
+            for mine, theirs in beside_paper(table, other, metric)
+        )
 
 
 def test_a_relation_pairs_rows_that_agree_in_all_it_does_not_name() -> None:
