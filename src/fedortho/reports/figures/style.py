@@ -34,7 +34,7 @@ ROLE_NAMES = {
 }
 WIDTHS = {"reference": 5.0, "original": 2.6, "erased": 1.6, "unlearned": 1.3}  # of lines, widest first: none is hidden
 HATCHES = {"original": None, "unlearned": HATCH, "erased": "xx", "reference": ".."}  # of bars
-LETTERS_PER_INCH = 11.5  # of a title
+LETTERS_PER_INCH = 11.0  # of a title
 LONGEST_NAME = 24  # letters of a class on an axis
 BOXES = "Last Resort"  # a font that has a box for every sign
 
