@@ -201,3 +201,13 @@ def test_every_hop_of_a_walk_is_named_in_the_module_that_calls_it(title: str) ->
         parts = name.split(".")
         names = {parts[-1], parts[-2]} if parts[-2][0].isupper() else {parts[-1]}  # a method, or its class
         assert names & set(re.findall(r"\w+", module_source(above))), f"{above} does not call {name}"
+
+
+def test_a_table_of_the_paper_that_was_run_is_not_called_mere_code() -> None:
+    text = (DOCS / "reproduction.md").read_text(encoding="utf-8")
+    status = dict(re.findall(r"^\| `(\w+)`[^|]*\|[^|]*\| (\w+) \|", text, re.MULTILINE))
+    assert {"pruning", "layer_ortho", "unlearning_iid_non_iid"} <= status.keys()
+    results = ROOT / "benchmarks" / "results" / "reproduce"
+    run = {name for name in status for scale in ("small", "wide") if list(results.glob(f"{name}-{scale}*.json"))}
+    assert run
+    assert not {name for name in run if status[name] == "code"}
