@@ -12,7 +12,7 @@ from typer import Argument, Option
 
 from fedortho.audits import AUDITS
 from fedortho.audits.qualification import Qualification
-from fedortho.audits.verdict import Verdict
+from fedortho.audits.verdict import Verdict, spoken_time
 from fedortho.cli.console import bars, say, say_json, say_table, training_bar, words_table
 from fedortho.cli.flags import AsJson, DataDir, Device, RecipeFile, RunPath, read_recipe
 from fedortho.errors import BadSetting
@@ -196,7 +196,7 @@ def qualify_command(
     drawn, number = draw_classes(run, options), (classes + choosing) * per_class
     if not as_json:
         seconds = number * sum(epoch.seconds for epoch in run.history())
-        about = f", about {seconds / 60:.0f} minutes at the speed of this run's training" if seconds else ""
+        about = f", about {spoken_time(seconds)} if none exists, besides the method and the audits" if seconds else ""
         choose, confirm = ", ".join(drawn.choosing), ", ".join(drawn.confirming)
         say(f"drawn by seed {seed}: {choose} to choose, {confirm} to confirm")
         say(f"{number} reference models are needed, those that exist are used{about}")

@@ -198,7 +198,8 @@ class ForgetRequest:
         chosen, text = self.mask(images, clients), str(self)
         short = text if len(text) < 60 else f"{text[:57]}..."
         if not chosen.any() and not deleted:
-            raise EmptyGroup(f"{short} selects none of the {len(images)} images; the forget set is empty")
+            why = "the forget set is empty or was forgotten before"
+            raise EmptyGroup(f"{short} selects none of the {len(images)} images; {why}")
         if chosen.all():
             raise EmptyGroup(f"{short} selects all {len(images)} images; the retain set is empty")
         return images.subset(chosen), images.subset(~chosen)
