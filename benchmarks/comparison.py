@@ -267,16 +267,6 @@ class Bench:
         """Whether the settings that the job needs are tuned; a missing reference is trained by the row of `retrain`."""
         return job.part == "tune" or not is_tunable(job.method) or job.method in self.tuned(job)
 
-    def without_ledger(self, run: Run) -> Run:
-        """A copy of a run that kept no statistics since training."""
-        place = self.arguments.edited / "nothing-kept" / run.path.name
-        with locked(place, timeout=60):
-            if not (place / "run.json").exists():
-                left_out = shutil.ignore_patterns("ledger*", "epochs", "run.json")
-                shutil.copytree(run.path, place, ignore=left_out, dirs_exist_ok=True)
-                shutil.copy(run.path / "run.json", place)  # the last file, so that a killed copy is made again
-        return open_run(place).at(run.settings.data_dir)
-
     def rows(self) -> tuple[Mapping[str, Any], ...]:
         return read_results(self.out).rows if self.out.exists() else ()
 
@@ -316,7 +306,7 @@ class Bench:
         place = place if job.passes == "one" else place.with_name(f"{place.name}-published")
         place = place if job.kept else place.with_name(f"{place.name}-nothing-kept")
         (row,) = compare(
-            job.run if job.kept else self.without_ledger(job.run),
+            job.run if job.kept else without_ledger(job.run, self.arguments.edited / "nothing-kept"),
             job.request,
             [job.method],
             out=place,
@@ -344,6 +334,17 @@ class Bench:
             about["before"] = to_json(context.accuracies(job.run.load_model(), job.request))
         add_row(self.out, about | values, ("run", "request", "label"), row_order, WHAT, COMMAND)
         print({"label": job.label, "accuracies": values["accuracies"], "refused": row.refused}, flush=True)
+
+
+def without_ledger(run: Run, directory: Path) -> Run:
+    """A copy of a run that kept no statistics since training, nor did the clients of a federation."""
+    place = directory / run.path.name
+    with locked(place, timeout=60):
+        if not (place / "run.json").exists():
+            left_out = shutil.ignore_patterns("ledger*", "epochs", "rounds", "updates", "run.json")
+            shutil.copytree(run.path, place, ignore=left_out, dirs_exist_ok=True)
+            shutil.copy(run.path / "run.json", place)  # the last file, so that a killed copy is made again
+    return open_run(place).at(run.settings.data_dir)
 
 
 def patiently(attempt: Callable[[], R | None]) -> R:

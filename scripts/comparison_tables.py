@@ -187,7 +187,7 @@ def class_rows() -> dict[str, Rows]:
 
 def federated_rows() -> dict[str, Rows]:
     """Rows of a class request in a federation of ten clients."""
-    return one_pass({row["method"]: [row] for row in read("costs")["rows"]})
+    return one_pass({row.get("label", row["method"]): [row] for row in read("costs")["rows"]})
 
 
 def mean_costs(methods: dict[str, Rows]) -> dict[str, Cost]:
@@ -207,7 +207,8 @@ def costs() -> str:
         shares = [f"{100 * row['accuracies'][key]:.1f}" for key in ("forget", "retain")] if row["accuracies"] else []
         cost = row["cost"]
         sent = [f"{short_number(cost[key])}B" for key in ("bytes-down", "bytes-up")] if cost else []
-        rows.append([row["method"], *(shares or ["refused", "–"]), *(sent or ["–", "–"]), *flops_of([row])])
+        name = row.get("label", row["method"])
+        rows.append([name, *(shares or ["refused", "–"]), *(sent or ["–", "–"]), *flops_of([row])])
     header = ["method", "forget", "retain", "down", "up", "TFLOPs, everything counted", "kept by everybody"]
     return grid(header, rows) + origin(read("costs"))
 
