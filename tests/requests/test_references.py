@@ -48,6 +48,11 @@ def test_a_reference_never_met_what_must_go_and_splits_the_images_as_the_origina
     assert sum(row[3] for row in confusion) == 0
 
 
+def test_statistics_are_kept_of_a_model_that_will_forget_and_not_of_a_reference(original: Run, reference: Run) -> None:
+    assert (original.path / "ledger.safetensors").exists()
+    assert not (reference.path / "ledger.safetensors").exists()
+
+
 def test_what_a_killed_training_left_in_a_finished_reference_is_removed(original: Run, reference: Run) -> None:
     left = reference.path / "checkpoint.safetensors"
     left.write_bytes(b"weights")

@@ -125,7 +125,7 @@ def train_reference(
         )
     if isinstance(settings, FederateSettings):
         return train_federation(directory / name, settings, data=data)
-    return train_run(directory / name, settings, watch=watch, data=data)
+    return train_run(directory / name, settings, watch=watch, data=data, has_ledger=False)  # nothing is forgotten of it
 
 
 def check_reference_settings(name: str, settings: TrainSettings, data: Dataset | None = None) -> None:

@@ -60,13 +60,15 @@ def train_run(
     trainer: Trainer | None = None,
     requests: tuple[records.ServedRecord, ...] = (),
     data: Dataset | None = None,
+    has_ledger: bool = True,
 ) -> Run:
     """Train into a directory; continue an interrupted run, return a finished one.
 
     A `trainer` replaces `fit`: it receives the new model, the data and the path of a checkpoint (a federation).
     `requests` are those that the run which training starts from has served. `data` is the data if it is already loaded,
     by `Run.load_data` for a reference model. Images that were forgotten and purged are never trained on.
-    A training that continues a run (`continued_settings`) starts with its model, and has its own schedule.
+    A training that continues a run (`continued_settings`) starts with its model, and has its own schedule. With
+    `has_ledger` activation sums of the training images are kept, which `hide` reads.
     """
     path = Path(path)
     remember_code(*settings.code)
@@ -104,7 +106,7 @@ def train_run(
         train = trainer or partial(_train_centrally, path, settings, device, watch)
         trained, history = train(model, data, checkpoint)
         files.write_json(path / "history.json", [asdict(entry) for entry in history])
-        run = _finish(path, record, trained, data, device, observing, has_ledger=trainer is None)
+        run = _finish(path, record, trained, data, device, observing, has_ledger=has_ledger and trainer is None)
         checkpoint.unlink(missing_ok=True)
         return run
 
