@@ -9,7 +9,8 @@ fine-tuning, SalUn and SSD have the hyper-parameters that were tuned for resnet-
 edit is also run at the ratio that was tuned there (0.4). A one-pass rival is a third of the original's training here
 and erase, with two passes, two thirds: at 150 epochs they are less than a hundredth and five hundredths.
 
-Each model is judged by the quick audits against one retrained network, on test images. With --alike, erase is judged
+Each model is judged by the quick audits against one retrained network, on test images; the first rows have accuracies
+only and are made again. With --alike, erase is judged
 once more, by what it makes of that network. A row that is there is not measured again, a killed process goes on, and
 two processes share the rows; models go to runs/resnet18, one row each to benchmarks/results/resnet18.json.
 """
@@ -78,8 +79,10 @@ def main(words: list[str] | None = None) -> None:
     for name in names:
         try:
             with locked(MODELS / name.replace(" ", "-")):
-                if not (row := row_of(given.out, name)) or (given.alike and name == "regrow" and "alike" not in row):
-                    serve(name, original, data, given, row)
+                row = row_of(given.out, name)
+                is_judged = bool(row) and (name == "retrain" or "audits" in row)
+                if not is_judged or (given.alike and name == "regrow" and "alike" not in row):
+                    serve(name, original, data, given, row if is_judged else {})
         except Busy:
             print(name, "is made by another process", flush=True)
 

@@ -47,7 +47,8 @@ ALIKE = (
 )
 UNKNOWN = (
     f"Everywhere: CIFAR-10, {MODEL}, six epochs, two CPU cores; other networks and methods, clients and samples are in "
-    "[docs/results.md](docs/results.md). Not measured: larger networks and images, GPUs."
+    "[docs/results.md](docs/results.md); ResNet-18, without audits so far, in "
+    "[docs/reproduction.md](docs/reproduction.md#resnet-18-itself). Not measured: larger images, GPUs."
 )
 
 
