@@ -4,12 +4,17 @@ import copy
 
 import pytest
 from small import TinyNet
+from torch import nn
 
+from fedortho.audits import retention
 from fedortho.audits.judge import judge
+from fedortho.audits.measurements import MeasurementCache, accuracy_on
+from fedortho.audits.retention import RETENTION
 from fedortho.audits.verdict import Verdict
 from fedortho.data.images import Images, make_dataset
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadData, BadSetting
+from fedortho.evaluation.case import Case
 
 
 def shown(verdict: Verdict) -> list[tuple[str, float | None]]:
@@ -52,6 +57,26 @@ def test_without_the_original_no_audit_is_run(toy: Images) -> None:
     assert {audit.outcome for audit in verdict.audits} == {"NOT RUN"}
     assert verdict.retention is None
     assert not verdict.passes
+
+
+def test_retention_reads_no_image_that_the_metrics_have_read(toy: Images, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = list[str]()
+
+    def counted(case: Case, model: nn.Module, images: Images, role: str) -> float:
+        read.append(role)
+        return accuracy_on(case, model, images, role)
+
+    monkeypatch.setattr(retention, "accuracy_on", counted)
+    model, original, reference = (TinyNet().eval() for _ in range(3))
+    data = make_dataset(toy, toy)
+    verdict = judge(model, data, "class:1", original=original, reference=reference, only=["C2"])
+    assert read == ["original"], "the other two are metrics"
+    assert verdict.retention is not None
+    metric = verdict.metric("retain-accuracy")
+    assert metric is not None
+    assert (verdict.retention.unlearned, verdict.retention.reference) == (metric.value, metric.reference)
+    case = Case(model, original, (reference,), data, ForgetRequest.parse("class:1"))
+    assert verdict.retention.value == RETENTION(case, MeasurementCache()).value, "as measured by itself"
 
 
 def test_data_without_test_images_is_refused(toy: Images) -> None:

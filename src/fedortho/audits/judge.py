@@ -8,13 +8,14 @@ import torch
 from torch import nn
 
 from fedortho.audits import run_audits
-from fedortho.audits.measurements import MeasurementCache
+from fedortho.audits.measurements import MeasurementCache, keep_measurement
 from fedortho.audits.retention import RETENTION
 from fedortho.audits.verdict import Verdict, subject_of
 from fedortho.data.request import Clients, ForgetRequest, as_request
 from fedortho.errors import BadData, BadSetting
 from fedortho.evaluation.case import Case
 from fedortho.evaluation.metric_suite import MetricSuite
+from fedortho.evaluation.metrics import Metric
 from fedortho.methods import Data, as_dataset, as_model
 from fedortho.storage.files import tensors_digest
 from fedortho.storage.provenance import environment
@@ -71,17 +72,29 @@ def judge_case(
     refuse_same_models(case, audit)
     if on_step is not None:
         on_step("metrics")
-    cache = cache or MeasurementCache()
+    cache, suite = cache or MeasurementCache(), suite or MetricSuite(case)
     about = {"method": "", "subject": subject_of(case.request, case.data.test.names)} | about
+    metrics = tuple(suite.measure(case.unlearned))
+    if suite.sets.case.references[:1] == case.references[:1]:
+        _keep_retain_accuracies(case, cache, metrics)
     return Verdict(
         str(case.request),
-        metrics=tuple((suite or MetricSuite(case)).measure(case.unlearned)),
+        metrics=metrics,
         audits=tuple(run_audits(case, audit, only=only, on_step=on_step, cache=cache)),
         retention=RETENTION(case, cache) if audit != "none" else None,
         has_reference=bool(case.references),
         environment=environment(case.device),
         **about,
     )
+
+
+def _keep_retain_accuracies(case: Case, cache: MeasurementCache, metrics: Sequence[Metric]) -> None:
+    """Retention needs the accuracies of two models that are among the metrics: their images are not read again."""
+    for metric in metrics:
+        if metric.name == "retain-accuracy":
+            for role, share in (("unlearned", metric.value), ("reference", metric.reference)):
+                if share is not None:
+                    keep_measurement(case, cache, role, "retain", share)
 
 
 def refuse_same_models(case: Case, audit: str = "quick") -> None:

@@ -41,6 +41,11 @@ def measure_model(
     return cache.measured[key][1]  # type: ignore[no-any-return]  # measured under this name
 
 
+def keep_measurement(case: Case, cache: MeasurementCache, role: str, name: str, value: object) -> None:
+    """Put a value into the cache that was measured on one of the case's models elsewhere."""
+    cache.measured[name, id(case.models[role])] = case.models[role], value
+
+
 def measure_models(
     case: Case, cache: MeasurementCache, name: str, measure: Callable[[nn.Module, str], T]
 ) -> dict[str, T]:
