@@ -1,6 +1,7 @@
 """The final protocol of erasing a class: methods that claim more than hiding, by the full audits, on test images.
 
     python benchmarks/erasing.py --data-dir ../shared/data [--networks DIR] [--models vgg-mini] [--seeds 0]
+        [--requests class:0] [--methods hide,ssd]
 
 Written down before its first run. vgg-mini of seeds 0 to 2 and resnet-mini of seed 0, CIFAR-10; the drawn classes
 airplane and truck (benchmarks/manifest.py says how), on which nothing was chosen, and beside them automobile, which was
@@ -17,6 +18,10 @@ where there is a second reference, and else accuracies and cost. Methods that re
 a second time, by what they make of the same references (`alike`); that was added after the first rows, whose models are
 made again for it and must have the same digest. Models go to runs/erasing, one row each to
 benchmarks/results/erasing.json.
+
+The rest of the methods came later: with one pass, as benchmarks/comparison.py tuned and compared them, and with the
+quick audits (C1, C2, C3 by its prototype, C6). They are judged against as many references as `hide` was on that class,
+so that the rows of a class can be compared.
 """
 
 from collections.abc import Iterator, Mapping
@@ -37,6 +42,7 @@ from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadCheckpoint, Busy, unknown
 from fedortho.evaluation.case import REFERENCES
 from fedortho.methods import find_method, make_method
+from fedortho.methods.hyperparameters import read_settings
 from fedortho.requests.comparing import Row, compare
 from fedortho.requests.counterfactuals import counterfactuals
 from fedortho.requests.judging import reference_digests
@@ -52,6 +58,9 @@ REQUESTS = (*DRAWN, REPORTED)
 LAYERS = {"vgg-mini": 6, "resnet-mini": 7}  # with weights, in the two stages that regrow resets and behind them
 METHODS = {"retrain": "retrain", "hide": "hide", "directions": "directions", "regrow": "regrow", "eu-k": "eu-k"}
 METHODS |= {"regrow-all": "regrow"}  # the name of a row, and the method that makes its model
+REST = {name: name for name in ("ssd", "salun", "scrub", "cf-k", "neggrad", "logit-mask", "paper", "finetune")}
+REST |= {"eu-k tuned": "eu-k"} | {name: name for name in ("unsir", "bad-teacher", "fused", "not")}
+REST |= {name: name for name in ("class-pruning", "msg", "ct", "subspace")}
 SUMMARISED = ("outcome", "value", "limit", "unlearned", "original", "reference")  # of each audit
 ORDER = ("model", "seed", "request", "method")
 SHARED: dict[str, nn.Module] = {}  # models by digest
@@ -70,17 +79,25 @@ class Cell:
 
     @property
     def settings(self) -> Mapping[str, Any]:
+        if self.method in REST:
+            return read_settings("cifar10", self.model, "tuned").get(REST[self.method], {})
         if self.method == "eu-k":
             return {"epochs": 2, "lr": 0.05, "k": LAYERS[self.model]}
         return {"stages": 99} if self.method == "regrow-all" else {}
 
     @property
     def is_judged_alike(self) -> bool:
-        return getattr(find_method(METHODS[self.method]), "has_counterfactual", False) and self.method != "regrow-all"
+        is_full = self.method in METHODS and self.method != "regrow-all"
+        return is_full and getattr(find_method(METHODS[self.method]), "has_counterfactual", False)
+
+    @property
+    def name(self) -> str:
+        """Of the method that makes its model."""
+        return (METHODS | REST)[self.method]
 
     @property
     def place(self) -> Path:
-        return MODELS / f"{self.model}-seed{self.seed}-{self.request.replace(':', '-')}-{self.method}"
+        return MODELS / f"{self.model}-seed{self.seed}-{self.request.replace(':', '-')}-{self.method.replace(' ', '-')}"
 
 
 def main(words: list[str] | None = None) -> None:
@@ -88,11 +105,12 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--models", default=",".join(SEEDS))
     parser.add_argument("--seeds", default="0,1,2", help="seeds of the originals")
     parser.add_argument("--requests", default=",".join(REQUESTS), help="to share the work; the order stays")
+    parser.add_argument("--methods", default=",".join(METHODS | REST), help="names of rows")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "erasing.json", help="result file")
     given = parser.parse_args(words)
     torch.set_num_threads(1)
     for cell in cells(given.models.split(","), given.seeds.split(",")):
-        if cell.request not in given.requests.split(","):
+        if cell.request not in given.requests.split(",") or cell.method not in given.methods.split(","):
             continue
         try:
             with locked(cell.place):
@@ -106,6 +124,9 @@ def cells(models: list[str], seeds: list[str]) -> Iterator[Cell]:
     for model in models:
         for seed in (seed for seed in SEEDS[model] if str(seed) in seeds):
             yield from (Cell(model, seed, request, method) for request in REQUESTS for method in METHODS)
+    for model in models:
+        for seed in (seed for seed in SEEDS[model] if str(seed) in seeds):
+            yield from (Cell(model, seed, request, method) for request in REQUESTS for method in REST)
 
 
 def row_of_cell(out: Path, cell: Cell) -> Mapping[str, Any]:
@@ -121,9 +142,12 @@ def serve(cell: Cell, networks: Path, data_dir: str, out: Path, row: Mapping[str
     names = [name for other in originals for name in reference_names(other, cell.request)]
     if not names:
         raise unknown("reference", f"{original.path.name} without {cell.request}", read_json(MANIFEST))
+    if cell.method in REST and (hidden := row_of_cell(out, replace(cell, method="hide"))):
+        number = sum(role in REFERENCES for role, _ in hidden["references"])
+        names = sorted(names, key=lambda name: not name.startswith(original.path.name))[:number]
     known = [open_network(networks, name, data_dir) for name in names]
     data = original.load_data(data_dir)
-    name, chosen = METHODS[cell.method], {METHODS[cell.method]: cell.settings}
+    name, chosen = cell.name, {cell.name: cell.settings}
     (made,) = compare(original, cell.request, [name], out=cell.place, settings=chosen, references=networks, data=data)
     references = sorted(known, key=lambda run: nearness(original, run))
     others = [reference for reference in references if reference.record.model.digest != made.weights][: len(REFERENCES)]
@@ -148,7 +172,7 @@ def nearness(original: Run, reference: Run) -> tuple[bool, bool, int]:
 
 
 def judged(cell: Cell, run: Run, original: Run, references: list[Run], data: Dataset) -> Verdict:
-    """The full audits; what was measured on the original and the references serves all cells of a class."""
+    """The full or the quick audits; measurements of the original and the references serve all cells of a class."""
     case = case_of(run, ForgetRequest.parse(cell.request), data, original, references)
     first = [each for each in references if not each.record.is_edited]
     shared = [SHARED.setdefault(each.record.model.digest, each.load_model()) for each in (original, *first)]
@@ -156,7 +180,9 @@ def judged(cell: Cell, run: Run, original: Run, references: list[Run], data: Dat
     digests |= reference_digests(references)
     cache = CACHES.setdefault((cell.model, cell.seed, cell.request), MeasurementCache())
     case = replace(case, original=shared[0], references=tuple(shared[1:]))
-    return judge_case(case, "full", cache=cache, method=cell.method, digests=digests)
+    return judge_case(
+        case, "quick" if cell.method in REST else "full", cache=cache, method=cell.method, digests=digests
+    )
 
 
 def row_of(cell: Cell, made: Row, verdict: Verdict | None, retraining: float) -> dict[str, Any]:
@@ -176,7 +202,7 @@ def audits_of(verdict: Verdict) -> dict[str, Any]:
 
 
 def order(row: Mapping[str, Any]) -> Any:
-    return row["model"], row["seed"], REQUESTS.index(row["request"]), list(METHODS).index(row["method"])
+    return row["model"], row["seed"], REQUESTS.index(row["request"]), list(METHODS | REST).index(row["method"])
 
 
 if __name__ == "__main__":
