@@ -29,8 +29,10 @@ from result_files import add_row, read_results
 from torch import nn
 
 import fedortho as fo
-from fedortho.audits.judge import judge_case
+from fedortho.audits import run_audits
 from fedortho.audits.measurements import MeasurementCache
+from fedortho.audits.result import label
+from fedortho.audits.retention import RETENTION
 from fedortho.evaluation.case import Case
 from fedortho.requests.counterfactuals import counterfactuals
 from fedortho.requests.levels import chosen_method
@@ -77,8 +79,8 @@ def main(words: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     data = fo.load_images("fashion-mini")
     original = fo.train_run(given.runs / "original", TRAINING)
-    for label in map(int, given.classes.split(",")) if given.classes else range(data.train.classes):
-        request = fo.ForgetRequest.parse(f"class:{label}")
+    for number in map(int, given.classes.split(",")) if given.classes else range(data.train.classes):
+        request = fo.ForgetRequest.parse(f"class:{number}")
         done = {(row["kind"], row["number"]) for row in rows_of(given.out) if row["request"] == str(request)}
         if len(done) < REFERENCES * len(KINDS):
             judge_class(original, request, data, given.runs, given.out, done)
@@ -96,13 +98,14 @@ def judge_class(
     for kind, number, model, references, alike in networks.judged():
         if (kind, number) not in done:
             case = Case(model, before, references, data, request, counterfactuals=alike)
-            verdict = judge_case(case, "quick", cache=cache)
+            audits = run_audits(case, "quick", cache=cache)
             row: dict[str, Any] = {"request": str(request), "name": data.train.names[int(request.classes[0])]}
-            row |= {"kind": kind, "number": number, "label": verdict.label}
-            row["audits"] = {each.name: {key: getattr(each, key) for key in SUMMARISED} for each in verdict.results}
-            row["details"] = {each.name: dict(each.details) for each in verdict.audits if each.name in DETAILED}
+            row |= {"kind": kind, "number": number, "label": label(audits)}
+            results = (*audits, RETENTION(case, cache))
+            row["audits"] = {each.name: {key: getattr(each, key) for key in SUMMARISED} for each in results}
+            row["details"] = {each.name: dict(each.details) for each in audits if each.name in DETAILED}
             add_row(out, row, KEY, order, WHAT, COMMAND)
-            print(row["name"], kind, number, verdict.label, flush=True)
+            print(row["name"], kind, number, row["label"], flush=True)
 
 
 def networks_of(original: fo.Run, request: fo.ForgetRequest, data: fo.Dataset, runs: Path) -> Networks:
