@@ -17,12 +17,14 @@ from fedortho.evaluation.case import Case
 from fedortho.methods import make_method, unlearn
 from fedortho.methods.method import ForgetResult, Method
 from fedortho.requests import qualifying
+from fedortho.requests.federated_jobs import federate_run
 from fedortho.requests.forgetting import forget_run
 from fedortho.requests.judging import JudgeOptions, audit_run, judge_run
 from fedortho.requests.qualifying import QualifyOptions, draw_classes, qualify_run
+from fedortho.requests.references import finished_runs
 from fedortho.requests.run_context import method_for_run
 from fedortho.runs.run import Run
-from fedortho.runs.settings import TrainSettings
+from fedortho.runs.settings import FederateSettings, TrainSettings
 from fedortho.runs.training import train_run
 from fedortho.storage.files import read_json, write_json
 from fedortho.storage.records import to_json, write_record
@@ -143,8 +145,6 @@ def test_a_dry_run_shows_the_draw_and_refuses_what_cannot_be_qualified(run: Run,
     with pytest.raises(BadData, match="no validation images, on which qualify chooses"):
         qualify_run(seen, options(run))
     assert not (tmp_path / "references").exists(), "nothing was trained"
-    with pytest.raises(FedOrthoError, match="is a federation"):
-        draw_classes(replace(run, settings=FEDERATION), QualifyOptions())
 
 
 def test_a_run_that_has_forgotten_is_not_qualified(run: Run, tmp_path: Path) -> None:
@@ -190,6 +190,22 @@ def test_a_later_request_reads_qualified_and_never_passes(forgot: Run) -> None:
     assert not verdict.passes
     limited = {result.name for result in verdict.audits if result.limit is not None}
     assert {"C2", "C6"} <= limited, "audits with an absolute limit have one without a reference"
+
+
+def test_a_federation_is_qualified_against_federations_that_never_saw_the_class(tmp_path: Path) -> None:
+    run = federate_run(tmp_path / "original", FEDERATION)
+    assert run is not None
+    retraining = make_method("retrain", as_mapping(method_for_run(run, "retrain")), {"seed": 9})
+    found = qualify_run(run, options(run, candidates=(retraining,)))
+    trial = found.tried[0].classes[0]
+    references = {each.settings.without: each for each in finished_runs(tmp_path / "references")}
+    assert isinstance(references[trial.request].settings, FederateSettings)
+    assert trial.references == (references[trial.request].record.model.digest,)
+    assert (trial.forget, trial.split) == (0.0, "valid")
+    served = forget_run(run, "class:1", "logit-mask", out=tmp_path / "forgot", device="cpu").run
+    assert served is not None
+    qualified(served)
+    assert judge_run(served, options=JudgeOptions(device="cpu")).label.startswith("QUALIFIED on 1 of 1")
 
 
 @pytest.mark.slow

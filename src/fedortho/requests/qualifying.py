@@ -20,7 +20,6 @@ from fedortho.requests.levels import erasing_methods
 from fedortho.requests.references import case_of, find_references, reference_cost, train_references
 from fedortho.requests.run_context import RunContext, open_context
 from fedortho.runs.run import Run, open_run
-from fedortho.runs.settings import FederateSettings
 from fedortho.storage.files import locked
 from fedortho.storage.records import write_record
 from fedortho.storage.settings import as_mapping
@@ -45,8 +44,6 @@ class QualifyOptions:
 
 def draw_classes(run: Run, options: QualifyOptions) -> Qualification:
     """The classes that the seed draws for this model, before anything is trained; refused where none can be tried."""
-    if isinstance(run.settings, FederateSettings):
-        raise FedOrthoError(f"{run.path} is a federation; qualify serves runs that were trained on one machine")
     if run.record.is_edited:
         raise FedOrthoError(f"{run.path} has forgotten before; qualify the run that was trained")
     if not run.record.data.valid:
