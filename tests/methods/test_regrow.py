@@ -41,8 +41,16 @@ def test_stages_are_counted_from_the_output_and_bring_their_norms_and_the_classi
     assert [*first_layers(pooled_net, 1, SHAPE), *LAST] == order
     assert [*first_layers(pooled_net, 2, SHAPE), "features.7", "features.8", *LAST] == order
     assert first_layers(pooled_net, 3, SHAPE) == first_layers(pooled_net, 9, SHAPE) == []
-    with pytest.raises(BadSetting, match="at least 1"):
-        Regrow(stages=0)
+    with pytest.raises(BadSetting, match="at least 0"):
+        Regrow(stages=-1)
+
+
+def test_by_default_all_stages_but_the_first_are_reset_and_two_at_the_least(pooled_net: nn.Module) -> None:
+    for model, shape in ((pooled_net, SHAPE), (build_model("vgg-mini", num_classes=10, channels=3), (3, 32, 32))):
+        first = stage_entries(model, shape)[0]
+        order = weighted_order(model, shape)
+        assert first_layers(model, Regrow().stages, shape) == order[: order.index(first)]
+    assert first_layers(TinyNet(), Regrow().stages, (1, 8, 8)) == [], "it has fewer than three stages"
 
 
 def test_a_residual_network_regrows_shortcuts_of_its_stages_too() -> None:

@@ -331,7 +331,7 @@ def test_where_only_retention_failed_nothing_is_erased_deeper(
 
 
 def test_the_stages_of_the_method_rise_from_its_own_to_all(run: Run, deep: Run) -> None:
-    assert [method.stages for method in erasing_methods(deep, (1, 8, 8))] == [2, 3]  # type: ignore[attr-defined]
+    assert [method.stages for method in erasing_methods(deep, (1, 8, 8))] == [0, 3]  # type: ignore[attr-defined]
     assert erasing_methods(run, (1, 8, 8)) == [level_method(run, "erase")], "it has no more stages"
 
 

@@ -10,7 +10,7 @@ from fedortho.data.request import ForgetRequest
 from fedortho.engines.engine import Engine, PlanPart, TrainingPlan, fresh_model
 from fedortho.methods.method import Schedule, forget_and_retain
 from fedortho.models.graph import stage_entries, weighted_order
-from fedortho.storage.settings import Number
+from fedortho.storage.settings import Count
 from fedortho.training.objectives import FitOptions
 
 SHARE = 0.05  # passes, as a share of those of the training
@@ -19,12 +19,12 @@ UNKNOWN = 10  # passes where nobody knows how long the model was trained
 
 @dataclass(frozen=True)
 class Regrow(Schedule):
-    """FedOrtho beyond the paper: the last stages get new weights, then the network learns from the retain set only.
+    """FedOrtho beyond the paper: all stages but the first get new weights, then the network learns from the retain set.
 
     A stage is a run of layers with outputs of one size. Stages that are reset hold nothing of the forget set. Those
     before them are trained along and hold less with every pass; if they are `frozen`, they hold what they held. A
-    network with no more stages than that is trained from scratch. Muon trains it: a step moves every direction of a
-    layer by the same share, so few passes both regrow the last stages and take the class out of the others.
+    network with no more stages than are reset is trained from scratch. Muon trains it: a step moves every direction of
+    a layer by the same share, so few passes both regrow the stages and take the class out of the others.
     """
 
     name: ClassVar[str] = "regrow"
@@ -35,7 +35,7 @@ class Regrow(Schedule):
     epochs: Annotated[int, "passes over the images; in a federation rounds"] = 2
     lr: Annotated[float, "share of a layer's weights that a step moves at the start; falls linearly to 0"] = 0.06
     batch_size: Annotated[int, "images per step"] = 128
-    stages: Annotated[Number, "stages that are reset, counted from the output"] = 2
+    stages: Annotated[Count, "stages that are reset, counted from the output; 0: all but the first, at least two"] = 0
     frozen: Annotated[bool, "train only what is reset"] = False
 
     def __call__(self, model: nn.Module, engine: Engine, request: ForgetRequest) -> nn.Module:
@@ -54,7 +54,17 @@ class Regrow(Schedule):
 def first_layers(model: nn.Module, stages: int, shape: tuple[int, int, int]) -> list[str]:
     """The layers with weights, and norms, before the last stages, in forward order; none if all stages are reset."""
     order, entries = weighted_order(model, shape), stage_entries(model, shape)
-    return [] if stages > len(entries) else order[: order.index(entries[-stages])]
+    number = stages_reset(stages, len(entries))
+    return [] if number > len(entries) else order[: order.index(entries[-number])]
+
+
+def stages_reset(stages: int, entries: int) -> int:
+    """How many stages the setting means in a network with so many stage entries, one less than it has stages.
+
+    >>> [stages_reset(0, entries) for entries in (3, 2, 1)], stages_reset(1, 3)
+    ([3, 2, 2], 1)
+    """
+    return stages or max(entries, 2)
 
 
 def passes_after(trained: int) -> int:

@@ -15,7 +15,7 @@ from fedortho.methods.federaser import FedEraser
 from fedortho.methods.hyperparameters import read_settings
 from fedortho.methods.method import CannotServe, Method, serves
 from fedortho.methods.r2d import R2D
-from fedortho.methods.regrow import Regrow
+from fedortho.methods.regrow import Regrow, stages_reset
 from fedortho.methods.retrain import NO_RECIPE
 from fedortho.models.graph import stage_entries
 from fedortho.requests.judging import JudgeOptions, check_trainable
@@ -107,7 +107,7 @@ def level_method(run: Run, level: str) -> Method:
 def erasing_methods(run: Run, shape: tuple[int, int, int]) -> list[Method]:
     """The method of the level erase, then the same with one stage more each, up to all; all cost about the same."""
     method, entries = level_method(run, "erase"), stage_entries(run.load_model(), shape)
-    own = int(as_mapping(method)["stages"])
+    own = stages_reset(int(as_mapping(method)["stages"]), len(entries))
     more = range(own + 1, len(entries) + 2)
     return [method, *(make_method(method.name, as_mapping(method), {"stages": stages}) for stages in more)]
 
