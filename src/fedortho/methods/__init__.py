@@ -63,7 +63,7 @@ METHODS: Mapping[str, type[Method]] = {
 LEVELS: Mapping[str, str] = {"hide": Hide.name, "erase": Regrow.name, "exact": Retrain.name}  # the method of each level
 MEANINGS = {
     "hide": "forward passes only: the answers change, what was learnt can still be found",
-    "erase": "the last stages are reset, and the network is trained on the retain set",
+    "erase": "all stages but the first are reset, and the network is trained on the retain set",
     "exact": "retraining without the forget set",
 }
 
