@@ -1,5 +1,6 @@
 """Tables and the frontier of erasing: what regrow was tried with, what it reaches, and the final protocol."""
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from statistics import mean
@@ -13,6 +14,9 @@ from fedortho.reports.figures.style import MARKERS, SERIES, caption, entitle, na
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+QUICK = ("C1", "C2", "C3", "C6", "retention")  # audits of the quick budget, and what is judged beside them
+KINDS = ("hidden", "retrained", "retrained, then erased", "erased")  # of networks, in the order of the table
+REPEATED = 3  # verdicts on each network of a class, against other references
 LONG = 150  # epochs of a training that is not as short as ours
 ROLES = ("unlearned", "reference", "original")
 Cells = Sequence[dict[str, Any]]
@@ -155,6 +159,47 @@ def small_classes() -> str:
     header = ["class", "level", "forget %", "retain %: after / retrained / original", "FLOPs of retraining"]
     header += ["C1, worst depth: after / retrained (erase: treated alike) / original", "audits"]
     return grid(header, rows) + origin(read("erasing-small")) if rows else "*Not run yet.*"
+
+
+def false_alarms() -> str:
+    """How often each audit fails networks that never saw the class, and networks that did."""
+    if not (RESULTS / "false-alarms.json").exists():
+        return "*Not run yet.*"
+    result = read("false-alarms")
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in result["rows"]:
+        found.setdefault((row["kind"], row["processor"].partition("(")[0].split()[0]), []).append(row)
+    rows = []
+    for (kind, maker), judged in sorted(found.items(), key=lambda each: KINDS.index(each[0][0].partition(" of ")[0])):
+        outcomes = [Counter(row["audits"][name]["outcome"] for row in judged) for name in QUICK]
+        told = [f"{each['FAIL']}, {each['INCONCLUSIVE']} open" for each in outcomes]
+        classes, failing = len({row["name"] for row in judged}), sum(bool(failed(row)) for row in judged)
+        rows.append([kind, maker, "no" if is_innocent(kind) else "yes", str(classes), f"{failing} of {len(judged)}"])
+        rows[-1] += told
+    header = ["model", "made on", "saw the class", "classes", "verdicts with a failure"]
+    return f"{grid([*header, *(f'{name} fails' for name in QUICK)], rows)}\n\n{failures_told(found)}{origin(result)}"
+
+
+def failed(row: dict[str, Any]) -> list[str]:
+    """The audits of a verdict that failed."""
+    return [name for name, audit in row["audits"].items() if audit["outcome"] == "FAIL"]
+
+
+def is_innocent(kind: str) -> bool:
+    """Whether networks of this kind never saw the class."""
+    return kind.startswith("retrained")
+
+
+def failures_told(found: dict[tuple[str, str], list[dict[str, Any]]]) -> str:
+    """False alarms in one sentence, and the classes on which each kind of erased network fails."""
+    innocent = [row for (kind, _), rows in found.items() if is_innocent(kind) for row in rows]
+    told = [f"False alarms: {sum(bool(failed(row)) for row in innocent)} of {len(innocent)} verdicts."]
+    for (kind, maker), rows in sorted(found.items()):
+        if kind.startswith("erased"):
+            counted = Counter((row["name"], name) for row in rows for name in failed(row))
+            each = [f"{name} by {audit} {number}/{REPEATED}" for (name, audit), number in sorted(counted.items())]
+            told.append(f"{kind.capitalize()}, {maker}, fail on: {', '.join(each) or 'none'}.")
+    return " ".join(told)
 
 
 def small_sequence() -> str:
