@@ -20,8 +20,9 @@ made again for it and must have the same digest. Models go to runs/erasing, one 
 benchmarks/results/erasing.json.
 
 The rest of the methods came later: with one pass, as benchmarks/comparison.py tuned and compared them, and with the
-quick audits (C1, C2, C3 by its prototype, C6). They are judged against as many references as `hide` was on that class,
-so that the rows of a class can be compared.
+quick audits (C1, C2, C3 by its prototype, C6). Later still, `regrow` reset all stages but the first by default; its
+earlier rows, of two stages, are `regrow-2`. Rows that came later are judged against as many references as `hide` was on
+that class, so that the rows of a class can be compared.
 """
 
 from collections.abc import Iterator, Mapping
@@ -57,7 +58,8 @@ MODELS = HERE.parent / "runs" / "erasing"
 REQUESTS = (*DRAWN, REPORTED)
 LAYERS = {"vgg-mini": 6, "resnet-mini": 7}  # with weights, in the two stages that regrow resets and behind them
 METHODS = {"retrain": "retrain", "hide": "hide", "directions": "directions", "regrow": "regrow", "eu-k": "eu-k"}
-METHODS |= {"regrow-all": "regrow"}  # the name of a row, and the method that makes its model
+METHODS |= {"regrow-all": "regrow", "regrow-2": "regrow"}  # the name of a row, and the method that makes its model
+STAGES = {"regrow-all": 99, "regrow-2": 2}  # that are reset, where they are not the default's
 REST = {name: name for name in ("ssd", "salun", "scrub", "cf-k", "neggrad", "logit-mask", "paper", "finetune")}
 REST |= {"eu-k tuned": "eu-k"} | {name: name for name in ("unsir", "bad-teacher", "fused", "not")}
 REST |= {name: name for name in ("class-pruning", "msg", "ct", "subspace")}
@@ -83,7 +85,7 @@ class Cell:
             return read_settings("cifar10", self.model, "tuned").get(REST[self.method], {})
         if self.method == "eu-k":
             return {"epochs": 2, "lr": 0.05, "k": LAYERS[self.model]}
-        return {"stages": 99} if self.method == "regrow-all" else {}
+        return {"stages": STAGES[self.method]} if self.method in STAGES else {}
 
     @property
     def is_judged_alike(self) -> bool:
@@ -142,7 +144,7 @@ def serve(cell: Cell, networks: Path, data_dir: str, out: Path, row: Mapping[str
     names = [name for other in originals for name in reference_names(other, cell.request)]
     if not names:
         raise unknown("reference", f"{original.path.name} without {cell.request}", read_json(MANIFEST))
-    if cell.method in REST and (hidden := row_of_cell(out, replace(cell, method="hide"))):
+    if hidden := row_of_cell(out, replace(cell, method="hide")):
         number = sum(role in REFERENCES for role, _ in hidden["references"])
         names = sorted(names, key=lambda name: not name.startswith(original.path.name))[:number]
     known = [open_network(networks, name, data_dir) for name in names]

@@ -4,7 +4,7 @@
 
 Takes the original and its references from --networks (and trains those of the manifest that are missing), runs
 `--method regrow` as it is by default, and writes benchmarks/results/regrow.json after each class; a class that is there
-is not run again. No test image is read.
+with as many stages reset is not run again: the default was two, and is all but the first since. No test image is read.
 """
 
 from dataclasses import replace
@@ -19,10 +19,12 @@ import fedortho as fo
 from fedortho.audits.measurements import MeasurementCache, balanced_sample, depth_features
 from fedortho.audits.probe import recall
 from fedortho.evaluation.case import Case
+from fedortho.methods.regrow import Regrow
 from fedortho.requests.references import reference_cost
 from fedortho.requests.run_context import method_for_run
 
 OUT = Path(__file__).parent / "results" / "regrow.json"
+KEY = ("model", "request", "stages")
 COMMAND = "python benchmarks/regrow.py --data-dir ../shared/data --model vgg-mini|resnet-mini"
 
 
@@ -38,13 +40,13 @@ def main(words: list[str] | None = None) -> None:
     data = replace(data, test=data.valid)
     for label in given.classes.split(","):
         request = f"class:{label}"
-        rows = read_results(given.out).rows if given.out.exists() else ()
-        if any((row["model"], row["request"]) == (given.model, request) for row in rows):
+        rows, stages = read_results(given.out).rows if given.out.exists() else (), Regrow().stages
+        if any((row["model"], row["request"], row["stages"]) == (given.model, request, stages) for row in rows):
             continue
         reference = open_network(given.networks, reference_names(run.path.name, request)[0], given.data_dir)
-        row = measure(run, reference, data, request) | {"model": given.model, "request": request}
+        row = measure(run, reference, data, request) | {"model": given.model, "request": request, "stages": stages}
         what = "the probe at every depth after regrow, on validation images"
-        add_row(given.out, row, ["model", "request"], lambda row: (row["model"], row["request"]), what, COMMAND)
+        add_row(given.out, row, KEY, lambda row: [row[name] for name in KEY], what, COMMAND)
         print(row, flush=True)
 
 

@@ -33,7 +33,7 @@ def membership() -> str:
         verdict = "PASS" if abs(auc - 0.5) <= 0.1 else "FAIL"
         changed = "" if row["changed"] == 1 else f" (refuses on {1 - row['changed']:.0%} of the models)"
         found = [_cell(row, "AUC"), _cell(row, "true positives at 1 % false"), verdict]
-        rows.append([NAMES[row["request"]], f"{row['method']}{changed}", *found, shares, cost])
+        rows.append([NAMES[row["request"]], f"{row.get('label', row['method'])}{changed}", *found, shares, cost])
     header = ["request", "method", "AUC (95 %)", "true positives at 1 % false (95 %)", "by C4's limit"]
     return grid([*header, "accuracies", "FLOPs of retraining"], rows) + origin(result)
 
