@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 QUICK = ("C1", "C2", "C3", "C6", "retention")  # audits of the quick budget, and what is judged beside them
 KINDS = ("hidden", "retrained", "retrained, then erased", "erased")  # of networks, in the order of the table
-REPEATED = 3  # verdicts on each network of a class, against other references
 LONG = 150  # epochs of a training that is not as short as ours
 ROLES = ("unlearned", "reference", "original")
 Cells = Sequence[dict[str, Any]]
@@ -166,17 +165,18 @@ def false_alarms() -> str:
     if not (RESULTS / "false-alarms.json").exists():
         return "*Not run yet.*"
     result = read("false-alarms")
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    found: dict[str, list[dict[str, Any]]] = {}
     for row in result["rows"]:
-        found.setdefault((row["kind"], row["processor"].partition("(")[0].split()[0]), []).append(row)
+        found.setdefault(row["kind"], []).append(row)
     rows = []
-    for (kind, maker), judged in sorted(found.items(), key=lambda each: KINDS.index(each[0][0].partition(" of ")[0])):
+    for kind, judged in sorted(found.items(), key=lambda each: KINDS.index(each[0].partition(" of ")[0])):
         outcomes = [Counter(row["audits"][name]["outcome"] for row in judged) for name in QUICK]
         told = [f"{each['FAIL']}, {each['INCONCLUSIVE']} open" for each in outcomes]
-        classes, failing = len({row["name"] for row in judged}), sum(bool(failed(row)) for row in judged)
-        rows.append([kind, maker, "no" if is_innocent(kind) else "yes", str(classes), f"{failing} of {len(judged)}"])
-        rows[-1] += told
-    header = ["model", "made on", "saw the class", "classes", "verdicts with a failure"]
+        classes = len({row["name"] for row in judged})
+        processors = len({row["processor"] for row in judged})
+        about = [kind, "no" if is_innocent(kind) else "yes", str(classes), str(processors)]
+        rows.append([*about, f"{sum(bool(failed(row)) for row in judged)} of {len(judged)}", *told])
+    header = ["model", "saw the class", "classes", "processors", "verdicts with a failure"]
     return f"{grid([*header, *(f'{name} fails' for name in QUICK)], rows)}\n\n{failures_told(found)}{origin(result)}"
 
 
@@ -190,15 +190,16 @@ def is_innocent(kind: str) -> bool:
     return kind.startswith("retrained")
 
 
-def failures_told(found: dict[tuple[str, str], list[dict[str, Any]]]) -> str:
+def failures_told(found: dict[str, list[dict[str, Any]]]) -> str:
     """False alarms in one sentence, and the classes on which each kind of erased network fails."""
-    innocent = [row for (kind, _), rows in found.items() if is_innocent(kind) for row in rows]
+    innocent = [row for kind, rows in found.items() if is_innocent(kind) for row in rows]
     told = [f"False alarms: {sum(bool(failed(row)) for row in innocent)} of {len(innocent)} verdicts."]
-    for (kind, maker), rows in sorted(found.items()):
+    for kind, rows in sorted(found.items()):
         if kind.startswith("erased"):
             counted = Counter((row["name"], name) for row in rows for name in failed(row))
-            each = [f"{name} by {audit} {number}/{REPEATED}" for (name, audit), number in sorted(counted.items())]
-            told.append(f"{kind.capitalize()}, {maker}, fail on: {', '.join(each) or 'none'}.")
+            judged = Counter(row["name"] for row in rows)
+            each = [f"{name} by {audit} {number}/{judged[name]}" for (name, audit), number in sorted(counted.items())]
+            told.append(f"{kind.capitalize()} fail on: {', '.join(each) or 'none'}.")
     return " ".join(told)
 
 

@@ -192,3 +192,21 @@ def test_the_table_that_decides_has_the_means_of_the_final_protocol(tables: Modu
     told = decision_table.decision()
     assert "**hide**" not in told, "its class has no retrained model yet"
     assert "SSD" not in told, "what was not measured has no line"
+
+
+def test_false_alarms_are_counted_over_processors_and_failures_by_class(tables: ModuleType, tmp_path: Path) -> None:
+    passed = {name: {"outcome": "PASS"} for name in erasing_tables.QUICK}
+    failed = passed | {"C3": {"outcome": "FAIL"}, "C1": {"outcome": "INCONCLUSIVE"}}
+    rows = [
+        {"processor": processor, "name": "Coat", "kind": kind, "number": 0, "audits": audits}
+        for processor, kind, audits in (
+            ("one", "retrained", passed),
+            ("other", "retrained", failed),
+            ("one", "erased of 2 stages", failed),
+            ("other", "erased of 2 stages", passed),
+        )
+    ]
+    write(tmp_path, "false-alarms", rows)
+    told = erasing_tables.false_alarms()
+    assert "| retrained | no | 1 | 2 | 1 of 2 | 0, 1 open | 0, 0 open | 1, 0 open |" in told
+    assert "False alarms: 1 of 2 verdicts. Erased of 2 stages fail on: Coat by C3 1/2." in told
