@@ -76,9 +76,9 @@ def counted(judged: list[dict[str, Any]], outcomes: tuple[str, ...]) -> str:
 
 
 def erasing_rows() -> dict[str, Rows]:
-    """By method, the rows of the final protocol."""
+    """By method, the rows of the final protocol on CIFAR-10."""
     rows = read("erasing")["rows"] if (RESULTS / "erasing.json").exists() else []
-    rows = [row for row in rows if row["model"] == MODEL]
+    rows = [row for row in rows if (row["data"], row["model"]) == ("cifar10", MODEL)]
     exact = {(row["seed"], row["request"]): row["accuracies"] for row in rows if row["method"] == "retrain"}
     found: dict[str, Rows] = {}
     for row in rows:

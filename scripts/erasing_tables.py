@@ -122,10 +122,10 @@ def erasing() -> str:
     result, rows = read("erasing"), []
     for row in result["rows"]:
         ends = [f"{100 * row['accuracies'][key]:.1f}" for key in ("forget", "retain")]
-        about = [row["model"], str(row["seed"]), row["request"], row["method"]]
+        about = [row["data"], row["model"], str(row["seed"]), row["request"], row["method"]]
         judged = [text for found in (row, row.get("alike", {})) for text in (_probe(found), found.get("label", "–"))]
         rows.append([*about, *ends, f"{row['share']:.1%}", *judged])
-    header = ["model", "seed", "request", "method", "forget %", "retain %", "FLOPs of retraining"]
+    header = ["data", "model", "seed", "request", "method", "forget %", "retain %", "FLOPs of retraining"]
     header += ["C1, worst depth: after / retrained / original", "audits", "C1 / retrained and treated alike", "audits"]
     return grid(header, rows) + origin(result)
 
@@ -244,10 +244,10 @@ def _probe(found: dict[str, Any]) -> str:
 
 
 def erasing_figures() -> dict[str, Drawing]:
-    """The frontier of the final protocol, once it has been run."""
+    """The frontier of the final protocol on CIFAR-10, once it has been run."""
     if not (RESULTS / "erasing.json").exists():
         return {}
-    rows = read("erasing")["rows"]
+    rows = [row for row in read("erasing")["rows"] if row["data"] == "cifar10"]
     points, models = frontier(rows), " and ".join(dict.fromkeys(row["model"] for row in rows))
     cells = cell_words([(row["seed"], row["request"]) for row in rows], NAMES)
     about = f"{models} on cifar10, {cells}; test images; a point for each class that was run; larger: costs more"

@@ -211,8 +211,9 @@ def test_a_cell_of_the_final_protocol_is_made_and_judged_once(tmp_path: Path, mo
         return judge_case(case, audit, **given, only=("C1",))
 
     methods = {name: module.METHODS[name] for name in ("retrain", "regrow", "regrow-all")}
-    small = {"original_name": lambda *_: "small", "reference_names": lambda *_: ["without"], "judge_case": judge}
-    small |= {"REQUESTS": ("class:1",), "SEEDS": {"vgg-mini": (0,)}, "METHODS": methods, "MODELS": tmp_path / "models"}
+    small = {"original_name": lambda *_, **__: "small", "reference_names": lambda *_: ["without"], "judge_case": judge}
+    small |= {"REQUESTS": {"cifar10": ("class:1",)}, "ORIGINALS": {"cifar10": {"vgg-mini": (0,)}}}
+    small |= {"METHODS": methods, "MODELS": tmp_path / "models"}
     for name, value in small.items():
         monkeypatch.setattr(module, name, value)
     flags = ["--networks", str(networks), "--out", str(out), "--data-dir", "", "--models", "vgg-mini"]

@@ -144,14 +144,17 @@ def test_the_frontier_of_erasing_is_read_against_the_retrained_model_of_the_same
 ) -> None:
     assert erasing_tables.erasing() == "The protocol has not been run."
     assert erasing_tables.erasing_figures() == {}
-    about = {"model": "vgg-mini", "seed": 0, "request": "class:0"}
+    about = {"data": "cifar10", "model": "vgg-mini", "seed": 0, "request": "class:0"}
     retrained = about | {"method": "retrain", "accuracies": {"forget": 0.0, "retain": 0.8}, "share": 1.0}
     probe = {"C1": {"unlearned": 0.55, "reference": 0.5, "original": 0.9}}
     ends = {"accuracies": {"forget": 0.0, "retain": 0.79}, "share": 0.33, "audits": probe, "label": "failed"}
     ends["alike"] = {"audits": {"C1": probe["C1"] | {"reference": 0.54}}, "label": "passed"}
     rows = [retrained, about | {"method": "regrow"} | ends, about | {"method": "regrow", "seed": 1} | ends]
     write(tmp_path, "erasing", rows)
-    assert "| vgg-mini | 0 | class:0 | retrain | 0.0 | 80.0 | 100.0% | – | – | – | – |" in erasing_tables.erasing()
+    assert (
+        "| cifar10 | vgg-mini | 0 | class:0 | retrain | 0.0 | 80.0 | 100.0% | – | – | – | – |"
+        in erasing_tables.erasing()
+    )
     assert "| 33.0% | 55.0 / 50.0 / 90.0 | failed | 55.0 / 54.0 / 90.0 | passed |" in erasing_tables.erasing()
     ((gap, lost, share),) = erasing_tables.frontier(rows)["regrow"]  # that of seed 1 has no retrained model yet
     assert (round(gap, 6), round(lost, 6), share) == (5.0, -1.0, 0.33)
@@ -164,8 +167,8 @@ def test_the_frontier_of_erasing_is_read_against_the_retrained_model_of_the_same
 
 def test_the_table_that_decides_has_the_means_of_the_final_protocol(tables: ModuleType, tmp_path: Path) -> None:
     final = [
-        {"model": "vgg-mini", "seed": 1, "request": "class:0", "method": method, "share": share, "audits": audits}
-        | {"accuracies": {"forget": 0.0, "retain": 0.7}}
+        {"data": "cifar10", "model": "vgg-mini", "seed": 1, "request": "class:0", "method": method}
+        | {"share": share, "audits": audits, "accuracies": {"forget": 0.0, "retain": 0.7}}
         for method, share, audits in (
             ("retrain", 1.0, None),
             ("regrow", 0.5, {"C1": {"unlearned": 0.62, "reference": 0.6, "outcome": "PASS"}}),
@@ -187,8 +190,8 @@ def test_the_table_that_decides_has_the_means_of_the_final_protocol(tables: Modu
     told = decision_table.decision()
     assert "| **erase** | 0.0 | 70.0 (70.0) | +2.0 (−0.5) | 50 | none, 1/1; undecided C1 1/1 |" in told
     assert "applied to the retrained models" in " ".join(told.split())
-    hidden = {"model": "vgg-mini", "seed": 1, "request": "class:9", "method": "hide", "share": 0.01}
-    write(tmp_path, "erasing", [*final, hidden | {"accuracies": {"forget": 0.02, "retain": 0.7}}])
+    hidden = {"data": "cifar10", "model": "vgg-mini", "seed": 1, "request": "class:9", "method": "hide"}
+    write(tmp_path, "erasing", [*final, hidden | {"share": 0.01, "accuracies": {"forget": 0.02, "retain": 0.7}}])
     told = decision_table.decision()
     assert "**hide**" not in told, "its class has no retrained model yet"
     assert "SSD" not in told, "what was not measured has no line"
