@@ -323,3 +323,23 @@ def test_a_request_for_resnet50s_last_stage_sends_few_bytes(make_engine) -> None
 
 def test_the_tiny_network_is_what_the_settings_name() -> None:
     assert isinstance(start(), TinyNet)
+
+
+def test_a_mask_costs_a_bit_for_each_weight_and_is_obeyed(
+    make_engine, few_digits: Dataset, tiny_digits: nn.Module
+) -> None:
+    name, weight = max(tiny_digits.named_parameters(), key=lambda each: each[1].numel())
+    mask = {name: torch.arange(weight.numel()).reshape(weight.shape) % 3 == 0}
+    plan, engines = TrainingPlan((PlanPart(Selection("train")),)), [make_engine(clients=1) for _ in range(2)]
+    for engine, trainable in zip(engines, (None, mask), strict=True):
+        engine.send_model(tiny_digits)
+        trained = engine.fit(tiny_digits, plan, RECIPE, trainable=trainable)
+    changed = dict(trained.named_parameters())[name] != weight
+    assert bool(changed[mask[name]].any())
+    assert not bool(changed[~mask[name]].any())
+    plain, masked = (engine.transport.bytes_down / len(rounds_of(engine)) for engine in engines)
+    assert 0 < masked - plain < weight.numel() / 8 + 200, "a byte for each weight would be eight times as much"
+
+
+def rounds_of(engine) -> list:
+    return [each for each in engine.transport.log if each.kind == "train.local"]

@@ -23,6 +23,7 @@ from fedortho.federated.wire import (
     pack,
     pack_integers,
     pack_json,
+    pack_masks,
     pack_observations,
     pack_queries,
     pack_training_plan,
@@ -30,6 +31,7 @@ from fedortho.federated.wire import (
     unpack,
     unpack_integers,
     unpack_json,
+    unpack_masks,
     unpack_observations,
     unpack_queries,
     unpack_training_plan,
@@ -254,3 +256,31 @@ def test_a_training_plan_survives_with_its_teachers_and_generated_images() -> No
     assert torch.equal(made.labels, noise.labels)
     assert made.labels.tolist() == [0, 1, 2] * 20
     assert len(made.pixels) == 3, "an image that is shown twenty times travels once, an unused one never"
+
+
+@given(st.integers(1, 5), st.integers(1, 7), st.integers(0, 99))
+def test_masks_travel_as_bits(rows: int, columns: int, seed: int) -> None:
+    model = torch.nn.Linear(columns, rows)
+    generator = torch.Generator().manual_seed(seed)
+    masks = {name: torch.rand(p.shape, generator=generator) < 0.5 for name, p in model.named_parameters()}
+    packed = pack_masks(masks)
+    assert packed["weight"].numel() == -(-rows * columns // 8)
+    received = unpack_masks(packed, model)
+    assert all(torch.equal(received[name], mask) for name, mask in masks.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "message"),
+    [
+        (
+            "weight",
+            torch.zeros(2, dtype=torch.uint8),
+            "the mask of weight is uint8 \\[2\\]; expected 1 bytes, a bit for",
+        ),
+        ("weight", torch.zeros(1), "the mask of weight is float32"),
+        ("other", torch.zeros(1, dtype=torch.uint8), "a mask is of 'other', which is no parameter of the model"),
+    ],
+)
+def test_a_mask_that_is_not_of_the_model_is_refused(name: str, bits: torch.Tensor, message: str) -> None:
+    with pytest.raises(FedOrthoError, match=message):
+        unpack_masks({name: bits}, torch.nn.Linear(2, 3))

@@ -175,7 +175,7 @@ def train_local(
             order.recipe,
             reference=model if order.align else None,
             device=choose_device(state.settings.device),
-            trainable={name: mask.bool() for name, mask in below("mask.", tensors).items()},
+            trainable=wire.unpack_masks(below("mask.", tensors), model),
             watch=progress.append,
             options=plan.options,
             teachers=plan.teachers,

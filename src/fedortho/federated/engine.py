@@ -249,7 +249,7 @@ class FederatedEngine(Roster):
         """The record for each client, without frozen tensors and teachers that the client has."""
         frozen = job.frozen_tensors(current)
         masks = {name: mask for name, mask in (job.trainable or {}).items() if name not in frozen}
-        shared = wire.arrays_of(prefixed("model.", current.state_dict()) | prefixed("mask.", masks))
+        shared = wire.arrays_of(prefixed("model.", current.state_dict()) | prefixed("mask.", wire.pack_masks(masks)))
         states = {job.teacher_digests[name]: teacher.state_dict() for name, teacher in job.plan.teachers.items()}
         teachers = {digest: wire.arrays_of(prefixed(f"teacher.{digest}.", state)) for digest, state in states.items()}
         lr, given_shares = learning_rate(job.recipe, number), self._given_shares(job.plan, sampled)

@@ -19,6 +19,7 @@ from fedortho.models.patch import Patch, unpack_patch
 from fedortho.statistics.observe import Observation
 from fedortho.storage.files import below, parse_json, prefixed
 from fedortho.storage.records import from_json, to_json
+from fedortho.training.loop import Mask
 
 if TYPE_CHECKING:
     from flwr.app import Array, RecordDict
@@ -110,6 +111,31 @@ def unpack_queries(tensors: Tensors, queries: Sequence[Query], candidates: Seque
         patches = tuple(patch_from_wire(below(f"{number}.{i}.", tensors), NO_DIGESTS) for i in range(many))
         found.append(replace(query, statistic=replace(query.statistic, patches=patches)))
     return found
+
+
+def pack_masks(masks: Mask) -> dict[str, Tensor]:
+    """Masks as bits, eight to a byte.
+
+    >>> pack_masks({"weight": torch.tensor([[True, False], [True, True]])})["weight"].tolist()  # 10110000
+    [176]
+    """
+    return {name: torch.from_numpy(np.packbits(mask.cpu().numpy())) for name, mask in masks.items()}
+
+
+def unpack_masks(packed: Tensors, model: nn.Module) -> dict[str, Tensor]:
+    """The masks that `pack_masks` has packed, of parameters of the model; others are refused by name."""
+    masks, parameters = {}, dict(model.named_parameters())
+    for name, bits in packed.items():
+        if name not in parameters:
+            raise FedOrthoError(f"a mask is of {name!r}, which is no parameter of the model")
+        shape = parameters[name].shape
+        size = -(-shape.numel() // 8)
+        if bits.dtype != torch.uint8 or bits.shape != (size,):
+            given = f"{str(bits.dtype)[6:]} {list(bits.shape)}"
+            raise FedOrthoError(f"the mask of {name} is {given}; expected {size} bytes, a bit for each weight")
+        whole = torch.from_numpy(np.unpackbits(bits.numpy(), count=shape.numel()))
+        masks[name] = whole.reshape(shape).bool()
+    return masks
 
 
 def pack_training_plan(plan: TrainingPlan) -> tuple[dict[str, Tensor], TrainingPlan]:
