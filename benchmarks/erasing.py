@@ -27,7 +27,7 @@ that class, so that the rows of a class can be compared.
 CIFAR-100 (the half of its training images that there is, vgg-mini of seed 0, twelve epochs) has two classes that were
 drawn before any of their references was trained, from those on which nothing was tried:
 `random.Random("fedortho erasing cifar100 2026-11-19").sample([n for n in range(100) if n % 10], 2)` gave [23, 68],
-clouds and roads. Each has one reference, retrained with the original's seed.
+clouds and roads. Each has one reference, retrained with the original's seed, and the quick audits.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -207,9 +207,8 @@ def judged(cell: Cell, run: Run, original: Run, references: list[Run], data: Dat
     digests |= reference_digests(references)
     cache = CACHES.setdefault((cell.model, cell.seed, cell.data, cell.request), MeasurementCache())
     case = replace(case, original=shared[0], references=tuple(shared[1:]))
-    return judge_case(
-        case, "quick" if cell.method in REST else "full", cache=cache, method=cell.method, digests=digests
-    )
+    audit = "quick" if cell.method in REST or cell.data == "cifar100" else "full"
+    return judge_case(case, audit, cache=cache, method=cell.method, digests=digests)
 
 
 def row_of(cell: Cell, made: Row, verdict: Verdict | None, retraining: float) -> dict[str, Any]:
