@@ -163,6 +163,18 @@ def test_shortcuts_and_gates_are_no_part_of_a_depth_however_they_are_wired(kind:
     assert {layer.name for layer in layers if layer.is_shortcut} == side
 
 
+def test_a_shortcut_belongs_to_the_stage_of_its_block_also_where_it_runs_first() -> None:
+    class First(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            side = self.shortcut(x)
+            return side + self.conv2(self.depthwise(self.conv1(torch.relu(self.norm(x)))))
+
+    model = nn.Sequential(nn.Conv2d(1, 8, 3, 1, 1), First(8, 12, 2), First(12, 16, 2))
+    found = {layer.name: layer for layer in trace_layers(model, (1, 16, 16))}
+    assert [found[f"{block}.shortcut"].stage for block in (1, 2)] == [1, 2]
+    assert found["2.shortcut"].is_shortcut
+
+
 def test_writers_agree_about_each_other_and_a_chain_is_no_stream() -> None:
     layers = {layer.name: layer for layer in trace_layers(odd_network(gated=True), (1, 16, 16))}
     assert layers["3.conv2"].writers == layers["3.shortcut"].writers == ("3.conv2", "3.shortcut")

@@ -259,9 +259,10 @@ def _with_stages(layers: list[Layer], pointwise: set[str]) -> list[Layer]:
         stage += index > 0 and sizes[index] != sizes[index - 1]
         stages[layer.name] = stage
     seen, numbered = 0, []
-    for layer in layers:
-        seen = stages.get(layer.name, seen)  # a shortcut belongs to the block it passes by
-        numbered.append(replace(layer, stage=seen))
+    for layer in layers:  # a shortcut belongs to the block it passes by, which it may run before
+        seen = stages.get(layer.name, seen)
+        added = [stages[other] for other in layer.writers if other in stages]
+        numbered.append(replace(layer, stage=min(added) if layer.is_shortcut and added else seen))
     return numbered
 
 
