@@ -60,6 +60,28 @@ def test_a_residual_network_regrows_shortcuts_of_its_stages_too() -> None:
     assert {"layer2.0.downsample.0", "layer2.0.downsample.1", "layer2.0.bn2"} <= set(kept)
 
 
+class ShortcutFirst(nn.Module):
+    """A residual block as many write it: the shortcut is computed before the block's own layers."""
+
+    def __init__(self, inputs: int, width: int) -> None:
+        super().__init__()
+        self.shortcut = nn.Sequential(nn.Conv2d(inputs, width, 1, 2, bias=False), nn.BatchNorm2d(width))
+        self.conv1, self.norm1 = nn.Conv2d(inputs, width, 3, 2, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.norm2 = nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        identity = self.shortcut(x)
+        return torch.relu(self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(x))))) + identity)
+
+
+def test_a_shortcut_that_runs_before_its_block_is_regrown_with_it() -> None:
+    head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+    model = nn.Sequential(nn.Conv2d(1, 4, 3, 1, 1), ShortcutFirst(4, 6), ShortcutFirst(6, 8), *head)
+    assert first_layers(model, Regrow().stages, SHAPE) == ["0"]
+    assert not [name for name in first_layers(model, 1, SHAPE) if name.startswith("2.")]
+    assert {"1.shortcut.0", "1.shortcut.1", "1.norm2"} <= set(first_layers(model, 1, SHAPE))
+
+
 def test_before_training_only_the_last_stage_has_new_weights(pooled_net: nn.Module, engine: CentralEngine) -> None:
     started = Regrow(stages=1, epochs=0, seed=7)(pooled_net, engine, REQUEST).state_dict()
     fresh = build_model("small:PooledNet", num_classes=10, channels=1, seed=7).state_dict()

@@ -9,7 +9,7 @@ from torch import nn
 from fedortho.data.request import ForgetRequest
 from fedortho.engines.engine import Engine, PlanPart, TrainingPlan, fresh_model
 from fedortho.methods.method import Schedule, forget_and_retain
-from fedortho.models.graph import stage_entries, weighted_order
+from fedortho.models.graph import stage_entries, trace_layers, weighted_order
 from fedortho.storage.settings import Count
 from fedortho.training.objectives import FitOptions
 
@@ -55,7 +55,13 @@ def first_layers(model: nn.Module, stages: int, shape: tuple[int, int, int]) -> 
     """The layers with weights, and norms, before the last stages, in forward order; none if all stages are reset."""
     order, entries = weighted_order(model, shape), stage_entries(model, shape)
     number = stages_reset(stages, len(entries))
-    return [] if number > len(entries) else order[: order.index(entries[-number])]
+    if number > len(entries):
+        return []
+    layers = {layer.name: layer for layer in trace_layers(model, shape)}
+    first = layers[entry := entries[-number]].stage
+    reset = [layer for layer in layers.values() if layer.stage >= first]  # a shortcut may run before its stage's entry
+    names = {name for layer in reset for name in (layer.name, layer.norm)}
+    return [name for name in order[: order.index(entry)] if name not in names]
 
 
 def stages_reset(stages: int, entries: int) -> int:
