@@ -94,6 +94,14 @@ def test_the_canonical_form_names_the_same_classes_if_names_are_numbers_of_other
         assert settled.settled(names) == settled
 
 
+def test_a_name_with_accents_is_found_however_its_characters_are_composed() -> None:
+    folder, typed = "Gro\u0308ße", "Gr\u00f6ße"  # as file systems of macOS list it, as keyboards type it
+    for name, word in ((folder, typed), (typed, folder)):
+        asked = ForgetRequest((word,))
+        assert asked.labels(["кот", name]) == [1]
+        assert asked.spelled(["кот", name]) == ForgetRequest((name,)), "one request, not two"
+
+
 def test_names_are_spelled_as_the_data_spells_them_and_numbers_stay() -> None:
     names = ["Dress", "ankle boot", "7"]
     asked = ForgetRequest.parse("'class:dress,Ankle Boot,DRESS,1,7' client:4")

@@ -5,6 +5,7 @@ import io
 import os
 import re
 import shlex
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -116,7 +117,7 @@ class ForgetRequest:
     def spelled(self, names: Sequence[str]) -> "ForgetRequest":
         """The same request with the names of classes as the data spells them: `class:Dress` for `class:dress`."""
         labels = zip(self.classes, self.labels(names), strict=True)
-        words = (names[label] if word.strip().casefold() == names[label].casefold() else word for word, label in labels)
+        words = (names[label] if _folded(word) == _folded(names[label]) else word for word, label in labels)
         return replace(self, classes=tuple(dict.fromkeys(words)))
 
     @property
@@ -256,12 +257,16 @@ def _quoted(word: str) -> str:
     return '"' + word.replace('"', '""') + '"' if set(word) & set(',"\r\n') else word
 
 
+def _folded(name: str) -> str:
+    """A name without what readers do not see: case, spaces around it, accents as characters of their own (macOS)."""
+    return unicodedata.normalize("NFC", name.strip().casefold())
+
+
 def _label(word: str, names: Sequence[str]) -> int:
     same = [label for label, name in enumerate(names) if name == word]
     if not same and word.isdecimal() and len(word) <= DIGITS and int(word) < len(names):
         return int(word)
-    folded = word.strip().casefold()
-    same = same or [label for label, name in enumerate(names) if name.casefold() == folded]
+    same = same or [label for label, name in enumerate(names) if _folded(name) == _folded(word)]
     if len(same) > 1:
         raise FedOrthoError(f"{len(same)} classes are called {word!r}: {', '.join(map(str, same))}; name one by number")
     if not same:
