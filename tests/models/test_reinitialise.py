@@ -27,5 +27,5 @@ def test_a_module_that_cannot_draw_its_weights_again_is_refused_by_name() -> Non
     model = net()
     model.append(nn.Module())
     model[3].register_parameter("scale", nn.Parameter(torch.ones(4)))
-    with pytest.raises(BadSetting, match="reset_parameters"):
+    with pytest.raises(BadSetting, match=r"3 has weights and no reset_parameters.*write that method"):
         reinitialised(model, 0)

@@ -208,5 +208,6 @@ def reinitialised(model: nn.Module, seed: int) -> nn.Module:
                 reset()
             elif next(module.parameters(recurse=False), None) is not None:
                 why = f"{name or type(module).__name__} has weights and no reset_parameters()"
-                raise BadSetting(f"{why}, so no new network can be made of this one; give the engine {BUILD}")
+                fix = f"write that method, which draws them anew, or give the engine {BUILD}"
+                raise BadSetting(f"{why}, so no new network can be made of this one; {fix}")
     return fresh
