@@ -63,9 +63,24 @@ METHODS: Mapping[str, type[Method]] = {
 LEVELS: Mapping[str, str] = {"hide": Hide.name, "erase": Regrow.name, "exact": Retrain.name}  # the method of each level
 MEANINGS = {
     "hide": "forward passes only: the answers change, what was learnt can still be found",
-    "erase": "all stages but the first are reset, and the network is trained on the retain set",
+    "erase": "all stages but the first, at least two, are reset, and the network is trained on the retain set",
     "exact": "retraining without the forget set",
 }
+
+
+def meaning_of(level: str, settings: Mapping[str, Any]) -> str:
+    """What a level does with these hyper-parameters of its method.
+
+    >>> meaning_of("erase", {"stages": 1, "frozen": True})
+    'the last stage is reset, and it alone is trained on the retain set'
+    """
+    stages, frozen = settings.get("stages"), settings.get("frozen")
+    if level != "erase" or not (stages or frozen):
+        return MEANINGS[level]
+    reset = "all stages but the first, at least two,"
+    reset = f"the last {stages} stages (all if there are no more)" if stages else reset
+    reset, alone = ("the last stage is", "it alone is") if stages == 1 else (f"{reset} are", "they alone are")
+    return f"{reset} reset, and {alone if frozen else 'the network is'} trained on the retain set"
 
 
 def level_of_method(name: str) -> str:

@@ -8,7 +8,7 @@ from fedortho.audits.verdict import HIDDEN, Verdict, subject_of
 from fedortho.data.request import ForgetRequest
 from fedortho.engines.cost import Cost
 from fedortho.evaluation.case import COUNTERFACTUALS
-from fedortho.methods import MEANINGS, level_of_method
+from fedortho.methods import level_of_method, meaning_of
 from fedortho.reports.pictures import Gallery, Picture
 from fedortho.reports.tables import amount, number
 from fedortho.runs.record import ServedRecord
@@ -115,7 +115,8 @@ def facts_of(report: Report) -> dict[str, str]:
     dates = [f"{event} {entry.time[:16].replace('T', ' ')} UTC" for event, entry in entries.items()]
     last = next(reversed(entries.values()), None)
     level = level_of_method(served.method) if served is not None else ""
-    how = f" at level {level}: {MEANINGS[level]}" if level else f" by {served.method}" if served is not None else ""
+    how = "" if served is None else f" by {served.method}"
+    how = f" at level {level}: {meaning_of(level, served.settings)}" if served is not None and level else how
     return {
         "Request": f"{report.request}{how}",
         "Model and data": f"{source_of(report.run)}; run {report.run.path.name}",

@@ -10,7 +10,7 @@ from fedortho.audits.verdict import spoken_time
 from fedortho.data.request import ForgetRequest, as_request
 from fedortho.engines.query import Selection
 from fedortho.errors import FedOrthoError
-from fedortho.methods import LEVELS, MEANINGS, METHODS, find_method, level_of, level_of_method, make_method
+from fedortho.methods import LEVELS, MEANINGS, METHODS, find_method, level_of, level_of_method, make_method, meaning_of
 from fedortho.methods.federaser import FedEraser
 from fedortho.methods.hyperparameters import read_settings
 from fedortho.methods.method import CannotServe, Method, serves
@@ -158,7 +158,11 @@ class PlannedStep:
         return math.inf if known is None else known
 
     def __str__(self) -> str:
-        what = f"{self.level}, by {self.method} ({MEANINGS[self.level]})" if self.level else f"by {self.method}"
+        what = (
+            f"{self.level}, by {self.method} ({meaning_of(self.level, self.settings)})"
+            if self.level
+            else f"by {self.method}"
+        )
         return f"{what}{f' ({self.note})' if self.note else ''}: {self.cost}; writes {self.out}"
 
     @property

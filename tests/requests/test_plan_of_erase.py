@@ -1,0 +1,37 @@
+"""What the plan of a request tells of erasing."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fedortho.data.request import ForgetRequest
+from fedortho.reports.summary import Report, facts_of
+from fedortho.requests.judging import JudgeOptions
+from fedortho.requests.levels import chosen_method, plan_request
+from fedortho.runs.record import Accuracies, ServedRecord
+from fedortho.runs.run import Run
+from fedortho.runs.settings import TrainSettings
+from fedortho.runs.training import train_run
+
+CLASS = ForgetRequest.parse("class:3")
+SETTINGS = TrainSettings(data="digits", model="small:TinyNet", epochs=1, crop=0, threads=1, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return train_run(tmp_path_factory.mktemp("plan") / "run", SETTINGS)
+
+
+def test_a_step_tells_the_stages_that_its_settings_reset_and_not_those_of_the_default(run: Run, tmp_path: Path) -> None:
+    method = chosen_method(run, "regrow", changes={"stages": 2})
+    line = plan_request(run, CLASS, [("erase", method, tmp_path)], None, JudgeOptions("none")).lines()[1]
+    assert "the last 2 stages (all if there are no more) are reset, and the network is trained" in line
+    assert "all stages but the first" not in line
+
+
+def test_the_report_tells_the_stages_of_the_record_and_not_those_of_the_default(run: Run) -> None:
+    shares = Accuracies(forget=0.0, retain=0.9, test=0.8)
+    served = ServedRecord("class:3", "regrow", {"stages": 2, "frozen": False}, shares, shares, 0.0)
+    page = Report(replace(run, record=replace(run.record, requests=(served,))), CLASS, None)
+    assert facts_of(page)["Request"].startswith("class:3 at level erase: the last 2 stages (all if there are no more)")
