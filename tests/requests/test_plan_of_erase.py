@@ -8,7 +8,7 @@ import pytest
 from fedortho.data.request import ForgetRequest
 from fedortho.reports.summary import Report, facts_of
 from fedortho.requests.judging import JudgeOptions
-from fedortho.requests.levels import chosen_method, plan_request
+from fedortho.requests.levels import chosen_method, erasing_methods, level_method, plan_request
 from fedortho.runs.record import Accuracies, ServedRecord
 from fedortho.runs.run import Run
 from fedortho.runs.settings import TrainSettings
@@ -21,6 +21,14 @@ SETTINGS = TrainSettings(data="digits", model="small:TinyNet", epochs=1, crop=0,
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return train_run(tmp_path_factory.mktemp("plan") / "run", SETTINGS)
+
+
+def test_a_second_attempt_is_promised_only_where_a_stage_is_kept(run: Run, tmp_path: Path) -> None:
+    assert erasing_methods(run, (1, 8, 8)) == [level_method(run, "erase")], "all of its stages are reset at once"
+    steps = [("erase", level_method(run, "erase"), tmp_path)]
+    line = plan_request(run, CLASS, steps, None, JudgeOptions("none"), until_passed=True).lines()[1]
+    assert "all stages but the first, at least two, are reset" in line
+    assert "if it fails and has kept a stage, once more with all stages reset" in line
 
 
 def test_a_step_tells_the_stages_that_its_settings_reset_and_not_those_of_the_default(run: Run, tmp_path: Path) -> None:

@@ -68,8 +68,8 @@ def forget_until_passed(
 ) -> tuple[ServedRequest, tuple[LevelAttempt, ...]]:
     """Serve a request at the cheapest level whose result passes the audits, and return it with all that were tried.
 
-    A class that is not erased by the level's own method is erased once more, with all stages from the first in which a
-    probe finds more of it in the original than in reference models, unless only retention failed. Every audit of the
+    A class that is not erased by the level's own method, which keeps the first stage of a network with more than two,
+    is erased once more with all stages reset, unless only retention failed. Every audit of the
     budget (`options.audit`) must pass on validation images against a reference model, which is found, given or trained
     as `options` say; an inconclusive one is not passed. Retraining, the last level, is taken without a decision.
     Nothing of an attempt that was left is written but its entry in the journal, and only the result that is taken is

@@ -30,7 +30,7 @@ from fedortho.storage.settings import as_mapping
 
 # passes over the training images, in FLOPs of training steps, of methods that do not train; a forward pass is a third
 PASSES = {"hide": 0.03, "paper": 1 / 3, "directions": 1 / 3}
-DEEPER = "if it fails, once more, resetting every stage in which a probe of the original finds the class"
+DEEPER = "if it fails and has kept a stage, once more with all stages reset"
 SHOWN = 4  # ways that a refusal tells
 NOT_EXACT = "approximate: what the data taught may still be found"
 
