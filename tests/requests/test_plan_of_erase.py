@@ -23,6 +23,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return train_run(tmp_path_factory.mktemp("plan") / "run", SETTINGS)
 
 
+@pytest.mark.parametrize("flip", [0.5, 0.0])
+def test_where_the_training_is_not_known_it_is_told_that_images_are_flipped(
+    run: Run, tmp_path: Path, flip: float
+) -> None:
+    imported = replace(run, settings=replace(run.settings, epochs=0, flip=0.5))
+    method = chosen_method(imported, "regrow", changes={"flip": flip})
+    for known, is_told in ((imported, flip > 0), (run, False)):
+        plan = plan_request(known, CLASS, [("erase", method, tmp_path)], None, JudgeOptions("none"))
+        assert ("passes, half of the images flipped left to right; --set flip=0" in plan.lines()[1]) is is_told
+
+
 def test_a_second_attempt_is_promised_only_where_a_stage_is_kept(run: Run, tmp_path: Path) -> None:
     assert erasing_methods(run, (1, 8, 8)) == [level_method(run, "erase")], "all of its stages are reset at once"
     steps = [("erase", level_method(run, "erase"), tmp_path)]
