@@ -39,13 +39,23 @@ import random
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from manifest import DRAWN, REPORTED, SEEDS, TUNED_ON, benchmark_parser, check_digest, open_network, original_name
+from manifest import (
+    DRAWN,
+    REPORTED,
+    SEEDS,
+    TUNED_ON,
+    benchmark_parser,
+    check_digest,
+    open_network,
+    original_name,
+    patiently,
+)
 from result_files import add_row, read_results, write_results
 
 from fedortho.data.images import Dataset
@@ -70,7 +80,6 @@ from fedortho.storage.settings import field_types
 
 HERE = Path(__file__).parent
 MODELS = HERE.parent / "runs" / "comparison"
-R = TypeVar("R")
 SAMPLING = ("hide",)  # methods that draw a sample where statistics were not kept
 CENTRAL = [name for name in METHODS if name != "federaser"]
 FEW, MANY = 2, 10  # passes: little more than one, and as much as retraining
@@ -153,9 +162,7 @@ class Bench:
 
     def network(self, model: str, seed: int = 0) -> Run:
         name = original_name(model, seed)
-        return patiently(lambda: open_network(self.arguments.networks, name, self.arguments.data_dir)).at(
-            self.arguments.data_dir
-        )
+        return open_network(self.arguments.networks, name, self.arguments.data_dir).at(self.arguments.data_dir)
 
     def _data(self, path: Path) -> Dataset:
         data = open_run(path).load_data(self.arguments.data_dir)
@@ -345,17 +352,6 @@ def without_ledger(run: Run, directory: Path) -> Run:
             shutil.copytree(run.path, place, ignore=left_out, dirs_exist_ok=True)
             shutil.copy(run.path / "run.json", place)  # the last file, so that a killed copy is made again
     return open_run(place).at(run.settings.data_dir)
-
-
-def patiently(attempt: Callable[[], R | None]) -> R:
-    """What a function returns, once no other process opens or trains the same network."""
-    while True:
-        try:
-            found = attempt()
-            assert found is not None, "it is on this machine"
-            return found
-        except Busy:
-            time.sleep(1)
 
 
 def drawn_requests(data: Dataset) -> tuple[str, str]:

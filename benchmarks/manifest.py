@@ -21,8 +21,9 @@ from the training rows (in order) of vgg-mini, seed 0:
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fedortho.errors import BadCheckpoint, Busy, unknown
 from fedortho.requests.references import finished_runs
@@ -39,6 +40,7 @@ NETWORKS = HERE / "networks"
 MANIFEST = HERE / "manifest.json"
 REPORTED, TUNED_ON = "class:1", "class:6"
 DRAWN = ("class:0", "class:9")  # reported too, and not seen during development
+R = TypeVar("R")
 STATED = ("data", "model", "epochs", "seed", "lr", "batch-size", "ortho", "ortho-every")
 SEEDS = {"vgg-mini": (0, 1, 2), "resnet-mini": (0,)}  # of the originals
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -62,6 +64,11 @@ def reference_names(original: str, request: str = REPORTED) -> list[str]:
 
 
 def open_network(directory: Path, name: str, data_dir: str) -> Run:
+    """`open_free_network`, once no other process opens or trains it."""
+    return patiently(lambda: open_free_network(directory, name, data_dir))
+
+
+def open_free_network(directory: Path, name: str, data_dir: str) -> Run:
     """The network of this name, trained if it is missing; one with other weights than the manifest's is refused.
 
     A name that the manifest does not list is opened as it is.
@@ -73,6 +80,17 @@ def open_network(directory: Path, name: str, data_dir: str) -> Run:
         return open_run(directory / name)
     settings = make_settings(TrainSettings, listed[name]["settings"] | {"data-dir": data_dir})
     return check_digest(train_run(directory / name, settings, watch=epoch_printer(name)))
+
+
+def patiently(attempt: Callable[[], R | None]) -> R:
+    """What a function returns, once no other process opens or trains the same network."""
+    while True:
+        try:
+            found = attempt()
+            assert found is not None, "it is on this machine"
+            return found
+        except Busy:
+            time.sleep(1)
 
 
 def check_digest(run: Run) -> Run:
@@ -155,7 +173,7 @@ def main(words: list[str] | None = None) -> None:
         busy = []
         for name in waiting:
             try:
-                run = open_network(arguments.networks, name, arguments.data_dir)
+                run = open_free_network(arguments.networks, name, arguments.data_dir)
                 print(name, run.record.model.digest, flush=True)
             except Busy:
                 busy.append(name)
