@@ -5,9 +5,10 @@
 
 Written down before its first run. vgg-mini of seeds 0 to 2 and resnet-mini of seed 0, CIFAR-10; the drawn classes
 airplane and truck (benchmarks/manifest.py says how), on which nothing was chosen, and beside them automobile, which was
-seen during development. Methods: hide, directions and regrow as they are by default; EU-k with the layers and passes of
-regrow; retrain; and regrow with every stage reset, which is retraining by regrow's recipe and shows what the kept
-stages are worth. Every choice was made on bird, deer and frog of seed 0 by validation images (benchmarks/regrow.py).
+seen during development. Methods: hide, directions and regrow as they are by default; EU-k with the passes of regrow on
+the last two stages; retrain; and regrow with every stage reset, which is retraining by regrow's recipe and shows what
+the kept stages are worth. Every choice was made on bird, deer and frog of seed 0 by validation images
+(benchmarks/regrow.py), but one that came later: how many stages are reset (benchmarks/false_alarms.py).
 
 Each cell (network, class, method) is made and judged once, and a cell that has a row is left alone: the order is that
 of the table, the process can be killed and started again, and several share the work. References are the networks of
@@ -22,8 +23,7 @@ benchmarks/results/erasing.json.
 The rest of the methods came later: with one pass, as benchmarks/comparison.py tuned and compared them, and with the
 quick audits (C1, C2, C3 by its prototype, C6). Later still, `regrow` reset all stages but the first by default; its
 earlier rows, of two stages, are `regrow-2`. Rows that came later are judged against as many references as `hide` was on
-that class, so that the rows of a class can be compared; `regrow` of truck has the quick audits (--quick), for want of
-time.
+that class, so that the rows of a class can be compared.
 
 CIFAR-100 (the half of its training images that there is, vgg-mini of seed 0, twelve epochs) has two classes that were
 drawn before any of their references was trained, from those on which nothing was tried:
@@ -72,7 +72,7 @@ HERE = Path(__file__).parent
 MODELS = HERE.parent / "runs" / "erasing"
 ORIGINALS: Mapping[str, Mapping[str, Sequence[int]]] = {"cifar10": SEEDS, "cifar100": {"vgg-mini": (0,)}}
 REQUESTS = {"cifar10": (*DRAWN, REPORTED), "cifar100": ("class:23", "class:68")}
-LAYERS = {"vgg-mini": 6, "resnet-mini": 7}  # with weights, in the two stages that regrow resets and behind them
+LAYERS = {"vgg-mini": 6, "resnet-mini": 7}  # with weights, in the last two stages and behind them
 METHODS = {"retrain": "retrain", "hide": "hide", "directions": "directions", "regrow": "regrow", "eu-k": "eu-k"}
 METHODS |= {"regrow-all": "regrow", "regrow-2": "regrow"}  # the name of a row, and the method that makes its model
 STAGES = {"regrow-all": 99, "regrow-2": 2}  # that are reset, where they are not the default's

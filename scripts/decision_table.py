@@ -10,7 +10,7 @@ from result_text import RESULTS, grid, read
 
 MODEL = "vgg-mini"
 LEVELS = {"hide": "**hide**", "regrow": "**erase**", "retrain": "**exact** (retraining)"}
-RIVALS = {"ssd": "SSD", "salun": "SalUn", "scrub": "SCRUB", "eu-k tuned": "EU-k", "eu-k": "EU-k, the layers of erase"}
+RIVALS = {"ssd": "SSD", "salun": "SalUn", "scrub": "SCRUB", "eu-k tuned": "EU-k", "eu-k": "EU-k of 6 layers"}
 RIVALS |= {"logit-mask": "logit mask (a control)"}
 RIVALS |= {"regrow-all": "all stages new (a control)"}  # by the recipe of erase, it never saw the class
 HEADER = ["", "forget %", "retain % (retrained)", "probe gap", "cost %", "audits that fail"]
@@ -28,9 +28,9 @@ def decision() -> str:
 
 
 BUDGETS = (
-    "hide, erase, exact, all stages new and EU-k with the layers and passes of `erase` had the full audits, the other "
-    "methods the quick ones, with one pass and hyper-parameters tuned on frog. Some classes were not run for some "
-    "methods: n in k/n counts them."
+    "hide, erase, exact, all stages new and EU-k of 6 layers (the last two stages, with the passes of `erase`, not tuned) "
+    "had the full audits, the other methods the quick ones, with one pass and hyper-parameters tuned on frog. Some "
+    "classes were not run for some methods: n in k/n counts them."
 )
 ALIKE = (
     "A gap in brackets, and the audits of its class, compare with `erase` applied to the retrained models "

@@ -182,7 +182,7 @@ def test_the_table_that_decides_has_the_means_of_the_final_protocol(tables: Modu
     write(tmp_path, "erasing", final)
     told = decision_table.decision()
     assert "| **erase** | 0.0 | 70.0 (70.0) | +2.0 | 50 | none, 1/1 |" in told
-    assert "| EU-k, the layers of erase | 0.0 | 70.0 (70.0) | +10.0 | 20 | C1 1/1; undecided C3 1/1 |" in told
+    assert "| EU-k of 6 layers | 0.0 | 70.0 (70.0) | +10.0 | 20 | C1 1/1; undecided C3 1/1 |" in told
     assert "vgg-mini on CIFAR-10, airplane; 1 network; test images." in " ".join(told.split())
     assert "applied to the retrained models" not in " ".join(told.split())
     final[1]["alike"] = {"audits": {"C1": {"unlearned": 0.62, "reference": 0.625, "outcome": "INCONCLUSIVE"}}}
