@@ -218,7 +218,7 @@ def small_federation() -> str:
     """A federation that erases, or hides, a class and then trains on without it."""
     rows = []
     for row in small_rows("federation"):
-        is_choice = row["level"] == "choice"
+        is_choice = row["level"].startswith("choice")
         ((name, share),) = row["forgotten"].items()
         when = (
             f"after {row['step']} further rounds"
@@ -227,8 +227,8 @@ def small_federation() -> str:
             if row["level"] != "before"
             else "before"
         )
-        what = f"erase, {row['step']} rounds (validation images)" if is_choice else row["level"]
-        what = "–" if row["level"] == "before" else what
+        what = "–" if row["level"] == "before" else row["level"].replace("choice", "erase")
+        what += f", {row['step']} rounds (validation images)" if is_choice else ""
         sent = f"{row['bytes_up'] / 1e6:.1f} / {row['bytes_down'] / 1e6:.1f}" if "bytes_up" in row else "–"
         rows.append(
             [name, what, "at once" if is_choice else when, f"{100 * share:.1f}", f"{100 * row['retain']:.1f}", sent]
