@@ -25,6 +25,7 @@ from fedortho.audits.distance import DISTANCE
 from fedortho.audits.measurements import MeasurementCache
 from fedortho.audits.probe import depth_limits
 from fedortho.audits.relearn import speed_up
+from fedortho.audits.reset_tail import tail_limits
 from fedortho.audits.result import AuditResult
 from fedortho.data.request import ForgetRequest
 from fedortho.evaluation.case import Case
@@ -137,19 +138,16 @@ def gaps(mine: Measured, theirs: Measured) -> dict[str, float | None]:
     for (depth, one), (_, other) in zip(mine["probe"], theirs["probe"], strict=True):
         name = depths[depth].name
         values[name] = max(one - other, -1.0 if values[name] is None else values[name])
-    others = theirs.get("reset tail", {})
-    tails = [
-        found[k]["unlearned"] - others[entry][k]["unlearned"]
-        for entry, found in mine.get("reset tail", {}).items()
-        for k in found
-        if entry in others
-    ]
+    tails, others = mine.get("reset tail", {}), theirs.get("reset tail", {})
+    for entry, limit in tail_limits(list(depths)[:-1]).items():
+        for k in tails.get(entry, {}) if entry in others else ():
+            gap = tails[entry][k]["unlearned"] - others[entry][k]["unlearned"]
+            values[limit.name] = max(gap, -1.0 if values[limit.name] is None else values[limit.name])
     relearned = theirs.get("relearning", {})
     steps = [speed_up(one, relearned[k]) for k, one in mine.get("relearning", {}).items() if k in relearned]
     return values | {
         "norms": max(mine["norms"][name] - theirs["norms"][name] for name in mine["norms"]),
         "prototype": mine["prototype"] - theirs["prototype"],
-        "reset tail": max(tails, default=None),
         "speed-up": max(steps, default=None),
         "copies": mine["copies"],
     }
@@ -160,7 +158,7 @@ def limits_of(rows: list[dict[str, Any]]) -> dict[str, float]:
 
     Rounded up to a thousandth, so that the pair with the largest value passes.
     """
-    values = {name: [row["values"][name] for row in rows if row["values"][name] is not None] for name in PROPOSED}
+    values = {name: [row["values"][name] for row in rows if row["values"].get(name) is not None] for name in PROPOSED}
     largest = {
         name: max((-(-value * 1000 // 1) / 1000 for value in found), default=0.0) for name, found in values.items()
     }

@@ -24,7 +24,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reset_tail, "TAILS", 1)
     monkeypatch.setattr(reset_tail, "SAMPLES", (50,))
     monkeypatch.setattr(reset_tail, "stage_entries", lambda *_: [ENTRY])
-    monkeypatch.setattr(reset_tail, "LIMIT", Limit("reset tail", 0.06))  # small networks know less of a coat
+    for name in ("LIMIT", "LAST_LIMIT"):
+        monkeypatch.setattr(reset_tail, name, Limit("reset tail", 0.06))  # small networks know less of a coat
     monkeypatch.setattr(result, "ONE_REFERENCE", 0.0)
 
 
@@ -58,6 +59,24 @@ def test_a_reference_that_does_not_arrive_leaves_it_undecided(world: World, monk
     assert found.is_undecided
     assert not found.fails
     assert f"behind {ENTRY} no reset tail decides: the reference model does not learn" in found.finding
+
+
+def test_the_gap_furthest_beyond_the_limit_of_its_entry_decides(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reset_tail, "stage_entries", lambda *_: ["features.4", ENTRY])
+    monkeypatch.setattr(reset_tail, "LAST_LIMIT", Limit("last reset tail", 0.11))
+    gaps = {"features.4": 0.08, ENTRY: 0.1}
+
+    def trials(case: Case, cache: MeasurementCache, role: str, split: Split, steps: int) -> dict[int, object]:
+        above = {"unlearned": gaps[str(split.entry)], "original": 0.4, "reference": 0.0}[role]
+        return {50: reset_tail.TailTrial(0.5 + above, 1.0)}
+
+    monkeypatch.setattr(reset_tail, "trials_of", trials)
+    found = attack(world, world.references[2])
+    assert found.fails
+    assert (found.details["entry"], found.details["erased_behind"]) == ("features.4", "features.4")
+    assert (found.limit.name, found.value) == ("reset tail", pytest.approx(0.08))
+    gaps["features.4"] = 0.05
+    assert not attack(world, world.references[2]).fails, "10 points, where retrained networks differ by 11"
 
 
 def test_steps_are_doubled_until_the_reference_arrives(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

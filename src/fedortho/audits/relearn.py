@@ -20,7 +20,8 @@ from fedortho.audits.measurements import (
     measure_model,
 )
 from fedortho.audits.reset_tail import FALSE_ALARMS, reset_tail
-from fedortho.audits.reset_tail import LIMIT as RESET_TAIL_LIMIT
+from fedortho.audits.reset_tail import LAST_LIMIT as LAST_TAIL_LIMIT
+from fedortho.audits.reset_tail import LIMIT as TAIL_LIMIT
 from fedortho.audits.result import (
     NO_POWER,
     Attack,
@@ -224,4 +225,5 @@ def _steps_text(steps: int | None, most: int) -> str:
     return f"more than {most}" if steps is None else str(steps)
 
 
-RELEARNING = Audit("C3", "relearning and prototype", relearning, (PROTOTYPE_LIMIT, RESET_TAIL_LIMIT, SPEED_UP_LIMIT))
+LIMITS = (PROTOTYPE_LIMIT, TAIL_LIMIT, LAST_TAIL_LIMIT, SPEED_UP_LIMIT)
+RELEARNING = Audit("C3", "relearning and prototype", relearning, LIMITS)

@@ -4,6 +4,7 @@ A new tail knows nothing, so what it recovers beyond the reference models' tails
 are frozen, and their outputs are computed once.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,6 +30,7 @@ from fedortho.training.loop import fit
 from fedortho.training.recipe import Recipe
 
 LIMIT = Limit("reset tail", 0.08)  # recall behind a new tail, above the reference models'
+LAST_LIMIT = Limit("last reset tail", 0.08, calibrated=0.112)  # the same behind the entry of the last stage
 SAMPLES = (50, 250)  # images of the forget set among those of the retain set
 STEPS, MOST_STEPS = 50, 200  # doubled until the reference model has learned its images of the forget set
 ARRIVED = 0.8  # recall of these images with which it has
@@ -47,15 +49,17 @@ class TailTrial:
 
 
 def reset_tail(case: Case, cache: MeasurementCache) -> Attack:
-    """Recall behind a new tail at every stage entry and for each number of forget images; the largest gap decides.
+    """Recall behind a new tail at every stage entry and for each number of forget images.
 
-    Only those count at which the original model exceeds the limit. An entry at which the reference model does not
-    arrive within MOST_STEPS, or at which the network cannot be split, is undecided.
+    The gap furthest beyond its limit decides. Only those count at which the original model exceeds the limit. An entry
+    at which the reference model does not arrive within MOST_STEPS, or at which the network cannot be split, is
+    undecided.
     """
     found: dict[str, dict[str, dict[str, float]]] = {}
     steps: dict[str, int] = {}
     undecided: dict[str, str] = {}  # entry → why
-    for entry in stage_entries(case.original, case.data.train.shape):
+    entries = stage_entries(case.original, case.data.train.shape)
+    for entry in entries:
         split = split_before(editable_copy(case, case.original), entry, example_batch(case))
         if split.entry is None:
             undecided[entry] = "the network cannot be split there"
@@ -67,30 +71,41 @@ def reset_tail(case: Case, cache: MeasurementCache) -> Attack:
         trials = {role: trials_of(case, cache, role, split, steps[entry]) for role in case.models}
         for k in trials["unlearned"]:
             found.setdefault(entry, {})[str(k)] = compared({role: trials[role][k].recall for role in trials})
-    return _attack(case, found, undecided, {"steps": steps, "recalls": found, "undecided": undecided})
+    details = {"steps": steps, "recalls": found, "undecided": undecided}
+    return _attack(case, found, undecided, tail_limits(entries), details)
+
+
+def tail_limits(entries: Sequence[str]) -> dict[str, Limit]:
+    """The limit at each entry, given in the order of a forward pass."""
+    return dict.fromkeys(entries, LIMIT) | dict.fromkeys(entries[-1:], LAST_LIMIT)
 
 
 def _attack(
-    case: Case, found: dict[str, dict[str, dict[str, float]]], undecided: dict[str, str], details: dict[str, object]
+    case: Case,
+    found: dict[str, dict[str, dict[str, float]]],
+    undecided: dict[str, str],
+    limits: Mapping[str, Limit],
+    details: dict[str, object],
 ) -> Attack:
-    """The trial furthest beyond the reference models, of those that can tell."""
+    """The trial furthest beyond its limit, of those that can tell."""
     trials = {(entry, k): shares for entry, numbers in found.items() for k, shares in numbers.items()}
     reasons = [f"behind {entry} no reset tail decides: {reason}" for entry, reason in undecided.items()]
     if not trials:
         finding = "; ".join(reasons) or "the network has one stage, so no tail can be reset"
         return Attack("reset tail", finding, {}, LIMIT, None, bool(undecided), bool(undecided), details)
-    telling = [key for key, shares in trials.items() if not case.references or original_exceeds(shares, LIMIT)]
+    telling = [key for key, shares in trials.items() if not case.references or original_exceeds(shares, limits[key[0]])]
     gaps = {key: shares["unlearned"] - shares.get("reference", 0.0) for key, shares in trials.items()}
-    entry, k = max(telling or trials, key=lambda key: gaps[key])
-    failed = [place for place, number in telling if case.references and gaps[place, number] > LIMIT.value + ROUNDING]
+    excess = {(entry, k): gap - limits[entry].value for (entry, k), gap in gaps.items()}
+    entry, k = max(telling or trials, key=lambda key: excess[key])
+    failed = [key[0] for key in telling if case.references and excess[key] > ROUNDING]
     finding = f"a new tail behind {entry}, trained on {k} forgotten images, recalls "
     finding += f"{shares_text(trials[entry, k], len(case.references))} of the class at {FALSE_ALARMS:.0%} false alarms"
     value = gaps[entry, k] if case.references else None
-    doubt = doubts(case, value, LIMIT) if telling else ""
+    doubt = doubts(case, value, limits[entry]) if telling else ""
     finding = "; ".join(filter(None, [finding, *reasons, doubt]))
     details |= {"entry": entry, "images": k, "erased_behind": failed[-1] if failed else ""}
     is_open = bool(doubt or (undecided and not failed))
-    return Attack("reset tail", finding, trials[entry, k], LIMIT, value, bool(telling), is_open, details)
+    return Attack("reset tail", finding, trials[entry, k], limits[entry], value, bool(telling), is_open, details)
 
 
 def _steps_needed(case: Case, cache: MeasurementCache, split: Split) -> int:
