@@ -30,8 +30,9 @@ def regrow() -> str:
         retained = [f"{100 * row['accuracies'][who]['retain']:.1f}" for who in ROLES]
         forget = f"{100 * row['accuracies']['unlearned']['forget']:.1f}"
         share = f"{row['share']:.1%} / {row['share'] * row['epochs'] / LONG:.1%}"
-        rows.append([row["model"], row["request"], ", ".join(names), *probes, forget, " / ".join(retained), share])
-    header = ["model", "request", "depths", "probe after regrow", "retrained", "original", "forget %"]
+        about = [row["model"], row["request"], str(row["stages"] or "all but the first"), ", ".join(names)]
+        rows.append([*about, *probes, forget, " / ".join(retained), share])
+    header = ["model", "request", "stages reset", "depths", "probe after regrow", "retrained", "original", "forget %"]
     header += ["retain %: regrow / retrained / original", f"FLOPs of retraining / of {LONG} epochs (computed)"]
     return grid(header, rows) + origin(result)
 
