@@ -153,7 +153,7 @@ class Unlearner:
         """Have the clients measure what the request names, edit the model, and send them the patch.
 
         `request`, `method` and `level` are as in `forget`; samples are named as client/row. `erase` takes 5 % of
-        `trained_rounds`, those of the training, and at least two; ten if they are not known. `accept` receives the
+        `trained_rounds`, those of the training, and at least four; ten if they are not known. `accept` receives the
         result before any client changes: save it there, or raise an error to refuse it. Afterwards `model` is the
         edited one and `confirmed` are the clients that have it; the others get it with the next request.
         """
@@ -166,9 +166,8 @@ class Unlearner:
         engine, known = self._engine()
         engine.check_quorum()
         engine.check(request, self.forgotten)
-        result = unlearn(
-            known, engine, request, method or method_of_level(level, trained_rounds), forgotten=self.forgotten
-        )
+        chosen = method or method_of_level(level, trained_rounds, "rounds")
+        result = unlearn(known, engine, request, chosen, forgotten=self.forgotten)
         if accept is not None:
             accept(result)
         self._served.append((result.patch, request))

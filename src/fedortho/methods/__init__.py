@@ -219,10 +219,10 @@ def forget(
     return replace(result, model=released(result.model))
 
 
-def method_of_level(level: str, trained: int) -> Method:
-    """The method of a level, for a model that was trained for so many epochs or rounds; 0: not known."""
+def method_of_level(level: str, trained: int, unit: str = "epochs") -> Method:
+    """The method of a level, for a model that was trained for so many epochs, or rounds; 0: not known."""
     name = LEVELS[level]
-    return make_method(name, {"epochs": passes_after(trained)} if name == Regrow.name else {})
+    return make_method(name, {"epochs": passes_after(trained, unit)} if name == Regrow.name else {})
 
 
 def _tell_loss(before: nn.Module, after: nn.Module, retained: Images, device: torch.device | str) -> None:

@@ -14,6 +14,7 @@ from fedortho.storage.settings import Count
 from fedortho.training.objectives import FitOptions
 
 SHARE = 0.05  # passes, as a share of those of the training
+FEWEST_ROUNDS = 4  # in a federation, whose clients take few steps in a round
 UNKNOWN = 10  # passes where nobody knows how long the model was trained
 
 
@@ -73,10 +74,11 @@ def stages_reset(stages: int, entries: int) -> int:
     return stages or max(entries, 2)
 
 
-def passes_after(trained: int) -> int:
-    """Passes that keep the retain accuracy of a model trained for so many epochs or rounds; 0: nobody knows how many.
+def passes_after(trained: int, unit: str = "epochs") -> int:
+    """Passes, or rounds, that keep the retain accuracy of a model trained for so many; 0: nobody knows how many.
 
-    >>> [passes_after(epochs) for epochs in (6, 150, 0)]
-    [2, 8, 10]
+    >>> [passes_after(number) for number in (6, 150, 0)], [passes_after(number, "rounds") for number in (6, 150, 0)]
+    ([2, 8, 10], [4, 8, 10])
     """
-    return max(Regrow().epochs, math.ceil(SHARE * trained)) if trained else UNKNOWN
+    fewest = FEWEST_ROUNDS if unit == "rounds" else Regrow().epochs
+    return max(fewest, math.ceil(SHARE * trained)) if trained else UNKNOWN

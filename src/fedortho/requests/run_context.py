@@ -83,7 +83,8 @@ def method_for_run(run: Run, name: str, *settings: Mapping[str, Any]) -> Method:
         own = {field.name: getattr(run.settings, field.name) for field in fields(Recipe)}
         own["epochs"] = run.settings.passes.planned
     if issubclass(kind, Regrow):
-        own["epochs"] = passes_after(run.settings.passes.planned if run.settings.epochs else 0)
+        passes = run.settings.passes
+        own["epochs"] = passes_after(passes.planned if run.settings.epochs else 0, passes.unit)
         if isinstance(run.settings, FederateSettings):  # a client has few images, and takes few steps in a round
             own["batch_size"] = min(kind().batch_size, run.settings.batch_size)
     if "updates" in field_types(kind):
