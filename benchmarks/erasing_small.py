@@ -1,6 +1,6 @@
-"""Erasing on the embedded images: every class by the full audits, five classes in a row, and a federation that goes on.
+"""Erasing on the embedded images: every class by the full audits, five classes in a row, and in a federation.
 
-    python benchmarks/erasing_small.py [--parts classes,sequence,federation] [--classes 0,4]
+    python benchmarks/erasing_small.py [--parts classes,sequence,federation,federated] [--classes 0,4]
 
 Written down before its first run. fashion-mini, vgg-mini, six epochs, seed 0; no setting was chosen on these classes,
 except on Dress, the class of the demo, which is left out. All images that decide are test images.
@@ -13,6 +13,9 @@ except on Dress, the class of the demo, which is left out. All images that decid
 - federation: 20 clients (Dirichlet 0.3, half of them a round, 20 rounds). How many rounds `erase` takes is chosen on
   Dress by validation images (2, 4 or 8, the fewest within two points of the original's retain accuracy). Then the first
   class of the sequence is erased, and hidden, and the federation trains for 20 more rounds without it.
+- federated, added later and written down before its first run: each of the five classes is erased from that federation
+  as the level does it by default, and judged by the full audits against two federations that never had it and what
+  `erase` makes of them.
 
 A row that is there is not measured again; trained runs stay in runs/erasing-small, so a killed process goes on.
 
@@ -43,7 +46,7 @@ RUNS = HERE.parent / "runs" / "erasing-small"
 OUT = HERE / "results" / "erasing-small.json"
 WHAT = "erasing on fashion-mini: full audits of nine classes, five classes in a row, a federation that trains on"
 COMMAND = "python benchmarks/erasing_small.py"
-PARTS = ("classes", "sequence", "federation")
+PARTS = ("classes", "sequence", "federation", "federated")
 LEVELS = ("erase", "hide")  # erase first: it trains what both are compared with
 SUMMARISED = ("outcome", "value", "limit", "unlearned", "original", "reference")  # of each audit
 LEFT_OUT, FURTHER = "Dress", 20
@@ -86,12 +89,20 @@ class Bench:
             for level in levels:
                 about = {"part": "classes", "request": f"class:{label}", "level": level}
                 if not self.has(**about):
-                    row = self.judged(original, f"class:{label}", level)
+                    row = self.judged(original, f"class:{label}", level, self.runs / f"{level}-class-{label}")
                     self.add(about | {"name": self.names[label]} | row)
 
-    def judged(self, original: fo.Run, request: str, level: str) -> dict[str, Any]:
+    def federated(self) -> None:
+        """The five classes, each erased from the federation that has all of them, and judged."""
+        original = train_federation(self.runs / "federation", FEDERATION)
+        for label in self.sequence:
+            about = {"part": "federated", "request": f"class:{label}", "level": "erase"}
+            if not self.has(**about):
+                row = self.judged(original, f"class:{label}", "erase", self.runs / f"federated-erase-class-{label}")
+                self.add(about | {"name": self.names[label]} | row)
+
+    def judged(self, original: fo.Run, request: str, level: str, out: Path) -> dict[str, Any]:
         """What one level leaves of a class, by the full audits; C4, which needs shadow models, is not run."""
-        out = self.runs / f"{level}-{request.replace(':', '-')}"
         served = fo.forget_run(original, request, level=level, out=out, hide_first=False, data=self.data)
         options = fo.JudgeOptions(audit="full", retrain=True, references=self.runs / "references")
         verdict = fo.judge_run(out, None, options, original=original, data=self.data)
@@ -170,7 +181,7 @@ class Bench:
 
 def order(row: Mapping[str, Any]) -> Any:
     levels = ("choice-2", "choice", "before", "erase-2", *LEVELS, "exact")
-    place = row["request"] if row["part"] == "classes" else ""
+    place = row["request"] if row["part"] in ("classes", "federated") else ""
     return PARTS.index(row["part"]), place, levels.index(row["level"]), row["step"]
 
 
@@ -188,6 +199,8 @@ def main(words: list[str] | None = None) -> None:
         bench.in_a_row()
     if "federation" in parts:
         bench.federation()
+    if "federated" in parts:
+        bench.federated()
     if "classes" in parts:
         bench.classes([int(label) for label in given.classes.split(",") if label], given.levels.split(","))
 

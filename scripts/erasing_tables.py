@@ -149,10 +149,10 @@ def small_rows(part: str) -> list[dict[str, Any]]:
     return [row for row in rows if row["part"] == part]
 
 
-def small_classes() -> str:
+def small_classes(part: str = "classes") -> str:
     """Every embedded class but the demo's, erased and hidden, by the full audits."""
     rows = []
-    for row in small_rows("classes"):
+    for row in small_rows(part):
         retained = [f"{100 * row[when]['retain']:.1f}" for when in ("after", "retrained", "before")]
         about = [row["name"], row["level"], f"{100 * row['after']['forget']:.1f}", " / ".join(retained)]
         rows.append([*about, f"{row['share']:.1%}", _probe(row), row["label"]])

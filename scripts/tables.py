@@ -8,6 +8,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from statistics import mean
 from typing import Any
 
@@ -314,6 +315,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "erasing-small-classes": small_classes,
     "erasing-small-sequence": small_sequence,
     "erasing-small-federation": small_federation,
+    "erasing-small-federated": partial(small_classes, "federated"),
     "reproduced": reproduced,
     "theory": theory,
     "membership": membership,
