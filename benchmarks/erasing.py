@@ -23,7 +23,9 @@ benchmarks/results/erasing.json.
 The rest of the methods came later: with one pass, as benchmarks/comparison.py tuned and compared them, and with the
 quick audits (C1, C2, C3 by its prototype, C6). Later still, `regrow` reset all stages but the first by default; its
 earlier rows, of two stages, are `regrow-2`. Rows that came later are judged against as many references as `hide` was on
-that class, so that the rows of a class can be compared.
+that class, so that the rows of a class can be compared. Where a verdict by one reference is INCONCLUSIVE, it asks for
+three, as a user would be asked: --references 3 trains what is missing and judges once more by what the method makes of
+them; the first verdict stays in the row (`first-alike`).
 
 CIFAR-100 (the half of its training images that there is, vgg-mini of seed 0, twelve epochs) has two classes that were
 drawn before any of their references was trained, from those on which nothing was tried:
@@ -132,6 +134,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--seeds", default="0,1,2", help="seeds of the originals")
     parser.add_argument("--requests", default="", help="to share the work; the order stays")
     parser.add_argument("--methods", default=",".join(METHODS | REST), help="names of rows")
+    parser.add_argument("--references", type=int, default=0, help="judge again what is open, with so many references")
     parser.add_argument("--quick", action="store_true", help="no full audits, which take half an hour a model")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "erasing.json", help="result file")
     given = parser.parse_args(words)
@@ -144,8 +147,11 @@ def main(words: list[str] | None = None) -> None:
             continue
         try:
             with locked(cell.place):
-                if not (row := row_of_cell(given.out, cell)) or (cell.is_judged_alike and "alike" not in row):
+                row = row_of_cell(given.out, cell)
+                if not row or (cell.is_judged_alike and "alike" not in row):
                     serve(cell, given.networks, given.data_dir, given.out, row)
+                elif number_of_references(row.get("alike", {})) < given.references and is_open(row["alike"]):
+                    serve(cell, given.networks, given.data_dir, given.out, row, given.references)
         except Busy:
             print(cell, "is made by another process", flush=True)
 
@@ -165,8 +171,18 @@ def row_of_cell(out: Path, cell: Cell) -> Mapping[str, Any]:
     return next((row for row in rows if all(row[key] == getattr(cell, key) for key in ORDER)), {})
 
 
-def serve(cell: Cell, networks: Path, data_dir: str, out: Path, row: Mapping[str, Any]) -> None:
-    """Make a cell's model, judge it, and add its row, or to the row what it lacks."""
+def number_of_references(found: Mapping[str, Any]) -> int:
+    """How many references a verdict had, of those that nobody treated."""
+    return sum(role in REFERENCES for role, _ in found.get("references", ()))
+
+
+def is_open(found: Mapping[str, Any]) -> bool:
+    """Whether an audit of a verdict could not decide."""
+    return any(audit["outcome"] == "INCONCLUSIVE" for audit in found["audits"].values())
+
+
+def serve(cell: Cell, networks: Path, data_dir: str, out: Path, row: Mapping[str, Any], more: int = 0) -> None:
+    """Make a cell's model, judge it, and add its row, or to the row what it lacks; with `more` references if given."""
     original = open_network(networks, cell.original, data_dir)
     originals = [replace(cell, seed=seed).original for seed in ORIGINALS[cell.data][cell.model]]
     data = original.load_data(data_dir)
@@ -176,7 +192,7 @@ def serve(cell: Cell, networks: Path, data_dir: str, out: Path, row: Mapping[str
         trained = train_references(original.at(data_dir), wanted, (), networks, data, epoch_printer(cell.request))
         names = [next(trained).path.name]
     if hidden := row_of_cell(out, replace(cell, method="hide")):
-        number = sum(role in REFERENCES for role, _ in hidden["references"])
+        number = more or number_of_references(hidden)
         names = sorted(names, key=lambda name: not name.startswith(original.path.name))[:number]
     known = [open_network(networks, name, data_dir) for name in names]
     name, chosen = cell.name, {cell.name: cell.settings}
@@ -192,7 +208,8 @@ def serve(cell: Cell, networks: Path, data_dir: str, out: Path, row: Mapping[str
     if cell.is_judged_alike and others:
         method, request = make_method(name, made.settings), ForgetRequest.parse(cell.request)
         treated = counterfactuals(open_context(original, data), method, request, others, MODELS / "references")
-        row = {**row, "alike": audits_of(judged(cell, unlearned, original, [*others, *treated], data))}
+        first = {"first-alike": row["alike"]} if more else {}
+        row = {**row, **first, "alike": audits_of(judged(cell, unlearned, original, [*others, *treated], data))}
     add_row(out, row, ORDER, order, WHAT, "python benchmarks/erasing.py --data-dir ../shared/data")
     print(cell, row.get("label", "no second reference"), row.get("alike", {}).get("label", ""), flush=True)
 
