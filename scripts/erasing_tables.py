@@ -18,6 +18,7 @@ QUICK = ("C1", "C2", "C3", "C6", "retention")  # audits of the quick budget, and
 KINDS = ("hidden", "retrained", "retrained, then erased", "erased")  # of networks, in the order of the table
 LONG = 150  # epochs of a training that is not as short as ours
 ROLES = ("unlearned", "reference", "original")
+LEVELS = {"hide": "hide", "regrow": "erase", "retrain": "exact"}
 Cells = Sequence[dict[str, Any]]
 
 
@@ -274,17 +275,19 @@ def frontier(rows: Cells) -> dict[str, list[tuple[float, float, float]]]:
 def frontier_drawn(points: dict[str, list[tuple[float, float, float]]], about: str) -> "Figure":
     """Retain accuracy against the gap of the probe, both against retraining; the area of a point is its cost."""
     figure, ((ax,),) = new_figure(6.6, 4.2)
-    for (name, own), colour, marker in zip(points.items(), SERIES, MARKERS, strict=False):
+    gaps = {name: mean(gap for gap, _, _ in own) for name, own in points.items()}
+    for place, (name, own) in enumerate(points.items()):
         across, up, shares = zip(*own, strict=True)
         sizes = [12 + 160 * share for share in shares]
-        label = f"{name}: {mean(shares):.0%} of retraining"
-        ax.scatter(across, up, s=sizes, c=colour, marker=marker, alpha=0.75, linewidths=0, label=label)
+        label = f"{LEVELS.get(name, name)}: {gaps[name]:+.1f} and {mean(up):+.1f}; cost {mean(shares):.0%}"
+        shape = MARKERS[(place + place // len(SERIES)) % len(MARKERS)]  # no colour has a shape twice
+        colour = SERIES[place % len(SERIES)]
+        ax.scatter(across, up, s=sizes, c=colour, marker=shape, alpha=0.75, linewidths=0, label=label)
     for draw in (ax.axvline, ax.axhline):
         draw(0, color="#999999", linewidth=0.8)
     name_axes(ax, "probe above retrained at the worst depth, points", "retain accuracy against retrained, points")
     ax.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    means = {name: [mean(values) for values in zip(*own, strict=True)] for name, own in points.items()}
-    told = "; ".join(f"{name} {gap:+.1f} and {lost:+.1f}" for name, (gap, lost, _) in means.items())
-    entitle(figure, f"Probe gap and retain accuracy against retraining, in points, on average: {told}")
+    told = ", ".join(f"{level} {gaps[name]:+.1f}" for name, level in LEVELS.items() if name in gaps)
+    entitle(figure, f"A probe above retrained models, on average: {told} points")
     caption(figure, about)
     return figure

@@ -213,3 +213,12 @@ def test_false_alarms_are_counted_over_processors_and_failures_by_class(tables: 
     told = erasing_tables.false_alarms()
     assert "| retrained | no | 1 | 2 | 1 of 2 | 0, 1 open | 0, 0 open | 1, 0 open |" in told
     assert "False alarms: 1 of 2 verdicts. Erased of 2 stages fail on: Coat by C3 1/2." in told
+
+
+def test_the_frontier_shows_every_method_and_no_two_alike() -> None:
+    points = {f"method {number}": [(float(number), 0.0, 0.1)] for number in range(12)}
+    (ax,) = erasing_tables.frontier_drawn(points, "about").axes
+    shown = [text.get_text().partition(":")[0] for text in ax.get_legend().get_texts()]
+    assert shown == list(points), "seven, one for each colour, until 2026-11-19"
+    looks = {(str(each.get_facecolor()), str(each.get_paths()[0].vertices)) for each in ax.collections}
+    assert len(looks) == len(points)
