@@ -90,6 +90,9 @@ def test_the_command_compares_two_runs_and_draws(tmp_path: Path) -> None:
     assert list(found) == ["run", "run, beside"]
     with pytest.raises(FedOrthoError, match="at least 1"):
         told("theory", runs[0], "--images", "0")
+    with pytest.raises(FedOrthoError, match=r"--figure is .*theory\.bmp; expected a name that ends with \.png"):
+        told("theory", runs[0], "--figure", tmp_path / "theory.bmp")
+    assert not (tmp_path / "theory.bmp").exists()
 
 
 def test_a_figure_of_runs_with_long_names_is_not_cut_off() -> None:

@@ -81,6 +81,8 @@ def theory_command(
     """Measure the paper's theory on a run: orthogonality, covariances of responses and their bounds, by layer."""
     if images < 1:
         raise FedOrthoError(f"--images is {images}; expected at least 1")
+    if figure is not None and figure.suffix.lower() != ".png":
+        raise FedOrthoError(f"--figure is {figure}; expected a name that ends with .png")
     chosen, found, about = choose_device(device), dict[str, list[LayerTheory]](), dict[str, str]()
     for run in (open_run(path) for path in (run_path, beside) if path is not None):
         with bars() as shown:
