@@ -147,6 +147,18 @@ def test_a_dry_run_shows_the_draw_and_refuses_what_cannot_be_qualified(run: Run,
     assert not (tmp_path / "references").exists(), "nothing was trained"
 
 
+def test_a_federation_that_cannot_be_qualified_is_refused_before_anything_is_trained(run: Run, tmp_path: Path) -> None:
+    deployed = replace(run, path=tmp_path, settings=FEDERATION)
+    with pytest.raises(FedOrthoError, match="has no clients/: its clients are not simulated here; qualify serves"):
+        qualify_run(deployed, options(run))
+    assert draw_classes(deployed, QualifyOptions()), "who checks a bundle may have the run without its clients"
+    (tmp_path / "clients").mkdir()
+    lacking = replace(deployed, settings=replace(FEDERATION, without="class:1"))
+    with pytest.raises(FedOrthoError, match="without class:1, which its clients still hold; qualify the federation"):
+        qualify_run(lacking, options(run))
+    assert not (tmp_path / QUALIFICATION).exists()
+
+
 def test_a_run_that_has_forgotten_is_not_qualified(run: Run, tmp_path: Path) -> None:
     forgot = forget_run(run, "class:1", "logit-mask", out=tmp_path / "forgot", device="cpu").run
     assert forgot is not None

@@ -19,7 +19,7 @@ from fedortho.errors import BadSetting
 from fedortho.evaluation.metrics import Metric
 from fedortho.evaluation.shadows import ShadowSettings
 from fedortho.requests.judging import JudgeOptions, audit_run, check_rounds, judge_run
-from fedortho.requests.qualifying import QualifyOptions, draw_classes, qualify_run
+from fedortho.requests.qualifying import QualifyOptions, check_clients, draw_classes, qualify_run
 from fedortho.runs.run import Run, open_run
 from fedortho.storage.records import to_json
 
@@ -191,7 +191,7 @@ def qualify_command(
 
     Writes qualification.json into RUN after every class; a stopped qualification goes on where it was.
     """
-    run = open_run(run_path)
+    check_clients(run := open_run(run_path))
     options = QualifyOptions(classes, choosing, seed, per_class, (), references, data_dir, device)
     drawn, number = draw_classes(run, options), (classes + choosing) * per_class
     if not as_json:

@@ -20,6 +20,7 @@ from fedortho.requests.levels import erasing_methods
 from fedortho.requests.references import case_of, find_references, reference_cost, train_references
 from fedortho.requests.run_context import RunContext, open_context
 from fedortho.runs.run import Run, open_run
+from fedortho.runs.settings import FederateSettings
 from fedortho.storage.files import locked
 from fedortho.storage.records import write_record
 from fedortho.storage.settings import as_mapping
@@ -34,7 +35,7 @@ class QualifyOptions:
     choosing: int = 1  # further ones, on whose validation images it is chosen
     seed: int = 0  # of the draw
     references: int = 2  # reference models for each class
-    candidates: tuple[Method, ...] = ()  # cheapest first; none: `erase`, then with more and more stages reset
+    candidates: tuple[Method, ...] = ()  # cheapest first; none: `erase`, then with all stages reset
     directory: Path | None = None  # of reference models; default: `references` beside the run
     data_dir: str = ""
     device: str = "auto"
@@ -64,6 +65,22 @@ def draw_classes(run: Run, options: QualifyOptions) -> Qualification:
     return Qualification(run.record.model.digest, run.record.data.digest, options.seed, choosing, confirming)
 
 
+def check_clients(run: Run) -> None:
+    """Refuse a federation on whose clients no method can be tried, before reference models are trained for it."""
+    settings = run.settings
+    if not isinstance(settings, FederateSettings):
+        return
+    if not (run.path / "clients").is_dir():
+        raise FedOrthoError(
+            f"{run.path} has no clients/: its clients are not simulated here; qualify serves simulated federations only"
+        )
+    if settings.without:
+        raise FedOrthoError(
+            f"{run.path} was trained --without {settings.without}, which its clients still hold; qualify the "
+            "federation that was trained with everything"
+        )
+
+
 def qualify_run(run: Run | Path | str, options: QualifyOptions | None = None) -> Qualification:
     """Qualify a run and write qualification.json into it, after every class; a killed one goes on where it stopped.
 
@@ -71,6 +88,7 @@ def qualify_run(run: Run | Path | str, options: QualifyOptions | None = None) ->
     confirmed on test images of the confirming classes, once. `Qualification.chosen` is None if none passed.
     """
     run, options = open_run(run), options or QualifyOptions()
+    check_clients(run)
     file = run.path / QUALIFICATION
     with locked(file), using_threads(run.settings.threads):
         found, run = _begun(run, options), run.at(options.data_dir, options.device)
