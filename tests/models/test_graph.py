@@ -1,6 +1,7 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from fedortho.errors import BadSetting, UnknownName
 from fedortho.models import graph
@@ -173,6 +174,18 @@ def test_a_shortcut_belongs_to_the_stage_of_its_block_also_where_it_runs_first()
     found = {layer.name: layer for layer in trace_layers(model, (1, 16, 16))}
     assert [found[f"{block}.shortcut"].stage for block in (1, 2)] == [1, 2]
     assert found["2.shortcut"].is_shortcut
+
+
+def test_a_shortcut_in_a_stream_that_crosses_stages_belongs_to_the_stage_of_its_size() -> None:
+    class Pooled(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            side = self.shortcut(x) + functional.avg_pool2d(x, 2)
+            return side + self.conv2(self.depthwise(self.conv1(torch.relu(self.norm(x)))))
+
+    model = nn.Sequential(nn.Conv2d(1, 8, 3, 1, 1), Pooled(8, 8, 2), Pooled(8, 8, 2))
+    found = {layer.name: layer for layer in trace_layers(model, (1, 16, 16))}
+    assert len(found["2.shortcut"].writers) == 5, "all that write into one stream, the first convolution too"
+    assert [found[f"{block}.shortcut"].stage for block in (1, 2)] == [1, 2]
 
 
 def test_writers_agree_about_each_other_and_a_chain_is_no_stream() -> None:

@@ -261,8 +261,9 @@ def _with_stages(layers: list[Layer], pointwise: set[str]) -> list[Layer]:
     seen, numbered = 0, []
     for layer in layers:  # a shortcut belongs to the block it passes by, which it may run before
         seen = stages.get(layer.name, seen)
-        added = [stages[other] for other in layer.writers if other in stages]
-        numbered.append(replace(layer, stage=min(added) if layer.is_shortcut and added else seen))
+        added = [other for other in main if layer.is_shortcut and other.name in layer.writers]
+        beside = [other for other in added if other.size == layer.size] or added  # a stream may cross stages
+        numbered.append(replace(layer, stage=stages[beside[0].name] if beside else seen))
     return numbered
 
 
