@@ -82,6 +82,14 @@ def test_a_shortcut_that_runs_before_its_block_is_regrown_with_it() -> None:
     assert {"1.shortcut.0", "1.shortcut.1", "1.norm2"} <= set(first_layers(model, 1, SHAPE))
 
 
+def test_the_norm_of_such_a_shortcut_is_regrown_also_where_it_does_not_follow_directly() -> None:
+    head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+    model = nn.Sequential(nn.Conv2d(1, 4, 3, 1, 1), ShortcutFirst(4, 6), ShortcutFirst(6, 8), *head)
+    for block in (model[1], model[2]):
+        block.shortcut.insert(1, nn.ReLU())
+    assert first_layers(model, Regrow().stages, SHAPE) == ["0"]
+
+
 def test_before_training_only_the_last_stage_has_new_weights(pooled_net: nn.Module, engine: CentralEngine) -> None:
     started = Regrow(stages=1, epochs=0, seed=7)(pooled_net, engine, REQUEST).state_dict()
     fresh = build_model("small:PooledNet", num_classes=10, channels=1, seed=7).state_dict()

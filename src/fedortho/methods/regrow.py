@@ -58,11 +58,13 @@ def first_layers(model: nn.Module, stages: int, shape: tuple[int, int, int]) -> 
     number = stages_reset(stages, len(entries))
     if number > len(entries):
         return []
-    layers = {layer.name: layer for layer in trace_layers(model, shape)}
-    first = layers[entry := entries[-number]].stage
-    reset = [layer for layer in layers.values() if layer.stage >= first]  # a shortcut may run before its stage's entry
-    names = {name for layer in reset for name in (layer.name, layer.norm)}
-    return [name for name in order[: order.index(entry)] if name not in names]
+    stage_of, entry = {layer.name: layer.stage for layer in trace_layers(model, shape)}, entries[-number]
+    kept, is_kept = list[str](), True
+    for name in order[: order.index(entry)]:  # a shortcut may run before its stage's entry
+        if name in stage_of:  # else a norm, or a gate: with the convolution before it
+            is_kept = stage_of[name] < stage_of[entry]
+        kept += [name] * is_kept
+    return kept
 
 
 def stages_reset(stages: int, entries: int) -> int:
