@@ -14,6 +14,7 @@ from commands import told
 from small import SETTINGS as FEDERATION
 
 import fedortho as fo
+from fedortho.audits import measurements
 from fedortho.audits.result import AuditResult
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
@@ -294,9 +295,9 @@ def test_climbing_ends_at_the_first_level_that_passes_on_validation_images(
     assert (again.was_finished, [attempt.level for attempt in found], len(judged)) == (True, tried[-1:], 2)
 
 
-@pytest.mark.parametrize(("clean", "passing"), [(["features.7", "features.11"], 3), ([], 9)])
-def test_a_class_that_the_kept_stages_remember_is_erased_once_more_without_them(
-    deep: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean: list[str], passing: int
+@pytest.mark.parametrize("passing", [3, 9])
+def test_a_class_that_is_not_erased_is_erased_once_more_with_all_stages_reset_also_where_no_probe_can_read_it(
+    deep: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passing: int
 ) -> None:
     judged: list[Any] = []
 
@@ -306,7 +307,7 @@ def test_a_class_that_the_kept_stages_remember_is_erased_once_more_without_them(
         return SimpleNamespace(audits=audits, results=audits)
 
     monkeypatch.setattr(climbing, "judge_case", judge)
-    monkeypatch.setattr(climbing, "clean_depths", lambda case, _: clean)
+    monkeypatch.setattr(measurements, "find_classifier", lambda *_: None)  # it does not end in a linear layer
     words = (deep, "class:3", JudgeOptions(reference=deep.path.parent / "without-3"))
     served, attempts = forget_until_passed(*words, out=tmp_path / "new")
     tried = ["hide", "erase", "erase", "exact"][: 3 if passing == 3 else 4]

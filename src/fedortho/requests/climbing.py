@@ -8,7 +8,6 @@ from typing import Any
 
 from fedortho.audits.judge import judge_case
 from fedortho.audits.measurements import MeasurementCache
-from fedortho.audits.probe import clean_depths
 from fedortho.audits.retention import RETENTION
 from fedortho.data.images import Dataset
 from fedortho.data.request import ForgetRequest
@@ -17,7 +16,6 @@ from fedortho.errors import BadData, BadSetting, FedOrthoError
 from fedortho.evaluation.case import Case
 from fedortho.methods import LEVELS, make_method
 from fedortho.methods.method import ForgetResult, Method
-from fedortho.models.graph import stage_entries
 from fedortho.requests.counterfactuals import counterfactuals
 from fedortho.requests.forgetting import ServedRequest, forget_run
 from fedortho.requests.judging import JudgeOptions, OnStep, references_directory, references_for
@@ -81,8 +79,8 @@ def forget_until_passed(
     data = (data or run.load_data()).with_key(hash_key(run.path))  # which the request may have made
     how = {**how, "out": out, "data": data, "device": options.device, "hide_first": False}
     ways, ticket = [_Way(level) for level in levels_for(run, asked)], how.get("ticket") or None
-    deeper = erasing_methods(run, data.train.shape)[1:] if asked.kind == "class" else []
-    known = [*ways, *(_Way("erase", method) for method in deeper)]
+    more = erasing_methods(run, data.train.shape)[1:] if asked.kind == "class" else []
+    known = [*ways, *(deeper := [_Way("erase", method) for method in more])]
     done = [way for way in known if holds_result(run, asked, way.method_on(run), out, ticket=ticket)]
     if done or holds_rewind(run, asked, out):
         way = done[0] if done else _Way("exact")
@@ -98,8 +96,7 @@ def forget_until_passed(
         except (NotPassed, Refused, BadSetting) as error:  # the latter: a network in which nothing can be edited
             reason = str(error)
             if way == _Way("erase") and deeper and isinstance(error, NotPassed) and not error.is_erased:
-                needed = validation.stages_with_the_class()
-                ways.insert(0, next(each for each in known if each.stages >= needed))
+                ways.insert(0, deeper[-1])
             if not ways and isinstance(error, NotPassed):
                 raise NotPassed(f"{error}; the last level is retraining, which needs --recipe FILE.toml") from error
             if not ways:
@@ -149,11 +146,6 @@ class _Validation:
         if failed or all(audit.outcome == "NOT RUN" for audit in verdict.audits):
             found = ", ".join(f"{name} {outcome}" for name, outcome in failed.items()) or "no audit was run"
             raise NotPassed(f"on validation images {found}", is_erased=list(failed) == [RETENTION.name])
-
-    def stages_with_the_class(self) -> int:
-        """How many stages follow the last entry at which the original's recall is within the limit."""
-        entries = stage_entries(self.case.original, self.case.data.train.shape)
-        return len(entries) + 1 - len(clean_depths(self.case, self.cache))
 
 
 def _validation(
