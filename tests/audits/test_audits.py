@@ -67,24 +67,6 @@ def test_what_is_erased_in_the_last_stage_only_is_called_that_and_does_not_pass(
     assert "erased behind features.11 only" in probed.finding
 
 
-def test_entries_before_which_the_original_shows_no_more_than_reference_models_are_clean(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case, entries = world.case(world.original), ["features.7", "features.11"]
-    recalls = probe.depth_recalls(case, world.cache)
-    gaps = [recalls["original"][entry] - recalls["reference"][entry] for entry in entries]
-
-    def clean(*limits: float) -> list[str]:
-        monkeypatch.setattr(probe, "ENTRY_LIMIT", Limit("entry", limits[0]))
-        monkeypatch.setattr(probe, "LAST_ENTRY_LIMIT", Limit("last entry", limits[1]))
-        return probe.clean_depths(case, world.cache)
-
-    above, below = [gap + 0.001 for gap in gaps], [gap - 0.001 for gap in gaps]
-    assert clean(*above) == entries
-    assert clean(above[0], below[1]) == entries[:1]
-    assert clean(below[0], above[1]) == [], "what follows an entry that is not clean is not clean either"
-
-
 def test_one_reference_is_too_few_near_the_limit(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "original_exceeds", lambda *_: True)
     monkeypatch.setattr(result, "original_exceeds", lambda *_: True)

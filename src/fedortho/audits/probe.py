@@ -78,21 +78,6 @@ def depth_recalls(case: Case, cache: MeasurementCache) -> dict[str, dict[str, fl
     return single
 
 
-def clean_depths(case: Case, cache: MeasurementCache) -> list[str]:
-    """The stage entries at which the original's recall is within the limit, up to the first at which it is not.
-
-    Stages before the last of them hold no more of the class than those of reference models.
-    """
-    single, clean = depth_recalls(case, cache), list[str]()
-    limits = depth_limits(list(single["original"]))
-    for depth in list(limits)[:-1]:
-        shares = compared({role: recalls[depth] for role, recalls in single.items()})
-        if original_exceeds(shares, limits[depth]):
-            break
-        clean.append(depth)
-    return clean
-
-
 def depth_limits(depths: Sequence[str]) -> dict[str, Limit]:
     """The limit at each depth, given in the order of a forward pass, the classifier last."""
     limits = dict.fromkeys(depths, ENTRY_LIMIT) | dict.fromkeys(depths[-2:-1], LAST_ENTRY_LIMIT)
