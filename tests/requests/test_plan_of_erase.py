@@ -23,7 +23,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return train_run(tmp_path_factory.mktemp("plan") / "run", SETTINGS)
 
 
-@pytest.mark.parametrize("flip", [0.5, 0.0])
+@pytest.mark.parametrize("flip", [0.5, 0.25, 0.0])
 def test_where_the_training_is_not_known_it_is_told_that_images_are_flipped(
     run: Run, tmp_path: Path, flip: float
 ) -> None:
@@ -31,7 +31,14 @@ def test_where_the_training_is_not_known_it_is_told_that_images_are_flipped(
     method = chosen_method(imported, "regrow", changes={"flip": flip})
     for known, is_told in ((imported, flip > 0), (run, False)):
         plan = plan_request(known, CLASS, [("erase", method, tmp_path)], None, JudgeOptions("none"))
-        assert ("passes, half of the images flipped left to right; --set flip=0" in plan.lines()[1]) is is_told
+        told = f"10 passes, {flip:.0%} of the images flipped left to right; --set flip=0"
+        assert (told in plan.lines()[1]) is is_told
+
+
+def test_a_plan_that_trains_nothing_says_so(run: Run, tmp_path: Path) -> None:
+    method = chosen_method(run, "regrow", changes={"epochs": 0})
+    line = plan_request(run, CLASS, [("erase", method, tmp_path)], None, JudgeOptions("none")).lines()[1]
+    assert "trained on the retain set) (0 epochs): cost not known" in line
 
 
 def test_a_second_attempt_is_promised_only_where_a_stage_is_kept(run: Run, tmp_path: Path) -> None:

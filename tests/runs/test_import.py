@@ -312,7 +312,7 @@ def test_ways_to_forget_samples_of_an_imported_model_are_in_the_order_of_passes(
     with pytest.raises(CannotServe, match=r"; \d+ more that --dry-run lists; --level exact"):
         told("forget", imported, "samples:0")
     plan = told("forget", imported, "class:3", "--dry-run")
-    assert "(10 passes, half of the images flipped left to right;" in plan
+    assert "(10 passes, 50% of the images flipped left to right;" in plan
     assert "): 10 passes over the training images" in plan
     assert "--retrain trains one by the training that --recipe FILE names" in plan
 

@@ -31,7 +31,7 @@ from fedortho.storage.settings import as_mapping
 # passes over the training images, in FLOPs of training steps, of methods that do not train; a forward pass is a third
 PASSES = {"hide": 0.03, "paper": 1 / 3, "directions": 1 / 3}
 DEEPER = "if it fails and has kept a stage, once more with all stages reset"
-FLIPPED = ", half of the images flipped left to right; --set flip=0 where a mirror image is another class"
+FLIPPED = ", {:.0%} of the images flipped left to right; --set flip=0 where a mirror image is another class"
 SHOWN = 4  # ways that a refusal tells
 NOT_EXACT = "approximate: what the data taught may still be found"
 
@@ -257,8 +257,8 @@ def _planned(run: Run, level: str, method: Method, out: Path) -> PlannedStep:
     whole = run.settings.image_passes if method.name in PASSES else passes
     share = epochs / whole if whole and epochs is not None else None
     if isinstance(method, Regrow):
-        note = f"{epochs:g} {unit if whole else 'passes'}"
-        note += FLIPPED if method.flip and not whole else ""
+        note = f"{method.epochs} {unit if whole else 'passes'}"
+        note += FLIPPED.format(method.flip) if method.flip and not whole else ""
         note += "; the level exact costs no more" if share is not None and share >= 1 else ""
     time = share * seconds if share is not None and seconds else None
     return PlannedStep(level, method.name, as_mapping(method), str(out), share, time, note, epochs)
