@@ -256,11 +256,17 @@ def _identity(model: nn.Module, state: _State, reference: nn.Module | None, trai
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def _held(model: nn.Module, trainable: Mask) -> list[tuple[nn.Parameter, Tensor, Tensor]]:
-    """Partly trainable parameters, each with its mask and its original values."""
+def check_mask(model: nn.Module, trainable: Mask) -> None:
+    """Refuse a mask of a parameter that the model lacks or has in another shape."""
     known = dict(model.named_parameters())
     if other := [name for name in trainable if name not in known or known[name].shape != trainable[name].shape]:
         raise BadSetting(f"the mask names {other[0]}, which the model lacks or has in another shape")
+
+
+def _held(model: nn.Module, trainable: Mask) -> list[tuple[nn.Parameter, Tensor, Tensor]]:
+    """Partly trainable parameters, each with its mask and its original values."""
+    check_mask(model, trainable)
+    known = dict(model.named_parameters())
     held = [(known[name], mask.to(known[name].device)) for name, mask in trainable.items() if not bool(mask.all())]
     return [(parameter, mask, parameter.detach().clone()) for parameter, mask in held]
 
