@@ -18,7 +18,7 @@ from fedortho.engines.central import CentralEngine
 from fedortho.engines.cost import Meter
 from fedortho.engines.engine import PlanPart, TrainingPlan
 from fedortho.engines.query import Query, Selection, Statistic
-from fedortho.errors import BadCheckpoint
+from fedortho.errors import BadCheckpoint, BadSetting
 from fedortho.federated.aggregation import RunningMean
 from fedortho.federated.messages import ObserveReply
 from fedortho.federated.wire import count_bytes, pack, pack_observations, unpack_json
@@ -339,6 +339,13 @@ def test_a_mask_costs_a_bit_for_each_weight_and_is_obeyed(
     assert not bool(changed[~mask[name]].any())
     plain, masked = (engine.transport.bytes_down / len(rounds_of(engine)) for engine in engines)
     assert 0 < masked - plain < weight.numel() / 8 + 200, "a byte for each weight would be eight times as much"
+
+
+def test_a_mask_of_another_shape_is_refused_though_it_has_as_many_bits(make_engine, tiny_digits: nn.Module) -> None:
+    plan, engine, weight = TrainingPlan((PlanPart(Selection("train")),)), make_engine(clients=1), tiny_digits.fc.weight
+    with pytest.raises(BadSetting, match=r"the mask names fc.weight, which the model lacks or has in another shape"):
+        engine.fit(tiny_digits, plan, RECIPE, trainable={"fc.weight": torch.ones(weight.shape[::-1]) > 0})
+    assert not rounds_of(engine)
 
 
 def rounds_of(engine) -> list:

@@ -35,7 +35,7 @@ from fedortho.storage.files import below, damage_named, prefixed, read_tensors, 
 from fedortho.storage.records import from_json, to_json
 from fedortho.training.adapters import base_tensors
 from fedortho.training.batches import step_seed
-from fedortho.training.loop import Epoch, Mask
+from fedortho.training.loop import Epoch, Mask, check_mask
 from fedortho.training.recipe import Recipe, learning_rate
 from fedortho.unlearning.repair import norm_buffers
 
@@ -128,6 +128,7 @@ class FederatedEngine(Roster):
         to start from, a kept round of the same training. `after` rounds of the recipe are over.
         """
         current, plan = copy.deepcopy(model).cpu().eval(), as_training_plan(what)
+        check_mask(current, trainable or {})  # the bits of a mask do not tell clients its shape
         local_epochs = plan.options.local_epochs or self.local_epochs
         base = tensors_digest(base_tensors(model.state_dict()))
         job = TrainingJob(plan, recipe, trainable, local_epochs, base, updates, self.federation.norms)
