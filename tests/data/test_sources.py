@@ -246,7 +246,7 @@ def test_a_missing_folder_or_split_names_what_was_looked_for(tmp_path: Path) -> 
     with pytest.raises(BadData, match=r"no training split: looked for train\*.parquet, found test.parquet"):
         load_images("cifar10", tmp_path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(BadData, match="neither Parquet files nor images"):
+    with pytest.raises(BadData, match=r"neither Parquet files nor images.*each class into a folder.*\.jpg"):
         load_images(str(tmp_path / "empty"))
     with pytest.raises(BadSetting, match=r"image-size must be 0 .* not -1"):
         load_images("digits", size=-1)

@@ -207,7 +207,8 @@ def _split_files(directory: Path) -> tuple[SplitFiles, ...]:
     """The files of the training and the test split of a directory, or all files if it has no splits."""
     found = _parquet_splits(directory) or _folder_splits(directory)
     if not found:
-        raise BadData(f"{directory} holds neither Parquet files nor images in CLASS/*.png or train/CLASS/*.png")
+        what = f"{directory} holds neither Parquet files nor images in CLASS/*.png or train/CLASS/*.png"
+        raise BadData(f"{what}; put the images of each class into a folder of its own ({', '.join(sorted(SUFFIXES))})")
     if set(found) == {""}:
         return (found[""],)
     if "train" not in found:
