@@ -157,6 +157,8 @@ def _way_to_a_run(path: Path) -> str:
     """What to do about a path that is no run: weights are imported, a misspelt name has one that is near."""
     if path.is_file():
         return f"make one of weights with fedortho import {path} --model MODEL --data DATA --out RUN"
+    if inside := sorted(each.parent for each in path.glob("*/run.json")):
+        return f"it holds runs: give one of them, such as {inside[0]}"
     runs = [beside.parent.name for beside in path.parent.glob("*/run.json")]
     if near := difflib.get_close_matches(path.name, runs, n=1):
         return f"did you mean {path.with_name(near[0])}?"
