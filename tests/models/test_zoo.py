@@ -98,7 +98,7 @@ def test_a_factory_of_ones_own_gets_the_sizes_that_it_asks_for(own_module: str) 
         ("own_models:lazy", "has lazy layers"),
         (":f", r"package\.module:function"),
         (".own:f", "cannot import '.own'"),
-        ("no_such_module:f", "cannot import 'no_such_module'"),
+        ("no_such_module:f", "cannot import 'no_such_module' for the model .* go to its directory, or install it"),
         ("own_models:fails", "own_models:fails fails: KeyError: 'width'"),
         ("own_models:exits", "own_models:exits fails: SystemExit: 4"),
         ("builtins:dict", "tells no parameters"),

@@ -25,8 +25,15 @@ def load_function(name: str, what: str) -> Callable[..., Any]:
         raise UnknownName(f"{name!r} names no {what}; write it as package.module:function")
     if place.endswith(".py"):
         raise UnknownName(f"{place!r} is a file; name its module: {Path(place).stem}:{function}, from its directory")
-    with code_of_others(f"cannot import {place!r} for the {what} {name!r}"):
-        module = importlib.import_module(place)
+    refusal = f"cannot import {place!r} for the {what} {name!r}"
+    with code_of_others(refusal):
+        try:
+            module = importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            if error.name != (top := place.partition(".")[0]):
+                raise  # what the module itself imports
+            where = f"in {os.getcwd()} nor among installed packages"
+            raise UnknownName(f"{refusal}: {top} is neither {where}; go to its directory, or install it") from error
     found = getattr(module, function, None)
     if not callable(found):
         near = difflib.get_close_matches(function, dir(module), n=1)
