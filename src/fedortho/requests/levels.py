@@ -172,7 +172,9 @@ class PlannedStep:
         share, time = self.share_of_training, "" if self.seconds is None else f" ({spoken_time(self.seconds)})"
         if share is not None:
             return f"about {share:.{0 if share > 0.05 else 1}%} of the training's computation{time}"
-        return f"cost not known{time}" if self.passes is None else f"{self.passes:g} passes over the training images"
+        if self.passes is None:
+            return f"cost not known{time}"
+        return f"{self.passes:.2g} {'pass' if self.passes == 1 else 'passes'} over the training images"
 
 
 @dataclass(frozen=True)
