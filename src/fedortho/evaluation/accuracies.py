@@ -61,5 +61,6 @@ def accuracies_of(
 
 def _share(correct: Tensor, number: Tensor) -> float:
     if not int(number.sum()):
-        raise BadData("no test image has the requested labels; there is nothing to measure accuracy on")
+        what = "no test image has the requested labels; there is nothing to measure accuracy on"
+        raise BadData(f"{what}; put images of these classes into the test split")
     return int(correct.sum()) / int(number.sum())
