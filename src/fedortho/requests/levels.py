@@ -253,6 +253,8 @@ def _planned(run: Run, level: str, method: Method, out: Path) -> PlannedStep:
     epochs, note = PASSES.get(method.name, getattr(method, "epochs", None) or None), ""
     if isinstance(method, R2D):
         epochs = None  # not known before shadow models have chosen how far back
+        if not (method.kept and any(Path(method.kept).glob("*.safetensors"))):
+            method.begin()  # refuses, and says how a run keeps some
         if (begin := _begin_of(method)) is not None:
             epochs = passes - begin
             note = f"back to {unit[:-1]} {begin} of {passes}, which has met the data; {NOT_EXACT}"
