@@ -245,10 +245,9 @@ def test_where_the_training_is_not_known_costs_are_passes(run: Run, tmp_path: Pa
         f"1. hide, by hide ({MEANINGS['hide']}): 0.03 passes over the training images; writes {tmp_path}",
         "then nothing is audited (--audit none)",
     ]
-    steps = [("", fo.make_method(name), tmp_path) for name in ("paper", "bad-teacher")]
-    plan = plan_request(imported, CLASS, steps, None, JudgeOptions("none"))
-    costs = [step.cost for step in plan.steps]
-    assert costs == ["0.33 passes over the training images", "1 pass over the training images"]
+    methods = [fo.make_method("paper"), fo.make_method("bad-teacher"), fo.make_method("finetune", {"epochs": 150})]
+    plan = plan_request(imported, CLASS, [("", each, tmp_path) for each in methods], None, JudgeOptions("none"))
+    assert [step.cost.partition(" over")[0] for step in plan.steps] == ["0.33 passes", "1 pass", "150 passes"]
     plan = plan_request(imported, CLASS, [("exact", level_method(imported, "exact"), tmp_path)], None, JudgeOptions())
     assert plan.steps[0].cost == "cost not known", "retraining would need a recipe"
 

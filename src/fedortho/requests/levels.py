@@ -174,7 +174,8 @@ class PlannedStep:
             return f"about {share:.{0 if share > 0.05 else 1}%} of the training's computation{time}"
         if self.passes is None:
             return f"cost not known{time}"
-        return f"{self.passes:.2g} {'pass' if self.passes == 1 else 'passes'} over the training images"
+        number = f"{self.passes:.2g}" if self.passes < 1 else f"{self.passes:g}"
+        return f"{number} {'pass' if number == '1' else 'passes'} over the training images"
 
 
 @dataclass(frozen=True)
