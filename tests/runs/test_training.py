@@ -74,6 +74,17 @@ def test_a_directory_of_other_settings_or_other_files_is_refused(digits_run: Pat
     assert os.listdir(tmp_path) == ["letter.txt"]
 
 
+def test_a_training_that_kept_nothing_may_be_deleted_for_one_with_other_settings(tmp_path: Path) -> None:
+    def refused(*_: object) -> Any:
+        raise FedOrthoError("this strategy cannot be served")
+
+    with pytest.raises(FedOrthoError, match="cannot be served"):
+        train_run(tmp_path / "run", SMALL, trainer=refused)
+    told = r"\(epochs is 1, not 2\) began in .*run and kept nothing.* delete that directory"
+    with pytest.raises(FedOrthoError, match=told):
+        train_run(tmp_path / "run", replace(SMALL, epochs=2))
+
+
 def test_going_on_with_other_threads_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

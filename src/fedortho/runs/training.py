@@ -160,6 +160,9 @@ def _refuse_foreign(path: Path, record: records.TrainingRecord | None, settings:
     mine, theirs = as_mapping(settings), as_mapping(settings_of(record, path))
     if other := [key for key in {**mine, **theirs} if key not in FREE and mine.get(key) != theirs.get(key)]:
         difference = ", ".join(f"{key} is {theirs.get(key)!r}, not {mine.get(key)!r}" for key in other)
+        if not isinstance(record, records.RunRecord) and not (path / "checkpoint.safetensors").exists():
+            told = f"a training with other settings ({difference}) began in {path} and kept nothing so far"
+            raise FedOrthoError(f"{told}; delete that directory, or choose another --out")
         raise FedOrthoError(f"{path} was trained with other settings ({difference}); choose another --out")
     if record.data.digest != data.digest:
         raise FedOrthoError(f"{path} was trained on other data of the same name; choose another --out")
