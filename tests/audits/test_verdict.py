@@ -171,6 +171,19 @@ def test_only_a_verdict_with_everything_run_and_passed_passes() -> None:
     assert "--reference RUN" in replace(verdict(C1="NO REFERENCE"), has_reference=False).advice
 
 
+@pytest.mark.parametrize(
+    ("stages", "depths", "is_kept"),
+    [(0, ["a", "b", "c", "fc"], True), (0, ["a", "fc"], False), (1, ["a", "fc"], True), (99, ["a", "b", "fc"], False)],
+)
+def test_where_erase_kept_a_stage_the_advice_is_to_reset_it_too(stages: int, depths: list[str], is_kept: bool) -> None:
+    one = replace(verdict(C1="FAIL"), method="regrow", settings={"stages": stages})
+    one = replace(one, audits=(replace(one.audits[0], details={"depths": depths}), *one.audits[1:]))
+    assert ("reset every stage (--set stages=99:" in one.advice) is is_kept
+    assert "retrain without the forget set" in one.advice
+    assert "--level erase" not in one.advice
+    assert "--set stages" not in replace(one, method="hide").advice
+
+
 def test_what_was_not_tested_is_always_told() -> None:
     assert verdict().not_tested == list(NEVER_TESTED)
     assert verdict(C4="NOT RUN").not_tested[0].startswith("C4, membership (U-LiRA-lite): ")

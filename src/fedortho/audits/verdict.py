@@ -29,7 +29,8 @@ NEVER_TESTED = (
 )
 IMPORTS = "imported-references"  # key of `origin`: runs of the reference models that were trained elsewhere
 IMPORTED = "whether an imported reference model was trained without the forget set: that is its maker's word"
-TRAINED_ANEW = ("regrow", "retrain")  # methods beyond which only retraining erases more
+TRAINED_ANEW = ("regrow", "retrain")  # methods beyond which only more of their kind erases more
+ALL_STAGES = "reset every stage (--set stages=99: the same cost, and no weight of the original is left), or "
 ABSOLUTE = ("C2", "C6")  # audits with a limit that holds without a reference model
 DERIVED = ("answer", "sentence", "label", "passes", "advice", "not-tested")  # for readers; computed anew here
 
@@ -150,7 +151,7 @@ class Verdict:
             return f"The edit costs {price}: lower --max-retain-drop, or {retrain}."
         if self.failed:
             erase = "forget it with --level erase, or " if is_class and self.method not in TRAINED_ANEW else ""
-            return f"To erase it, {erase}{retrain}."
+            return f"To erase it, {ALL_STAGES if _keeps_a_stage(self) else erase}{retrain}."
         if not self.has_reference:
             return f"Give a reference model (--reference RUN), or have one trained (--retrain{cost})."
         if any(audit.outcome == "NOT RUN" for audit in self.audits):
@@ -325,6 +326,13 @@ def _depth(verdict: Verdict) -> str:
     span = probe.original - probe.reference
     erased = (probe.original - probe.unlearned) / span if span > 0.01 else 0.0
     return f"{hidden}, {'partly' if erased > 0.2 else 'not'} erased"
+
+
+def _keeps_a_stage(verdict: Verdict) -> bool:
+    """Whether the level erase left a stage of the original in the network; C1 knows how many stages there are."""
+    probe = verdict.audit("C1")
+    entries = len(probe.details.get("depths", ())) - 1 if probe is not None else 0
+    return verdict.method == "regrow" and (int(verdict.settings.get("stages", 0)) or max(entries, 2)) <= entries
 
 
 def _erased_behind(verdict: Verdict) -> str:
