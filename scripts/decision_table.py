@@ -29,8 +29,8 @@ def decision() -> str:
 
 BUDGETS = (
     "hide, erase, exact, all stages new and EU-k of 6 layers (the last two stages, with the passes of `erase`, not "
-    "tuned) had the full audits on seed 0; the other methods, with one pass and hyper-parameters tuned on frog, and other "
-    "networks had the quick ones. Not all classes and networks were run for all methods: n in k/n counts them."
+    "tuned) had the full audits on seed 0; the other methods, with one pass and hyper-parameters tuned on frog, and "
+    "other networks had the quick ones. Not all was run for all methods: n in k/n counts classes and networks."
 )
 ALIKE = (
     "A gap in brackets, and the audits of its class, compare with `erase` applied to the retrained models "
