@@ -1,6 +1,7 @@
 """Each attack against a slow and obvious way to the same number."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,8 +17,11 @@ from fedortho.audits.measurements import balanced_sample, features
 from fedortho.audits.norms import rescale_short
 from fedortho.audits.probe import ridge
 from fedortho.audits.relearn import prototype, speed_up
+from fedortho.data.images import images_from_tensors
 from fedortho.evaluation.metric_suite import total_variation
 from fedortho.models.graph import stage_entries
+from fedortho.models.layout import ordered_batches
+from fedortho.models.predictions import logits_of
 from fedortho.models.zoo import build_model
 
 
@@ -87,6 +91,25 @@ def test_a_network_that_fixes_the_size_of_its_batches_is_exported_for_one_image(
     model, images = Viewed().eval(), torch.rand(3, 1, 14, 14)
     with torch.no_grad():
         assert torch.allclose(exported(copy.deepcopy(model), world.data.test)(images), model(images), atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [len, lambda x: x.shape[0]], ids=["one image", "any number"])
+def test_an_exported_network_that_views_its_maps_is_measured_on_images_of_colour(size: Callable[..., int]) -> None:
+    class Viewed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))
+            self.head = nn.Linear(4 * 16, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.body(x)
+            return self.head(x.view(size(x), -1))  # type: ignore[no-any-return]  # modules return Any
+
+    images = images_from_tensors(torch.randint(0, 256, (5, 3, 8, 8), dtype=torch.uint8), torch.arange(5) % 2)
+    model = Viewed().eval()
+    twin = exported(copy.deepcopy(model), images)
+    answers = torch.cat([twin(inputs) for inputs, _ in ordered_batches(twin, images)])
+    assert torch.allclose(answers.double(), logits_of(model, images), atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["vgg-mini", "resnet-mini"])

@@ -14,8 +14,8 @@ from fedortho.models.prepare import prepare_model
 @once_per_architecture
 def memory_format_of(model: nn.Module, shape: tuple[int, int, int]) -> torch.memory_format:
     """Channels last, unless the network fails on it (`.view` behind a convolution) or gives other answers."""
-    if isinstance(model, torch.fx.GraphModule):  # exported: copying it warns, and it was made to read any order
-        return torch.channels_last
+    if any(isinstance(module, torch.fx.GraphModule) for module in model.modules()):  # exported: copying it warns
+        return torch.contiguous_format  # the order that it was exported with
     twin = prepare_model(model, 0).cpu().eval()
     example = torch.rand(2, *shape, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
