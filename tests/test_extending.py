@@ -79,6 +79,12 @@ def test_an_installed_package_works_in_compare_forget_and_judge(place: Path) -> 
     assert re.search(r"(PASS|FAIL|INCONCLUSIVE) X1 probability of the own label", outputs["judge"])
 
 
+def test_the_package_lists_all_of_its_files() -> None:
+    """Setuptools refuses two modules that lie side by side, unless they are named."""
+    modules = tomllib.loads(re.findall(r"```toml\n(.*?)```", TEXT, re.DOTALL)[0])["tool"]["setuptools"]["py-modules"]
+    assert {f"{name}.py" for name in modules} == set(FILES)
+
+
 def test_names_are_found_only_while_the_package_is_installed_and_may_not_clash(place: Path) -> None:
     assert "shake" not in known_methods()
     assert "X1" not in known_audits()
