@@ -8,6 +8,7 @@ import pytest
 from fedortho.data.request import ForgetRequest
 from fedortho.errors import BadCheckpoint, FedOrthoError
 from fedortho.models.predictions import evaluate
+from fedortho.requests.forgetting import forget_run
 from fedortho.requests.references import (
     case_of,
     check_reference,
@@ -92,6 +93,20 @@ def test_an_imported_copy_of_the_weights_is_not_taken_for_the_original(original:
     assert found is not None
     assert found.path.name == "original"
     assert find_original(found) is None, "it was made from none"
+
+
+def test_an_edit_that_changed_nothing_is_not_taken_for_the_original_of_another(original: Run, tmp_path: Path) -> None:
+    shutil.copytree(original.path, tmp_path / "original")
+    for name in ("ssd", "finetune"):  # as compare writes them, one directory deeper
+        served = forget_run(tmp_path / "original", "class:3", "logit-mask", out=tmp_path / "compared" / name)
+        assert served.run is not None
+    record = read_json(tmp_path / "compared" / "ssd" / "run.json")
+    before = read_json(tmp_path / "original" / "run.json")["model"]
+    shutil.copy(tmp_path / "original" / "model.safetensors", tmp_path / "compared" / "ssd")
+    write_json(tmp_path / "compared" / "ssd" / "run.json", record | {"model": before})
+    found = find_original(open_run(tmp_path / "compared" / "finetune"))
+    assert found is not None
+    assert found.path == tmp_path / "original"
 
 
 def test_references_of_one_run_have_different_names(original: Run) -> None:

@@ -252,17 +252,21 @@ def case_of(
 
 
 def find_original(run: Run) -> Run | None:
-    """The run that this one was derived from, if it is in the same directory; None: it is not.
+    """The run that this one was derived from, if it is in the same directory or in the one above; None: it is not.
 
-    Of several with the same weights it is the one with the same settings; a continued run has that of its start.
+    Of several with the same weights it is the one with the same settings, and never one that has served as many
+    requests: an edit may have changed nothing. A continued run has that of its start.
     """
     parent = run.record.parent
     start = run.settings.start if isinstance(run.settings, FederateSettings) else ""
     if parent is None and start and (Path(start) / "run.json").is_file():
         return find_original(open_run(start))
-    beside = finished_runs(run.path.resolve().parent) if parent else iter(())
-    found = [other for other in beside if other.record.model.digest == parent]
-    return min(found, key=lambda other: as_mapping(other.settings) != as_mapping(run.settings), default=None)
+    for place in list(run.path.resolve().parents)[:2] if parent else ():  # compare writes one directory deeper
+        found = [other for other in finished_runs(place) if other.record.model.digest == parent]
+        found = [other for other in found if len(other.record.requests) < max(len(run.record.requests), 1)]
+        if found:
+            return min(found, key=lambda other: as_mapping(other.settings) != as_mapping(run.settings))
+    return None
 
 
 def original_of(run: Run, given: Run | Path | str | None = None) -> Run:
