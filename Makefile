@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $(STAMP)
 
-demo: $(STAMP)  ## forget a class and prove it, then a class and a client in a federation (four to six minutes)
+demo: $(STAMP)  ## forget a class and prove it, then a class and a client in a federation (three to six minutes)
 	@rm -rf runs/demo runs/demo-* runs/references/demo-*
 	@echo "1. One network: train it with orthogonal kernels on 6,000 embedded images"
 	$(BIN)/fedortho train --data fashion-mini --model vgg-mini --epochs 2 --out runs/demo
