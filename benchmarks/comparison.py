@@ -1,20 +1,17 @@
 """All methods on the same networks: hyper-parameters tuned on one class by an equal budget, compared on others.
 
-    python benchmarks/comparison.py all --data-dir ../shared/data
-    python benchmarks/comparison.py others
-    python benchmarks/comparison.py small
+    python benchmarks/comparison.py all|others|small --data-dir ../shared/data
 
 Each does what is left of the following, in this order; they can be killed and started again, and several processes
-started alike share the work. Networks come from --networks and are trained there if they are missing;
-benchmarks/manifest.py says how the classes were drawn.
+started alike share the work. Networks come from --networks and are trained there if they are missing; manifest.py says
+how the classes were drawn.
 
 1. vgg-mini: the hyper-parameters of each method, tuned on frog of seed 0 as src/fedortho/requests/search.py says, at
    the one pass over all images at which they are reported;
 2. vgg-mini, seed 0: each method, as soon as it is tuned, on automobile (seen during development), airplane and truck;
    methods whose papers have two passes also with two; `hide` also on a copy of the run that kept no statistics since
    training, where it reads a sample instead;
-3. vgg-mini, seeds 1 and 2, class by class, then with two passes;
-4. and 5. resnet-mini: as 1. and 2., with one pass;
+3. vgg-mini, seeds 1 and 2, class by class, then with two passes; 4. and 5. resnet-mini: as 1. and 2., with one pass;
 6. vgg-mini, seed 0: as many passes as the papers use, with the settings that one pass was tuned for, class by class;
    at last EU-k and CF-k, whose paper has 62.
 
@@ -26,8 +23,8 @@ one partition. Samples and client were drawn before any of these networks was tr
 same labels and on another client, which the search's seed draws; the accuracy wanted on these comes from eight shadow
 models. Then all methods are compared on every seed with one pass or round, and on seed 0 with as many as their papers.
 
-`small` is the class Dress on one network of two epochs, on the images of the package: half an hour for all methods,
-with one pass and with as many as their papers have, by settings that were tuned on Sneaker.
+`small` is the class Dress on one network of two epochs, on the images of the package, with one pass and with as many as
+the papers have, by settings that were tuned on Sneaker: half an hour.
 
 Results go to comparison.json in benchmarks/results (those of `small` to comparison-fashion-mini.json), the chosen
 values and whether they lie inside their grids to searches.json, all trials to tuning/, edited models to

@@ -252,22 +252,6 @@ def test_where_the_training_is_not_known_costs_are_passes(run: Run, tmp_path: Pa
     assert plan.steps[0].cost == "cost not known", "retraining would need a recipe"
 
 
-def test_r2d_on_a_run_that_kept_nothing_is_refused_by_the_plan(run: Run, tmp_path: Path) -> None:
-    steps = [("", levels.chosen_method(run, "r2d"), tmp_path)]
-    with pytest.raises(CannotServe, match=r"has none; train with --keep-epochs"):
-        plan_request(run, CLASS, steps, None, JudgeOptions("none"))
-
-
-def test_the_plan_of_a_federation_counts_passes_over_images_and_rounds(run: Run, tmp_path: Path) -> None:
-    settings = replace(FEDERATION, rounds=100, fraction=0.1, epochs=2)
-    assert (settings.image_passes, settings.passes.planned) == (20, 100)
-    steps = [("hide", level_method(run, "hide"), tmp_path), ("", fo.make_method("finetune", {"epochs": 5}), tmp_path)]
-    plan = plan_request(replace(run, settings=settings), CLASS, steps, None, JudgeOptions("none"))
-    hide, finetune = (step.share_of_training for step in plan.steps)
-    assert hide == pytest.approx(0.03 / 20), "a forward pass is over the images of all clients"
-    assert finetune == pytest.approx(5 / 100), "a round of a method is a round of the training"
-
-
 def test_a_setting_of_the_other_level_is_refused_with_its_name(run: Run, tmp_path: Path) -> None:
     with pytest.raises(
         BadSetting, match=r"no setting --max-retain-drop.*the default level is erase: --level hide has it"

@@ -1,11 +1,14 @@
-"""What the plan of a request tells of erasing."""
+"""What the plan of a request tells: of erasing, of what cannot be served, and of a federation."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from small import SETTINGS as FEDERATION
 
+import fedortho as fo
 from fedortho.data.request import ForgetRequest
+from fedortho.methods.method import CannotServe
 from fedortho.reports.summary import Report, facts_of
 from fedortho.requests.judging import JudgeOptions
 from fedortho.requests.levels import chosen_method, erasing_methods, level_method, plan_request
@@ -61,3 +64,19 @@ def test_the_report_tells_the_stages_of_the_record_and_not_those_of_the_default(
     served = ServedRecord("class:3", "regrow", {"stages": 2, "frozen": False}, shares, shares, 0.0)
     page = Report(replace(run, record=replace(run.record, requests=(served,))), CLASS, None)
     assert facts_of(page)["Request"].startswith("class:3 at level erase: the last 2 stages (all if there are no more)")
+
+
+def test_r2d_on_a_run_that_kept_nothing_is_refused_by_the_plan(run: Run, tmp_path: Path) -> None:
+    steps = [("", chosen_method(run, "r2d"), tmp_path)]
+    with pytest.raises(CannotServe, match=r"has none; train with --keep-epochs"):
+        plan_request(run, CLASS, steps, None, JudgeOptions("none"))
+
+
+def test_the_plan_of_a_federation_counts_passes_over_images_and_rounds(run: Run, tmp_path: Path) -> None:
+    settings = replace(FEDERATION, rounds=100, fraction=0.1, epochs=2)
+    assert (settings.image_passes, settings.passes.planned) == (20, 100)
+    steps = [("hide", level_method(run, "hide"), tmp_path), ("", fo.make_method("finetune", {"epochs": 5}), tmp_path)]
+    plan = plan_request(replace(run, settings=settings), CLASS, steps, None, JudgeOptions("none"))
+    hide, finetune = (step.share_of_training for step in plan.steps)
+    assert hide == pytest.approx(0.03 / 20), "a forward pass is over the images of all clients"
+    assert finetune == pytest.approx(5 / 100), "a round of a method is a round of the training"
